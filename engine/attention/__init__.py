@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool, behind one small protocol (base)."""
+"""Attention over the paged KV pool: the protocol (base), plain torch, and Triton kernels."""

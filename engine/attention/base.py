@@ -1,9 +1,9 @@
-"""The seam between models and attention implementations.
+"""The interface between models and attention implementations.
 
-A backend is made once per KV pool. Per step, `prepare` turns the step's shape into whatever the backend needs on the
-device (once, not per layer), and `attend` is called once per layer with that object. Rows are the items of a step in
-order; tokens of all rows follow each other in one flat dimension T. Row r computes num_new[r] tokens after starts[r]
-that are in the cache already, and sees exactly the first starts[r] + i + 1 tokens of its own sequence from its i-th.
+A backend is created once per KV pool. Each step calls `prepare` once, which uploads the metadata of the step, and
+`attend` once per layer with this metadata. A row is a sequence of the step. The new tokens of all rows are concatenated
+in one flat dimension T. Row r computes num_new[r] tokens after the starts[r] tokens that are in the cache. Its i-th new
+token sees the first starts[r] + i + 1 tokens of its sequence.
 """
 
 from __future__ import annotations
@@ -22,46 +22,51 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Host-side shape of one step: blocks[r] are the physical blocks of row r in logical order.
+    """The rows of one step, on the host."""
 
-    blocks[r] covers starts[r] + num_new[r] tokens and may be longer. Every num_new is at least 1.
-    """
-
+    #: Number of each row's tokens that are in the cache before the step.
     starts: Sequence[int]
+    #: Number of each row's new tokens, at least 1.
     num_new: Sequence[int]
+    #: Each row's physical blocks in logical order, for at least starts[r] + num_new[r] tokens.
     blocks: Sequence[Sequence[int] | np.ndarray]
 
 
 class AttentionBackend(Protocol[M]):
     """Paged causal attention with grouped heads.
 
-    Scores are q . k * scale, then softcap * tanh(score / softcap) where the model has a softcap. A backend may be made
-    with a `first` token: those before it are seen by nobody. All that is seen is read from the cache, new tokens too:
-    with an 8-bit cache a step's cut into chunks changes no number.
+    Scores are q . k * scale, then softcap * tanh(score / softcap) if the model has a softcap. A backend may have a
+    `first_position`: no query sees a key before it. All keys and values are read from the cache, also those of new
+    tokens, so splitting a prompt into chunks changes no result with an 8-bit cache.
     """
 
     @property
     def reads_unwritten_slots(self) -> bool:
-        """Slots past a row's end are read, and masked: they must be finite."""
+        """`attend` reads and masks the unused slots after a row's last token, so their contents must be finite."""
 
     def prepare(self, step: StepShape) -> M:
-        """Metadata of one step, on the device."""
+        """Makes the metadata of one step, on the device."""
 
     def select_rows(self, metadata: M, rows: Tensor, positions: Tensor) -> M:
-        """Metadata of a step of the tokens `rows` (int64 [R]) of another one alone, whose keys and values are in the
-        cache: it writes nothing.
+        """Makes the metadata for attending with some tokens of a step whose keys and values are in the cache.
 
-        metadata, positions: of that step; positions int64 [T].
+        Attention with this metadata writes nothing.
+
+        Args:
+            metadata: of the step.
+            rows: int64 [R], the tokens.
+            positions: int64 [T], of the step.
         """
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: M) -> None:
-        """Writes the new keys and values, and attends to nothing. metadata may be that of another backend over the same
-        blocks.
-        """
+        """Writes new keys and values without attending. metadata may be of another backend over the same blocks."""
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: M, window: int | None) -> Tensor:
-        """Writes the new keys and values, then attends; returns [T, heads, head_dim].
+        """Writes new keys and values, then attends. Returns [T, heads, head_dim].
 
-        query: [T, heads, head_dim]; kv: [T, 2, kv_heads, head_dim], keys already rotated (both may be strided views);
-        cache: one layer of the pool; window: tokens that a query sees, itself included, None for all.
+        Args:
+            query: [T, heads, head_dim]; may be a strided view.
+            kv: [T, 2, kv_heads, head_dim] with rotated keys; may be a strided view.
+            cache: one layer of the pool.
+            window: number of tokens that a query sees, itself included. None: all.
         """

@@ -1,9 +1,9 @@
-"""Paged attention in plain torch: the CPU's backend, and the oracle of every kernel.
+"""Paged attention in plain torch: the backend on CPUs, and the reference for all kernels.
 
-Rows of like size (new tokens and context, by powers of four) form groups; a group is padded to its longest row, so one
-layer is a gather, one scaled_dot_product_attention and a scatter per group, with no loop over sequences. Grouped heads
-fold into the query dimension, so keys are never repeated. Slots past a row's end are masked, and their values must be
-finite: the runner zeroes a block when a sequence starts to fill it, and the dummy block, which pads tables, is zero.
+Rows of similar size (new tokens and context, by powers of four) form a group, padded to its longest row. Per group a
+layer is one gather, one scaled_dot_product_attention and one scatter, without a loop over sequences. Grouped query
+heads are folded into the query dimension, so keys are not repeated. The unused slots after a row's last token are
+masked, but must be finite: the runner zeroes a block when a sequence starts to fill it, and the padding block is zero.
 """
 
 from __future__ import annotations
@@ -22,38 +22,46 @@ from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows padded to `width` new tokens and a common context.
-
-    gather: int64 indices of the blocks to read, see TorchAttention._gather. tokens[rows * width]: flat token of each
-    query slot (padding repeats the row's last); None when the group is the whole step, unpadded and in order.
-    valid: the slots that are not padding; None when all are. masks: additive masks by window.
-    """
+    """Rows of similar size, padded to `width` new tokens and to a common context."""
 
     rows: int
     width: int
+    #: int64 indices of the blocks to read, in the form that `TorchAttention._gather` uses.
     gather: Tensor
+    #: int64 [rows * width], the token in T for each query place; padding repeats the row's last token. None: the group
+    #: is the whole step, in order and without padding.
     tokens: Tensor | None
+    #: The query places that are not padding. None: all.
     valid: Tensor | None
+    #: Additive mask for each window.
     masks: dict[int | None, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMetadata:
-    """Destination of each new token (physical block, None: nothing is written; slot in it) and the groups to attend in.
+    """Metadata of one step."""
 
-    ends: int64 [B], where each row's tokens end; table: int64 [B, n], its blocks.
-    """
-
+    #: int64 [T], the physical block of each new token. None: nothing is written.
     block: Tensor | None
-    slot: Tensor
+    #: int64 [T], the offset of each new token in its block.
+    offset: Tensor
     groups: tuple[RowGroup, ...]
+    #: int64 [B], the end of each row in T.
     ends: np.ndarray
+    #: int64 [B, n], the physical blocks of each row.
     table: np.ndarray
 
 
 class TorchAttention:
-    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none; first: the
-    first token that is seen.
+    """AttentionBackend in plain torch.
+
+    Args:
+        layers: of the KV pool.
+        windows: of the model's layers.
+        pad_block: physical block that pads block tables.
+        scale: factor on the scores. None: head_dim ** -0.5.
+        softcap: None: no softcap.
+        first_position: first position that queries see.
     """
 
     reads_unwritten_slots = True
@@ -78,11 +86,11 @@ class TorchAttention:
         self._softcap = softcap
         quantised = layers[0].scales is not None
         self._device, self._mask_dtype = kv.device, torch.float32 if quantised else kv.dtype
-        # (kv, head) rows of one block follow each other; where a block is a whole number of such rows, the pool of a
-        # layer is a matrix of them, and reading blocks is one index_select that lands in attention's order.
-        row = self._block_size * self._head_dim
-        whole = kv.stride(0) % row == 0 and not quantised
-        self._rows_per_block = kv.stride(0) // row if whole else None
+        # A block of one layer is a run of rows, one per (K or V, head). If the block stride is a multiple of the row
+        # size, the pool is a matrix of such rows, and one index_select reads blocks in the order that attention needs.
+        row_size = self._block_size * self._head_dim
+        is_matrix = kv.stride(0) % row_size == 0 and not quantised
+        self._rows_per_block = kv.stride(0) // row_size if is_matrix else None
 
     def prepare(self, step: StepShape) -> TorchMetadata:
         starts = np.asarray(step.starts, dtype=np.int64)
@@ -101,7 +109,7 @@ class TorchAttention:
             groups.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
         return TorchMetadata(
             block=self._tensor(table[row_of, position // self._block_size]),
-            slot=self._tensor(position % self._block_size),
+            offset=self._tensor(position % self._block_size),
             groups=tuple(
                 self._group(np.asarray(rows), starts, num_new, firsts, table, alone=len(groups) == 1)
                 for rows in groups.values()
@@ -113,17 +121,17 @@ class TorchAttention:
     def select_rows(self, metadata: TorchMetadata, rows: Tensor, positions: Tensor) -> TorchMetadata:
         row_of = np.searchsorted(metadata.ends, rows.tolist(), side="right")
         blocks = [metadata.table[row] for row in row_of]
-        picked = self.prepare(StepShape(positions[rows].tolist(), [1] * len(blocks), blocks))
-        return replace(picked, block=None)
+        selected = self.prepare(StepShape(positions[rows].tolist(), [1] * len(blocks), blocks))
+        return replace(selected, block=None)
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: TorchMetadata) -> None:
         if metadata.block is None:
             return
         if cache.scales is None:
-            cache.kv[metadata.block, :, :, metadata.slot] = kv
+            cache.kv[metadata.block, :, :, metadata.offset] = kv
         else:
-            cache.kv[metadata.block, :, :, metadata.slot], scales = quantize_e4m3(kv)
-            cache.scales[metadata.block, :, metadata.slot] = scales.transpose(1, 2)
+            cache.kv[metadata.block, :, :, metadata.offset], scales = quantize_e4m3(kv)
+            cache.scales[metadata.block, :, metadata.offset] = scales.transpose(1, 2)
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TorchMetadata, window: int | None) -> Tensor:
         self.write(kv, cache, metadata)
@@ -140,7 +148,7 @@ class TorchAttention:
         return out
 
     def _attend_group(self, query: Tensor, cache: LayerKV, group: RowGroup, window: int | None) -> Tensor:
-        """Attention of query[rows * width, heads, head_dim], same shape out."""
+        """Attends with query [rows * width, heads, head_dim]. Returns the same shape."""
         rows, width, fold, dim = group.rows, group.width, self._heads_per_kv, self._head_dim
         keys, values = self._gather(cache, group, query.dtype)
         folded = query.reshape(rows, width, self._kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
@@ -155,7 +163,7 @@ class TorchAttention:
         return out.reshape(rows * width, self._kv_heads * fold, dim)
 
     def _gather(self, cache: LayerKV, group: RowGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of a group, [rows, kv_heads, context, head_dim] each."""
+        """Reads the keys and values of a group, [rows, kv_heads, context, head_dim] each."""
         heads, size, dim = self._kv_heads, self._block_size, self._head_dim
         if self._rows_per_block is None:
             blocks = cache.kv[group.gather].permute(2, 0, 3, 1, 4, 5)
@@ -197,6 +205,7 @@ class TorchAttention:
         )
 
     def _gather_index(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns `blocks` [rows, n] as indices for `_gather`: rows of the pool's matrix if it is one, else blocks."""
         if self._rows_per_block is None:
             return blocks
         kv = np.arange(2)[:, None, None, None] * self._kv_heads
@@ -204,7 +213,7 @@ class TorchAttention:
         return (blocks[None, :, None, :] * self._rows_per_block + kv + head).reshape(-1)
 
     def _mask(self, position: np.ndarray, context: int, window: int | None) -> Tensor:
-        """Additive [rows, 1, fold * width or 1, context] for queries at position[rows, width]."""
+        """Additive mask [rows, 1, heads per kv head * width or 1, context] for queries at position[rows, width]."""
         query = self._tensor(position)[:, None, :, None]
         key = torch.arange(context, device=self._device)
         hidden = (key > query) | (key < self._first)
@@ -220,7 +229,7 @@ class TorchAttention:
 
 
 def _bucket(size: int) -> int:
-    """0 for 1, 1 for 2..8, then one more for each power of four."""
+    """Returns the size class: 0 for 1, 1 for 2..8, 2 for 9..32, one more for each further factor of four."""
     if size == 1:
         return 0
     bucket, limit = 1, 8

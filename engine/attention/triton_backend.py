@@ -1,10 +1,13 @@
-"""Paged attention on the GPU: which kernel serves which rows of a step.
+"""Paged attention on the GPU. `TritonAttention` selects the kernel for each row of a step:
 
-Rows with up to 8 new tokens go to the split-KV kernel, all in one launch. Of longer ones with enough to compute, the
-multiple of 1024 tokens that they begin with goes to cuDNN, if their prefix is such a multiple too (shapes that recur),
-and the rest to the own kernel over gathered keys. Short ones, windows and unusual head dims take the paged kernel.
-Everything of a step that does not depend on the layer is made once, in `prepare`. Kernels are loaded with the first
-backend, so this module imports without triton.
+    up to 8 new tokens                 `paged_decode` (split KV), one launch for all such rows
+    more, and at least 2**20 scores    `cudnn_prefill` for the first multiple of 1024 tokens, if the prefix is a
+                                       multiple of 1024 too; `dense_prefill` over gathered keys for the rest
+    all others, windows, other dims    `paged_prefill`
+
+cuDNN builds a plan for every new shape, so it gets only multiples of 1024, which recur. `prepare` computes everything
+that does not depend on the layer, once per step. The kernels are imported with the first backend, so importing this
+module does not need triton.
 """
 
 from __future__ import annotations
@@ -24,69 +27,87 @@ from engine.kv.layer_kv import LayerKV
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
 
-DECODE_TOKENS = 8  # rows up to this many new tokens take the split-KV kernel
+#: Most new tokens of a row that the split-KV kernel serves.
+DECODE_TOKENS = 8
+#: cuDNN gets rows with multiples of this many cached and new tokens.
 CUDNN_QUANTUM = 1024
-DENSE_MIN_SCORES = 1 << 20  # new tokens x keys from which gathering pays
-MAX_BATCHED = 8  # whole prompts of one length in one call of cuDNN
+#: New tokens x keys of a row from which gathering the keys pays.
+DENSE_MIN_SCORES = 1 << 20
+#: Most prompts of one length in one cuDNN call.
+MAX_BATCHED = 8
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Consecutive rows of a step that share a kernel. cu_q counts from the span's first token; tables: int32 [rows,
-    n].
-    """
+    """Consecutive rows of a step that share a kernel launch."""
 
     first_token: int
     num_tokens: int
+    #: Most new tokens of a row.
     max_new: int
+    #: int32 [rows + 1], the first token of each row, counted from first_token.
     cu_q: Tensor
+    #: int32 [rows], the keys of each row, new tokens included.
     seq_lens: Tensor
+    #: int32 [rows, n], the physical blocks of each row.
     tables: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class DensePrefillRow:
-    """A row that is attended alone, over contiguous keys: tokens first_token.. of the step, after `start` cached ones.
-
-    whole: of its new tokens those, from the first, that cuDNN takes. count: so many rows of that shape behind each
-    other, whole and without cached tokens; tables: int32 [count, n].
-    """
+    """A long row that is attended over contiguous keys, or several such rows of one shape that share a cuDNN call."""
 
     first_token: int
+    #: Cached tokens before the new ones; 0 if count > 1.
     start: int
     num_new: int
+    #: Leading new tokens that cuDNN computes; all if count > 1.
     cudnn_tokens: int
+    #: Number of consecutive rows of this shape.
     count: int
+    #: int32 [count, n]
     tables: Tensor
+    #: int32 [count + 1]
     cu_q: Tensor
+    #: int32 [count]
     seq_lens: Tensor
 
     @property
     def tokens(self) -> slice:
+        """The tokens of these rows in T."""
         return slice(self.first_token, self.first_token + self.count * self.num_new)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata:
-    """slots: int32 [T], where each new token's KV goes (-1: nowhere). plans: the decode work, one for each window.
+    """Metadata of one step."""
 
-    cu_q: int32 [B + 1], where each row's tokens begin; tables: int32 [B, n], its blocks.
-    """
-
+    #: int32 [T], where the KV of each new token is written: block * block_size + offset, or -1 for nowhere.
     slot_mapping: Tensor
+    #: int32 [B + 1], the first token of each row.
     cu_q: Tensor
+    #: int32 [B, n], the physical blocks of each row.
     tables: Tensor
+    #: Rows of the split-KV kernel, and its plan for each window.
     decode: RowSpan | None
     plans: dict[int | None, DecodePlan]
+    #: Rows of the paged prefill kernel.
     paged: tuple[RowSpan, ...]
     dense_rows: tuple[DensePrefillRow, ...]
 
 
 class TritonAttention:
-    """`layers` are the pool's, windows those of the model; scale None: head_dim ** -0.5; softcap None: none; first: the
-    first token that is seen, which only rows of up to DECODE_TOKENS new tokens regard.
+    """AttentionBackend in Triton kernels and cuDNN.
+
+    Args:
+        layers: of the KV pool.
+        windows: of the model's layers.
+        pad_block: physical block that pads block tables.
+        scale: factor on the scores. None: head_dim ** -0.5.
+        softcap: None: no softcap.
+        first_position: first position that queries see. Only rows of up to DECODE_TOKENS new tokens support it.
     """
 
     reads_unwritten_slots = False
@@ -105,7 +126,7 @@ class TritonAttention:
         from engine.kernels import dense_prefill, kv_write, paged_decode, paged_prefill
 
         self._decode, self._prefill, self._dense = paged_decode, paged_prefill, dense_prefill
-        self._prefix, self._kv_write = dense_prefill, kv_write
+        self._kv_write = kv_write
         self._cache = cache = layers[0]
         self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, cache.block_size, cache.head_dim
         self._num_heads, self._pad_block, self._first = num_heads, pad_block, first_position
@@ -138,17 +159,17 @@ class TritonAttention:
             arrays += [firsts[low : high + 1] - firsts[low], ends[low:high], tables[low:high, :width]]
         if len(runs) > 1:
             arrays += [firsts, tables]
-        slots_there, *there = upload([array.astype(np.int32, copy=False) for array in arrays], self._device)
-        *there, cu_q_there, tables_there = there if len(runs) > 1 else [*there, there[0], there[2]]
+        slot_mapping, *uploaded = upload([array.astype(np.int32, copy=False) for array in arrays], self._device)
+        *spans, all_cu_q, all_tables = uploaded if len(runs) > 1 else [*uploaded, uploaded[0], uploaded[2]]
 
         decode: RowSpan | None = None
         paged: list[RowSpan] = []
-        long: list[DensePrefillRow] = []
-        for (low, high, kind), cu_q, seq_lens, table in zip(runs, there[::3], there[1::3], there[2::3], strict=True):
+        dense_rows: list[DensePrefillRow] = []
+        for (low, high, kind), cu_q, seq_lens, table in zip(runs, spans[::3], spans[1::3], spans[2::3], strict=True):
             first, start, new = int(firsts[low]), int(starts[low]), int(num_new[low])
-            if kind == "long":
-                whole = self._cudnn_tokens(start, new)
-                long.append(DensePrefillRow(first, start, new, whole, high - low, table, cu_q, seq_lens))
+            if kind == "dense":
+                cudnn_tokens = self._cudnn_tokens(start, new)
+                dense_rows.append(DensePrefillRow(first, start, new, cudnn_tokens, high - low, table, cu_q, seq_lens))
                 continue
             span = RowSpan(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
             if kind == "decode" and decode is None:
@@ -156,11 +177,11 @@ class TritonAttention:
             else:
                 paged.append(span)
         plans = {window: self._plan(decode, window) for window in self._windows} if decode else {}
-        return TritonMetadata(slots_there, cu_q_there, tables_there, decode, plans, tuple(paged), tuple(long))
+        return TritonMetadata(slot_mapping, all_cu_q, all_tables, decode, plans, tuple(paged), tuple(dense_rows))
 
     def select_rows(self, metadata: TritonMetadata, rows: Tensor, positions: Tensor) -> TritonMetadata:
         row_of = torch.searchsorted(metadata.cu_q[1:], rows.int(), right=True)
-        row_of.clamp_(max=len(metadata.tables) - 1)  # of a captured step's padding, which no row owns
+        row_of.clamp_(max=len(metadata.tables) - 1)  # padding tokens of a captured step belong to no row
         return self.decode_metadata(
             torch.full_like(rows, -1, dtype=torch.int32),
             torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
@@ -170,40 +191,46 @@ class TritonAttention:
         )
 
     def decode_metadata(
-        self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
+        self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
     ) -> TritonMetadata:
-        """`prepare` for rows with up to max_new tokens whose shape is on the device already; can be captured.
+        """As `prepare`, for rows of up to max_new <= DECODE_TOKENS tokens with a shape that is on the device.
 
-        slots: int [T], -1 for tokens that no row owns; cu_q: int32 [B + 1], cu_q[B] <= T; seq_lens: int32 [B], with the
-        new tokens, 0 for a row without any; tables: int32 [B, n], which starts with the blocks of each row.
+        A CUDA graph can capture this call and attention with its result.
+
+        Args:
+            slot_mapping: int [T], -1 for padding tokens.
+            cu_q: int32 [B + 1]; cu_q[B] <= T.
+            seq_lens: int32 [B], keys with the new tokens; 0 for a row without tokens.
+            tables: int32 [B, n]; row r starts with the blocks of row r.
         """
-        span = RowSpan(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
+        span = RowSpan(0, slot_mapping.shape[0], max_new, cu_q, seq_lens, tables)
         plans = {window: self._plan(span, window) for window in self._windows}
-        return TritonMetadata(slots, cu_q, tables, span, plans, (), ())
+        return TritonMetadata(slot_mapping, cu_q, tables, span, plans, (), ())
 
     def paged_metadata(
-        self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
+        self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
     ) -> TritonMetadata:
-        """`decode_metadata` for rows of any length up to max_new, all by the paged kernel."""
-        span = RowSpan(0, slots.shape[0], max_new, cu_q, seq_lens, tables)
-        return TritonMetadata(slots, cu_q, tables, None, {}, (span,), ())
+        """As `decode_metadata`, for rows of any length up to max_new, all in the paged prefill kernel."""
+        span = RowSpan(0, slot_mapping.shape[0], max_new, cu_q, seq_lens, tables)
+        return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (span,), ())
 
     def has_cudnn_plan(self, start: int, num_new: int) -> bool:
-        """A row of this shape is attended alone, and cuDNN takes all of it."""
-        return self._kind(start, num_new) == "long" and self._cudnn_tokens(start, num_new) == num_new
+        """cuDNN computes all of a row with num_new tokens after `start` cached ones."""
+        return self._kind(start, num_new) == "dense" and self._cudnn_tokens(start, num_new) == num_new
 
     def chunk_metadata(
-        self, slots: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, start: int
+        self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, start: int
     ) -> TritonMetadata:
-        """`decode_metadata` for one row that is `planned`, of a new token for each slot after `start` cached ones, by
-        the kernels that `prepare` would choose.
+        """As `decode_metadata`, for one row with the kernels that `prepare` would select.
+
+        The row has a new token for each entry of slot_mapping after `start` cached ones, and `has_cudnn_plan` holds.
         """
-        new = slots.shape[0]
+        new = slot_mapping.shape[0]
         row = DensePrefillRow(0, start, new, self._cudnn_tokens(start, new), 1, tables, cu_q, seq_lens)
-        return TritonMetadata(slots, cu_q, tables, None, {}, (), (row,))
+        return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (), (row,))
 
     def warm_up(self, step: StepShape) -> None:
-        """The attention of one step of a Decoder, of one layer for each window, for the plans that it builds."""
+        """Runs the attention of one step, once per window, so that cuDNN builds its plans."""
         metadata = self.prepare(step)
         dtype = torch.bfloat16 if self._cache.scales is not None else self._cache.kv.dtype
         size = (sum(step.num_new), self._num_heads + 2 * self._kv_heads, self._head_dim)
@@ -222,7 +249,7 @@ class TritonAttention:
     def attend_written(
         self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None
     ) -> Tensor:
-        """`attend` when the new keys and values are in the cache already (rope_kv_write puts them there)."""
+        """Attends; the new keys and values are already in the cache (`rope_kv_write` has written them)."""
         if metadata.decode is None and not metadata.paged and len(metadata.dense_rows) == 1:
             return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -285,22 +312,23 @@ class TritonAttention:
                 window=window or 0,
                 out=out,
             )
-        whole, rest = row.cudnn_tokens, row.num_new - row.cudnn_tokens
-        # New keys are read where the projection left them; an 8-bit cache has other numbers, so there from it.
-        gathered = length if rest or cache.scales is not None else row.start
+        split, rest = row.cudnn_tokens, row.num_new - row.cudnn_tokens
+        # cuDNN reads new keys in the projection's output. With an 8-bit cache it reads the cache, which has rounded
+        # numbers.
+        num_gathered = length if rest or cache.scales is not None else row.start
         keys, values = kv[:, 0], kv[:, 1]
-        there: tuple[Tensor, Tensor] | None = None
-        if gathered:
-            there = self._prefix.gather_kv(cache, row.tables[0], gathered, dtype=query.dtype)
+        gathered: tuple[Tensor, Tensor] | None = None
+        if num_gathered:
+            gathered = self._dense.gather_kv(cache, row.tables[0], num_gathered, dtype=query.dtype)
             if cache.scales is not None:
-                keys, values = there[0][row.start :], there[1][row.start :]
+                keys, values = gathered[0][row.start :], gathered[1][row.start :]
         if not rest:
-            return self._attend_cudnn(query, keys, values, there, row, out)
-        assert there is not None
+            return self._attend_cudnn(query, keys, values, gathered, row, out)
+        assert gathered is not None
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-        if whole:
-            self._attend_cudnn(query[:whole], keys[:whole], values[:whole], there, row, out[:whole])
-        self._dense.dense_prefill(query[whole:], *there, scale=self._scale, softcap=self._softcap, out=out[whole:])
+        if split:
+            self._attend_cudnn(query[:split], keys[:split], values[:split], gathered, row, out[:split])
+        self._dense.dense_prefill(query[split:], *gathered, scale=self._scale, softcap=self._softcap, out=out[split:])
         return out
 
     def _attend_cudnn(
@@ -308,32 +336,34 @@ class TritonAttention:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        there: tuple[Tensor, Tensor] | None,
+        gathered: tuple[Tensor, Tensor] | None,
         row: DensePrefillRow,
         out: Tensor | None,
     ) -> Tensor:
-        dense_prefill = (there[0][: row.start], there[1][: row.start]) if there is not None and row.start else None
-        return self._dense.cudnn_prefill(
-            query, keys, values, dense_prefill, scale=self._scale, count=row.count, out=out
-        )
+        prefix = (gathered[0][: row.start], gathered[1][: row.start]) if gathered is not None and row.start else None
+        return self._dense.cudnn_prefill(query, keys, values, prefix, scale=self._scale, count=row.count, out=out)
 
     def _kind(self, start: int, num_new: int) -> str:
+        """Returns the kernel of a row: decode, dense or paged."""
         if num_new <= DECODE_TOKENS:
             return "decode"
         dense = self._dense_ok and num_new * (start + num_new) >= DENSE_MIN_SCORES
-        return "long" if dense else "paged"
+        return "dense" if dense else "paged"
 
     def _cudnn_tokens(self, start: int, num_new: int) -> int:
-        """Of a long row's new tokens those that cuDNN takes."""
+        """Returns the number of leading new tokens of a dense row that cuDNN computes."""
         return 0 if start % CUDNN_QUANTUM or self._softcap else num_new // CUDNN_QUANTUM * CUDNN_QUANTUM
 
     def _runs(self, starts: Sequence[int], num_new: Sequence[int]) -> list[tuple[int, int, str]]:
-        """Rows that share a launch, as (first, end, kind): neighbours of one kind, but long rows only if they are new,
-        of one length and whole, and a power of two of them: each number of them is a plan of cuDNN.
+        """Returns the rows that share a launch as (first, end, kind).
+
+        Neighbouring rows of one kind share a launch. Dense rows share one only if they have no cached tokens, have one
+        length, and cuDNN computes all of it. Their number is then a power of two, because cuDNN builds a plan for each
+        number of rows.
         """
         runs: list[tuple[int, int, str]] = []
         for low, high, kind in _equal_runs([self._kind(s, n) for s, n in zip(starts, num_new, strict=True)]):
-            if kind != "long":
+            if kind != "dense":
                 runs.append((low, high, kind))
                 continue
             shapes = list(zip(starts[low:high], num_new[low:high], strict=True))
@@ -366,7 +396,7 @@ class TritonAttention:
 
 
 def _equal_runs(values: Sequence[T]) -> list[tuple[int, int, T]]:
-    """Maximal runs of equal values, as (first, end, value)."""
+    """Returns the maximal runs of equal values as (first, end, value)."""
     runs: list[tuple[int, int, T]] = []
     for i, value in enumerate(values):
         if runs and runs[-1][2] == value:

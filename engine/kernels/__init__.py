@@ -1,3 +1,1 @@
-"""Triton kernels. Modules here need triton at import; the rest of the engine loads them only when a CUDA device is
-used.
-"""
+"""Triton kernels. These modules need triton at import, so the engine imports them only if it uses a CUDA device."""

@@ -1,8 +1,10 @@
-"""From what the host says of a decode step, a few numbers a row, to all that its kernels read. One launch.
+"""Expands the host's packed rows of a decode step into all inputs of its kernels, in one launch.
 
-The host sends a packed row each: slot, start, first, num_new, then num_new tokens, then the blocks that hold positions
-start .. start + num_new. The rest of a row's block table is here already, in the line of its slot, which this kernel
-keeps up to date. A token that the host has not seen yet comes as -1: it is the one sampled last in that slot.
+    packed row, int32:  slot | start | first | num_new | tokens[query] | blocks[blocks_touched(query, block_size)]
+
+`first` is the row's first token in the flat dimension T. `blocks` hold positions start .. start + num_new. The other
+blocks of the row's block table are on the device: slot_tables has one table per slot, and this kernel updates it. Token
+-1 stands for the token that was sampled last in the slot, which the host may not have received yet.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
+#: Words of a packed row; HEADER is their number.
 SLOT, START, FIRST, NUM_NEW, HEADER = range(5)
+#: Block table entries that the kernel copies at once.
 TABLE_TILE = 256
 
 
 def packed_width(query: int, block_size: int) -> int:
-    """int32 words of a packed row with up to `query` tokens."""
+    """Returns the int32 words of a packed row with up to `query` tokens."""
     return HEADER + query + blocks_touched(query, block_size)
 
 
 def blocks_touched(query: int, block_size: int) -> int:
-    """Most blocks that `query` consecutive tokens lie in."""
+    """Returns the most blocks that `query` consecutive tokens lie in."""
     return (query + block_size - 2) // block_size + 1
 
 
@@ -76,7 +80,7 @@ def _decode_inputs_kernel(
     tl.store(token_slots + first + j, tl.zeros([QP], tl.int64) + slot, mask=live)
     tl.store(sampled_at + first + j, position + 1, mask=live)
     tl.store(offsets + first + j, j, mask=live)
-    # Tokens past the last row's are nobody's: they compute, and leave no trace.
+    # Padding tokens after the last row's: they are computed, but slot -1 and the pad slot discard their results.
     spare = row * Q + j
     unowned = (j < Q) & (spare >= total)
     tl.store(tokens + spare, tl.zeros([QP], tl.int64), mask=unowned)
@@ -107,28 +111,35 @@ def _decode_inputs_kernel(
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What a decode step of B rows and up to T = B * query tokens reads; the rows' tokens follow each other, flat.
+    """Device inputs of a decode step with B rows and T = B * query tokens.
 
-    tokens: int64 [T]; positions: int32 [T]; kv_slots: int32 [T], -1 where no row owns the token; cu_q: int32 [B + 1];
-    seq_lens: int32 [B], 0 for a row without tokens; row_slots: int64 [B]; token_slots: int64 [T], the row's slot, the
-    last one where no row owns the token; sampled_at: int32 [T], the position after the token's; offsets: int32 [T], the
-    token's place in its row; tables: int32 [B, n].
+    The rows' tokens are concatenated. Padding tokens follow them up to T.
     """
 
+    #: int64 [T]
     tokens: torch.Tensor
+    #: int32 [T]
     positions: torch.Tensor
+    #: int32 [T], block * block_size + offset of each token's KV; -1 for padding tokens.
     slot_mapping: torch.Tensor
+    #: int32 [B + 1], the first token of each row.
     cu_q: torch.Tensor
+    #: int32 [B], keys with the new tokens; 0 for a row without tokens.
     seq_lens: torch.Tensor
+    #: int64 [B], the slot of each row.
     row_slots: torch.Tensor
+    #: int64 [T], the slot of each token's row; the last slot for padding tokens.
     token_slots: torch.Tensor
+    #: int32 [T], the position after each token.
     sample_positions: torch.Tensor
+    #: int32 [T], the index of each token in its row.
     offsets: torch.Tensor
+    #: int32 [B, n], the block table of each row.
     tables: torch.Tensor
 
     @classmethod
     def empty(cls, rows: int, tokens: int, table_width: int, device: torch.device) -> DecodeInputs:
-        """For steps of up to so many rows, and tokens in all rows."""
+        """Allocates the inputs for steps of up to `rows` rows and `tokens` tokens in total."""
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -147,7 +158,7 @@ class DecodeInputs:
         )
 
     def slice_for(self, rows: int, query: int) -> DecodeInputs:
-        """The part for a smaller step."""
+        """Returns views for a smaller step."""
         tokens = rows * query
         return DecodeInputs(
             tokens=self.tokens[:tokens],
@@ -172,10 +183,13 @@ def decode_inputs(
     query: int,
     block_size: int,
 ) -> None:
-    """Fills `out` and brings the lines of slot_tables up to date. Rows without tokens come last.
+    """Fills `out` and updates slot_tables. Rows without tokens must be the last rows.
 
-    packed: contiguous int32 [B, packed_width(query, block_size)]; slot_tables: int32 [slots, n]; last_tokens: int64
-    [slots]. The last slot is nobody's.
+    Args:
+        packed: contiguous int32 [B, packed_width(query, block_size)].
+        slot_tables: int32 [slots, n]. The last slot is the pad slot, which no sequence uses.
+        last_tokens: int64 [slots], the token sampled last in each slot.
+        query: most tokens of a row.
     """
     rows, width = packed.shape
     assert width == packed_width(query, block_size)

@@ -1,7 +1,8 @@
-"""Prefill attention over contiguous keys and values: an own kernel on TMA descriptors, and cuDNN in two parts.
+"""Prefill attention over contiguous keys and values: a Triton kernel on TMA descriptors, and cuDNN.
 
-Both compute the lower-right causal attention of S new tokens over L >= S keys. cuDNN is the faster one, but it builds
-a plan of 50 to 130 ms for every new (S, L), so only shapes that come back are given to it; see `TritonAttention`.
+Both compute causal attention of the last S tokens of a sequence over its L >= S keys. cuDNN is faster, but it builds a
+plan for every new (S, L), which takes 50 to 130 ms. So `TritonAttention` gives it only shapes that recur. cuDNN runs
+twice, over the new keys (causal) and over the prefix (no mask), and `merge_attention` combines the two results.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
 from engine.kernels.paged_decode import scaled_tanh, softcap_args
 from engine.kv.layer_kv import LayerKV
 
+#: Head dims that `dense_prefill` supports.
 DENSE_DIMS = (64, 128)
+#: Query rows and keys of a tile.
 BLOCK_M, BLOCK_N = 128, 128
 
 
@@ -78,7 +81,7 @@ def _dense_kernel(
     STAGES: tl.constexpr,
 ):
     head = tl.program_id(0)
-    # Rows are (token, query head of the group); the last ones see the most keys: they start first.
+    # Rows are (token, query head of the group). The last rows see the most keys, so they start first.
     m0 = (tl.cdiv(queries * GROUP, BM) - 1 - tl.program_id(1)) * BM
     m = m0 + tl.arange(0, BM)
     d = tl.arange(0, D)
@@ -114,19 +117,23 @@ def dense_prefill(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Own kernel. q: [S, heads, D], D in DENSE_DIMS; keys, values: contiguous [L, kv_heads, D], L >= S.
+    """Causal attention in the Triton kernel. Returns out, [S, heads, D].
 
-    Returns out, [S, heads, D] (any row and head strides; contiguous if None).
+    Args:
+        q: [S, heads, D], D in DENSE_DIMS.
+        keys, values: contiguous [L, kv_heads, D], L >= S.
+        softcap: 0 for none.
+        out: any row and head strides; None allocates it.
     """
     length, kv_heads, dim = keys.shape
     group = q.shape[1] // kv_heads
     assert dim in DENSE_DIMS
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    # Rows past the end are read as zeros.
-    described = [TensorDescriptor.from_tensor(x.view(length, -1), [BLOCK_N, dim]) for x in (keys, values)]
+    # TMA reads rows past the end as zeros.
+    descriptors = [TensorDescriptor.from_tensor(x.view(length, -1), [BLOCK_N, dim]) for x in (keys, values)]
     _dense_kernel[(kv_heads, triton.cdiv(q.shape[0] * group, BLOCK_M))](
         q,
-        *described,
+        *descriptors,
         out,
         q.stride(0),
         q.stride(1),
@@ -156,11 +163,14 @@ def cudnn_prefill(
     count: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """cuDNN: the new tokens causal, their prefix without a mask, the two merged by log-sum-exp.
+    """Causal attention in cuDNN. Returns out, [S, heads, D].
 
-    q: [S, heads, D]; new_keys, new_values: [S, kv_heads, D], any row and head strides; prefix: keys and values
-    [P, kv_heads, D]. count: sequences of equal length behind each other, S / count tokens each, none with a prefix.
-    Returns [S, heads, D]: out, or a contiguous one if None.
+    Args:
+        q: [S, heads, D], any row and head strides.
+        new_keys, new_values: [S, kv_heads, D], any row and head strides.
+        prefix: keys and values [P, kv_heads, D] before the new ones. None: there are none.
+        count: number of concatenated sequences of S / count tokens each; above 1 only without a prefix.
+        out: None allocates it.
     """
     assert prefix is None or count == 1
 
@@ -172,9 +182,9 @@ def cudnn_prefill(
     part, lse = attend(new_keys, new_values, True)
     if prefix is None:
         return part if out is None else out.copy_(part)
-    before, before_lse = attend(*prefix, False)
-    lses = [x.view(q.shape[1], q.shape[0]).T for x in (before_lse, lse)]
-    return merge_attention(before, lses[0], part, lses[1], out=before if out is None else out)
+    prefix_part, prefix_lse = attend(*prefix, False)
+    lses = [x.view(q.shape[1], q.shape[0]).T for x in (prefix_lse, lse)]
+    return merge_attention(prefix_part, lses[0], part, lses[1], out=prefix_part if out is None else out)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -220,10 +230,13 @@ def _gather_kernel(
 def gather_kv(
     layer: LayerKV, block_table: torch.Tensor, length: int, *, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one sequence's first `length` tokens, each contiguous [length, kv_heads, D] of `dtype`.
+    """Copies the keys and values of a sequence's first `length` tokens, each to a contiguous [length, kv_heads, D].
 
-    block_table: int32 [max_blocks]; dtype: the cache's own, or the model's where the cache has 8 bits. Tokens come
-    first so that strides do not depend on the length: cuDNN's plans are for strides too.
+    The token dimension is first, so that strides do not depend on the length: a cuDNN plan is for fixed strides.
+
+    Args:
+        block_table: int32 [max_blocks].
+        dtype: of the result: the cache's dtype, or the model's dtype if the cache has 8 bits.
     """
     kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
     heads, dim = layer.num_kv_heads, layer.head_dim
@@ -294,10 +307,11 @@ def _merge_kernel(
 def merge_attention(
     a: torch.Tensor, lse_a: torch.Tensor, b: torch.Tensor, lse_b: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """Attention over the union of two disjoint sets of keys, from attention over each.
+    """Merges the results of attention over two disjoint sets of keys into attention over their union.
 
-    a, b, out: [rows, heads, D] (any row and head strides); lse_a, lse_b: fp32 [rows, heads], natural logarithm,
-    finite in lse_a.
+    Args:
+        a, b, out: [rows, heads, D], any row and head strides.
+        lse_a, lse_b: fp32 [rows, heads], natural log-sum-exp of the scores; lse_a must be finite.
     """
     rows, heads, dim = out.shape
     _merge_kernel[(triton.cdiv(rows * heads, 16),)](

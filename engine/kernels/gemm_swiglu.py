@@ -1,8 +1,9 @@
-"""SiLU x mul in the end of the product before it, for many rows: a persistent product on TMA descriptors (Hopper).
+"""GEMM with SiLU x mul in its epilogue, for many rows: a persistent kernel on TMA descriptors (Hopper).
 
-A tile holds BN columns of the gate and the same BN of its partner as one matrix product of twice the width, so that
-the two meet in a thread's registers and half of what was computed is stored. A program takes every SMS-th tile, and
-loads for the next while it ends one; tiles go down GROUP rows of tiles before they go right, for the L2 cache.
+A tile computes BN columns of gate and the same BN columns of up as one product of twice the width. So both numbers of a
+pair are in one thread's registers, and the kernel stores half of the computed numbers. A program computes every SMS-th
+tile and loads for the next tile while it finishes one. For the L2 cache, tiles are ordered in bands of GROUP tile rows,
+column by column inside a band.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MIN_ROWS = 2048  # with fewer, cuBLAS and SiLU x mul after it are as fast
+#: With fewer rows, cuBLAS followed by `silu_mul` is as fast.
+MIN_ROWS = 2048
 BM, BN, BK, STAGES, GROUP = 128, 128, 64, 4, 16
 
 
@@ -51,16 +53,21 @@ def _swiglu_kernel(
 
 @cache
 def supports_gemm_swiglu(device: torch.device) -> bool:
-    """The device is one that `gemm_swiglu` is faster on; a property of the machine, so it is asked once."""
+    """`gemm_swiglu` is faster than cuBLAS on this device. Cached, because a device does not change."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def gemm_swiglu(
     x: torch.Tensor, weight: torch.Tensor, *, tile: tuple[int, int, int] = (BM, BN, BK), group: int = GROUP
 ) -> torch.Tensor:
-    """silu(x @ gate.T) * (x @ up.T) of x [rows, K] and weight [2 * N, K], its first N rows the gate; [rows, N].
+    """Computes silu(x @ gate.T) * (x @ up.T), [rows, N].
 
-    Rows of both are contiguous and a multiple of 16 bytes long (N too); tile: rows, outputs and depth of one.
+    Args:
+        x: [rows, K], contiguous rows of a multiple of 16 bytes.
+        weight: [2 * N, K], the N rows of gate, then the N rows of up; contiguous rows of a multiple of 16 bytes. A row
+            of N outputs must be a multiple of 16 bytes too.
+        tile: BM, BN and BK.
+        group: tile rows of a band.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2
@@ -68,11 +75,11 @@ def gemm_swiglu(
     assert weight.stride(1) == x.stride(1) == 1
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     bm, bn, bk = tile
-    pair = [n * weight.stride(0), weight.stride(0), 1]
+    strides = [n * weight.stride(0), weight.stride(0), 1]
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     _swiglu_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [bm, bk]),
-        TensorDescriptor(weight, [2, n, k], pair, [2, bn, bk]),
+        TensorDescriptor(weight, [2, n, k], strides, [2, bn, bk]),
         TensorDescriptor.from_tensor(out, [bm, bn]),
         rows,
         N=n,

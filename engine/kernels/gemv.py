@@ -1,8 +1,8 @@
-"""Matrix times one row, with what stands before and behind it fused in: RMSNorm in, residual add or SiLU x mul out.
+"""Matrix-vector product with RMSNorm fused before it, and residual add or SiLU x mul fused after it.
 
-A program reads ROWS rows of the weight, whole, in tiles of BLOCK_K. RMSNorm needs no pass of its own: the program
-sees all of x, so it sums x^2 beside the products and scales the result: W (x * rstd * g) = rstd * (W (x * g)). No
-atomics: the sums have one order, whatever runs beside.
+A program reads ROWS whole rows of the weight in tiles of BLOCK_K. RMSNorm needs no extra pass: the program reads all of
+x, so it also sums x^2 and scales the result, W (x * rstd * g) = rstd * (W (x * g)). There are no atomics, so the order
+of summation, and with it the result, is always the same.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _gemv_kernel(
     w = _tile(src, row_ok, k, 0, K, even)
     if GATED:
         up = _tile(src + N * w_row, row_ok, k, 0, K, even)
-    if PDL:  # weights are constant: their first tile is on its way before the kernel that makes x has ended
+    if PDL:  # weights are constant, so their first tile is loaded before the kernel that computes x has finished
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if ADD:
@@ -102,11 +102,17 @@ def gemv(
     gated: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """weight @ x for one row: x [1, K], weight [N, K] (row stride free), bias [N]; returns [1, N], or [1, N / 2] when
-    gated.
+    """Computes x @ weight.T for one row. Returns [1, N], or [1, N / 2] if gated.
 
-    norm: [K], the weight of an RMSNorm over x first. gated: rows 0..N/2 are a gate, the rest its partner: silu(gate)
-    * up. residual: [1, N], added to the result; out may be residual.
+    Args:
+        x: [1, K].
+        weight: [N, K], any row stride.
+        bias: [N].
+        norm: [K], the weight of an RMSNorm that is applied to x first.
+        norm_offset: added to the norm's weight.
+        residual: [1, N], added to the result. Not with `gated`.
+        gated: the first half of weight's rows is gate, the second is up; the result is silu(gate) * up.
+        out: None allocates it; may be residual.
     """
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     assert x.shape == (1, k)

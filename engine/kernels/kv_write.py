@@ -1,4 +1,4 @@
-"""Writes new keys and values into the paged pool, where RoPE was applied elsewhere."""
+"""Writes new keys and values into the paged KV pool: `kv_write` unchanged, `rope_kv_write` after applying RoPE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _kv_write_kernel(
     new,
     kv,
     scales,
-    slots,
+    slot_mapping,
     new_row,
     new_which,
     new_head,
@@ -35,8 +35,8 @@ def _kv_write_kernel(
     FP8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1)
-    slot = tl.load(slots + token).to(tl.int64)
+    which = tl.program_id(1)  # 0: keys, 1: values
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot >= 0:
         h = tl.arange(0, HP)[:, None]
         d = tl.arange(0, DP)[None, :]
@@ -54,15 +54,20 @@ def _kv_write_kernel(
             tl.store(cell, x.to(kv.dtype.element_ty), mask=ok)
 
 
-def kv_write(new: torch.Tensor, layer: LayerKV, slots: torch.Tensor) -> None:
-    """new: [tokens, 2, kv_heads, D]; slots: integer [tokens], block * block_size + offset, -1: skip."""
+def kv_write(new: torch.Tensor, layer: LayerKV, slot_mapping: torch.Tensor) -> None:
+    """Writes keys and values that are already rotated.
+
+    Args:
+        new: [tokens, 2, kv_heads, D].
+        slot_mapping: integer [tokens], block * block_size + offset of each token; -1 writes nothing.
+    """
     kv, (scales, *scale_strides) = layer.kv, scale_halves(layer)
     assert new.stride(3) == 1
     _kv_write_kernel[(new.shape[0], 2)](
         new,
         kv,
         scales,
-        slots,
+        slot_mapping,
         new.stride(0),
         new.stride(1),
         new.stride(2),
@@ -97,6 +102,10 @@ def _rotate(
     REST: tl.constexpr,
     NORM: tl.constexpr,
 ):
+    """Normalises (if NORM) and rotates the first ROT dims of each head; dim i rotates with i + ROT / 2.
+
+    Returns the first half, the second half, the dims from ROT on, and the indices and masks to store them.
+    """
     h = tl.arange(0, HP)[:, None]
     i = tl.arange(0, HALF)[None, :]
     ok = (h < HEADS) & (i < ROT // 2)
@@ -124,7 +133,7 @@ def _rope_kv_kernel(
     kv,
     scales,
     positions,
-    slots,
+    slot_mapping,
     cos_table,
     sin_table,
     q_norm,
@@ -156,11 +165,11 @@ def _rope_kv_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
     pair = tl.arange(0, HALF)[None, :]
     cos = tl.load(cos_table + position * table_row + pair, mask=pair < ROT // 2, other=0.0).to(tl.float32)
     sin = tl.load(sin_table + position * table_row + pair, mask=pair < ROT // 2, other=0.0).to(tl.float32)
-    if PDL:  # positions and slots are a step's, older than the product that makes qkv
+    if PDL:  # positions and slot_mapping are made once per step, before the GEMM that computes qkv
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = qkv + token * qkv_row
@@ -188,7 +197,7 @@ def _rope_kv_kernel(
             d = tl.arange(0, DP)[None, :]
             v_ok = (kh < HKV) & (d < D)
             v = tl.load(row + (HQ + HKV) * D + kh * D + d, mask=v_ok, other=0.0)
-            if FP8:  # of the keys as the model has them, so that every way to write the cache writes the same bits
+            if FP8:  # rounds keys to the model's dtype first, so that every path to the cache writes the same bits
                 fa = ka.to(qkv.dtype.element_ty).to(tl.float32)
                 fb = kb.to(qkv.dtype.element_ty).to(tl.float32)
                 rest = kept.to(qkv.dtype.element_ty).to(tl.float32)
@@ -216,7 +225,7 @@ def rope_kv_write(
     qkv: torch.Tensor,
     layer: LayerKV,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
@@ -226,13 +235,19 @@ def rope_kv_write(
     eps: float = 1e-6,
     norm_offset: float = 0.0,
 ) -> None:
-    """Rotates q and k in place inside qkv and writes K and V of every token whose slot is not negative.
+    """Rotates q and k in place inside qkv, and writes K and V to the pool.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, k and v behind each other (row stride free), of q maybe
-    none; positions, slots: integer [tokens], slot = block * block_size + offset, -1: no write; cos, sin: [max_position,
-    rot / 2], where rot <= D dims rotate, the first half against the second (GPT-NeoX order). q_norm, k_norm: [D],
-    RMSNorm of each head before the rotation (both or none). All but qkv must be older than the kernel that makes qkv
-    (see pdl.py).
+    With PDL (pdl.py), only qkv may come from the kernel before this one; all other arguments must be older.
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * D], the heads of q, of k and of v; any row stride.
+        positions: integer [tokens].
+        slot_mapping: integer [tokens], block * block_size + offset of each token; -1 writes nothing.
+        cos, sin: [max_position, rot / 2]. The first rot <= D dims rotate, the first half against the second half
+            (GPT-NeoX order).
+        num_heads: query heads in qkv, may be 0.
+        q_norm, k_norm: [D], weights of an RMSNorm of each head before the rotation; both or none.
+        norm_offset: added to the norms' weights.
     """
     tokens, kv, (scales, *scale_strides) = qkv.shape[0], layer.kv, scale_halves(layer)
     num_kv_heads, dim = layer.num_kv_heads, layer.head_dim
@@ -249,7 +264,7 @@ def rope_kv_write(
         kv,
         scales,
         positions,
-        slots,
+        slot_mapping,
         cos,
         sin,
         q_norm if q_norm is not None else cos,

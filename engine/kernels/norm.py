@@ -1,6 +1,7 @@
-"""RMSNorm with the residual add in the same pass, and SiLU x mul. Arithmetic in fp32, one rounding at each store.
+"""RMSNorm with a fused residual add, and SiLU x mul. Arithmetic is fp32, with one rounding at each store.
 
-In a decode step either is as short as a launch: they start while the product before them drains (see pdl.py).
+In a decode step these kernels take no longer than a launch, so with PDL (pdl.py) they are launched while the GEMM
+before them finishes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _rms_norm_kernel(
     i = tl.arange(0, NP)
     ok = i < N
     w = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32) + offset
-    if PDL:  # the weight is constant, x is not
+    if PDL:  # the weight is constant; x comes from the kernel before
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     h = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
@@ -54,9 +55,14 @@ def rms_norm(
     weight_offset: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMSNorm of x, or of residual + x, which is then also stored to residual. x, residual: [rows, N]; weight: [N].
+    """RMSNorm of x; with a residual, of residual + x, which is also stored to residual.
 
-    weight_offset 1 is Gemma's (1 + weight). out may be x.
+    Args:
+        x: [rows, N].
+        weight: [N].
+        residual: [rows, N].
+        weight_offset: added to weight; 1 for Gemma.
+        out: None allocates it; may be x.
     """
     rows, n = x.shape
     assert x.stride(1) == 1
@@ -99,7 +105,7 @@ def _silu_mul_kernel(x, out, x_row, out_row, N: tl.constexpr, BN: tl.constexpr, 
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(gate) * up. gate_up: [rows, 2 * N], gate first; returns [rows, N]."""
+    """Computes silu(gate) * up, [rows, N]. gate_up: [rows, 2 * N], the gate in the first half."""
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device) if out is None else out

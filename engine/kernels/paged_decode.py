@@ -1,14 +1,15 @@
-"""Split-KV attention of 1 to 8 new tokens a sequence over the paged pool: decode, and the verification of drafts.
+"""Split-KV attention of 1 to 8 new tokens per sequence over the paged pool: decode, and verification of drafts.
 
-The work of a launch is a line of tiles: sequences, inside them kv heads, inside them tiles of BLOCK_N keys. The line
-is cut into equal shares, one for each of a fixed number of programs, so every SM reads the same number of bytes
-whatever the batch, the lengths or their spread (the work split of Stream-K, Osama et al. 2023, applied to
-FlashDecoding). A share may end inside a (sequence, head) pair: its part is kept normalised with its log-sum-exp, and
-a second kernel merges the parts of such pairs. Where query heads of a group x new tokens do not fit one tile of rows,
-programs side by side take the same share, each for a tile of its rows.
+    sequence, head | 0, 0      | 0, 1      | 1, 0| 1, 1| 2, 0         | 2, 1         |
+    tiles of keys  [ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ][ ]
+    programs       | 0              | 1              | 2              | 3            |
 
-`DecodePlan` is the cut. It depends on the lengths alone: compute it once a step and use it for every layer. Nothing
-here reads a length on the host, so a captured graph serves any lengths.
+The tiles of BLOCK_N keys are split evenly among a fixed number of programs, so every SM reads the same number of bytes
+for any batch (the work split of Stream-K, Osama et al. 2023, applied to FlashDecoding). If a (sequence, head) pair is
+split, each part is stored normalised with its log-sum-exp, and a second kernel merges the parts. If the rows (query
+heads of a group x new tokens) exceed a tile, several programs take the same share, each for one tile of rows.
+`DecodePlan` holds the split. It depends on the lengths only, so it is computed once per step for all layers. The host
+reads no length, so a captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -23,23 +24,32 @@ from engine.kernels.e4m3 import key_scale, scale_pairs, unpack, value_scale
 from engine.kernels.pdl import has_native_e4m3, pdl_flags, supports_pdl
 from engine.kv.layer_kv import LayerKV
 
+#: Most new tokens of a sequence.
 MAX_QUERY = 8
-MAX_ROWS = 64  # of a tile of queries; half with head dims past 128
-SHARED_BYTES = 96 * 1024  # of keys and values in flight a program; two programs share an SM
-MERGE_TILE = 2048  # numbers of partial results that one program of the merge holds at once
-MERGE_PROGRAMS = 512  # of a merge, where its work can be cut so fine
+#: Most rows of a tile of queries; half of it for head dims above 128.
+MAX_ROWS = 64
+#: Shared memory of a program for keys and values in flight. Two programs share an SM.
+SHARED_BYTES = 96 * 1024
+#: Numbers of partial results that one program of the merge holds at once.
+MERGE_TILE = 2048
+#: Programs of a merge, if its work can be split that far.
+MERGE_PROGRAMS = 512
 LOG2E = 1.4426950408889634
-EMPTY = tl.constexpr(-1e30)  # log-sum-exp of no keys; finite, so that differences are never NaN
+#: Log-sum-exp of no keys. Finite, so that differences are never NaN.
+EMPTY = tl.constexpr(-1e30)
 
 
 @triton.jit
 def scaled_tanh(s, cap):
-    """tanh(s * cap). Its error is absolute, 1e-7, and the softcap multiplies it to that of a score."""
+    """tanh(s * cap). The absolute error is 1e-7; the softcap multiplies it into the error of a score."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
 
 
 def softcap_args(scale: float, softcap: float) -> tuple[float, float]:
-    """What turns q . k into a score in units of log2: its factor, and the factor inside the tanh of `scaled_tanh` before."""
+    """Returns the kernel arguments (scale_log2, cap), with which scores are in units of log2.
+
+    Without a softcap the score is (q . k) * scale_log2, otherwise scaled_tanh(q . k, cap) * scale_log2.
+    """
     return (softcap * LOG2E, scale / softcap) if softcap > 0 else (scale * LOG2E, 0.0)
 
 
@@ -48,6 +58,7 @@ def _plan_kernel(
     cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window,
     HEADS: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    """Computes the plan: the running sum of tiles per sequence (cum), and each program's first sequence."""
     b = tl.arange(0, B)
     live = b < num_seqs
     length = tl.load(seq_lens + b, mask=live, other=0)
@@ -66,7 +77,10 @@ def _plan_kernel(
 
 @triton.jit
 def _softmax(s, best, total):
-    """Weights of a tile of scores in units of log2, the new maxima and sums, and what the sums before shrink by."""
+    """One step of online softmax over a tile of scores in units of log2.
+
+    Returns the tile's weights, the new maxima, the new sums, and the factor on earlier results.
+    """
     top = tl.maximum(best, tl.max(s, 1))
     safe = tl.where(top == -float("inf"), 0.0, top)
     p = tl.exp2(s - safe[:, None])
@@ -80,6 +94,7 @@ def _tiles(
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
+    """Attends to the tiles begin..stop of keys. Returns the weighted sum of values, the sum of weights, the maxima."""
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
     qs = tl.load(q_rows[:, None] + d[None, :], mask=rows_ok[:, None] & (d < D)[None, :], other=0.0)
@@ -111,12 +126,13 @@ def _tiles_e4m3(
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """`_tiles` over bytes, as int16 pairs: products of even and of odd places apart, in fp16 (fp32 where q is).
+    """`_tiles` over e4m3 as int16 pairs. Even and odd dims are multiplied separately, in fp16 (fp32 if q is fp32).
 
-    fp16 has room for no scale: a row of q is divided by a power of two, and so are the scales of V by their largest.
+    The range of fp16 is too small for scales: each row of q is divided by a power of two, and the scales of V are
+    divided by the largest of the tile.
     """
     math: tl.constexpr = tl.float32 if q_rows.dtype.element_ty == tl.float32 else tl.float16
-    if D % 16 == 0:  # Triton sees what 16 divides, and a row of int16 pairs may have 8 times an odd number
+    if D % 16 == 0:  # Triton detects strides that 16 divides only; this shows it that 8 divides the stride in pairs
         kv_token = kv_token // 8 * 8
     h = tl.arange(0, DP // 2)
     n = tl.arange(0, BN)
@@ -179,7 +195,7 @@ def _decode_kernel(
     m = tl.program_id(0) * M + tl.arange(0, M)
     d = tl.arange(0, DP)
     d_ok = d < D
-    if PDL:  # the plan is older than the kernel before this one; q and the newest keys are not
+    if PDL:  # the plan is older than the kernel before this one, but q and the new keys come from that kernel
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     while cursor < end:
@@ -201,7 +217,7 @@ def _decode_kernel(
         table = tables + b.to(tl.int64) * table_row
         base_k = kv + head.to(tl.int64) * kv_head
         begin = low + first
-        stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # no row lives: no key is read
+        stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # without rows: no tiles
         if FP8:
             acc, total, best = _tiles_e4m3(
                 q_rows, m_ok, base_k, scales + head.to(tl.int64) * sc_head, table, kv_block, kv_which, kv_token,
@@ -221,7 +237,7 @@ def _decode_kernel(
                 out + o_off[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=m_ok[:, None] & d_ok[None, :]
             )
         else:
-            # A share has at most two parts: one that began in an earlier share, one that goes on in a later share.
+            # A share has at most two parts: one that starts in an earlier share, one that continues in a later share.
             slot = (2 * pid + (first == 0).to(tl.int32)).to(tl.int64) * (tl.num_programs(0) * M)
             tl.store(part_lse + slot + m, tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), EMPTY))
             tl.store(part + (slot + m)[:, None] * DP + d[None, :], acc, mask=m_ok[:, None])
@@ -274,40 +290,48 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How one step's decode work is cut into equal shares; int32 on the device. cum[b]: tiles before sequence b.
+    """The split of one step's decode work into equal shares, for one window."""
 
-    block_n: keys in a tile; stages: of the software pipeline.
-    """
-
+    #: int32 [B + 1], the number of tiles before each sequence.
     cum: torch.Tensor
+    #: int32 [programs], the sequence in which each program's share starts.
     first_seq: torch.Tensor
+    #: Tokens that a query sees, itself included; 0: all.
     window: int
+    #: Keys of a tile.
     block_n: int
+    #: Stages of the software pipeline.
     stages: int
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Partial results of one launch, reused by every layer. part: fp32 [2 * programs, rows, padded head dim].
+    """Buffers for the partial results of one launch, reused by all layers."""
 
-    num_programs: shares of a launch; row_tile: rows of a tile of queries, which divide those of `part`.
-    """
-
+    #: Shares of a launch.
     num_programs: int
+    #: Rows of a tile of queries; divides `rows`.
     row_tile: int
+    #: fp32 [2 * num_programs, rows, padded head dim]
     part: torch.Tensor
+    #: fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
     part_lse: torch.Tensor
 
 
 def _padded(head_dim: int) -> int:
-    """Head dim of a tile: a power of two of which a half fits tl.dot."""
+    """Returns the head dim of a tile: a power of two, half of which tl.dot accepts."""
     return max(32, int(triton.next_power_of_2(head_dim)))
 
 
 def decode_workspace(
     num_programs: int, num_heads: int, num_kv_heads: int, max_query: int, head_dim: int, device: torch.device
 ) -> DecodeWorkspace:
-    """num_programs: as many as run at once; they are divided among the tiles of rows where there are several."""
+    """Allocates the workspace.
+
+    Args:
+        num_programs: programs that run concurrently. If there are several tiles of rows, they are divided among them.
+        max_query: most new tokens of a sequence.
+    """
     assert 1 <= max_query <= MAX_QUERY
     rows, dim = num_heads // num_kv_heads * max_query, _padded(head_dim)
     row_tile = min(max(16, triton.next_power_of_2(rows)), MAX_ROWS if dim <= 128 else MAX_ROWS // 2)
@@ -322,9 +346,9 @@ def decode_workspace(
 
 
 def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Keys in a tile and pipeline stages: the fastest found on an H100 that fit the shared memory of half an SM.
+    """Returns keys of a tile and pipeline stages.
 
-    itemsize: bytes of a number of the cache.
+    They are the fastest on an H100 that fit the shared memory of half an SM. itemsize: bytes of a cache element.
     """
 
     def tile_bytes(keys: int) -> int:
@@ -337,9 +361,9 @@ def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
 
 
 def concurrent_programs(device: torch.device) -> int:
-    """Programs of a launch: as many as run at once, down to a power of two.
+    """Returns the programs of a launch: the number that runs concurrently, rounded down to a power of two.
 
-    The power of two is worth more than the last SMs: shares of a uniform batch then end where a pair ends.
+    The power of two gains more than the unused SMs lose: with a uniform batch, shares then end where a pair ends.
     """
     if device.type != "cuda":
         return 8
@@ -356,14 +380,19 @@ def plan_decode(
     itemsize: int,
     window: int = 0,
 ) -> DecodePlan:
-    """One launch. cu_q: int32 [B + 1], rows of q before each sequence; seq_lens: int32 [B], keys with the new tokens.
+    """Computes the split of a step, in one launch.
 
-    itemsize: bytes of a number of the KV cache; window: keys seen back from a token, itself included (0: all).
-    On Hopper another kernel must run between this and `paged_decode` (the KV write does): that one reads the plan
-    before it waits for its predecessor.
+    On Hopper another kernel must run between this one and `paged_decode` (the KV write does), because `paged_decode`
+    reads the plan before it waits for the kernel before it.
+
+    Args:
+        cu_q: int32 [B + 1], rows of q before each sequence.
+        seq_lens: int32 [B], keys with the new tokens.
+        itemsize: bytes of an element of the KV cache.
+        window: keys that a token sees, itself included; 0: all.
     """
     num_seqs = seq_lens.shape[0]
-    # A lone sequence leaves a program so few tiles that filling its pipeline shows: fewer, longer shares.
+    # With one sequence the shares are so short that filling the pipeline takes noticeable time: halve their number.
     programs = workspace.num_programs if num_seqs > 1 else max(1, workspace.num_programs // 2)
     block_n, stages = tile_shape(workspace.row_tile, head_dim, itemsize)
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
@@ -390,11 +419,19 @@ def paged_decode(
     first: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the last tokens of each sequence over its paged keys and values, the new ones included.
+    """Causal attention of the last tokens of each sequence over its paged keys and values, new ones included.
 
-    q: [rows, heads, D] (row and head strides free); block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens:
-    int32 [B]; at most max_query (1..8) rows a sequence; softcap 0: none; first: keys before it are not seen. Rows that
-    no sequence owns stay unwritten. Returns out, [rows, heads, D].
+    Returns out, [rows, heads, D]. Rows of no sequence are not written.
+
+    Args:
+        q: [rows, heads, D], any row and head strides.
+        block_tables: int32 [B, max_blocks].
+        cu_q: int32 [B + 1], rows of q before each sequence.
+        seq_lens: int32 [B], keys with the new tokens.
+        max_query: most rows of a sequence, 1..8.
+        softcap: 0: none.
+        first: first key that is seen.
+        out: None allocates it.
     """
     num_heads, dim = q.shape[1], q.shape[2]
     fp8, (scales, *scale_strides) = layer.scales is not None, scale_pairs(layer)
@@ -428,9 +465,10 @@ def paged_decode(
 
 
 def _merge_shape(programs: int, pairs: int, rows: int, dim: int) -> tuple[int, int, int]:
-    """Parts, rows and dims of a tile of the merge: all parts of a pair where they spread evenly, and few rows.
+    """Returns parts, rows and dims of a tile of the merge.
 
-    Small tiles of one warp; where there are few pairs, smaller ones, so that more programs share the reading.
+    A tile has all parts of a pair (if pairs are equally long) and few rows, so that one warp computes it. With few
+    pairs the tiles are smaller, so that more programs share the reading.
     """
     parts = min(64, max(2, int(triton.next_power_of_2(triton.cdiv(programs, pairs)))))
     tile, dims = int(triton.next_power_of_2(rows)), dim

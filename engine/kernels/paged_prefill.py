@@ -1,9 +1,9 @@
-"""Varlen attention of new tokens over the paged pool: cached prefix and the new tokens in one kernel, causal, windowed.
+"""Attention of new tokens over the paged pool: causal, any lengths, prefix and new tokens in one kernel.
 
-One program owns BLOCK_M query rows of one sequence and one kv head; the rows are (token, query head of the group), so
-a tile of keys is read once for the whole group, whatever its size. Tiles of keys that every row sees run without
-a mask (FlashAttention-2, Dao 2023). It serves any head dim, grouping, batch and window; where cuDNN is faster the
-backend takes `dense_prefill` instead.
+A program computes BLOCK_M query rows of one sequence and one kv head. The rows are (token, query head of the group), so
+a tile of keys is read once for the whole group. Tiles of keys that all rows see need no mask (FlashAttention-2, Dao
+2023). The kernel supports any head dim, grouping, batch and window. For shapes that `dense_prefill.py` computes faster,
+`TritonAttention` uses that module instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def _tiles(
     MASKED: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Continues the online softmax over the keys lo..hi."""
     d = tl.arange(0, DP)
     n = tl.arange(0, BN)
     for start in tl.range(lo, hi, BN, num_stages=STAGES):
@@ -82,7 +83,7 @@ def _prefill_kernel(
     head = tl.program_id(0)
     q0 = tl.load(cu_q + b)
     queries = tl.load(cu_q + b + 1) - q0
-    # The last tokens see the most keys: they start first.
+    # The last tokens see the most keys, so they start first.
     m0 = (tl.cdiv(queries * GROUP, BM) - 1 - tl.program_id(1)) * BM
     if m0 >= 0:
         length = tl.load(seq_lens + b)
@@ -95,6 +96,7 @@ def _prefill_kernel(
         q_off = (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         qs = tl.load(q + q_off[:, None] + d[None, :], mask=mask, other=0.0)
 
+        # Keys lo..full_lo are masked by the window, full_lo..full_hi are seen by all rows, full_hi..last are causal.
         first = length - queries + m0 // GROUP
         last = tl.minimum(length - queries + (m0 + BM - 1) // GROUP + 1, length)
         lo = tl.where(window > 0, tl.maximum(first - window + 1, 0), 0) // BN * BN
@@ -128,9 +130,10 @@ def _prefill_kernel(
 
 
 def _tile_shape(rows: int, kv_heads: int, row_bytes: int, block_m: int | None) -> tuple[int, int, int]:
-    """Query rows and keys of a tile, and warps; rows of q in all, bytes of a padded row of it.
+    """Returns query rows of a tile, keys of a tile, and warps.
 
-    Few query tiles: large tiles of keys and more warps for each. fp32 has no tensor cores here, and small tiles.
+    With few query tiles, each gets larger tiles of keys and more warps. fp32 does not use tensor cores and gets small
+    tiles. rows: query rows of a sequence; row_bytes: bytes of a padded query row.
     """
     if row_bytes > 512:
         return block_m or 32, 32, 8
@@ -154,11 +157,20 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     block_m: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the last cu_q[b+1] - cu_q[b] tokens of each sequence over all its paged keys.
+    """Causal attention of the last cu_q[b + 1] - cu_q[b] tokens of each sequence over all its paged keys.
 
-    q: [rows, heads, D]; block_tables: int32 [B, max_blocks]; cu_q: int32 [B + 1]; seq_lens: int32 [B], keys with the
-    new tokens; window: keys seen back from a token, itself included (0: all); softcap 0: none; block_m: query rows of
-    a tile, chosen if not given. Returns out, [rows, heads, D]; rows that no sequence owns stay unwritten.
+    Returns out, [rows, heads, D]. Rows of no sequence are not written.
+
+    Args:
+        q: [rows, heads, D].
+        block_tables: int32 [B, max_blocks].
+        cu_q: int32 [B + 1], rows of q before each sequence.
+        seq_lens: int32 [B], keys with the new tokens.
+        max_query: most rows of a sequence.
+        window: keys that a token sees, itself included; 0: all.
+        softcap: 0: none.
+        out: None allocates it.
+        block_m: query rows of a tile. None selects it.
     """
     num_heads, dim = q.shape[1], q.shape[2]
     kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)

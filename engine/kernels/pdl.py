@@ -1,8 +1,8 @@
-"""Programmatic dependent launch (Hopper): a kernel starts while the one before it drains, and waits before it reads
-its output.
+"""Programmatic dependent launch (PDL, Hopper): a kernel is launched while the kernel before it finishes.
 
-A kernel that uses it waits (griddepcontrol.wait) before it lets its own dependents start, so when a kernel runs,
-everything older than its direct predecessor is complete.
+It loads constant data early and waits (griddepcontrol.wait) before it reads the output of the kernel before it. Every
+kernel waits before it allows the next launch. So all kernels older than the direct predecessor are complete when a
+kernel starts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import triton
 
 @cache
 def supports_pdl(device: torch.device) -> bool:
-    """The device can do it; a property of the machine, so it is asked once."""
+    """The device supports PDL. Cached, because a device does not change."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_flags(pdl: bool) -> dict[str, bool]:
-    """Launch options of a kernel compiled with PDL=pdl."""
+    """Returns the launch options of a kernel that is compiled with PDL=pdl."""
     return {"launch_pdl": True} if pdl else {}
 
 
 def has_native_e4m3() -> bool:
-    """Kernels may use PTX's conversions of e4m3; not in the interpreter."""
+    """Kernels may use the e4m3 conversions of PTX. False in the interpreter."""
     return torch.version.hip is None and not triton.knobs.runtime.interpret

@@ -1,18 +1,16 @@
-"""Sampling without a sort, inside a captured graph: penalties, bias, temperature, top-k, top-p, min-p, Gumbel-max.
+"""Sampling without sorting: penalties, bias, temperature, top-k, top-p, min-p and Gumbel-max, in two launches.
 
-Two launches. The first shapes the logits tile by tile, adds noise and keeps each tile's best. The second takes a
-row's best token, and if the row cuts its distribution, asks whether that token survives: how many tokens are
-likelier, and what mass they have. If it does not, no token at or below its logit survives either (all three cuts are
-thresholds on the logit), so the best of the tokens above it is asked next. A token that is accepted has the best
-score of all survivors, because it has the best score of a superset: the result is exactly that of sorting. Each
-refusal halves what is left, on average (the rejection of FlashInfer, Ye et al. 2025, with the noise fixed instead of
-redrawn). What lies below the k-th largest of the maxima of short segments is out of the top k without being counted;
-so is what min-p cuts. top-k with top-p needs the mass of the top k: its last logit is found by bisection above that.
+The first kernel applies penalties, bias, mask and temperature, adds Gumbel noise and keeps the best token of each tile.
+The second takes the best token of a row. With top-k, top-p or min-p it counts the more likely tokens and their mass. If
+the token is cut, all tokens at or below its logit are cut too, because all three cuts are thresholds on the logit. So
+the best token above is tried next. An accepted token has the best score of all tokens that are not cut: the result is
+that of sorting. On average each rejection halves the candidates (FlashInfer, Ye et al. 2025, there with new noise).
+The k-th largest maximum of short segments and min-p exclude most tokens without counting. top-k with top-p needs the
+mass of the top k, so bisection finds the k-th logit.
 
-How a row is sampled is read on the device, from the slot it names, so one captured graph serves any mix of requests,
-and a row pays for what it asks for: a greedy one for the maximum of its logits alone.
-
-Noise is Philox4x32-10 with the words of `engine/sampling/philox.py`, bit for bit; its logarithms may differ in the last bits.
+The kernels read a row's parameters on the device, from its slot, so a captured graph serves any mix of requests. A
+greedy row costs the maximum of its logits only. The noise is Philox4x32-10 with the same words as
+`engine/sampling/philox.py`; logarithms may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -25,38 +23,45 @@ import triton.language as tl
 
 from engine.kernels.pdl import pdl_flags, supports_pdl
 
+#: Vocabulary entries of a tile of the first kernel.
 TILE = 2048
+#: Vocabulary entries that the second kernel reads at once.
 SCAN = 8192
-SEGMENTS = 8  # of a tile, whose maxima are kept
-IN_PROMPT = 1 << 30  # bit of a count: the token occurs in the prompt
+#: Segments of a tile. The first kernel keeps the maximum of each segment.
+SEGMENTS = 8
+#: Bit of a token's count: the token occurs in the prompt.
+IN_PROMPT = 1 << 30
 MIN_TEMPERATURE = 1e-5
-MAX_ENTRIES = 2048  # of one slot
+#: Most logit biases and banned tokens of a slot.
+MAX_ENTRIES = 2048
 
+#: The float32 parameters of a slot.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = range(7)
+#: The int64 parameters of a slot. BAN_UNTIL is the position from which banned tokens are allowed.
 TOP_K, SEED, CHILD, BAN_UNTIL, NUM_ENTRIES, PENALISED, NUM_INTS = range(7)
-SLOT_WORDS = NUM_FLOATS // 2 + NUM_INTS  # int64 words of a slot: its floats, two in a word, then its integers
+#: int64 words of a slot: the floats, two per word, then the integers.
+SLOT_WORDS = NUM_FLOATS // 2 + NUM_INTS
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """Parameters and state of S slots on the device.
+    """Sampling parameters and state of S slots, on the device."""
 
-    words: int64 [S, WORDS]. Floats: temperature (0: greedy), top_p, min_p, repetition, presence and frequency penalty.
-    Integers: top_k (0: off), seed, child, position from which banned tokens are allowed, number of entries, whether
-    penalties apply. entries: int32 [S, 2, MAX_ENTRIES], tokens in ascending order and the bits of float32 biases; -inf
-    bans the token at positions before BAN_UNTIL. counts: int32 [S, vocab], occurrences in the output, plus IN_PROMPT;
-    kept for slots with penalties.
-    """
-
+    #: int64 [S, SLOT_WORDS], the parameters. Temperature 0 is greedy; top_k 0 is off; PENALISED is 1 if the slot has
+    #: penalties.
     words: torch.Tensor
+    #: int32 [S, 2, MAX_ENTRIES]: tokens in ascending order, and the bits of their float32 biases. -inf bans a token at
+    #: positions before BAN_UNTIL.
     entries: torch.Tensor
+    #: int32 [S, vocab], occurrences of each token in the output, plus IN_PROMPT. Maintained for slots with penalties.
     counts: torch.Tensor
 
 
 @triton.jit
 def _gumbel(word):
+    """Gumbel noise from a random uint32."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
-    # -log1p(-u); the series where 1 - u would lose the bits that decide the largest noise
+    # -log1p(-u). For small u a series, because 1 - u would lose the bits that decide the largest noise.
     u = uniform
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * (0.2 + u * (0.16666667 + u * 0.14285715))))))
     return -tl.log(tl.where(u < 0.06, series, -tl.log(1.0 - u)))
@@ -75,7 +80,7 @@ def _noise(seed, child, position, first, BV: tl.constexpr):
 
 @triton.jit
 def _cuts(floats, ints, vocab):
-    """k (vocab: off), top-p, min-p, and whether the row draws from a cut distribution."""
+    """Returns k (vocab if off), top-p, min-p, and whether the row is sampled with any of these cuts."""
     k = tl.load(ints)
     k = tl.where((k > 0) & (k < vocab), k, vocab).to(tl.int32)
     top_p = tl.load(floats + 1)
@@ -133,7 +138,7 @@ def _score_kernel(
     i = first + tl.arange(0, BV)
     ok = i < vocab
     x = tl.load(logits + row * logits_row + i, mask=ok, other=0.0).to(tl.float32)
-    # What decides the way through this kernel comes at once, while the logits do.
+    # The parameters that decide the branches are loaded together, in parallel with the logits.
     penalised = tl.load(ints + 5) > 0
     num_entries = tl.load(ints + 4)
     temperature = tl.load(floats)
@@ -186,7 +191,7 @@ def _score_kernel(
 
 @triton.jit
 def _mass_from(shaped, vocab, top, threshold, SCAN: tl.constexpr):
-    """Number of logits at or above the threshold, and their mass relative to the largest logit."""
+    """Returns the number of logits at or above the threshold, and their mass relative to the largest logit."""
     count = tl.zeros([SCAN], tl.int32)
     mass = tl.zeros([SCAN], tl.float32)
     for first in range(0, vocab, SCAN):
@@ -200,7 +205,7 @@ def _mass_from(shaped, vocab, top, threshold, SCAN: tl.constexpr):
 
 @triton.jit
 def _kth_maximum(segment_max, n, k, SIZE: tl.constexpr):
-    """The k-th largest of n numbers, n <= SIZE; -inf when there are fewer. By counting what is larger than each."""
+    """Returns the k-th largest of n <= SIZE numbers, -inf if n < k. Counts the larger numbers for each number."""
     i = tl.arange(0, SIZE)
     mine = tl.load(segment_max + i, mask=i < n, other=-float("inf"))
     larger = tl.zeros([SIZE], tl.int32)
@@ -273,7 +278,7 @@ def _select_kernel(
             kth = _kth_maximum(segment_max + row * num_tiles * SEGMENTS, num_tiles * SEGMENTS, k, TILES * SEGMENTS)
             floor = tl.maximum(floor, kth)
         if (k < vocab) & (top_p < 1.0):
-            # Invariant: at least k logits are >= low, fewer than k are >= high.
+            # Invariant of the bisection: at least k logits are >= low, fewer than k are >= high.
             low = tl.where(kth > -float("inf"), kth, top - 64.0)
             high = tl.where(top > 0, top * 1.0001 + 1e-30, top * 0.9999 + 1e-30)
             count, mass = _mass_from(shaped, vocab, top, low, SCAN)
@@ -329,7 +334,10 @@ def _select_kernel(
 
 
 class SamplingKernels:
-    """Scratch of the two launches for up to max_rows rows; one per stream that samples, shared by its graphs."""
+    """The sampling kernels and their buffers for up to max_rows rows.
+
+    A stream that samples needs its own instance. The graphs of one stream share it.
+    """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
@@ -349,15 +357,20 @@ class SamplingKernels:
         drafts: tuple[torch.Tensor, torch.Tensor] | None = None,
         results: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token a row, int64 [R], and bool [R]: False where a logit was NaN or infinite and the token means
-        nothing.
+        """Samples one token per row. Returns int64 [R] tokens and bool [R] flags.
 
-        logits: [R, vocab] of any float dtype, row stride free; not changed. slots, positions: integer [R], where row r
-        has its parameters, and the position of its token. A slot with penalties counts the token; it may occur once.
-        allowed: int32 [R, ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None: all). drafts: the token
-        before each row's, int64 [R], and int32 [R], how many tokens, that one and those before it in memory, are drafts
-        that it takes for said. A slot may occur in several rows then, and no token is counted: `accept_drafts` does that.
-        results: int64 [R], gets each row's token, -1 where that means nothing.
+        A flag is False if a logit of the row is NaN or infinite; the row's token is then meaningless.
+
+        Args:
+            logits: [R, vocab] of any float dtype and row stride; not changed.
+            slots: integer [R], the slot with the row's parameters. A slot with penalties counts the sampled token, so
+                it may occur in one row only, except with `drafts`.
+            positions: integer [R], the position of the token to sample.
+            allowed: int32 [R, ceil(vocab / 32)]; bit i % 32 of word i // 32 allows token i. None: all.
+            drafts: (inputs int64 [R], offsets int32 [R]) of a verify step: the input token of each row, and the number
+                of drafts up to this token, which lie before it in memory. Penalties treat these drafts as output.
+                A slot may occur in several rows, and no token is counted; `accept_drafts` counts them.
+            results: int64 [R], receives each row's token, -1 if it is meaningless.
         """
         rows = logits.shape[0]
         assert rows <= self._shaped.shape[0]
@@ -462,9 +475,7 @@ def _count_kernel(counts, slots, tokens, counts_row, n, PROMPT: tl.constexpr, BN
 
 
 def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Notes tokens[i] in counts[slots[i]]: one more in the output; where it is negative, token ~tokens[i] of the
-    prompt.
-    """
+    """Counts tokens[i] as output in counts[slots[i]]. A negative value marks token ~tokens[i] as part of the prompt."""
     n = tokens.shape[0]
     if n:
         _count_kernel[(triton.cdiv(n, 128),)](
@@ -500,7 +511,7 @@ def _accept_kernel(
     good = tl.load(finite + first + j, mask=j < num_new, other=0) > 0
     draft = tl.load(inputs + first + j + 1, mask=j + 1 < num_new, other=-1)
     counted = tl.load(words + slot * NW + NF // 2 + 5) > 0
-    # The run goes through places where the token is the draft that follows, and one further if that has a token.
+    # A token counts if all tokens before it equal the drafts at their places.
     stop = tl.min(tl.where(good & (draft == token), QP, j), 0)
     count = tl.sum((good & (j <= stop)).to(tl.int32), 0)
     tl.atomic_add(counts + slot * counts_row + token, 1, mask=j < tl.where(counted, count, 0))
@@ -518,11 +529,17 @@ def accept_drafts(
     *,
     query: int,
 ) -> None:
-    """Counts what a verify step gives, and notes each row's last token in last_tokens.
+    """Counts the tokens that a verify step accepts, and stores each row's last token in last_tokens.
 
-    sampled: int64 [T], finite: bool [T], of the step's tokens; inputs: int64 [T], the tokens themselves: a row's first
-    one, then its drafts. cu_q: int32 [B + 1] of rows with up to `query` tokens; row_slots: int64 [B]; last_tokens:
-    int64 [slots]. A draft is accepted while it equals what was sampled in its place.
+    A draft is accepted if it and all drafts before it equal the tokens sampled at their places.
+
+    Args:
+        sampled, finite: int64 [T] and bool [T], the results of `SamplingKernels.sample`.
+        inputs: int64 [T], the tokens of the step: a row's last token, then its drafts.
+        cu_q: int32 [B + 1], the first token of each row.
+        row_slots: int64 [B].
+        last_tokens: int64 [slots].
+        query: most tokens of a row.
     """
     assert params.words.is_contiguous()
     pdl = supports_pdl(sampled.device)

@@ -1,10 +1,9 @@
-"""Matrix times a few rows (2 to 16), bound by reading the matrix: residual add or SiLU x mul in its end.
+"""GEMM for 1 to 16 rows, limited by reading the weights, with a fused residual add or SiLU x mul.
 
-A program computes all rows of BN outputs over the whole of K, so no partial sums meet and the result of a row depends
-neither on its neighbours nor on what runs beside. The tile is chosen so that all programs are resident at once and
-hold enough bytes in flight together (a program alone on an SM 90 to 150 KB); memory then serves them alike and they end
-together, whatever their number. The first tile of weights is loaded before the wait for the kernel that makes x (see
-pdl.py).
+A program computes all rows of BN outputs over all of K. So there are no partial sums, and a row's result does not
+depend on the other rows. Tile sizes are selected so that all programs are resident at once and have enough bytes in
+flight (90 to 150 KB if a program has an SM to itself); then all programs finish together. The first tile of weights is
+loaded before the wait for the kernel that computes x (PDL, pdl.py).
 """
 
 from __future__ import annotations
@@ -15,13 +14,15 @@ import triton.language as tl
 
 from engine.kernels.pdl import pdl_flags, supports_pdl
 
-MAX_ROWS = 16  # the least that a tensor core multiplies at once
-ONE_WAVE = 132  # programs of more than half of an SM's shared memory that run at once
+#: Most rows: the smallest tile of a tensor core.
+MAX_ROWS = 16
+#: Programs that run at once if each needs more than half of an SM's shared memory.
+ONE_WAVE = 132
 
 
 @triton.jit
 def _tile(src, ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
-    """[BK, BN] of the matrix, transposed, or [16, BK] of the rows."""
+    """Loads a tile: [BK, BN] of the transposed weights, or [16, BK] of x."""
     return tl.load(src + start, mask=None if EVEN else ok & (start + k < K), other=None if EVEN else 0.0)
 
 
@@ -87,7 +88,7 @@ def _skinny_kernel(
 
 
 def _shape(n: int, gated: bool, itemsize: int) -> tuple[int, int, int]:
-    """BN, BK and loads in flight: the fastest found on an H100 for the matrices of an 8B model in bf16."""
+    """Returns BN, BK and pipeline stages, the fastest on an H100 for the matrices of an 8B model in bf16."""
     if gated:
         return 32, 512 // itemsize, 4
     if n <= 32 * ONE_WAVE:
@@ -105,11 +106,16 @@ def skinny_gemm(
     out: torch.Tensor | None = None,
     shape: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T for 1 to MAX_ROWS rows: x [R, K], weight [N, K] (row strides free), bias [N]; returns [R, N], or
-    [R, N / 2] when gated.
+    """Computes x @ weight.T for 1 to MAX_ROWS rows. Returns [R, N], or [R, N / 2] if gated.
 
-    gated: rows 0..N/2 of weight are a gate, the rest its partner: silu(gate) * up. residual: [R, N], added to the
-    result; out may be residual. shape: outputs and depth of a tile, and tiles in flight.
+    Args:
+        x: [R, K], any row stride.
+        weight: [N, K], any row stride.
+        bias: [N].
+        residual: [R, N], added to the result. Not with `gated`.
+        gated: the first half of weight's rows is gate, the second is up; the result is silu(gate) * up.
+        out: None allocates it; may be residual.
+        shape: BN, BK and pipeline stages. None selects them.
     """
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
@@ -119,19 +125,19 @@ def skinny_gemm(
     assert weight.stride(1) == 1
     assert not (gated and residual is not None)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if out is None else out
-    added = x if residual is None else residual
+    addend = x if residual is None else residual
     bn, bk, stages = shape or _shape(n, gated, x.element_size())
     pdl = supports_pdl(x.device)
     _skinny_kernel[(triton.cdiv(n, bn),)](
         x,
         weight,
         weight if bias is None else bias,
-        added,
+        addend,
         out,
         rows,
         x.stride(0),
         weight.stride(0),
-        added.stride(0),
+        addend.stride(0),
         out.stride(0),
         N=n,
         K=k,

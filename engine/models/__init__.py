@@ -1,1 +1,1 @@
-"""Model architectures: what a config.json says (spec) and the decoder that computes it."""
+"""Model architectures: reading configurations (spec), loading weights, and the decoders that compute them."""

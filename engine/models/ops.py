@@ -27,7 +27,7 @@ WriteKVFn = Callable[[Tensor, Attention, LayerKV], None]
 
 
 class DecoderOps(Protocol):
-    """The operations of a decoder layer. Rows are tokens. A row's result depends on other rows only through the pool."""
+    """The operations of a decoder layer. Rows are tokens; a row depends on other rows only through the KV pool."""
 
     def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> AttentionFn:
         """Prepares the attention of one step: does the work that all layers share, once."""

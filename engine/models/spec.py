@@ -1,8 +1,7 @@
-"""What a Hugging Face config.json says about a model, reduced to what our decoder computes.
+"""Reads a Hugging Face config.json into a `ModelSpec`, the description of a model for our decoder.
 
-A feature that our decoder does not compute ends here with NotNative, which names it: a model that loads is a model that
-is computed exactly. Both spellings of rope are read: `rope_parameters` (transformers 5) and `rope_theta` +
-`rope_scaling` (before).
+A feature that our decoder does not compute raises NotNative, so a model that loads is computed exactly. Rope is read in
+both formats: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (older versions).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class NotNative(ConfigError):
-    """The configuration is sound, but asks for something that only another implementation may compute."""
+    """The configuration is valid, but our decoder does not support it. transformers may."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding; which fields matter depends on kind (one of ROPE_KINDS)."""
+    """Rotary position embedding. `kind`, one of ROPE_KINDS, decides which fields are used."""
 
     kind: str
     theta: float
@@ -46,7 +45,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(ModelShape):
-    """A Llama-family decoder."""
+    """A decoder of the Llama family."""
 
     hidden_size: int
     intermediate_size: int
@@ -68,35 +67,36 @@ class ModelSpec(ModelShape):
 
 
 def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json, and generation_config.json, which is empty where there is none. Raises ConfigError, where the first
-    is absent or one is malformed.
+    """Reads config.json and generation_config.json. The second is {} if the file is missing.
+
+    ConfigError if config.json is missing or one of the files is malformed.
     """
     config = read_json(model_dir / "config.json", required=True)
     return config, read_json(model_dir / "generation_config.json", required=False)
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end-of-sequence tokens of both files, the generation config's first. A negative id stands for none."""
+    """Returns the end-of-sequence tokens of both files, generation_config.json first. Negative ids mean none."""
     found: list[int] = []
     for source in (generation, config):
-        given = source.get("eos_token_id")
-        ids = given if isinstance(given, list) else [] if given is None else [given]
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise ConfigError(f"eos_token_id is {given!r}, a token id or a list of them is needed", field="model")
+            raise ConfigError(f"eos_token_id is {value!r}, a token id or a list of token ids is needed", field="model")
         found += [i for i in ids if i not in found and i >= 0]
     return tuple(found)
 
 
 def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
-    """The spec of a config, with the end-of-sequence tokens of both files."""
+    """Returns the spec of a parsed config.json, with the end-of-sequence tokens of both files."""
     name = decoder_architecture(config)
     if config.get("quantization_config"):
-        raise ConfigError(f"quantised weights are not served ({name} with quantization_config)")
+        raise ConfigError(f"quantised weights are not supported ({name} with quantization_config)")
     if name not in ARCHITECTURES:
-        raise NotNative(f"{name} has no native code; {', '.join(ARCHITECTURES)} have", field="model")
+        raise NotNative(f"{name} has no native code; native are {', '.join(ARCHITECTURES)}", field="model")
     activation = config.get("hidden_act") or "silu"
     if activation != "silu":
-        raise NotNative(f"activation {activation!r} is not served (hidden_act of {name})")
+        raise NotNative(f"activation {activation!r} is not supported (hidden_act of {name})")
 
     heads, hidden, layers = (_int(config, k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     kv_heads = _int(config, "num_key_value_heads", heads)
@@ -104,7 +104,7 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
-        raise NotNative(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+        raise NotNative(f"head_dim {head_dim} is odd; rotary embeddings need an even head_dim")
 
     max_position = _int(config, "max_position_embeddings")
     rope = _parse_rope(config, max_position)
@@ -132,7 +132,7 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
 
 
 def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Per-layer windows; the rules and defaults are those of the configuration classes in transformers."""
+    """Returns the window of each layer, with the rules and defaults of the config classes in transformers."""
     if name == "LlamaForCausalLM":
         return (None,) * layers
     window = config.get("sliding_window", 4096)
@@ -150,16 +150,16 @@ def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[i
         raise ConfigError(f"config.json: layer_types is {kinds!r}, a list is needed", field="model")
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != layers:
-        raise NotNative(f"layer_types of {name} are not served: {sorted(unknown) or len(kinds)}")
+        raise NotNative(f"layer_types of {name} are not supported: {sorted(unknown) or len(kinds)}")
     if window is None and "sliding_attention" in kinds:
         raise ConfigError(f"{name} has sliding_attention layers but no sliding window")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _parse_rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
-    """Of either spelling; ConfigError where a configuration has both and they are not the same."""
-    given = [raw for key in ("rope_parameters", "rope_scaling") if (raw := config.get(key))]
-    first, *others = [_rope_of(raw, config, max_position) for raw in given or [{}]]
+    """Reads rope in either format. ConfigError if the config has both formats and they differ."""
+    present = [raw for key in ("rope_parameters", "rope_scaling") if (raw := config.get(key))]
+    first, *others = [_rope_of(raw, config, max_position) for raw in present or [{}]]
     if any(other != first for other in others):
         raise ConfigError("config.json: rope_parameters and rope_scaling differ, keep one of them", field="model")
     return first
@@ -167,12 +167,12 @@ def _parse_rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
 
 def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int) -> RopeSpec:
     if not isinstance(raw, Mapping) or any(isinstance(v, Mapping) for v in raw.values()):
-        raise NotNative("rope parameters that differ by layer are not served")
+        raise NotNative("rope parameters that differ by layer are not supported")
     kind = str(raw.get("rope_type") or raw.get("type") or "default")
     if kind not in ROPE_KINDS:
-        raise NotNative(f"rope scaling {kind!r} is not served; served are {', '.join(ROPE_KINDS)}")
+        raise NotNative(f"rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
     if _number(raw, "partial_rotary_factor", _number(config, "partial_rotary_factor", 1.0)) != 1.0:
-        raise NotNative("partial rotary embeddings are not served")
+        raise NotNative("partial rotary embeddings are not supported")
     theta = _number(raw, "rope_theta", _number(config, "rope_theta", 10000.0))
     if kind == "default":
         return RopeSpec(kind, theta)
@@ -199,7 +199,7 @@ def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int) -> RopeSpec
 
 
 def _scaled_max_position(rope: RopeSpec, max_position: int) -> int:
-    """Context that the scaling makes of the trained one; llama3 configurations already state the extended length."""
+    """Returns the context length after rope scaling. llama3 configs already state the extended length."""
     if rope.kind == "yarn":
         return max(max_position, int(rope.original_max_position * rope.factor))
     if rope.kind == "linear":
@@ -234,16 +234,16 @@ def _int(config: Mapping[str, Any], key: str, default: int | None = None, *, lea
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "a positive integer" if least else "an integer from 0 on"
+        kind = "a positive integer" if least else "a non-negative integer"
         raise ConfigError(f"config.json: {key} is {value!r}, {kind} is needed")
     return value
 
 
 def read_json(path: Path, *, required: bool) -> dict[str, Any]:
-    """A JSON object from a file, empty where there is none and none is required; ConfigError for anything else."""
+    """Reads a JSON object from a file; {} if the file is missing and not required. ConfigError for everything else."""
     if not path.is_file():
         if required:
-            raise ConfigError(f"{path} does not exist: not a model directory", field="model")
+            raise ConfigError(f"{path} does not exist: {path.parent} is not a model directory", field="model")
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

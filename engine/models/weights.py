@@ -1,8 +1,8 @@
-"""Fills a Decoder, from safetensors (one file, or shards with an index) or with random numbers, and names the content.
+"""Loads the parameters of a Decoder from safetensors (one file, or several with an index), or makes random parameters.
 
-A tensor goes from the file's pages to the device and is converted there, one at a time: the host holds no copy of the
-model. Every parameter must be filled, with one content, and every tensor of the checkpoint must have a home: a
-checkpoint with more or less than the configuration promises is a ConfigError, never a model that is subtly another one.
+Tensors are copied one at a time from the memory-mapped file to the device and converted there, so the host holds no
+copy of the model. A missing tensor, an unknown tensor, or a tensor that is present twice with different numbers is a
+ConfigError. This module also computes the revision, a hash of configuration and weights.
 """
 
 from __future__ import annotations
@@ -21,63 +21,68 @@ from torch import Tensor, nn
 
 from common.errors import ConfigError
 from engine.models.base import ModelShape
-from engine.models.decoder import MLP, Attention, Decoder
+from engine.models.decoder import Decoder
+from engine.models.layers import MLP, Attention
 from engine.models.shard import UNSHARDED, Shard
 from engine.models.spec import ModelSpec
 from engine.progress import progress
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-_SAMPLES = 16  # places of each tensor that enter the revision
-_SAMPLE_BYTES = 256
+#: The revision hashes this many samples of each tensor, of this size.
+_SAMPLES, _SAMPLE_BYTES = 16, 256
 
 
 def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = UNSHARDED) -> None:
-    """Fills all parameters of `model`, which is this part of the checkpoint's, converting to its dtype. spec: the
-    whole model's.
+    """Loads all parameters of `model`, which is the part `shard` of the checkpoint, in the model's dtype.
+
+    spec: of the whole model.
     """
-    homes = _targets(model)
-    missing = set(homes)
+    targets = _targets(model)
+    missing = set(targets)
     total = sum(file.stat().st_size for file in _files(model_dir))
     with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
         for name, tensor in _tensors(model_dir, model.embedding.weight.device, shard):
             loaded.advance(tensor.nbytes / 1e9)
             if name == HEAD and shard.rank > 0 and not spec.tie_word_embeddings:
-                continue  # logits are rank 0's
-            # Where both are one, a checkpoint has either name, or both.
-            at = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
-            home = homes.get(at)
-            if home is None:
+                continue  # rank 0 alone computes logits
+            # With tied embeddings a checkpoint has either name, or both.
+            key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
+            target = targets.get(key)
+            if target is None:
                 if not name.endswith("rotary_emb.inv_freq"):
                     raise ConfigError(f"the checkpoint has a tensor {name} that {model.spec.architecture} does not use")
-            elif home.shape != tensor.shape:
-                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(home.shape)}")
-            elif at in missing:
-                home.copy_(tensor)
-                missing.discard(at)
-            elif not torch.equal(home, tensor.to(home.dtype)):
-                tie = f"; tie_word_embeddings says that {HEAD} is {EMBEDDING}, and it is not" if at == EMBEDDING else ""
-                raise ConfigError(f"the checkpoint has {at} twice, with different numbers{tie}")
+            elif target.shape != tensor.shape:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(target.shape)}")
+            elif key in missing:
+                target.copy_(tensor)
+                missing.discard(key)
+            elif not torch.equal(target, tensor.to(target.dtype)):
+                tie = f"; tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ" if key == EMBEDDING else ""
+                raise ConfigError(f"the checkpoint has {key} twice, with different numbers{tie}")
     if missing:
-        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, for example {min(missing)}")
 
 
 def randomize(model: nn.Module, seed: int) -> None:
-    """Random parameters, made where they lie: norms are 1, biases 0, products keep the scale of what they multiply.
+    """Fills all parameters in place with random numbers: norms with 1, biases with 0, matrices with N(0, 1 / inputs).
 
-    The same seed makes the same numbers on devices of one type: each parameter has a stream of its own, keyed by name.
+    A seed gives the same numbers on all devices of one type: each parameter has its own stream, keyed by its name.
     """
     for name, parameter in model.named_parameters():
         _randomize(name, parameter, seed)
 
 
 def randomize_shard(model: Decoder, seed: int, spec: ModelSpec, shard: Shard) -> None:
-    """What `randomize` makes of the whole model of `spec`, as far as this part goes: one whole parameter at a time."""
+    """Fills a shard with its part of the numbers that `randomize` makes for the whole model.
+
+    spec: of the whole model. Peak memory is the shard and one whole parameter.
+    """
     whole = dict(Decoder(spec, 1, torch.device("meta"), model.embedding.weight.dtype).named_parameters())
     for name, parameter in model.named_parameters():
-        made = torch.empty(whole[name].shape, dtype=parameter.dtype, device=parameter.device)
-        _randomize(name, made, seed)
-        parameter.copy_(shard.slice_of(name, made, spec))
+        full = torch.empty(whole[name].shape, dtype=parameter.dtype, device=parameter.device)
+        _randomize(name, full, seed)
+        parameter.copy_(shard.slice_of(name, full, spec))
 
 
 def _randomize(name: str, parameter: Tensor, seed: int) -> None:
@@ -90,20 +95,20 @@ def _randomize(name: str, parameter: Tensor, seed: int) -> None:
 
 
 def dummy_revision(spec: ModelShape, seed: int, device: torch.device) -> str:
-    """What `weights_revision` is for random weights: never that of a checkpoint, equal where the numbers are."""
+    """The revision of random weights. Equal numbers have equal revisions, and no checkpoint has the same one."""
     return digest(f"dummy {seed} {device.type} {spec!r}")
 
 
 def digest(text: str) -> str:
-    """16 hex digits."""
+    """Hashes a text to 16 hex digits."""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def weights_revision(spec: ModelShape, model_dir: Path) -> str:
-    """16 hex digits that name the weights' content and the configuration they are computed with.
+    """Returns 16 hex digits that identify the configuration and the weights of a checkpoint.
 
-    Hashes the spec, every file's header (names, shapes, dtypes) and samples spread over every tensor: a fine-tune
-    changes the samples, a copy of the directory does not. Reads a few MB, whatever the model's size.
+    Hashes the spec, the header of every file (names, shapes, dtypes) and samples of every tensor. A fine-tune changes
+    the samples; a copy of the directory does not. Reads a few MB for a model of any size.
     """
     content = hashlib.blake2b(repr(spec).encode(), digest_size=8)
     for path in _files(model_dir):
@@ -116,26 +121,27 @@ def weights_revision(spec: ModelShape, model_dir: Path) -> str:
             content.update(header_bytes)
             try:
                 header: dict[str, Any] = json.loads(header_bytes)
-                spans = [header[name]["data_offsets"] for name in sorted(header.keys() - {"__metadata__"})]
-                places = [(int(first), int(last)) for first, last in spans]
+                offsets = [header[name]["data_offsets"] for name in sorted(header.keys() - {"__metadata__"})]
+                spans = [(int(begin), int(end)) for begin, end in offsets]
             except (ValueError, AttributeError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path} is not a safetensors file", field="model") from error
-            complete = 8 + header_size + max((last for _, last in places), default=0)
+            complete = 8 + header_size + max((end for _, end in spans), default=0)
             if complete > size:
                 raise ConfigError(f"{path} has {size} of its {complete} bytes", field="model")
-            for first, last in places:
-                step = max((last - first) // _SAMPLES, 1)
-                for offset in range(first, last, step):
+            for begin, end in spans:
+                step = max((end - begin) // _SAMPLES, 1)
+                for offset in range(begin, end, step):
                     file.seek(8 + header_size + offset)
-                    content.update(file.read(min(_SAMPLE_BYTES, last - offset)))
+                    content.update(file.read(min(_SAMPLE_BYTES, end - offset)))
     return content.hexdigest()
 
 
-def layer_targets(at: str, spec: ModelSpec, attention: Attention, mlp: MLP) -> dict[str, Tensor]:
-    """Where the tensors of a layer's products go, whose names begin with `at`: a parameter, or its part of a merged
-    one.
+def layer_targets(prefix: str, spec: ModelSpec, attention: Attention, mlp: MLP) -> dict[str, Tensor]:
+    """Returns the destination of each matrix and bias of one layer: a parameter, or its part of a merged parameter.
+
+    prefix: of the layer's tensor names in the checkpoint, without the dot.
     """
-    homes: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
     qkv_sizes = [spec.query_size, spec.kv_size, spec.kv_size]
     for kind, biased, names, merged, sizes in (
         ("self_attn", spec.qkv_bias, ("q_proj", "k_proj", "v_proj"), attention.qkv, qkv_sizes),
@@ -144,36 +150,36 @@ def layer_targets(at: str, spec: ModelSpec, attention: Attention, mlp: MLP) -> d
         ("mlp", spec.mlp_bias, ("down_proj",), mlp.down, [spec.hidden_size]),
     ):
         for name, part in zip(names, torch.split(merged.weight, sizes), strict=True):
-            homes[f"{at}.{kind}.{name}.weight"] = part
+            targets[f"{prefix}.{kind}.{name}.weight"] = part
         if biased:
             for name, part in zip(names, torch.split(merged.bias, sizes), strict=True):
-                homes[f"{at}.{kind}.{name}.bias"] = part
-    return homes
+                targets[f"{prefix}.{kind}.{name}.bias"] = part
+    return targets
 
 
 def _targets(model: Decoder) -> dict[str, Tensor]:
-    """Where each checkpoint tensor goes: a parameter, or its part of a merged one."""
+    """Returns the destination of each checkpoint tensor: a parameter, or its part of a merged parameter."""
     spec = model.spec
-    homes: dict[str, Tensor] = {
+    targets: dict[str, Tensor] = {
         EMBEDDING: model.embedding.weight,
         "model.norm.weight": model.norm.weight,
     }
     if not spec.tie_word_embeddings:
-        homes[HEAD] = model.head.weight
+        targets[HEAD] = model.head.weight
     for index, layer in enumerate(model.layer_list):
-        at = f"model.layers.{index}"
+        prefix = f"model.layers.{index}"
         attention = layer.attention
-        homes |= layer_targets(at, spec, attention, layer.mlp)
-        homes[f"{at}.input_layernorm.weight"] = layer.attention_norm.weight
-        homes[f"{at}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
+        targets |= layer_targets(prefix, spec, attention, layer.mlp)
+        targets[f"{prefix}.input_layernorm.weight"] = layer.attention_norm.weight
+        targets[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
         if attention.q_norm is not None and attention.k_norm is not None:
-            homes[f"{at}.self_attn.q_norm.weight"] = attention.q_norm.weight
-            homes[f"{at}.self_attn.k_norm.weight"] = attention.k_norm.weight
-    return homes
+            targets[f"{prefix}.self_attn.q_norm.weight"] = attention.q_norm.weight
+            targets[f"{prefix}.self_attn.k_norm.weight"] = attention.k_norm.weight
+    return targets
 
 
 def _files(model_dir: Path) -> list[Path]:
-    """The checkpoint's files in a stable order."""
+    """Returns the checkpoint's files in a stable order."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
         return [single]
@@ -191,6 +197,7 @@ def _files(model_dir: Path) -> list[Path]:
 
 
 def _tensors(model_dir: Path, device: torch.device, shard: Shard) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, this rank's part on the device) of every tensor."""
     for path in _files(model_dir):
         with ExitStack() as stack:
             try:
@@ -200,5 +207,5 @@ def _tensors(model_dir: Path, device: torch.device, shard: Shard) -> Iterator[tu
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 tensor = shard.read(file, name)
                 if not torch.is_floating_point(tensor):
-                    raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point weights are served")
+                    raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point weights are supported")
                 yield name, tensor

@@ -1,1 +1,1 @@
-"""Hf."""
+"""Models that run the transformers code, with attention over our KV pool."""

@@ -1,6 +1,6 @@
-"""What a configuration of transformers says of a decoder before any of it is computed; the start of hf_trace and hf.
+"""Reads the configuration of a model that transformers computes, and builds its modules.
 
-Foreign code is entered inside `explain_refusal` only: whatever it raises becomes one readable line.
+Model code of transformers runs inside `explain_refusal`, which turns its exceptions into a one-line ConfigError.
 """
 
 from __future__ import annotations
@@ -21,45 +21,48 @@ from common.errors import ConfigError
 from engine.device import out_of_memory_message
 from engine.models.base import ModelShape
 
-TRACE_NAME = "baton-trace"  # our name in the registries of transformers while a model is traced
+#: Name of our functions in the registries of transformers while a model is traced.
+TRACE_NAME = "baton-trace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfSpec(ModelShape):
-    """config: config.json as a canonical text, for it decides what is computed.
+    """A model that transformers computes."""
 
-    base: path of the module between embedding and last norm; names: those of the attention modules, by layer. factors:
-    what a layer multiplies its queries with, where its scale is not the shape's. grouped: has experts that run
-    as grouped products. host_traffic: a forward pass copies from the host. output: what the base model returns.
-    """
-
+    #: config.json in canonical form. It is part of the revision, because it decides the computation.
     config: str
+    #: Module path of the decoder, the part between embedding and final norm.
     decoder_path: str
+    #: Module paths of the attention layers.
     attention_paths: tuple[str, ...]
+    #: Factor on the queries of each layer. Not 1 if the layer's scale differs from the shape's.
     query_scales: tuple[float, ...]
+    #: The model has experts that run as grouped products.
     grouped: bool
+    #: A forward pass copies from the host.
     host_traffic: bool
+    #: Class that the decoder returns.
     output_class: type = field(repr=False, compare=False)
 
 
 class _IdentityDecoder(nn.Module):
-    """Stands where the decoder was: its output is its input."""
+    """Replaces the decoder of a model and returns its input."""
 
-    def __init__(self, output: type) -> None:
+    def __init__(self, output_class: type) -> None:
         super().__init__()
-        self._output = output
+        self._output_class = output_class
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        return self._output(last_hidden_state=inputs_embeds)
+        return self._output_class(last_hidden_state=inputs_embeds)
 
 
 @contextmanager
 def explain_refusal(name: str) -> Iterator[None]:
-    """Whatever the foreign code raises, a reason to refuse the model is one readable line. A full device is none."""
+    """Turns every exception inside into a one-line ConfigError, except out-of-memory errors of the device."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{name} is not served: {error.message}", field="model") from error
+        raise ConfigError(f"{name} is not supported: {error.message}", field="model") from error
     except Exception as error:
         if isinstance(error, RuntimeError) and out_of_memory_message(error) is not None:
             raise
@@ -67,15 +70,16 @@ def explain_refusal(name: str) -> Iterator[None]:
         if "on meta tensors" in first:
             first = "its forward pass depends on values of tensors"
         elif isinstance(error, KeyError) and TRACE_NAME in first:
-            first = "it does not take its attention from the interface that all models share"
+            first = "it does not use the attention interface of transformers"
         else:
             first = f"{type(error).__name__}: {first}"
-        raise ConfigError(f"{name} of transformers cannot be served: {first}", field="model") from error
+        raise ConfigError(f"{name} of transformers is not supported: {first}", field="model") from error
 
 
 def read_hf_config(model_dir: Path) -> Any:
-    """The configuration of a causal decoder whose kinds of layers and of rope can be served. Code in the directory is
-    not run, and nobody is asked whether it may.
+    """Reads the configuration of a causal decoder. ConfigError for unsupported kinds of layers or rope.
+
+    Code in the directory is not run, and transformers does not ask for permission to run it.
     """
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
@@ -84,29 +88,32 @@ def read_hf_config(model_dir: Path) -> Any:
         raise ConfigError(f"transformers cannot read the config.json of {model_dir}: {first}", field="model") from error
     name = next(iter(config.architectures or ()), f"a model of type {config.model_type}")
     if config.is_encoder_decoder:
-        raise ConfigError(f"{name} is not served: its decoder reads an encoder's output too", field="model")
+        raise ConfigError(f"{name} is not supported: it is an encoder-decoder model", field="model")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ != name:
-        raise ConfigError(f"{name} is not served: transformers knows it as no causal language model", field="model")
+        raise ConfigError(f"{name} is not supported: transformers has no causal language model for it", field="model")
     text = config.get_text_config().to_dict()
     kinds = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise ConfigError(f"{name} is not served: it has layers of {', '.join(sorted(kinds))}", field="model")
+        raise ConfigError(f"{name} is not supported: it has layers of {', '.join(sorted(kinds))}", field="model")
     if any("dynamic" in rope["rope_type"] for rope in _ropes(text)):
         raise ConfigError(
-            f"{name} is not served: with dynamic rope scaling, keys depend on later tokens", field="model"
+            f"{name} is not supported: with dynamic rope scaling, keys depend on later tokens", field="model"
         )
     return config
 
 
 def _ropes(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rope parameters of a configuration, one set for all layers or one for each kind."""
+    """Returns the rope parameters of a configuration: one set for all layers, or one for each kind of layer."""
     raw = text.get("rope_parameters") or {}
-    each = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
-    return [rope for rope in each if "rope_type" in rope]
+    sets = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
+    return [rope for rope in sets if "rope_type" in rope]
 
 
 def max_length(text: Any) -> int:
-    """Longest sequence. With longrope all keys would change where it exceeds the original length: it ends there."""
+    """Returns the longest sequence in tokens.
+
+    longrope is limited to its original length, because all keys change when a sequence grows beyond it.
+    """
     longest = int(text.max_position_embeddings)
     for rope in _ropes(text.to_dict()):
         if rope["rope_type"] == "longrope":
@@ -115,19 +122,22 @@ def max_length(text: Any) -> int:
 
 
 def canonical_config(config: Any) -> str:
-    """What the configuration says about the computation, in one spelling."""
-    said = config.to_dict()
-    for aside in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"):
-        said.pop(aside, None)
-    return json.dumps(said, sort_keys=True, default=str)
+    """Returns the configuration as canonical JSON, without fields that do not change the computation."""
+    fields = config.to_dict()
+    for name in ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures"):
+        fields.pop(name, None)
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
 def build_model(config: Any, attention: str, dtype: torch.dtype) -> Any:
-    # A configuration belongs to its model: building one writes the choice of attention into it.
-    own = copy.deepcopy(config)
+    """Builds a causal language model with uninitialised or random parameters.
+
+    attention: the name of the attention function in transformers' registry.
+    """
+    own = copy.deepcopy(config)  # from_config writes the choice of attention into the configuration
     return AutoModelForCausalLM.from_config(own, attn_implementation=attention, dtype=dtype).eval()
 
 
-def replace_decoder(causal: Any, base: str, output: type) -> None:
-    """From now on the causal model is its head alone: inputs_embeds are the last states of the decoder below it."""
-    causal.set_submodule(base, _IdentityDecoder(output))
+def replace_decoder(causal: Any, decoder_path: str, output_class: type) -> None:
+    """Reduces a causal model to its LM head: inputs_embeds are now the decoder's last states."""
+    causal.set_submodule(decoder_path, _IdentityDecoder(output_class))

@@ -1,12 +1,12 @@
-"""Any decoder of transformers, computed by its own module over our paged KV, through its attention interface.
+"""Runs a decoder of transformers over our paged KV pool: an attention function of ours replaces the model's attention.
 
-trace.py has found out what its layers need. `load_hf_model` reads the weights, gives every attention module its layer of the
-pool, and proves the result: a few tokens in two interleaved sequences, in pieces, must come out as transformers' own
-attention computes them. A model that keeps state other than keys and values, or takes positions from elsewhere, does
-not pass.
+`engine.models.hf.trace` has found the shape of the layers. `load_hf_model` reads the weights, connects each attention
+module to its layer of the pool, and verifies the result: two interleaved sequences of a few tokens, computed in chunks,
+must give the same states as transformers' own attention. The check refuses models with state other than keys and
+values, and models that do not take positions from `position_ids`.
 
-A step is one flat sequence [1, T] with position_ids; attention alone knows which sequences it consists of. The head
-(with its softcap or scale) runs as the model's own code too, over a decoder that only returns what it is given.
+A step is one flat sequence [1, T] with position_ids. Only attention knows the sequences of the step. The LM head, with
+its softcap or scale, is the model's own code, with an identity in place of the decoder.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from engine.models.base import LayerHook
 from engine.models.hf.config import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
 from engine.progress import progress
 
-ATTENTION_NAME = "baton"  # our name in the registry of attention functions
+#: Name of our attention function in transformers' registry.
+ATTENTION_NAME = "baton"
 VERIFY_TOKENS, VERIFY_BLOCK_SIZE = 24, 4
-VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of a token's state, relative; the median token counts
+#: Largest relative error of a token's state; the median over the tokens is compared.
+VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @dataclass(slots=True)
 class _ForwardContext:
-    """What attention needs to know of the running forward pass."""
+    """The arguments of the running forward pass that attention needs."""
 
     cache: Sequence[LayerKV] = ()
     backend: AttentionBackend[Any] | None = None
@@ -46,44 +48,47 @@ class _ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class _PagedLayer:
-    """Hangs on an attention module of a loaded model, as `paged`."""
+    """Connects an attention module to its layer of the KV pool; stored as the module's attribute `paged`."""
 
-    step: _ForwardContext
+    context: _ForwardContext
     index: int
     window: int | None
-    factor: float
+    query_scale: float
 
 
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """The attention function: query [1, heads, T, D], key and value [1, kv_heads, T, D]; [1, T, heads, D] out."""
+    """The attention function that transformers calls.
+
+    query: [1, heads, T, D]; key, value: [1, kv_heads, T, D]. Returns [1, T, heads, D].
+    """
     layer: _PagedLayer = module.paged
-    backend = layer.step.backend
-    assert backend is not None
-    if layer.factor != 1.0:
-        query = query * layer.factor
+    context = layer.context
+    assert context.backend is not None
+    if layer.query_scale != 1.0:
+        query = query * layer.query_scale
     if query.stride(3) != 1:
         query = query.contiguous()
     kv = torch.stack((key[0].transpose(0, 1), value[0].transpose(0, 1)), dim=1)
-    cache = layer.step.cache[layer.index]
-    out = backend.attend(query[0].transpose(0, 1), kv, cache, layer.step.metadata, layer.window)
+    cache = context.cache[layer.index]
+    out = context.backend.attend(query[0].transpose(0, 1), kv, cache, context.metadata, layer.window)
     return out.unsqueeze(0), None
 
 
 class HfModel:
-    """A loaded model; see engine/models/base.py."""
+    """A loaded model of transformers (`engine.models.base.Model`)."""
 
     def __init__(self, spec: HfSpec, causal: Any, dtype: torch.dtype) -> None:
         self.spec = spec
-        # Outside bf16 transformers computes experts one after the other, with their sizes read on the host.
+        # In other dtypes than bf16 transformers computes experts one by one and reads their sizes on the host.
         self.capturable = not spec.host_traffic and not (spec.grouped and dtype != torch.bfloat16)
-        self._step = _ForwardContext()
-        self._base: Any = causal.get_submodule(spec.decoder_path)
+        self._context = _ForwardContext()
+        self._decoder: Any = causal.get_submodule(spec.decoder_path)
         self._causal: Any = causal
-        for index, name in enumerate(spec.attention_paths):
-            module: Any = causal.get_submodule(name)
-            module.paged = _PagedLayer(self._step, index, spec.windows[index], spec.query_scales[index])
+        for index, path in enumerate(spec.attention_paths):
+            module: Any = causal.get_submodule(path)
+            module.paged = _PagedLayer(self._context, index, spec.windows[index], spec.query_scales[index])
         replace_decoder(causal, spec.decoder_path, spec.output_class)
 
     def forward(
@@ -97,8 +102,8 @@ class HfModel:
         *,
         layer_hook: LayerHook | None = None,
     ) -> Tensor:
-        self._step.cache, self._step.backend, self._step.metadata = cache, backend, metadata
-        out = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        self._context.cache, self._context.backend, self._context.metadata = cache, backend, metadata
+        out = self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         states: Tensor = out.last_hidden_state[0]
         return states if rows is None else states[rows]
 
@@ -110,11 +115,11 @@ class HfModel:
         backend: AttentionBackend[Any],
         metadata: Any,
     ) -> None:
-        """No less than `hidden`."""
+        """Runs all of `forward`: the model's code cannot stop after the last keys and values."""
         self.forward(tokens, positions, cache, backend, metadata)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """What `hidden` returns is that already."""
+        """Returns its argument: `forward` has already applied the final norm."""
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -122,19 +127,19 @@ class HfModel:
         return logits.float()
 
     def reference_forward(self, tokens: Tensor) -> Tensor:
-        """States [T, hidden] of one sequence tokens[T] as transformers alone computes them."""
-        self._base.set_attn_implementation("eager")
+        """Computes the states [T, hidden] of one sequence tokens[T] with transformers' own attention."""
+        self._decoder.set_attn_implementation("eager")
         try:
-            states: Tensor = self._base(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+            states: Tensor = self._decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
         finally:
-            self._base.set_attn_implementation(ATTENTION_NAME)
+            self._decoder.set_attn_implementation(ATTENTION_NAME)
         return states
 
 
 def load_hf_model(
     spec: HfSpec, model_dir: Path, device: torch.device, dtype: torch.dtype, *, seed: int | None
 ) -> HfModel:
-    """The model with its weights, or with random ones where a seed is given; proven, see the top of this file."""
+    """Loads and verifies a model. Its weights are random if a seed is given. ConfigError if it is not supported."""
     AttentionInterface.register(ATTENTION_NAME, _attend)
     config = read_hf_config(model_dir)
     with explain_refusal(spec.architecture):
@@ -160,13 +165,13 @@ def _read(config: Any, model_dir: Path, device: torch.device, dtype: torch.dtype
         loaded.advance(total)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):
-            raise ConfigError(f"its checkpoint has {len(report[kind])} {kind}, such as {min(report[kind])}")
+            raise ConfigError(f"its checkpoint has {len(report[kind])} {kind}, for example {min(report[kind])}")
     return causal.eval()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of transformers: ours is there."""
+    """Disables the progress bars of transformers inside, because `progress` shows one."""
     enabled = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -177,7 +182,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _random(config: Any, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-    """Random weights as the model's own code draws them, on the device."""
+    """Builds the model on the device with random weights, as the model's own code initialises them."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
@@ -186,7 +191,10 @@ def _random(config: Any, device: torch.device, dtype: torch.dtype, seed: int) ->
 
 @torch.inference_mode()
 def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
-    """ConfigError unless two interleaved sequences, in pieces, come out as they do in transformers alone."""
+    """Compares two interleaved sequences, computed in chunks, with transformers' own attention.
+
+    ConfigError if the states differ by more than VERIFY_TOLERANCE.
+    """
     spec = model.spec
     length = min(VERIFY_TOKENS, spec.max_position)
     blocks = -(-length // VERIFY_BLOCK_SIZE)
@@ -197,25 +205,25 @@ def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
     expected = [model.reference_forward(row) for row in ids]
     tables = [list(range(0, 2 * blocks, 2)), list(range(1, 2 * blocks, 2))]
     errors: list[Tensor] = []
-    for ranges in _pieces(length):
+    for ranges in _verify_steps(length):
         rows = [row for row, (start, end) in enumerate(ranges) if end > start]
         starts, counts = [ranges[r][0] for r in rows], [ranges[r][1] - ranges[r][0] for r in rows]
         metadata = backend.prepare(StepShape(starts, counts, [tables[r] for r in rows]))
         tokens = torch.cat([ids[r, slice(*ranges[r])] for r in rows])
         positions = torch.cat([torch.arange(*ranges[r], device=device) for r in rows])
-        got = model.forward(tokens, positions, cache, backend, metadata)
+        states = model.forward(tokens, positions, cache, backend, metadata)
         want = torch.cat([expected[r][slice(*ranges[r])] for r in rows]).float()
-        errors.append((got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20))
+        errors.append((states.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20))
     error = float(torch.cat(errors).median())
     if not error < VERIFY_TOLERANCE[dtype]:
         raise ConfigError(
-            f"in pieces it computes something else than at once (relative error {error:.2g}): its layers keep state "
-            f"other than keys and values, or know positions from elsewhere"
+            f"a prompt in chunks gives other states than a whole prompt (relative error {error:.2g}): its layers keep "
+            f"state other than keys and values, or do not take positions from position_ids"
         )
 
 
-def _pieces(length: int) -> list[list[tuple[int, int]]]:
-    """Two sequences cut differently: chunks, single tokens, and one of them alone at the end."""
+def _verify_steps(length: int) -> list[list[tuple[int, int]]]:
+    """Returns the steps of the check, each the token range [start, end) of both sequences: chunks and single tokens."""
     third, half = length // 3, length // 2
     return [
         [(0, third), (0, half)],

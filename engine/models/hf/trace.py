@@ -1,7 +1,7 @@
-"""What a decoder of transformers asks of attention, by its own code: one run on the meta device, before any weight.
+"""Finds the shape of a transformers model by running its code once on the meta device, without weights.
 
-Our attention function and our mask function take notes of each layer: heads, scale, softcap, and the mask, of which the
-window is read. So the shape comes from the model's code, and what our attention cannot do is refused.
+Attention and mask functions of ours record the calls of each layer: heads, scale, softcap, and the mask, which gives
+the sliding window. So the shape comes from the model's own code. Models that ask for unsupported attention are refused.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from engine.models.hf.config import (
 )
 
 TRACE_TOKENS = 4
-MAX_MASK = 1 << 17  # positions at which a mask is looked at
-# Arguments of the attention interface that change nothing here. Anything else may, and is refused.
+#: Most positions at which a mask is evaluated.
+MAX_MASK = 1 << 17
+#: Arguments of the attention interface that do not change the result here. Other arguments are refused.
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "use_cache", "return_dict"}
 IGNORED_ARGUMENTS |= {"output_attentions", "output_hidden_states", "output_router_logits"}
-_tracing = threading.Lock()  # the registries are of the process, and a trace is entered in them
+#: Held during a trace, because the registries of transformers, which hold the trace's functions, are global.
+_tracing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """What the model passed to the mask interface: (batch, head, query, key) to "is visible"."""
+    """A mask function that the model passed to the mask interface."""
 
+    #: (batch, head, query, key) to whether the query sees the key.
     visible: Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One attention call of the trace."""
+    """One recorded attention call."""
 
     module: nn.Module
     heads: int
@@ -60,9 +63,10 @@ class _Call:
 
 @dataclass(slots=True)
 class _Trace:
-    """Collects a forward pass on the meta device; a mask is known by the identity of the tensor that stands for it."""
+    """Records the attention calls of a forward pass on the meta device."""
 
     calls: list[_Call] = field(default_factory=list)
+    #: Masks by the id of the placeholder tensor that `mask` returned. The tensor is kept so that its id stays unique.
     masks: dict[int, tuple[Tensor, _Mask]] = field(default_factory=dict)
 
     def attend(
@@ -71,23 +75,23 @@ class _Trace:
         mask = None
         if attention_mask is not None:
             if id(attention_mask) not in self.masks:
-                raise ConfigError("the model adds something of its own to the attention mask")
+                raise ConfigError("the model changes the attention mask itself")
             mask = self.masks[id(attention_mask)][1]
         scale, softcap, window = (rest.pop(name, None) for name in ("scaling", "softcap", "sliding_window"))
         causal = rest.pop("is_causal", None)
         if causal is None:
             causal = vars(module).get("is_causal", True)
-        strange = sorted(name for name, value in rest.items() if name not in IGNORED_ARGUMENTS and value is not None)
-        if strange:
-            raise ConfigError(f"attention with {', '.join(strange)} is not served")
+        unknown = sorted(name for name, value in rest.items() if name not in IGNORED_ARGUMENTS and value is not None)
+        if unknown:
+            raise ConfigError(f"attention with {', '.join(unknown)} is not supported")
         if not causal:
-            raise ConfigError("attention that is not causal is not served")
+            raise ConfigError("attention that is not causal is not supported")
         if key.shape != value.shape:
             raise ConfigError(
-                f"keys and values of different shapes ({key.shape[3]} and {value.shape[3]}) are not served"
+                f"keys and values of different shapes ({key.shape[3]} and {value.shape[3]}) are not supported"
             )
         if query.shape[0] != 1 or query.shape[2] != TRACE_TOKENS or key.shape[2] != TRACE_TOKENS:
-            raise ConfigError("attention over something else than the tokens' own keys is not served")
+            raise ConfigError("attention over keys other than those of the sequence's tokens is not supported")
         dim = query.shape[3]
         self.calls.append(
             _Call(module, query.shape[1], key.shape[1], dim, scale or dim**-0.5, softcap or None, window, mask)
@@ -95,13 +99,16 @@ class _Trace:
         return query.transpose(1, 2).contiguous(), None
 
     def mask(self, *_: Any, mask_function: Callable[..., Any], **__: Any) -> Tensor:
-        marker = torch.empty(1, 1, TRACE_TOKENS, TRACE_TOKENS, device="meta")
-        self.masks[id(marker)] = (marker, _Mask(mask_function))
-        return marker
+        placeholder = torch.empty(1, 1, TRACE_TOKENS, TRACE_TOKENS, device="meta")
+        self.masks[id(placeholder)] = (placeholder, _Mask(mask_function))
+        return placeholder
 
 
 class _HostTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what a CUDA graph cannot hold: copies from the host. (Reads of a value fail on the meta device.)"""
+    """Detects copies from the host, which a CUDA graph cannot capture.
+
+    Reads of a tensor's value need no detection: they fail on the meta device.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,37 +120,37 @@ class _HostTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aten, packet = torch.ops.aten, func.overloadpacket
         if packet in (aten.to, aten._to_copy, aten.copy_):
             self.seen |= any(isinstance(a, Tensor) and a.device.type == "cpu" for a in args)
-        elif packet in (aten.detach_, aten.lift_fresh):  # the end of torch.tensor(..., device=...)
+        elif packet in (aten.detach_, aten.lift_fresh):  # the last operation of torch.tensor(..., device=...)
             self.seen |= args[0].device.type == "meta"
         return out
 
 
 def trace_spec(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
-    """The spec of a model directory (its config.json is enough); ConfigError for what cannot be served, and why."""
+    """Returns the spec of a model directory, which needs no weights. ConfigError if the model is not supported."""
     config = read_hf_config(model_dir)
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
-    found, traffic = _Trace(), _HostTraffic()
+    trace, traffic = _Trace(), _HostTraffic()
     with explain_refusal(name):
         with _tracing, torch.inference_mode():
-            AttentionInterface.register(TRACE_NAME, found.attend)
-            AttentionMaskInterface.register(TRACE_NAME, found.mask)
+            AttentionInterface.register(TRACE_NAME, trace.attend)
+            AttentionMaskInterface.register(TRACE_NAME, trace.mask)
             with torch.device("meta"):
                 causal = build_model(config, TRACE_NAME, torch.bfloat16)
                 tokens = torch.zeros(1, TRACE_TOKENS, dtype=torch.int64)
             if causal._is_stateful:
                 raise ConfigError("its layers keep state other than keys and values")
-            base = causal.get_decoder()
-            if base is causal:
-                raise ConfigError("its class does not say which part of it is the decoder below the head")
-            names = {module: path for path, module in causal.named_modules()}
+            decoder = causal.get_decoder()
+            if decoder is causal:
+                raise ConfigError("its class does not define the decoder (get_decoder returns the whole model)")
+            paths = {module: path for path, module in causal.named_modules()}
             with traffic:
-                # With a mask given, transformers does not look into position_ids for packed sequences.
-                out = base(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
-            replace_decoder(causal, names[base], type(out))
+                # The mask keeps transformers from searching position_ids for packed sequences.
+                out = decoder(input_ids=tokens, attention_mask=tokens + 1, position_ids=tokens, use_cache=False)
+            replace_decoder(causal, paths[decoder], type(out))
             vocab_size: int = causal(inputs_embeds=out.last_hidden_state).logits.shape[-1]
         text = config.get_text_config()
         max_position = max_length(text)
-        calls = _checked(found.calls, text.num_hidden_layers)
+        calls = _checked(trace.calls, text.num_hidden_layers)
         windows = tuple(_window(call, max_position) for call in calls)
     first = calls[0]
     return HfSpec(
@@ -159,8 +166,8 @@ def trace_spec(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
         max_position=max_position,
         eos_token_ids=eos_token_ids,
         config=canonical_config(config),
-        decoder_path=names[base],
-        attention_paths=tuple(names[call.module] for call in calls),
+        decoder_path=paths[decoder],
+        attention_paths=tuple(paths[call.module] for call in calls),
         query_scales=tuple(call.scale / first.scale for call in calls),
         grouped=traffic.grouped,
         host_traffic=traffic.seen,
@@ -169,22 +176,25 @@ def trace_spec(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
 
 
 def _checked(calls: list[_Call], num_layers: int) -> list[_Call]:
-    """The calls, one for each layer and all alike."""
+    """Returns the calls. ConfigError unless there is one for each layer and all have the same heads and softcap."""
     if len({call.module for call in calls}) != num_layers or len(calls) != num_layers:
         raise ConfigError(
-            f"{len(calls)} of its {num_layers} layers use the attention interface of transformers once; the others "
-            f"compute attention themselves or keep state other than keys and values"
+            f"{len(calls)} of its {num_layers} layers use the attention interface of transformers once; the other "
+            f"layers compute attention themselves, or keep state other than keys and values"
         )
     kinds = {(call.heads, call.kv_heads, call.head_dim, call.softcap) for call in calls}
     if len(kinds) > 1:
         raise ConfigError("its layers differ in heads, head dim or softcap")
     if calls[0].heads % calls[0].kv_heads:
-        raise ConfigError(f"{calls[0].heads} query heads do not divide among {calls[0].kv_heads} kv heads")
+        raise ConfigError(f"{calls[0].heads} query heads are not a multiple of {calls[0].kv_heads} kv heads")
     return calls
 
 
 def _window(call: _Call, max_position: int) -> int | None:
-    """The sliding window, read from the mask: all rows that are looked at must see exactly so many tokens back."""
+    """Returns the sliding window of a call, None for full attention.
+
+    The window is read from the last row of the mask and checked against other rows. ConfigError if they differ.
+    """
     mask = call.mask
     if mask is None:
         return call.window
@@ -202,5 +212,5 @@ def _window(call: _Call, max_position: int) -> int | None:
         window = max(call.window or length, length)
         return None if window >= max_position else window
     if call.window not in (None, window):
-        raise ConfigError(f"its attention mask has a window of {window}, its layers say {call.window}")
+        raise ConfigError(f"its attention mask has a window of {window}, but its layers pass {call.window}")
     return window
