@@ -44,7 +44,7 @@ from typing import Any
 import orjson
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
 from cli import probes
@@ -53,7 +53,7 @@ from cli.stack.process import ChildProcess, PortLease
 from common.process.tether import tether_command
 from loadtest.slo import percentile
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent / "support"
 MODEL = "bench"
 STREAMS = 256
 IDLE_STREAMS = 10_000
@@ -90,7 +90,7 @@ class GatewayUnderTest:
 def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[GatewayUnderTest]:
     """Starts pods and gateway, and ends them."""
     model, emitted = demo_model(), tmp / "emitted.json"
-    argv = [sys.executable, str(HERE / "step_pods.py"), "--decodes", str(decodes), "--step-ms", str(step_ms)]
+    argv = [sys.executable, str(SUPPORT / "step_pods.py"), "--decodes", str(decodes), "--step-ms", str(step_ms)]
     argv += ["--model", str(model), "--emitted", str(emitted), *(["--stall"] if stall else [])]
     with subprocess.Popen(tether_command(argv), stdout=subprocess.PIPE, text=True) as pods, PortLease() as lease:
         assert pods.stdout is not None
@@ -125,7 +125,7 @@ def _until_ready(gateway: ChildProcess, port: int, decodes: int) -> None:
 
 def client(port: int, *flags: str) -> subprocess.Popen[str]:
     """A client process; its stdin ends it when it is idle."""
-    argv = [sys.executable, str(HERE / "sse_client.py"), "--port", str(port), "--model", MODEL, *flags]
+    argv = [sys.executable, str(SUPPORT / "sse_client.py"), "--port", str(port), "--model", MODEL, *flags]
     return subprocess.Popen(tether_command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

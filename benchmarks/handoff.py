@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
 from benchmarks.support.pd_stack import (
@@ -145,9 +145,9 @@ async def node(
         info=lambda: info,
         signer=Signer(SECRET, info.pod, generation),
         address=lambda: address[0],
-        pieces=pieces,
+        write_limits=pieces,
         allow_tcp=allow_tcp,
-        notes=notes,
+        commit_notifications=notes,
     )
     server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, made.servicer, "baton.v1.Transfer")
     await made.start()
@@ -175,7 +175,7 @@ async def receive(plan: HandoffSizes, device: str) -> None:
                 request_id=asked["request"],
                 first_block=0,
                 blocks=asked["blocks"],
-                hold=UnsharedBlocks(asked["blocks"]),
+                pin=UnsharedBlocks(asked["blocks"]),
                 deadline_s=60.0,
                 on_ready=ignore,
                 on_failed=ignore,

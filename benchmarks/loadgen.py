@@ -30,7 +30,7 @@ from typing import Any
 
 import orjson
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
 from cli.commands.loadtest import run_sync
@@ -40,7 +40,7 @@ from loadtest.config import LoadConfig
 from loadtest.run import LoadRun
 from loadtest.slo import percentile
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parent / "support"
 STREAMS, RATE, TOKENS = 500, 20.0, 400
 STARTS_PER_S = 100
 
@@ -61,7 +61,7 @@ class Cores:
 @contextlib.contextmanager
 def timing_server(core: int, *, beat: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """Its port, and what it tells at its end, which is there when the block is left."""
-    argv = [sys.executable, str(HERE / "timing_server.py"), "--rate", str(RATE), *(["--beat"] if beat else [])]
+    argv = [sys.executable, str(SUPPORT / "timing_server.py"), "--rate", str(RATE), *(["--beat"] if beat else [])]
     told: dict[str, Any] = {}
     with subprocess.Popen(tether_command(argv), stdout=subprocess.PIPE) as server:
         assert server.stdout is not None

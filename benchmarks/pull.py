@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpc
 
@@ -178,7 +178,7 @@ async def pull(side: PullPeer, holder: PrefixHolder, count: int) -> float:
         hashes=[i.to_bytes(16, "big") for i in range(1, count + 1)],
         first_block=0,
         blocks=places,
-        hold=FreePin(places),
+        pin=FreePin(places),
         timeout_s=60.0,
     )
     began = time.perf_counter()

@@ -35,7 +35,7 @@ from typing import Any
 
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
 from cli.stack.valkey import EmbeddedValkey

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.engine import WAIT_S, Driver, Prompts, engine_settings, running
 from benchmarks.support import report
@@ -411,7 +411,7 @@ def measure_gpu(table: BarTable, shape_name: str, drafts: int, settings: dict[st
         (model_dir / "config.json").write_text(json.dumps(shape.config))
         options = {
             "load_format": "dummy",
-            "chunk_tokens": max(shape.token_budget, 64 * 5),
+            "chunk_tokens": max(shape.chunk_tokens, 64 * 5),
             "block_size": shape.block_size,
             "max_seqs": 64,
             "max_model_len": 3072 if big else 1024,

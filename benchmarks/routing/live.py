@@ -30,7 +30,7 @@ from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.routing.sim import DEFAULT_TRACE
 from benchmarks.support import local_stack, report

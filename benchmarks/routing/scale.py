@@ -25,7 +25,7 @@ from pathlib import Path
 
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import report
 from cli.stack.valkey import EmbeddedValkey

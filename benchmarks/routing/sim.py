@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.routing import plot
 from benchmarks.support import report
@@ -33,7 +33,7 @@ from simulator.agent_workload import AgentWorkload
 from simulator.cluster import ClusterSpec, SimulatedCluster, SimulatedFault, SimulationResult
 from simulator.hardware_rates import FLAT_8K
 
-DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+DEFAULT_TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 PODS = 8  # what the trace's own rate is for
 BLOCKS, UNLIMITED = 4_000, 200_000
 POLICIES = ("round_robin", "least_loaded", "cost")

@@ -57,7 +57,7 @@ def ceilings(shape: BenchmarkShape, device: torch.device, dtype: torch.dtype) ->
     """Measured before the engine takes the memory."""
     config = shape.config
     copy_s = copy_seconds(shape.copy_bytes, device)
-    rows, hidden, inner = shape.token_budget, config["hidden_size"], 2 * config["intermediate_size"]
+    rows, hidden, inner = shape.chunk_tokens, config["hidden_size"], 2 * config["intermediate_size"]
     a = torch.randn(rows, hidden, device=device, dtype=dtype)
     b = torch.randn(inner, hidden, device=device, dtype=dtype)
     matmul_s = median_seconds(lambda: torch.nn.functional.linear(a, b), device)

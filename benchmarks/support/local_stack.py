@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cli.stack.stack import Stack
 from cli.stack.supervisor import Supervisor

@@ -25,7 +25,7 @@ import grpc
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import local_stack
 from benchmarks.support.bare_pods import connections

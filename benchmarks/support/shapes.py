@@ -25,7 +25,7 @@ class BenchmarkShape:
     ttft: tuple[int, ...]
     handed: tuple[int, ...]
     offline: tuple[int, int, int]
-    token_budget: int
+    chunk_tokens: int
     block_size: int
     steps: int
     repeats: int
@@ -58,7 +58,7 @@ SHAPES = {
         ttft=(128, 512, 1024, 2048, 4096, 8192, 15000),
         handed=(2048, 4096, 8192),
         offline=(256, 1024, 256),
-        token_budget=2048,
+        chunk_tokens=2048,
         block_size=16,
         steps=64,
         repeats=7,
@@ -80,7 +80,7 @@ SHAPES = {
         ttft=(20, 50),
         handed=(300,),
         offline=(6, 20, 8),
-        token_budget=64,
+        chunk_tokens=64,
         block_size=4,
         steps=8,
         repeats=2,

@@ -24,7 +24,7 @@ from typing import Any
 import uvloop
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.kv_layout import KVLayout
 from common.pb import (
