@@ -1,1 +1,3 @@
-"""Api."""
+"""The public APIs: REST in OpenAI's shape, and gRPC. Bodies and messages become the checked requests of
+`gateway.serving`.
+"""

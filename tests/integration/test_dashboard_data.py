@@ -26,7 +26,7 @@ async def heard(gw: Rig) -> None:
     """Every pod has said anew what it did."""
     for _ in range(2):  # the first may be the answer to an earlier question
         before = {pod: pod.last_answer_at for pod in gw.gateway.pod_table.pods.values()}
-        await until(lambda before=before: all(pod.seen > at for pod, at in before.items()))  # type: ignore[misc]
+        await until(lambda before=before: all(pod.last_answer_at > at for pod, at in before.items()))  # type: ignore[misc]
 
 
 async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: FakeCluster) -> None:

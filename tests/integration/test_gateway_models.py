@@ -34,7 +34,7 @@ async def two_models(model_dir: Path, port: int = 0) -> AsyncIterator[tuple[Rig,
         models = (f"one={model_dir}", f"two={model_dir}")
         async with rig(cluster, model_dir, models=models, alias=("gpt=two",), grpc_port=port, wait=False) as gw:
             for model in gw.gateway.models:
-                await until(lambda model=model: model.table.ready)  # type: ignore[misc]
+                await until(lambda model=model: model.pod_table.ready)  # type: ignore[misc]
             yield gw, cluster
 
 
@@ -106,7 +106,7 @@ async def test_several_gateways_find_the_pods_of_several_models_in_one_redis(smo
             gateways = [await stack.enter_async_context(rig(cluster, smollm2_dir, **settings)) for _ in range(2)]
             for gw in gateways:
                 for model in gw.gateway.models:
-                    await until(lambda model=model: model.table.ready)  # type: ignore[misc]
+                    await until(lambda model=model: model.pod_table.ready)  # type: ignore[misc]
                     assert len(model.pod_table.pods) == 2
             for name, gw in zip(("one", "gpt", "two", "one"), (*gateways, *gateways), strict=True):
                 assert (await gw.complete(model=name, max_tokens=2)).status_code == 200

@@ -1,1 +1,1 @@
-"""What the API accepts and answers, as data: /openapi.json and the tables of docs/api.md are made from it."""
+"""The description of the REST API, from which /openapi.json and the tables of docs/api.md are made."""

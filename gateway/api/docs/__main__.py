@@ -1,4 +1,4 @@
-"""python -m gateway.api.docs: writes the tables of docs/api.md, from the repository's root."""
+"""python -m gateway.api.docs: writes the tables of docs/api.md; run it in the repository's root."""
 
 from __future__ import annotations
 

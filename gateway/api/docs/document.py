@@ -1,4 +1,4 @@
-"""/openapi.json, from the parameters, the operations and the schemas."""
+"""Makes the OpenAPI document (/openapi.json) of the parameters, operations and schemas."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from gateway.api.docs.schemas import SCHEMAS, ref
 from gateway.api.http.json_fields import Json
 
 _STATUS = {
-    400: "The request is wrong; param names the field.",
+    400: "The request is not valid; param names the field.",
     401: "No valid API key.",
-    403: "This API key may not do that.",
-    404: "No such model, or no such object.",
+    403: "The API key does not permit this.",
+    404: "The model or the object does not exist.",
     408: "The body did not arrive in time.",
     413: "The body is larger than the gateway reads.",
-    429: "No room now, or a limit is reached; Retry-After says when to try again.",
+    429: "No free capacity, or a rate limit is reached; retry after Retry-After.",
     499: "The request was aborted.",
-    500: "Our fault.",
-    501: "This model, or these pods, cannot do that.",
-    503: "No pod can serve it now; Retry-After says when to try again.",
-    504: "The request's time is over.",
+    500: "Internal error.",
+    501: "The model or its pods do not support this.",
+    503: "No pod can serve the request now; retry after Retry-After.",
+    504: "The request's deadline has passed.",
 }
 
 
 def body_schema(parameters: Sequence[Parameter]) -> Json:
-    """The schema of a body with these parameters; those with a dot in their name are members of the one before it."""
+    """Returns the schema of a body. A parameter named "a.b" is the member b of parameter a, which comes before it."""
     members: dict[str, Json] = {p.name: p.nullable for p in parameters if "." not in p.name}
     for p in parameters:
         parent, _, name = p.name.partition(".")
@@ -42,7 +42,7 @@ def body_schema(parameters: Sequence[Parameter]) -> Json:
 
 
 def openapi_document(version: str, models: Sequence[str]) -> Json:
-    """The document of a gateway that serves models of these names."""
+    """Returns the document of a gateway that serves models of these names."""
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, models)

@@ -1,4 +1,4 @@
-"""Every path of the HTTP API: what it does, takes and answers. A test holds it equal to the app's routes."""
+"""Every path of the HTTP API: what it does, takes and answers. A test holds the list equal to the app's routes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from gateway.api.http.json_fields import Json
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """answer: a name of schemas.SCHEMAS, "" for plain text. event: the schema of a stream's events, if it has one.
-
-    errors: statuses that it may have, all with the schema Error. path_parameters: their schemas by name.
-    """
+    """One method of one path."""
 
     method: str
     path: str
     summary: str
+    #: Name in schemas.SCHEMAS of the answer's schema, "" for plain text.
     answer: str
+    #: Statuses of its errors; all have the schema Error.
     errors: tuple[int, ...] = ()
+    #: Name of the schema of a stream's events, "" without a stream.
     event: str = ""
+    #: Name and schema of each path parameter.
     path_parameters: tuple[tuple[str, Json], ...] = ()
+    #: Name and schema of each query parameter.
     query: tuple[tuple[str, Json], ...] = ()
 
 
-_BODY = (400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)  # of whatever reads a body and takes a permit
+#: Errors of the operations that read a body and take a permit.
+_BODY = (400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)
 _NAME: Json = {"type": "string", "minLength": 1}
 _KEPT = (400, 401, 404, 503)
 _RESPONSE = (("response_id", _NAME),)
@@ -50,15 +53,20 @@ OPERATIONS: tuple[Operation, ...] = (
         event="ResponseEvent",
     ),
     Operation(
-        "GET", "/v1/responses/{response_id}", "A response that is kept.", "Response", _KEPT, path_parameters=_RESPONSE
+        "GET", "/v1/responses/{response_id}", "Returns a stored response.", "Response", _KEPT, path_parameters=_RESPONSE
     ),
     Operation(
-        "DELETE", "/v1/responses/{response_id}", "Forgets it.", "ResponseDeleted", _KEPT, path_parameters=_RESPONSE
+        "DELETE",
+        "/v1/responses/{response_id}",
+        "Deletes a stored response.",
+        "ResponseDeleted",
+        _KEPT,
+        path_parameters=_RESPONSE,
     ),
     Operation(
         "GET",
         "/v1/responses/{response_id}/input_items",
-        "What went into it.",
+        "Lists the input items of a stored response.",
         "ResponseItems",
         _KEPT,
         path_parameters=_RESPONSE,
@@ -74,7 +82,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "GET", "/v1/models/{model}", "One served model.", "Model", (401, 403, 404), path_parameters=(("model", _NAME),)
     ),
-    Operation("GET", "/health", "As /ready.", "Status", (503,)),
+    Operation("GET", "/health", "The same as /ready.", "Status", (503,)),
     Operation("GET", "/ready", "200 while requests can be answered.", "Status", (503,)),
     Operation("GET", "/live", "200 while the process runs.", "Status"),
     Operation("GET", "/version", "The version of Baton.", "Version"),
@@ -89,7 +97,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "GET",
         "/debug/requests/{request_id}",
-        "What a recent request went through, and when.",
+        "Events of a recent request, with their times.",
         "Timeline",
         (401, 404),
         path_parameters=(("request_id", _NAME),),
@@ -97,15 +105,15 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "GET",
         "/dashboard/state",
-        "What the dashboard shows of pods, rates and latencies, over the last five minutes.",
+        "Pods, rates and latencies of the last five minutes, for the dashboard.",
         "DashboardState",
         (401,),
     ),
     Operation(
         "GET",
         "/dashboard/requests",
-        "Recent requests of the key's tenant, newest first, with their waterfalls; since: the cursor of an answer "
-        "before, for what changed after it.",
+        "Recent requests of the key's tenant, newest first, with their phases; since: the cursor of an earlier answer, "
+        "to get only the requests that changed after it.",
         "DashboardRequests",
         (400, 401),
         query=(
@@ -116,18 +124,18 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "GET",
         "/dashboard/requests/{request_id}",
-        "One of them.",
+        "One recent request of the key's tenant.",
         "DashboardRequest",
         (401, 404),
         path_parameters=(("request_id", _NAME),),
     ),
 )
 
-# Headers that requests may carry: name, meaning, schema.
+#: Headers that requests may have: name, meaning, schema.
 HEADERS: tuple[tuple[str, str, Json], ...] = (
     (
         "X-Request-Id",
-        "The client's own id for logs and timelines, at most 128 printable ASCII characters; echoed. Ours when absent.",
+        "The client's own id for logs and timelines, at most 128 printable ASCII characters; echoed.",
         {"type": "string"},
     ),
     (
@@ -138,7 +146,7 @@ HEADERS: tuple[tuple[str, str, Json], ...] = (
     ),
     (
         "X-Session-Affinity",
-        "Requests with the same value had better meet the same pods; at most 256 characters, a hint.",
+        "A hint: the router prefers the same pods for requests with the same value; at most 256 characters.",
         {"type": "string"},
     ),
 )

@@ -1,4 +1,4 @@
-"""One parameter of the API as users know it: what it means, what it may be, and whether it has an effect."""
+"""One parameter of the API for the documentation: its meaning, its values, and whether it has an effect."""
 
 from __future__ import annotations
 
@@ -11,37 +11,35 @@ from gateway.api.http.json_fields import Json
 
 
 class Support(enum.StrEnum):
-    """What a parameter does.
-
-    LIMITED: known, and every value that its schema does not have is refused by name, because it is not served.
-    IGNORED: taken whatever it is, without effect. REFUSED: refused by name unless null.
-    """
+    """What a parameter does."""
 
     SUPPORTED = "supported"
+    #: Values outside of the schema are known but not served, and are rejected by name.
     LIMITED = "limited"
+    #: Every value is accepted and has no effect.
     IGNORED = "ignored"
+    #: Every value but null is rejected by name.
     REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """schema: JSON Schema of the values that are taken (null, which means absent, apart).
-
-    default: what an absent one means, in words, where the schema's `default` does not say it. grpc: the field of
-    GenerateRequest that says the same; None: the one of that name, if there is one.
-    """
+    """A parameter of a body."""
 
     name: str
     meaning: str
+    #: JSON Schema of the accepted values. null counts as absent and is not part of the schema.
     schema: Mapping[str, Any]
     support: Support = Support.SUPPORTED
     required: bool = False
+    #: Meaning of an absent parameter in words, if the schema's `default` does not express it.
     default: str = ""
+    #: Fields of GenerateRequest with the same meaning, separated by ", "; None: the field of the same name, if any.
     grpc: str | None = None
 
     @property
     def nullable(self) -> Json:
-        """The schema with null, for a document."""
+        """The schema with null, for the document."""
         if self.support is Support.IGNORED:
             return {"description": f"Ignored. {self.meaning}"}
         if self.support is Support.REFUSED:
@@ -57,31 +55,31 @@ def integer(name: str, low: int, high: int, meaning: str, **rest: Any) -> Parame
 
 
 def number(name: str, low: float, high: float, meaning: str, *, default: float, open_low: bool = False) -> Parameter:
-    """A number in [low, high], or in (low, high]."""
+    """A number in [low, high], or in (low, high] with open_low."""
     bound = "exclusiveMinimum" if open_low else "minimum"
     return Parameter(name, meaning, {"type": "number", bound: low, "maximum": high, "default": default})
 
 
 def boolean(name: str, meaning: str, **rest: Any) -> Parameter:
-    """true or false, false when absent."""
+    """true or false; false if absent."""
     return Parameter(name, meaning, {"type": "boolean", "default": False}, **rest)
 
 
 def text(name: str, most: int, meaning: str, **rest: Any) -> Parameter:
-    """A string of at most so many characters."""
+    """A string of at most `most` characters."""
     return Parameter(name, meaning, {"type": "string", "maxLength": most}, **rest)
 
 
 def limited(name: str, values: Sequence[object], meaning: str) -> Parameter:
-    """Only these values are taken."""
+    """A parameter that accepts only these values."""
     return Parameter(name, meaning, {"enum": list(values)}, Support.LIMITED)
 
 
 def ignored(name: str, meaning: str) -> Parameter:
-    """Any value, no effect."""
+    """A parameter that accepts any value and has no effect."""
     return Parameter(name, meaning, {}, Support.IGNORED)
 
 
 def refused(name: str, meaning: str) -> Parameter:
-    """Only null is taken."""
+    """A parameter that accepts only null."""
     return Parameter(name, meaning, {"type": "null"}, Support.REFUSED)

@@ -1,4 +1,4 @@
-"""JSON Schemas of what the gateway answers, by the name that /openapi.json gives them."""
+"""JSON Schemas of the answers, by their names in /openapi.json."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _FINISH: Json = {"enum": ["stop", "length", "tool_calls", "function_call", "cont
 
 
 def ref(name: str) -> Json:
-    """A reference to one of SCHEMAS."""
+    """Returns a reference to one of SCHEMAS."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def obj(required: Json, optional: Json | None = None) -> Json:
-    """An object with these members; more may come in later versions."""
+    """Returns the schema of an object with these members; later versions may add members."""
     return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/api.md, from the parameters and operations."""
+"""Makes the tables of docs/api.md of the parameters and operations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRPC_ONLY = {"request_id": "what X-Request-Id says"}
 
 
 def tables() -> str:
-    """All of them, as Markdown."""
+    """Returns all tables as Markdown."""
     rest = [path for path in BODIES if path not in ("/v1/chat/completions", "/v1/completions")]
     parts = [
         "## Endpoints\n\n" + _table(("endpoint", "what it does", "errors"), map(_operation_row, OPERATIONS)),
@@ -34,14 +34,14 @@ def tables() -> str:
 
 
 def grpc_fields(parameter: Parameter) -> tuple[str, ...]:
-    """Fields of GenerateRequest that say the same."""
+    """Returns the fields of GenerateRequest with the parameter's meaning."""
     if parameter.grpc is None:
         return (parameter.name,) if parameter.name in GRPC_FIELDS else ()
     return tuple(name for name in parameter.grpc.split(", ") if name)
 
 
 def with_tables(text: str) -> str:
-    """docs/api.md with its tables made anew. Raises ValueError when their place is not marked."""
+    """Returns docs/api.md with new tables. Raises ValueError if their place is not marked."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
@@ -64,7 +64,7 @@ def _row(p: Parameter, *, grpc: bool) -> tuple[str, ...]:
 
 
 def values_text(schema: Mapping[str, Any]) -> str:
-    """A schema in words."""
+    """Returns a schema in words."""
     if "enum" in schema:
         return " or ".join(f"`{orjson.dumps(value).decode()}`" for value in schema["enum"])
     if "anyOf" in schema and "type" not in schema:

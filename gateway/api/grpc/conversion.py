@@ -1,4 +1,7 @@
-"""Tools, reasoning and structured output between gRPC messages and what REST says, which one code checks."""
+"""Converts tools, reasoning and structured output between gRPC messages and the fields of REST bodies.
+
+The parsers of the REST API check the fields, so that both APIs accept the same.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from gateway.api.http.json_fields import MAX_DEPTH, Json, deeper_than
 from gateway.serving.request import MAX_JSON_PARTS
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
 
+#: Parts that a message counts for, because it costs more than a plain entry.
 MESSAGE_PARTS = 8
 _MODES: dict[int, str] = {
     inference_pb2.ToolChoice.MODE_UNSPECIFIED: "auto",
@@ -27,11 +31,11 @@ _FORMS = {
     "choice": "choice",
     "grammar": "grammar",
 }
-_OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+_CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
 
 
 def shared_fields(request: inference_pb2.GenerateRequest) -> Json:
-    """What chats and other prompts have."""
+    """Returns the fields that chats and other prompts have."""
     fields: Json = {}
     if request.HasField("skip_special_tokens"):
         fields["skip_special_tokens"] = request.skip_special_tokens
@@ -45,15 +49,15 @@ def shared_fields(request: inference_pb2.GenerateRequest) -> Json:
 
 
 def require_no_chat_fields(request: inference_pb2.GenerateRequest) -> None:
-    """Raises InvalidRequest for a field that only a chat can have."""
+    """Raises InvalidRequest for a field that only a chat may have."""
     given = {field.name for field, _ in request.ListFields()}
-    for name in _OF_CHATS:
+    for name in _CHAT_ONLY:
         if name in given:
             raise InvalidRequest(f"{name} is only for chat prompts", field=name)
 
 
 def chat_fields(request: inference_pb2.GenerateRequest) -> Json:
-    """A chat's own. Raises InvalidRequest for JSON that is none."""
+    """Returns the fields of a chat. Raises InvalidRequest for text that is not JSON."""
     fields = conversation_fields(request)
     if request.HasField("tool_choice"):
         fields["tool_choice"] = _choice(request.tool_choice)
@@ -65,7 +69,7 @@ def chat_fields(request: inference_pb2.GenerateRequest) -> Json:
 
 
 def conversation_fields(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Json:
-    """What the chat template renders. Raises InvalidRequest for JSON that is none."""
+    """Returns the fields that the chat template renders. Raises InvalidRequest for text that is not JSON."""
     fields: Json = {"messages": [_message(message) for message in request.chat.messages]}
     if request.tools:
         fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
@@ -75,7 +79,7 @@ def conversation_fields(request: inference_pb2.GenerateRequest | inference_pb2.T
 
 
 def add_deltas(message: inference_pb2.GenerateResponse, deltas: Iterable[MessageDelta]) -> None:
-    """Puts what an answer's text means into its message, in place of the text."""
+    """Puts the parsed meaning of an answer's text into its message, in place of the text."""
     text: list[str] = []
     reasoning: list[str] = []
     for delta in deltas:
@@ -118,7 +122,7 @@ def _choice(choice: inference_pb2.ToolChoice) -> str | Json:
     if choice.WhichOneof("choice") == "function":
         return {"type": "function", "function": {"name": choice.function}}
     if choice.mode not in _MODES:
-        raise InvalidRequest(f"tool_choice has the mode {choice.mode}, which is none", field="tool_choice")
+        raise InvalidRequest(f"tool_choice has the unknown mode {choice.mode}", field="tool_choice")
     return _MODES[choice.mode]
 
 
@@ -135,10 +139,11 @@ def _object(text: str, name: str) -> Json:
 
 
 def require_max_parts(message: Message, max_parts: Callable[[], int]) -> None:
-    """Raises RequestTooLarge for more parts than most() allows, which the event loop would wait for: an entry is one, a
-    message among them MESSAGE_PARTS, as they cost more.
+    """Raises RequestTooLarge for more parts than `max_parts()` allows, because parsing them would block the event loop.
+
+    An entry is one part, and an entry that is a message counts as MESSAGE_PARTS.
     """
-    if message.ByteSize() > MAX_JSON_PARTS // MESSAGE_PARTS:  # else there is no room for so many
+    if message.ByteSize() > MAX_JSON_PARTS // MESSAGE_PARTS:  # a shorter message cannot have too many
         _subtract_parts(message, max_parts())
 
 

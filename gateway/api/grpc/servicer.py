@@ -1,4 +1,4 @@
-"""The public gRPC API: the same core as REST, for clients that prefer messages."""
+"""The public gRPC API on the same core as REST."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ from gateway.serving.request_context import RequestContext, Usage
 from gateway.text.output import OutputPiece
 
 REQUEST_ID = "x-request-id"
-MAX_CLIENT_ID = 128  # characters
-SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
+#: Characters of a client's own request id that are kept.
+MAX_CLIENT_ID = 128
+#: Seconds beyond the request's deadline that sending the end of the answer may take.
+SEND_GRACE_S = 5.0
 
-_PASSED = (
+#: Fields with the same name and meaning in a REST body.
+_SAME_FIELDS = (
     "max_tokens",
     "temperature",
     "top_p",
@@ -62,9 +65,9 @@ _EARLY_STOPPING: dict[int, bool | str] = {
 
 
 def _request_fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
-    """The request as REST would have it, so that both are checked by the same code."""
+    """Returns the request as fields of a REST body, so that the same code checks both."""
     fields: dict[str, Any] = {"model": request.model}
-    fields |= {field.name: value for field, value in request.ListFields() if field.name in _PASSED}
+    fields |= {field.name: value for field, value in request.ListFields() if field.name in _SAME_FIELDS}
     if request.logit_bias:
         fields["logit_bias"] = {str(entry.token): entry.bias for entry in request.logit_bias}
     fields["stop"] = list(request.stop)
@@ -81,17 +84,17 @@ def _request_fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
 
 
 def _client_id(given: str) -> str:
-    """As much of a client's own id as is kept."""
+    """Returns the part of a client's own id that is kept."""
     return given[:MAX_CLIENT_ID]
 
 
 def _fits_metadata(client_id: str | None) -> TypeGuard[str]:
-    """Fits into metadata."""
+    """Whether an id may stand in gRPC metadata."""
     return client_id is not None and client_id.isascii() and client_id.isprintable()
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Generate, Abort, Tokenize, Detokenize, ListModels."""
+    """Generate, Abort, Tokenize, Detokenize and ListModels."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -100,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(  # type: ignore[override]  # the stubs know generators only
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Writes deltas, for each choice a message with its finish reason, with the last one the usage."""
+        """Writes deltas. The last message of a choice has its finish reason, the last of all the usage."""
         left = context.time_remaining()
         metadata = dict(context.invocation_metadata() or ())
         affinity = parse_affinity(metadata.get(SESSION_AFFINITY.decode()))
@@ -109,11 +112,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._gateway.admit(
             "generate", client_id, left, caller=caller, affinity=affinity, client_span=client_span
         ) as request_context:
-            # Writes and does not yield: a client that neither reads nor leaves blocks the sending, and only here can
-            # that wait be ended.
+            # `context.write` instead of `yield`: a client that neither reads nor disconnects blocks the sending, and
+            # only a write that this method awaits can be timed out.
             try:
                 async with asyncio.timeout(request_context.deadline + SEND_GRACE_S - time.monotonic()):
-                    # At once, so that a client can abort what answers only at its end.
+                    # Sent at once, so that a client can abort a request that answers only at its end.
                     shown_id = client_id if _fits_metadata(client_id) else request_context.id
                     await context.send_initial_metadata(((REQUEST_ID, shown_id),))
                     await self._generate(request, context, request_context)
@@ -123,7 +126,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise Cancelled("the client has gone") from e
 
     def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-        """Whose call it is. Raises InvalidApiKey."""
+        """Returns the caller. Raises InvalidApiKey."""
         value = dict(context.invocation_metadata() or ()).get("authorization")
         return self._gateway.keys.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
 
@@ -133,24 +136,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
         request_context: RequestContext,
     ) -> None:
-        # The answer is made in a task of its own, so that Abort can end it and still be told apart from a cancel.
-        making = asyncio.get_running_loop().create_task(self._choices(request_context, request))
-        request_context.set_task(making)
+        # A task of its own, so that Abort can cancel it, and its error differs from a cancelled call.
+        tokenizing = asyncio.get_running_loop().create_task(self._choices(request_context, request))
+        request_context.set_task(tokenizing)
         try:
-            choices = await making
+            choices = await tokenizing
         except asyncio.CancelledError:
             if request_context.abort_error is not None:
                 raise request_context.abort_error from None
             raise
         context.set_trailing_metadata(tuple(request_context.response_headers.items()))
         queue: asyncio.Queue[tuple[int, OutputPiece] | None] = asyncio.Queue()
-        work = asyncio.get_running_loop().create_task(_pump(choices, queue))
+        work = asyncio.get_running_loop().create_task(_queue_pieces(choices, queue))
         work.add_done_callback(lambda _: queue.put_nowait(None))
         request_context.set_task(work)
         unfinished = choices[0].spec.n
         try:
-            while (item := await queue.get()) is not None:
-                index, piece = item
+            while (indexed_piece := await queue.get()) is not None:
+                index, piece = indexed_piece
                 unfinished -= piece.finish is not None
                 usage = None if unfinished else total_usage(choices)
                 await context.write(self._message(request_context, index, piece, choices[0], usage))
@@ -212,14 +215,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Abort(
         self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.AbortGenerateResponse:
-        """Ends what this gateway runs under an id, ours or the client's own."""
+        """Aborts the requests with this id, ours or the client's own."""
         self._gateway.abort(_client_id(request.request_id), self._caller(context))
         return inference_pb2.AbortGenerateResponse()
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.TokenizeResponse:
-        """Token ids of a text or a conversation."""
+        """Returns the token ids of a text or a chat."""
         require_max_parts(request, self._gateway.max_json_parts)
         body: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
         kind = request.WhichOneof("prompt")
@@ -240,7 +243,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         require_max_parts(request, self._gateway.max_json_parts)
         body = parse_detokenize({"model": request.model or None, "tokens": list(request.ids)})
         with self._gateway.admit(
@@ -251,7 +254,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.ListModelsResponse:
-        """Every name under which a model is served that the caller may use; one without pods has no limits."""
+        """Lists every model name and alias that the caller may use. A model without pods has no limits."""
         caller, models = self._caller(context), []
         for name, model in self._gateway.models.names().items():
             if not caller.may_use(name, model.name):
@@ -264,11 +267,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=models)
 
 
-async def _pump(choices: Sequence[Choice], queue: asyncio.Queue[tuple[int, OutputPiece] | None]) -> None:
-    """One piece at a time: the next is made when the last was sent, so a slow client holds back its own request."""
+async def _queue_pieces(choices: Sequence[Choice], queue: asyncio.Queue[tuple[int, OutputPiece] | None]) -> None:
+    """Puts one piece at a time: the next one is read when the last was sent, so a slow client slows its own request."""
     async with aclosing(_pieces(choices)) as pieces:
-        async for item in pieces:
-            queue.put_nowait(item)
+        async for indexed_piece in pieces:
+            queue.put_nowait(indexed_piece)
             await queue.join()
 
 
@@ -286,5 +289,5 @@ async def _pieces(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Output
                 yield 0, piece
     else:
         async with aclosing(merge_choices(choices)) as pieces:
-            async for item in pieces:
-                yield item
+            async for indexed_piece in pieces:
+                yield indexed_piece

@@ -1,7 +1,7 @@
-"""In front of every path: whose request it is, before anything else of it is read.
+"""Authentication of HTTP requests: finds the caller before anything else of the request is read.
 
-The caller is found once and put into the ASGI scope. What health checks and scrapers ask stays open,
-and the document that says how to ask.
+The caller is found once and stored in the ASGI scope. The paths of health checks, the OpenAPI document and, by
+configuration, /metrics need no key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from gateway.admission.key_ring import KeyRing
 from gateway.api.http.body import header
 
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
-OPEN_FILES = "/dashboard/page/"  # what the page at / is made of; what it shows is not open
+#: The files of the page at /. The data that the page shows does need a key.
+OPEN_FILES = "/dashboard/page/"
 METRICS = "/metrics"
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 _CALLER = "baton.caller"
@@ -25,16 +26,17 @@ Refusal = Callable[[BatonError], ASGIApp]
 
 
 def caller_of(scope: Scope) -> Caller:
-    """The caller of a request that came through Authenticated."""
+    """Returns the caller of a request that passed AuthMiddleware."""
     caller = scope[_CALLER]
     assert isinstance(caller, Caller)
     return caller
 
 
 class AuthMiddleware:
-    """ASGI middleware. refuse: an application that answers with an error. open_metrics: /metrics needs no key."""
+    """ASGI middleware that identifies the caller, and rejects a request without a valid key."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing, refuse: Refusal, open_metrics: bool) -> None:
+        """refuse: returns an application that answers with an error. open_metrics: /metrics needs no key."""
         self._app = app
         self._keys = keys
         self._refuse = refuse

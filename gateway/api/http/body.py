@@ -1,4 +1,4 @@
-"""Reading request bodies and headers from strangers: bounded while reading, parsed strictly."""
+"""Request bodies and headers: bounded while they are read, and parsed strictly."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ SESSION_AFFINITY = b"x-session-affinity"
 MAX_AFFINITY_CHARS = 256
 _TRACEPARENT, _TRACESTATE = TRACEPARENT.encode(), TRACESTATE.encode()
 _IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
-_TURN = 500  # strings, or parts of long ones, that are looked at before others have their turn
+#: Strings, or parts of long strings, that are scanned before other tasks run.
+_TURN_STRINGS = 500
+#: Bytes that are scanned before other tasks run.
 _TURN_BYTES = 1 << 18
+#: Bytes of a too large body that are read and dropped before the answer.
 _MAX_DISCARD = 128 << 20
 _DISCARD_S = 10.0
 
@@ -32,11 +35,17 @@ _DISCARD_S = 10.0
 async def read_json_body(
     scope: Scope, receive: Receive, limit: int, timeout_s: float, max_parts: Callable[[], int]
 ) -> Any:
-    """The parsed body.
+    """Reads and parses the body.
 
-    Raises RequestTooLarge once it is longer than `limit` bytes, or if it has more than MAX_PARTS parts and than
-    most_parts() allows; RequestTooSlow when it is not here within timeout_s seconds; InvalidRequest if not JSON, or
-    nested deeper than MAX_DEPTH.
+    Args:
+        limit: Most bytes of the body.
+        timeout_s: The body has to arrive in this time.
+        max_parts: Returns how many arrays, objects, members and entries the body may have, if more than MAX_JSON_PARTS.
+
+    Raises:
+        RequestTooLarge: The body has more bytes or parts.
+        RequestTooSlow: The body did not arrive in time.
+        InvalidRequest: The body is not JSON, or nested deeper than MAX_DEPTH.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -84,16 +93,16 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _count_parts(raw: bytes) -> int:
-    """As many parts as there can be, which is exact where there are no strings."""
+    """An upper bound of the parts; exact for a text without strings."""
     return len(raw) - len(raw.translate(None, b"[{:,"))
 
 
 async def _require_max_parts(raw: bytes, max_parts: int) -> None:
-    """Raises RequestTooLarge for more than `most` parts: to parse a million takes half a second, and whichever thread
-    does it, the event loop waits.
+    """Raises RequestTooLarge for more than `max_parts` parts.
 
-    Where strings are full of brackets and commas, all of them have to be found; others have a turn meanwhile. More
-    strings than parts, of which each is one, are not JSON.
+    Parsing a million parts takes half a second, during which the event loop waits, in whichever thread it runs. So the
+    parts outside of strings are counted first, with turns for other tasks. In valid JSON each string is a part, so too
+    many strings end the count as well.
     """
     at, turned, parts, strings, inside = 0, 0, 0, 0, False
     for step in itertools.count(1):
@@ -113,7 +122,7 @@ async def _require_max_parts(raw: bytes, max_parts: int) -> None:
             at, inside = quote + 1, True
             if quote < 0:
                 return
-        if step % _TURN == 0 or at - turned > _TURN_BYTES:
+        if step % _TURN_STRINGS == 0 or at - turned > _TURN_BYTES:
             turned = at
             await asyncio.sleep(0)
 
@@ -123,7 +132,7 @@ def _too_large(limit: int) -> RequestTooLarge:
 
 
 async def _discard(receive: Receive) -> None:
-    """Reads on without keeping anything, so that the client sees the answer rather than a reset; bounded."""
+    """Reads and drops the rest of the body, bounded, so that the client sees the answer and not a connection reset."""
     seen = 0
     try:
         async with asyncio.timeout(_DISCARD_S):
@@ -137,7 +146,7 @@ async def _discard(receive: Receive) -> None:
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """A request header by its lower-case name."""
+    """Returns a request header by its lower-case name, None if it is absent."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value.decode("latin-1"))
@@ -145,30 +154,30 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def client_request_id(scope: Scope) -> str | None:
-    """The client's own id for logs; only printable ASCII of at most 128 characters is taken."""
+    """Returns the client's own id for logs, if it has 1 to 128 printable ASCII characters, else None."""
     value = header(scope, REQUEST_ID)
     return value if value and len(value) <= 128 and value.isascii() and value.isprintable() else None
 
 
 def client_affinity(scope: Scope) -> str:
-    """What the client wants to stay on the same pods; empty when it does not say, or says too much."""
+    """Returns the client's affinity hint, "" without a usable one."""
     return parse_affinity(header(scope, SESSION_AFFINITY))
 
 
 def parse_affinity(value: str | bytes | None) -> str:
-    """A hint that may be ignored, so nothing is refused: too long is no hint."""
+    """Returns an affinity hint. A hint that is too long counts as none, because hints are never rejected."""
     text = value.decode("latin-1") if isinstance(value, bytes) else value or ""
     return text if len(text) <= MAX_AFFINITY_CHARS else ""
 
 
 def client_trace(scope: Scope) -> TraceContext | None:
-    """The client's span, if it names one that makes sense."""
+    """Returns the client's trace span, None without a valid one."""
     traceparent = header(scope, _TRACEPARENT)
     return None if traceparent is None else TraceContext.parse(traceparent, header(scope, _TRACESTATE))
 
 
 def client_timeout(scope: Scope) -> float | None:
-    """Seconds the client is willing to wait. Raises InvalidRequest."""
+    """Returns the seconds that the client is willing to wait, None without a limit. Raises InvalidRequest."""
     value = header(scope, REQUEST_TIMEOUT)
     if value is None:
         return None

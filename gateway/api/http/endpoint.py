@@ -1,7 +1,7 @@
-"""A POST route as raw ASGI: a permit, a JSON body, work that ends with its client, one JSON answer or an event stream.
+"""A POST route as raw ASGI: a permit, a JSON body, a handler, and one JSON answer or an event stream.
 
-Headers go out with the first chunk, so what fails before it has a status of its own; afterwards an error is an event,
-and the stream ends. A client that goes away cancels the work, which aborts it on the pods.
+The response head goes out with the first chunk. An error before it has a status of its own; a later error is an event
+that ends the stream. A client that disconnects cancels the handler, which aborts the request on the pods.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from gateway.serving.request_context import RequestContext
 _log = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S = 30.0
-SEND_GRACE_S = 5.0  # what the end of an answer may take beyond the request's deadline
+#: Seconds beyond the request's deadline that sending the end of the answer may take.
+SEND_GRACE_S = 5.0
 
 
 def sse_event(body: Json) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
@@ -41,19 +42,24 @@ def _error_event(error: BatonError) -> bytes:
 
 
 class HttpResponse:
-    """One HTTP response under way; knows whether its head is out. writer: the short way out, where there is one."""
+    """One HTTP response in progress."""
 
     def __init__(self, send: Send, writer: BodyWriter | None) -> None:
+        """writer: the fast way to write body chunks, None if the connection has none."""
         self._asgi_send = send
         self._writer = writer
         self.request_id: str | None = None
-        self.headers: dict[str, str] = {}  # further ones, whatever the answer is
+        #: Further headers of every answer.
+        self.headers: dict[str, str] = {}
+        #: The head of an event stream was sent.
         self.streaming = False
+        #: The response is complete.
         self.done = False
-        self.error_event: Callable[[BatonError], bytes] = _error_event  # how a stream says that it failed
+        #: Encodes the error that ends a stream.
+        self.error_event: Callable[[BatonError], bytes] = _error_event
 
     async def send_json(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
-        """A complete JSON response."""
+        """Sends a complete JSON response."""
         raw = orjson.dumps(body)
         self.done = True
         await self._head(
@@ -62,16 +68,18 @@ class HttpResponse:
         await self._send({"type": "http.response.body", "body": raw})
 
     async def send_event(self, raw: bytes) -> None:
-        """Bytes of the event stream, its head first."""
+        """Sends bytes of the event stream, and before the first ones its head."""
         if not self.streaming:
             self.streaming = True
-            kind = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-            await self._head(200, {**kind, "x-accel-buffering": "no"})
+            stream_headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            await self._head(200, {**stream_headers, "x-accel-buffering": "no"})
         await self._send({"type": "http.response.body", "body": raw, "more_body": True})
 
     @property
     def fast_write(self) -> Callable[[bytes], bool] | None:
-        """Sends further bytes of the event stream at once, see BodyWriter.write; None: they have to go by `event`."""
+        """A function that writes further bytes of the stream at once, see BodyWriter.write; None if `send_event` must
+        be used.
+        """
         writer = self._writer
         return writer.write if self.streaming and writer is not None and writer.ready else None
 
@@ -81,7 +89,7 @@ class HttpResponse:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: BatonError) -> None:
-        """An error as a status while that is possible, as an event afterwards."""
+        """Sends an error: as a status before the head was sent, as an event of the stream afterwards."""
         if self.done:
             return
         if self.streaming:
@@ -108,15 +116,13 @@ RequestHandler = Callable[[Any, HttpResponse, RequestContext], Coroutine[Any, An
 
 
 class Endpoint:
-    """An ASGI application for POST. `serve` gets the parsed body and answers it, or raises BatonError.
+    """An ASGI application for one POST route."""
 
-    name: the endpoint's in metrics and timelines.
-    """
-
-    def __init__(self, gateway: Gateway, name: str, serve: RequestHandler) -> None:
+    def __init__(self, gateway: Gateway, name: str, handler: RequestHandler) -> None:
+        """name: the endpoint in metrics and timelines. handler: answers the parsed body, or raises BatonError."""
         self._gateway = gateway
         self._name = name
-        self._serve = serve
+        self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = HttpResponse(send, body_writer(scope))
@@ -146,24 +152,24 @@ class Endpoint:
 
     async def _admitted(self, scope: Scope, receive: Receive, response: HttpResponse, context: RequestContext) -> None:
         left = context.deadline - time.monotonic()
-        if left <= 0:  # not for want of a body
+        if left <= 0:  # a timeout while reading the body would blame the body
             raise DeadlineExceeded("the request's time is over")
         limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.max_json_parts
         body = await read_json_body(scope, receive, *limits)
         loop = asyncio.get_running_loop()
-        work = loop.create_task(self._serve(body, response, context))
+        work = loop.create_task(self._handler(body, response, context))
         context.set_task(work)
-        gone = loop.create_task(_disconnected(receive))
+        disconnected = loop.create_task(_wait_for_disconnect(receive))
         try:
-            # A client that neither reads nor leaves would block the sending, which has no deadline of its own.
+            # `send` has no deadline: a client that neither reads nor disconnects would block it for ever.
             left = context.deadline + SEND_GRACE_S - time.monotonic()
-            await asyncio.wait({work, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            stuck = not work.done() and not gone.done()
+            await asyncio.wait({work, disconnected}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            stuck = not work.done() and not disconnected.done()
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work})
         finally:
-            gone.cancel()
+            disconnected.cancel()
             if not work.done():
                 work.cancel()
         if not work.cancelled():
@@ -171,12 +177,12 @@ class Endpoint:
         elif context.abort_error is not None:
             raise context.abort_error
         elif stuck:
-            response.done = response.streaming  # no error event either for a client that does not read
+            response.done = response.streaming  # a client that does not read gets no error event
             raise DeadlineExceeded("the request's time is over")
         else:
             raise Cancelled("the client went away")
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,7 @@
-"""Typed reading of an untrusted JSON object: every refusal names the field; null means absent; a bool is no number."""
+"""Typed access to the members of an untrusted JSON object.
+
+Every error names the field. null counts as absent. A boolean is not a number.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ Json = dict[str, Any]
 
 
 def type_name(value: object) -> str:
-    """JSON's name of a value's type."""
+    """Returns JSON's name of a value's type."""
     if isinstance(value, bool):
         return "boolean"
     names = {dict: "object", list: "array", str: "string", int: "integer", float: "number", type(None): "null"}
@@ -24,7 +27,7 @@ def type_name(value: object) -> str:
 
 
 def deeper_than(value: object, most: int) -> bool:
-    """Whether arrays and objects are nested in each other deeper than `most` levels."""
+    """Returns whether arrays and objects are nested deeper than `most` levels."""
     level = [value]
     for _ in range(most):
         nested = (v.values() if type(v) is dict else v for v in level if type(v) is dict or type(v) is list)
@@ -35,7 +38,7 @@ def deeper_than(value: object, most: int) -> bool:
 
 
 def unsupported_value(name: str, value: object, served: str) -> InvalidRequest:
-    """The error for a field whose value asks for something else than what is served."""
+    """Returns the error for a value that asks for something that is not served. `served`: the supported values."""
     if value is None:
         return InvalidRequest(f"{name} is missing; only {served} is supported", field=name)
     given = repr(value[:60]) if isinstance(value, str) else f"of type {type_name(value)}"
@@ -43,30 +46,31 @@ def unsupported_value(name: str, value: object, served: str) -> InvalidRequest:
 
 
 def wrong_type(name: str, wanted: str, value: object) -> InvalidRequest:
-    """The error for a field of the wrong type."""
+    """Returns the error for a field of the wrong type."""
     return InvalidRequest(f"{name} must be {wanted}, not {type_name(value)}", field=name)
 
 
 class JsonFields:
-    """The members of one JSON object; `prefix` is put before names in errors ("stream_options.")."""
+    """The members of one JSON object."""
 
     def __init__(self, members: Mapping[str, Any], prefix: str = "") -> None:
+        """prefix: put before field names in errors, e.g. "stream_options."."""
         self._members = members
         self._prefix = prefix
 
     @classmethod
     def of_body(cls, body: object) -> Self:
-        """The members of a request's body. Raises InvalidRequest when it is no object."""
+        """The members of a request's body. Raises InvalidRequest if the body is not an object."""
         if not isinstance(body, dict):
             raise InvalidRequest(f"the request body must be a JSON object, not {type_name(body)}")
         return cls(body)
 
     def raw(self, name: str) -> Any:
-        """The value as it came, None when absent."""
+        """Returns the value as it came, None if absent."""
         return self._members.get(name)
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer in [low, high]."""
+        """Returns an integer in [low, high]; a float with an integer value counts as one."""
         value = self.raw(name)
         if value is None:
             return None
@@ -80,7 +84,7 @@ class JsonFields:
         return value
 
     def number(self, name: str, low: float, high: float, *, open_low: bool = False) -> float | None:
-        """A finite number in [low, high], or in (low, high] with open_low."""
+        """Returns a finite number in [low, high], or in (low, high] with open_low."""
         value = self.raw(name)
         if value is None:
             return None
@@ -93,14 +97,14 @@ class JsonFields:
         return float(value)
 
     def boolean(self, name: str) -> bool | None:
-        """true or false."""
+        """Returns true or false."""
         value = self.raw(name)
         if value is None or isinstance(value, bool):
             return value
         raise wrong_type(self._prefix + name, "a boolean", value)
 
     def string(self, name: str, max_chars: int) -> str | None:
-        """A string of at most max_chars characters."""
+        """Returns a string of at most max_chars characters."""
         value = self.raw(name)
         if value is None:
             return None
@@ -112,7 +116,7 @@ class JsonFields:
         return value
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """An object."""
+        """Returns an object."""
         value = self.raw(name)
         if value is None or isinstance(value, dict):
             return value

@@ -1,10 +1,10 @@
-"""uvicorn's HTTP/1.1 protocol with bounds on what a stranger may send before there is a request to refuse.
+"""uvicorn's HTTP/1.1 protocol with bounds, and a fast way to write chunks of an answer.
 
-uvicorn keeps header lines of any length and number, for as long as they take to come. Here a connection may send
-MAX_HEAD_BYTES without completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head.
+uvicorn accepts header lines of any length and number, for any time. Here a connection may send MAX_HEAD_BYTES without
+completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head.
 
-And a way to write a piece of an answer that is neither a coroutine nor led through the middlewares: `BodyWriter`, for
-what comes a thousand times in an answer. It is in the scope's state. Its pieces go out by the server's `WriteBatcher`.
+`BodyWriter`, found in the scope's state, writes a chunk without a coroutine and without the middlewares, because an
+answer has a thousand chunks. The server's `WriteBatcher` writes the chunks to the sockets.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _BODY = "baton.body"
 
 
 class WriteBatcher:
-    """Pieces of the answers of many connections on their way to the sockets, a few at a time.
+    """Writes chunks of many connections to their sockets, a few at a time.
 
-    One message of a pod has a token for each of many streams. Making BURST pieces and then writing them took less time
-    than making and writing by turns, in pairs of runs on a busy machine (supposedly for what a system call does to
-    caches). No piece waits longer than until the turn of the event loop is over.
+    One message of a pod has a token for each of many streams. In paired runs on a busy machine it took less time to
+    make MAX_BATCHED_WRITES chunks and then to write them than to make and write them in turns, supposedly because of
+    the caches that a system call displaces. No chunk waits beyond the current turn of the event loop.
 
-    Invariant: whoever writes to a connection by another way calls `flush` before.
+    Invariant: code that writes to a connection in another way calls `flush` first.
     """
 
     def __init__(self) -> None:
         self._pieces: list[tuple[asyncio.Transport, bytes]] = []
-        self._due = False  # a flush is on the loop's list
+        self._due = False  # a flush is scheduled
 
     def put(self, transport: asyncio.Transport, piece: bytes) -> None:
-        """Writes a piece, soon."""
+        """Writes a chunk by the end of the current event loop turn."""
         self._pieces.append((transport, piece))
         if len(self._pieces) >= MAX_BATCHED_WRITES:
             self.flush()
@@ -49,7 +49,7 @@ class WriteBatcher:
             asyncio.get_running_loop().call_soon(self._end_of_turn)
 
     def flush(self) -> None:
-        """Writes all that waits, in order; nothing to a connection that was closed meanwhile."""
+        """Writes all waiting chunks in order, except those of connections that were closed meanwhile."""
         pieces, self._pieces = self._pieces, []
         for transport, piece in pieces:
             if not transport.is_closing():
@@ -61,7 +61,7 @@ class WriteBatcher:
 
 
 class BodyWriter:
-    """Writes pieces of one answer's body, behind a head and pieces that went through ASGI's `send`."""
+    """Writes chunks of one answer's body, after its head and first chunks went through ASGI's `send`."""
 
     __slots__ = ("_batcher", "_cycle")
 
@@ -71,12 +71,12 @@ class BodyWriter:
 
     @property
     def ready(self) -> bool:
-        """The head is out, and the client takes what is sent."""
+        """The head was sent, and the client reads fast enough."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and not (cycle.disconnected or cycle.flow.write_paused)
 
     def write(self, piece: bytes) -> bool:
-        """Writes a piece, b"" is none. False: no longer ready, so the next one has to go through `send`."""
+        """Writes a chunk; b"" writes nothing. Returns False if the next chunk has to go through `send`."""
         cycle = self._cycle
         if cycle.disconnected:
             return False
@@ -85,42 +85,42 @@ class BodyWriter:
         return not cycle.flow.write_paused
 
     def flush(self) -> None:
-        """Has to come before anything that goes through `send`."""
+        """Writes waiting chunks; must be called before `send`."""
         self._batcher.flush()
 
 
 def body_writer(scope: Scope) -> BodyWriter | None:
-    """Of a request that came through BoundedHttp."""
+    """Returns the writer of a request that came through BoundedHttpProtocol, else None."""
     writer = scope.get("state", {}).get(_BODY)
     assert writer is None or isinstance(writer, BodyWriter)
     return writer
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. What it refuses has OpenAI's shape, and ends the connection; requests that were complete before
-    are answered first.
+    """One connection with bounds on unfinished requests.
 
-    `cycle` is of the newest request. Where a client sends requests without waiting for answers, `_answering` is the one
-    whose turn it is.
+    An error for a broken request has OpenAI's shape and ends the connection, after the requests that were complete
+    before it are answered. A client may send requests without waiting for answers (pipelining): `cycle` belongs to the
+    newest request, `_answering` to the one that is answered now.
     """
 
-    _head_bytes = 0  # since a head or a piece of a body was complete; trailers count as well
+    _head_bytes = 0  # received since a head or a piece of a body was complete; trailers count too
     _head_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
-    _input_closed = False  # nothing that still comes counts
+    _input_closed = False  # further input is ignored
 
     def __init__(self, *args: Any, batcher: WriteBatcher, **kwargs: Any) -> None:
-        """outbox: the server's; the rest is uvicorn's."""
+        """batcher: the server's. The other arguments are uvicorn's."""
         super().__init__(*args, **kwargs)
         self._batcher = batcher
 
     def connection_made(self, transport: Any) -> None:
-        """The first head must come in time, too."""
+        """Starts the timer of the first head."""
         super().connection_made(transport)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No more timer, and who is being answered has gone; uvicorn tells the newest request alone."""
+        """Stops the timer and notifies the request that is being answered; uvicorn notifies only the newest one."""
         self._stop_timer()
         super().connection_lost(exc)
         answering = self._answering
@@ -129,7 +129,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             answering.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Counts, then parses; the parser's callbacks below reset the count."""
+        """Counts the bytes, then parses; the parser's callbacks below reset the count."""
         if self._input_closed:
             return
         self._head_bytes += len(data)
@@ -148,26 +148,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
-        if self.cycle is not None:  # its application begins with a later turn of the loop
+        if self.cycle is not None:  # its application starts in a later turn of the loop
             self.scope["state"][_BODY] = BodyWriter(self.cycle, self._batcher)
             if not self.pipeline:
                 self._answering = self.cycle
 
     def on_response_complete(self) -> None:
-        """An answer is out: the next in line."""
+        """An answer is complete; the next pipelined request is answered."""
         self._answering = self.pipeline[-1][0] if self.pipeline else None
-        if self._head_timer is not None:  # what is missing of a head may be read now only
+        if self._head_timer is not None:  # uvicorn may resume reading the rest of a head only now
             self._stop_timer()
             self._await_head()
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body is here; its length is bounded by who reads it."""
+        """A piece of a body has arrived. Its reader bounds the body's length."""
         self._head_bytes = 0
         super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP."""
+        """Rejects input that is not HTTP."""
         self._refuse(InvalidRequest(msg))
 
     def _await_head(self) -> None:
@@ -176,7 +176,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._head_timer = None
-        if self.pipeline:  # reading may rest while requests are in line
+        if self.pipeline:  # reading may pause while pipelined requests wait
             self._await_head()
             return
         self._refuse(RequestTooSlow(f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s"))
@@ -189,13 +189,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: BatonError, status: int | None = None) -> None:
         self._stop_timer()
         self._input_closed = True
-        if self.pipeline and self.pipeline[0][0].more_body:  # it is refused without a word
+        if self.pipeline and self.pipeline[0][0].more_body:  # an incomplete pipelined request gets no answer
             self.pipeline.popleft()
         last = self.pipeline[0][0] if self.pipeline else self._answering
         if last is not None and not last.more_body:
             last.keep_alive = False
             return
-        if last is None or not last.response_started:  # not into the middle of an answer
+        if last is None or not last.response_started:  # an error must not be written into an answer
             body = orjson.dumps(error_body(error))
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status or error.http_status] + head.encode() + body)

@@ -1,7 +1,7 @@
-"""/v1/embeddings: the state of a text's last token behind the model's final norm, as a vector of length 1.
+"""/v1/embeddings: the state of a text's last token after the model's final norm, as a vector of length 1.
 
-Inputs of a request are computed side by side, each on the prefill pod that has least to do. A pod that fails is avoided
-and the input tried elsewhere; nothing of an answer is sent before all of it is there.
+The inputs of a request are computed side by side, each on the prefill pod with the least queued work. An input whose
+pod fails is tried on another pod. The answer is sent when all vectors are complete.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ from gateway.serving.request_context import RequestContext
 
 MAX_INPUTS = 2048
 MAX_DIMENSIONS = 1 << 20
-MAX_CONCURRENT_INPUTS = 16  # inputs of one request that are under way
+#: Inputs of one request that are computed at the same time.
+MAX_CONCURRENT_INPUTS = 16
+#: Pods that one input is tried on.
 MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingsBody:
-    """A checked body. dimensions: so many of the vector's first components, scaled to length 1; None: all."""
+    """A checked /v1/embeddings body."""
 
     model: str
     inputs: tuple[PromptInput, ...]
     base64: bool
+    #: Number of the vector's first components to return, scaled to length 1; None returns all.
     dimensions: int | None
     cache_salt: str
 
 
 def parse_embeddings(body: object) -> EmbeddingsBody:
-    """Checks a /v1/embeddings body. Raises InvalidRequest that names the field."""
+    """Checks a /v1/embeddings body. Raises InvalidRequest, which names the field."""
     fields = JsonFields.of_body(body)
     model = fields.string("model", 1024)
     if not model:
@@ -64,7 +67,7 @@ def parse_embeddings(body: object) -> EmbeddingsBody:
 
 
 def _inputs(value: object) -> tuple[PromptInput, ...]:
-    """A string, an array of strings, an array of token ids, or an array of such arrays; none of them empty."""
+    """Parses a string, an array of strings, an array of token ids, or an array of such arrays, none of them empty."""
     kinds = "a string, an array of strings, or token ids"
     if value is None:
         raise InvalidRequest("input is missing", field="input")
@@ -87,34 +90,36 @@ def _inputs(value: object) -> tuple[PromptInput, ...]:
 
 
 class EmbeddingsHandler:
-    """One per gateway. _sent: prompt tokens that are under way, by pod."""
+    """Answers /v1/embeddings for one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._sent: Counter[str] = Counter()
+        self._tokens_sent: Counter[str] = Counter()  # prompt tokens of running calls, by pod address
 
     async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
-        """See http_endpoint.Endpoint."""
-        body = parse_embeddings(body)
-        spec = GenerationSpec(model=body.model, max_tokens=1, temperature=0.0, seed=0, cache_salt=body.cache_salt)
+        """Answers one body; a RequestHandler."""
+        parsed = parse_embeddings(body)
+        spec = GenerationSpec(model=parsed.model, max_tokens=1, temperature=0.0, seed=0, cache_salt=parsed.cache_salt)
         try:
-            choices = await self._gateway.completion(context, CompletionBody(spec, body.inputs))
+            choices = await self._gateway.completion(context, CompletionBody(spec, parsed.inputs))
         except InvalidRequest as e:
             if e.field != "prompt":
                 raise
             raise type(e)(e.message, field="input") from e
         model, requests = choices[0].model, [choice.request for choice in choices]
-        vectors = await self._all(model, requests, context.deadline)
+        vectors = await self._embed_all(model, requests, context.deadline)
         data = [
-            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, body)}
+            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, parsed)}
             for i, vector in enumerate(vectors)
         ]
         tokens = sum(request.prompt_len for request in requests)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        await response.send_json(200, {"object": "list", "data": data, "model": body.model, "usage": usage})
+        await response.send_json(200, {"object": "list", "data": data, "model": parsed.model, "usage": usage})
         context.timeline.set_facts(prompt_tokens=tokens)
 
-    async def _all(self, model: ServedModel, requests: Sequence[ValidRequest], deadline: float) -> list[list[float]]:
+    async def _embed_all(
+        self, model: ServedModel, requests: Sequence[ValidRequest], deadline: float
+    ) -> list[list[float]]:
         slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
 
         async def one(request: ValidRequest) -> list[float]:
@@ -130,7 +135,7 @@ class EmbeddingsHandler:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _embed(self, model: ServedModel, request: ValidRequest, deadline: float) -> list[float]:
-        """Raises BatonError."""
+        """Returns the vector of one input. Raises BatonError."""
         message = embedding_pb2.EmbedRequest(request=request_to_pb(request))
         avoid: set[str] = set()
         error: BatonError = Unavailable("no prefill pod is ready to serve this model", retry_after_s=1.0)
@@ -138,7 +143,7 @@ class EmbeddingsHandler:
             pod = self._choose(model, avoid)
             if pod is None:
                 break
-            self._sent[pod.address] += request.prompt_len
+            self._tokens_sent[pod.address] += request.prompt_len
             try:
                 answer = await pod.embedding.Embed(message, timeout=timeout_until(deadline))
                 return list(answer.values)
@@ -149,26 +154,26 @@ class EmbeddingsHandler:
                 avoid.add(pod.address)
                 pod.recheck()
             finally:
-                self._sent[pod.address] -= request.prompt_len
+                self._tokens_sent[pod.address] -= request.prompt_len
         raise error
 
     def _choose(self, model: ServedModel, avoid: set[str]) -> Pod | None:
-        """The pod with the fewest prompt tokens before it, as far as is known."""
-        able = [
+        """Returns the usable pod with the fewest known prompt tokens before this input, None without one."""
+        usable = [
             pod
             for pod in model.pod_table.pods.values()
             if pod.serving and pod.info is not None and pod.info.role is not Role.DECODE and pod.address not in avoid
         ]
-        return min(able, key=lambda pod: self._sent[pod.address] + _queued(pod), default=None)
+        return min(usable, key=lambda pod: self._tokens_sent[pod.address] + _queued_tokens(pod), default=None)
 
 
-def _queued(pod: Pod) -> int:
+def _queued_tokens(pod: Pod) -> int:
     load = None if pod.view is None else pod.view.load
     return 0 if load is None else load.queued_tokens
 
 
 def _encode_vector(vector: Sequence[float], body: EmbeddingsBody) -> list[float] | str:
-    """As the client wants it. Raises InvalidRequest when it wants more components than there are."""
+    """Returns the vector in the requested encoding. Raises InvalidRequest for more dimensions than the model has."""
     if body.dimensions is not None:
         if body.dimensions > len(vector):
             text = f"dimensions ({body.dimensions}) is larger than this model's {len(vector)}"

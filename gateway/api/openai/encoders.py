@@ -1,4 +1,4 @@
-"""The JSON that OpenAI's clients expect: answers, stream chunks, errors. Plain dicts, made once per message."""
+"""The JSON that OpenAI's clients expect: answers, stream chunks, usage and log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from gateway.text.output import OutputPiece, PromptToken, ReportedToken
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
 
-LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for what JSON cannot say
+#: OpenAI's value for minus infinity, which JSON cannot express.
+LOWEST_LOGPROB = -9999.0
 
 
 def usage_json(usage: Usage) -> Json:
-    """OpenAI's usage object; predictions are counted where speculative decoding made some."""
+    """Returns OpenAI's usage object. It counts prediction tokens if speculative decoding was used."""
     details = {"reasoning_tokens": usage.reasoning}
     if usage.accepted or usage.rejected:
         details |= {"accepted_prediction_tokens": usage.accepted, "rejected_prediction_tokens": usage.rejected}
@@ -32,7 +33,7 @@ def usage_json(usage: Usage) -> Json:
 
 
 def finish_json(finish: FinishReason | None) -> str | None:
-    """OpenAI's finish_reason."""
+    """Returns OpenAI's finish_reason."""
     return None if finish is None else finish.value
 
 
@@ -40,8 +41,8 @@ def _number(logprob: float | None) -> float:
     return LOWEST_LOGPROB if logprob is None or not logprob > LOWEST_LOGPROB else logprob
 
 
-def token_logprobs(tokenizer: TextTokenizer, shown: Sequence[ReportedToken]) -> list[Json]:
-    """Tokens with log-probabilities as chats and responses tell them."""
+def token_logprobs(tokenizer: TextTokenizer, reported: Sequence[ReportedToken]) -> list[Json]:
+    """Returns tokens with log-probabilities in the form of chats and responses."""
 
     def entry(token: TokenLogprob) -> Json:
         piece = tokenizer.token_bytes(token.token)
@@ -50,15 +51,15 @@ def token_logprobs(tokenizer: TextTokenizer, shown: Sequence[ReportedToken]) -> 
 
     return [
         {
-            **entry(TokenLogprob(s.token.id, _number(s.token.logprob))),
-            "top_logprobs": [entry(top) for top in s.token.top],
+            **entry(TokenLogprob(r.token.id, _number(r.token.logprob))),
+            "top_logprobs": [entry(top) for top in r.token.top],
         }
-        for s in shown
+        for r in reported
     ]
 
 
 def prompt_logprobs_json(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]) -> list[Json | None]:
-    """vLLM's prompt_logprobs: for each prompt token itself and its alternatives by id; null for the first."""
+    """Returns vLLM's prompt_logprobs: each prompt token and its alternatives by id; null for the first token."""
 
     def entry(token: int, logprob: float | None, rank: int | None) -> Json:
         text = tokenizer.token_bytes(token).decode("utf-8", "replace")
@@ -77,23 +78,23 @@ def prompt_logprobs_json(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]
 
 
 class AnswerEncoder(Protocol):
-    """How one endpoint writes one request's answers."""
+    """Encodes the answers of one request in the shape of its endpoint."""
 
     def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
-        """The whole answer."""
+        """Returns the whole answer."""
 
     def first_chunk(self, index: int) -> Json | None:
-        """What a choice's stream begins with."""
+        """Returns the first chunk of a choice's stream, None if it has no special one."""
 
     def encode_piece(self, index: int, piece: OutputPiece) -> list[Json]:
-        """The chunks for one piece, [] when it shows nothing."""
+        """Returns the chunks of one piece, [] if it shows nothing."""
 
     def usage_chunk(self) -> Json:
-        """The chunk without choices that carries the usage."""
+        """Returns the chunk without choices to which the usage is added."""
 
 
 class CompletionEncoder:
-    """/v1/completions."""
+    """Answers of /v1/completions."""
 
     def __init__(self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool) -> None:
         self._head = {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time())}
@@ -119,25 +120,25 @@ class CompletionEncoder:
     def usage_chunk(self) -> Json:
         return {**self._head, "choices": []}
 
-    def _choice(self, index: int, text: str, shown: Sequence[ReportedToken], finish: FinishReason | None) -> Json:
-        logprobs = self._logprobs_json(shown) if self._logprobs else None
+    def _choice(self, index: int, text: str, reported: Sequence[ReportedToken], finish: FinishReason | None) -> Json:
+        logprobs = self._logprobs_json(reported) if self._logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_json(finish)}
 
-    def _logprobs_json(self, shown: Sequence[ReportedToken]) -> Json:
-        own = [TokenLogprob(s.token.id, _number(s.token.logprob)) for s in shown]
-        # The prompt's first token, when it is echoed, has none.
+    def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
+        own = [TokenLogprob(r.token.id, _number(r.token.logprob)) for r in reported]
+        # The first token of an echoed prompt has no log-probability.
         return {
             "tokens": [self._text(entry.token) for entry in own],
             "token_logprobs": [
-                None if s.token.logprob is None else entry.logprob for entry, s in zip(own, shown, strict=True)
+                None if r.token.logprob is None else entry.logprob for entry, r in zip(own, reported, strict=True)
             ],
             "top_logprobs": [
                 None
-                if s.token.logprob is None
-                else {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(s.token.top))}
-                for entry, s in zip(own, shown, strict=True)
+                if r.token.logprob is None
+                else {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(r.token.top))}
+                for entry, r in zip(own, reported, strict=True)
             ],
-            "text_offset": [s.offset for s in shown],
+            "text_offset": [r.offset for r in reported],
         }
 
     def _text(self, token: int) -> str:
@@ -145,7 +146,7 @@ class CompletionEncoder:
 
 
 def _reasoning_json(text: str) -> Json:
-    """Under both names that clients look for."""
+    """Returns the text under both names that clients use."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -172,7 +173,7 @@ def _delta_json(delta: MessageDelta, *, legacy: bool) -> Json:
 
 
 class ChatEncoder:
-    """/v1/chat/completions. legacy: the client knows function_call, not tool_calls."""
+    """Answers of /v1/chat/completions. `legacy`: the client uses function_call instead of tool_calls."""
 
     def __init__(
         self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool, legacy: bool = False
@@ -238,13 +239,13 @@ class ChatEncoder:
         return "function_call" if self._legacy and finish is FinishReason.TOOL_CALLS else finish_json(finish)
 
     def _chunk(
-        self, index: int, delta: Json, shown: Sequence[ReportedToken] = (), finish: FinishReason | None = None
+        self, index: int, delta: Json, reported: Sequence[ReportedToken] = (), finish: FinishReason | None = None
     ) -> Json:
-        logprobs = self._logprobs_json(shown) if shown else None
+        logprobs = self._logprobs_json(reported) if reported else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish(finish)}
         return {**self._chunk_head, "choices": [choice]}
 
-    def _logprobs_json(self, shown: Sequence[ReportedToken]) -> Json | None:
+    def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json | None:
         if not self._logprobs:
             return None
-        return {"content": token_logprobs(self._tokenizer, shown), "refusal": None}
+        return {"content": token_logprobs(self._tokenizer, reported), "refusal": None}

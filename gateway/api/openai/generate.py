@@ -1,8 +1,8 @@
-"""The two generating routes: what a body asks for, as one JSON answer or as server-sent events.
+"""/v1/chat/completions and /v1/completions: one JSON answer, or server-sent events.
 
-Raw, because a response object per token would cost more than the token. While a client keeps up, its events are
-written in the turn of the event loop in which a pod's message came, one after the other for all of its sequences: no
-task is woken for a token. Chunks are merged only when the client is behind; a stream that fails ends without [DONE].
+The routes are raw ASGI, because a response object per token would cost more than the token. While a client keeps up,
+its events are written in the event loop turn in which the pod's message arrives, without waking a task per token.
+Chunks are merged only when the client reads too slowly. A stream that fails ends without [DONE].
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from gateway.serving.request_context import RequestContext
 from gateway.text.output import OutputPiece
 
 _DONE = b"data: [DONE]\n\n"
-_TEXT_PLACEHOLDER = "\0text"  # stands for the text in an event that is encoded once; nothing else in it begins with NUL
+#: Stands for the text in an event that is encoded once. No other value of the event begins with NUL.
+_TEXT_PLACEHOLDER = "\0text"
 
 
 class GenerateHandler:
@@ -37,7 +38,7 @@ class GenerateHandler:
         self._chat = chat
 
     async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
-        """See http_endpoint.Endpoint."""
+        """Answers one body; a RequestHandler."""
         gateway = self._gateway
         spec: GenerationSpec
         make: Callable[..., AnswerEncoder] = CompletionEncoder
@@ -48,12 +49,12 @@ class GenerateHandler:
         else:
             completion = parse_completion(body)
             spec, choices = completion.spec, await gateway.completion(context, completion)
-        form = make(context.id, spec.model, choices[0].model.tokenizer, logprobs=spec.logprobs is not None)
+        encoder = make(context.id, spec.model, choices[0].model.tokenizer, logprobs=spec.logprobs is not None)
         if spec.stream:
-            await _stream(choices, spec, form, response)
+            await _stream(choices, spec, encoder, response)
         else:
             answers = await complete_answers(choices, spec)
-            await response.send_json(200, form.encode_answer(answers, total_usage(choices)))
+            await response.send_json(200, encoder.encode_answer(answers, total_usage(choices)))
         context.timeline.set_facts(
             prompt_tokens=total_usage(choices).prompt,
             output_tokens=total_usage(choices).completion,
@@ -62,29 +63,29 @@ class GenerateHandler:
 
 
 class _SseEncoder:
-    """One choice's pieces as server-sent events.
+    """Encodes the pieces of one choice as server-sent events.
 
-    Most pieces are text and nothing else. Of their events only the text differs, so the rest is encoded once: `_plain`
-    holds the bytes before and after it, None where more than the text differs (log-probabilities, a running usage,
-    text that is more than content).
+    Most pieces are only text, and their events differ only in it. Such an event is encoded once: `_plain` holds the
+    bytes before and after the text. It is None while events differ in more (log-probabilities, running usage, parsed
+    text).
     """
 
-    def __init__(self, choice: Choice, index: int, spec: GenerationSpec, form: AnswerEncoder) -> None:
+    def __init__(self, choice: Choice, index: int, spec: GenerationSpec, encoder: AnswerEncoder) -> None:
         self._choice = choice
         self._index = index
         self._spec = spec
-        self._form = form
+        self._encoder = encoder
         self._opened = False
         self._plain: tuple[bytes, bytes] | None = None
 
     def encode(self, piece: OutputPiece) -> bytes:
-        """The events for one piece, b"" when it shows nothing."""
+        """Returns the events of one piece, b"" if it shows nothing."""
         if self._plain is not None and piece.finish is None:
             return self.encode_text(piece.text)
-        chunks = self._form.encode_piece(self._index, piece)
+        chunks = self._encoder.encode_piece(self._index, piece)
         if not self._opened:
             self._opened = True
-            if (opening := self._form.first_chunk(self._index)) is not None:
+            if (opening := self._encoder.first_chunk(self._index)) is not None:
                 chunks.insert(0, opening)
             plain = self._choice.parser_config is None and self._spec.logprobs is None
             if plain and not self._spec.continuous_usage:
@@ -93,17 +94,17 @@ class _SseEncoder:
 
     @property
     def text_only(self) -> bool:
-        """Of a text alone, there is `of_text`."""
+        """`encode_text` may be used."""
         return self._plain is not None
 
     def encode_text(self, text: str) -> bytes:
-        """The events for a piece that is text and nothing else."""
+        """Returns the events of a piece that is only text."""
         assert self._plain is not None
         before, after = self._plain
         return before + orjson.dumps(text) + after if text else b""
 
     def _around_text(self) -> tuple[bytes, bytes]:
-        [chunk] = self._form.encode_piece(self._index, OutputPiece(_TEXT_PLACEHOLDER, (), ()))
+        [chunk] = self._encoder.encode_piece(self._index, OutputPiece(_TEXT_PLACEHOLDER, (), ()))
         before, after = self._event(chunk).split(orjson.dumps(_TEXT_PLACEHOLDER))
         return before, after
 
@@ -115,8 +116,10 @@ class _SseEncoder:
         return sse_event(chunk)
 
 
-async def _stream(choices: Sequence[Choice], spec: GenerationSpec, form: AnswerEncoder, response: HttpResponse) -> None:
-    events = [_SseEncoder(choice, index, spec, form) for index, choice in enumerate(choices)]
+async def _stream(
+    choices: Sequence[Choice], spec: GenerationSpec, encoder: AnswerEncoder, response: HttpResponse
+) -> None:
+    events = [_SseEncoder(choice, index, spec, encoder) for index, choice in enumerate(choices)]
     if len(choices) == 1:
         with closing(choices[0]) as choice:
             async for piece in choice:
@@ -131,7 +134,7 @@ async def _stream(choices: Sequence[Choice], spec: GenerationSpec, form: AnswerE
                     await response.send_event(raw)
     tail = b""
     if spec.include_usage:
-        tail = sse_event({**form.usage_chunk(), "usage": usage_json(total_usage(choices))})
+        tail = sse_event({**encoder.usage_chunk(), "usage": usage_json(total_usage(choices))})
     await response.send_event(tail + _DONE)
     await response.end()
 
@@ -139,6 +142,6 @@ async def _stream(choices: Sequence[Choice], spec: GenerationSpec, form: AnswerE
 def _relay_callbacks(
     write: Callable[[bytes], bool], events: _SseEncoder
 ) -> tuple[Callable[[OutputPiece], bool], Callable[[str], bool] | None]:
-    """What Choice.relay takes."""
-    of, of_text = events.encode, events.encode_text
-    return lambda piece: write(of(piece)), (lambda text: write(of_text(text))) if events.text_only else None
+    """Returns the arguments of Choice.relay."""
+    encode, encode_text = events.encode, events.encode_text
+    return lambda piece: write(encode(piece)), (lambda text: write(encode_text(text))) if events.text_only else None

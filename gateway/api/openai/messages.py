@@ -1,8 +1,8 @@
-"""A conversation from an untrusted body to what chat templates take.
+"""Checks the messages of a chat and converts them to the form that chat templates take.
 
-Content is always text. Calls have parsed arguments, because templates print objects their own way; what is no JSON
-object stays the text it is. Tool answers have the name of the function that they answer. OpenAI's older form,
-function_call and the role function, becomes tool_calls and the role tool.
+Content is always text. Arguments of calls are parsed, because templates print objects in their own way; arguments that
+are not a JSON object stay text. Tool answers carry the name of the function that they answer. OpenAI's older form
+(function_call, and the role function) becomes tool_calls and the role tool.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 from common.errors import InvalidRequest
 from gateway.api.http.json_fields import MAX_DEPTH, deeper_than, unsupported_value, wrong_type
 
-MAX_MESSAGES = 16384  # the template costs some 10 us for each, in the event loop
-MAX_CALLS = 1024  # of one message
+#: Messages of one chat. A template takes some 10 us for each.
+MAX_MESSAGES = 16384
+#: Calls of one message.
+MAX_CALLS = 1024
 
 _ROLES = {
     "system": "system",
@@ -28,7 +30,7 @@ _ROLES = {
 
 
 def parse_messages(value: object) -> tuple[dict[str, Any], ...]:
-    """Messages as a chat template takes them. Raises InvalidRequest that names the place."""
+    """Returns the messages as chat templates take them. Raises InvalidRequest, which names the place."""
     if value is None:
         raise InvalidRequest("messages is missing", field="messages")
     if not isinstance(value, list):
@@ -38,7 +40,7 @@ def parse_messages(value: object) -> tuple[dict[str, Any], ...]:
     if len(value) > MAX_MESSAGES:
         raise InvalidRequest(f"messages may have at most {MAX_MESSAGES} entries", field="messages")
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
-    _name_answers(messages)
+    _add_function_names(messages)
     return tuple(messages)
 
 
@@ -62,13 +64,13 @@ def _message(value: object, name: str) -> dict[str, Any]:
 
 
 def _calls(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    values, old = message.get("tool_calls"), message.get("function_call")
+    values, legacy_call = message.get("tool_calls"), message.get("function_call")
     if values is not None and not isinstance(values, list):
         raise wrong_type(f"{name}.tool_calls", "an array", values)
     if values and len(values) > MAX_CALLS:
         raise InvalidRequest(f"{name}.tool_calls may have at most {MAX_CALLS} entries", field=f"{name}.tool_calls")
-    if not values and old is not None:
-        return [{"type": "function", "function": _function(old, f"{name}.function_call")}]
+    if not values and legacy_call is not None:
+        return [{"type": "function", "function": _function(legacy_call, f"{name}.function_call")}]
     return [_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(values or ())]
 
 
@@ -127,7 +129,8 @@ def _content(value: object, name: str) -> str:
     return "\n".join(texts)
 
 
-def _name_answers(messages: list[dict[str, Any]]) -> None:
+def _add_function_names(messages: list[dict[str, Any]]) -> None:
+    """Adds to each tool answer the name of the function that it answers."""
     called: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):

@@ -1,8 +1,7 @@
-"""From an untrusted body to what the rest of the gateway believes: first by itself, then against the model's limits.
+"""Parses and checks the bodies of /v1/completions and /v1/chat/completions, as far as no model is needed.
 
-`parse_completion` and `parse_chat` check everything that needs no model and give a Spec and prompts; `to_valid` adds
-the limits and makes the ValidRequest that pods see. Unknown fields are ignored, as the OpenAI API does; fields that are
-known but not served are refused by name, never silently dropped.
+`serving.request.to_valid_request` then checks against the model's limits and makes the ValidRequest for the pods.
+Unknown fields are ignored, as the OpenAI API does. Known fields without support are rejected by name, never ignored.
 """
 
 from __future__ import annotations
@@ -26,19 +25,22 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 64
-MAX_SEQUENCES = 1024  # of all prompts of a body together
+#: Sequences of all prompts of a body together.
+MAX_SEQUENCES = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-MAX_IDS = 1 << 20  # in one array
+#: Token ids in one array.
+MAX_IDS = 1 << 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_BEAM_WIDTH = 10
+MAX_LENGTH_PENALTY = 10
 
-
-# Fields that OpenAI or other servers define, and the values that ask for nothing beyond what is served.
+#: Fields without support that OpenAI or other servers define, and for each the values that have no effect.
 _COMMON_ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "lora_request": (),
     "lora_path": (),
@@ -71,7 +73,7 @@ _RESERVED_TEMPLATE_KWARGS: dict[str, tuple[object, ...]] = {
 
 
 def parse_completion(body: object) -> CompletionBody:
-    """Checks a /v1/completions body. Raises InvalidRequest that names the field."""
+    """Checks a /v1/completions body. Raises InvalidRequest, which names the field."""
     fields = JsonFields.of_body(body)
     refuse_unsupported(fields, _COMPLETION_ACCEPTED_VALUES)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
@@ -89,17 +91,17 @@ def parse_completion(body: object) -> CompletionBody:
 
 
 def parse_chat(body: object) -> ChatBody:
-    """Checks a /v1/chat/completions body. Raises InvalidRequest that names the field."""
+    """Checks a /v1/chat/completions body. Raises InvalidRequest, which names the field."""
     fields = JsonFields.of_body(body)
     refuse_unsupported(fields, _CHAT_ACCEPTED_VALUES)
-    wanted = fields.boolean("logprobs") or False
+    logprobs = fields.boolean("logprobs") or False
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if top and not wanted:
+    if top and not logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
     name = "max_completion_tokens" if fields.raw("max_completion_tokens") is not None else "max_tokens"
     spec = _spec(
         fields,
-        logprobs=(top or 0) if wanted else None,
+        logprobs=(top or 0) if logprobs else None,
         max_tokens=fields.integer(name, 1, INT32_MAX),
         max_tokens_field=name,
     )
@@ -113,7 +115,7 @@ def parse_chat(body: object) -> ChatBody:
 
 
 def _template_kwargs(fields: JsonFields) -> dict[str, Any]:
-    """What the template may look at: templates of reasoning models ask for one of these two, if they ask."""
+    """Returns the template variables. Templates of reasoning models use reasoning_effort or enable_thinking, if any."""
     variables: dict[str, Any] = {}
     if (effort := fields.string("reasoning_effort", 32)) is not None:
         variables["reasoning_effort"] = effort
@@ -123,7 +125,7 @@ def _template_kwargs(fields: JsonFields) -> dict[str, Any]:
 
 
 def template_variables(fields: JsonFields) -> dict[str, Any]:
-    """What the client wants the template to look at. Raises InvalidRequest for what the rest of the request says."""
+    """Returns chat_template_kwargs. Raises InvalidRequest for variables that other fields of the request set."""
     variables = fields.mapping("chat_template_kwargs") or {}
     for name, accepted in _RESERVED_TEMPLATE_KWARGS.items():
         _refuse_unless(variables.get(name), accepted, f"chat_template_kwargs.{name}")
@@ -131,7 +133,7 @@ def template_variables(fields: JsonFields) -> dict[str, Any]:
 
 
 def refuse_unsupported(fields: JsonFields, accepted_values: Mapping[str, tuple[object, ...]]) -> None:
-    """Raises InvalidRequest for a known field whose value asks for more than the harmless ones do."""
+    """Raises InvalidRequest for a known field whose value is not one of its accepted values."""
     for name, accepted in accepted_values.items():
         _refuse_unless(fields.raw(name), accepted, name)
 
@@ -165,12 +167,12 @@ def _spec(
     top_k = fields.integer("top_k", -1, INT32_MAX) or 0
     prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
     if prompt_logprobs is not None and stream:
-        raise InvalidRequest("prompt_logprobs is only there when stream is false", field="prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs cannot be streamed: stream must be false", field="prompt_logprobs")
     n = fields.integer("n", 1, MAX_N) or 1
     if best_of is not None and best_of < n:
         raise InvalidRequest(f"best_of ({best_of}) must not be less than n ({n})", field="best_of")
     if best_of is not None and best_of > n and stream:
-        raise InvalidRequest("best_of beyond n is only known at the end: it cannot be streamed", field="best_of")
+        raise InvalidRequest("best_of above n cannot be streamed: stream must be false", field="best_of")
     return GenerationSpec(
         model=model,
         max_tokens=max_tokens,
@@ -277,7 +279,7 @@ def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...
     inner = JsonFields(value, "logit_bias.")
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise InvalidRequest(f"logit_bias has a key that is no token id: {key[:40]!r}", field="logit_bias")
+            raise InvalidRequest(f"logit_bias: the key {key[:40]!r} is not a token id", field="logit_bias")
         bias = inner.number(key, -100, 100)
         if bias is not None:
             out[int(key)] = bias
@@ -285,7 +287,7 @@ def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...
 
 
 def parse_token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
-    """At most MAX_IDS token ids, whatever the vocabulary. Raises InvalidRequest that names the field."""
+    """Returns at most MAX_IDS token ids, not compared with the vocabulary. Raises InvalidRequest with the field."""
     if len(values) > MAX_IDS:
         raise InvalidRequest(f"{name} may have at most {MAX_IDS} entries", field=name)
     if set(map(type, values)) - {int}:
@@ -294,12 +296,12 @@ def parse_token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
     ids = cast("Sequence[int]", values)
     for extreme in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= extreme <= INT32_MAX:
-            raise InvalidRequest(f"{name} has {extreme}, which is no token id", field=name)
+            raise InvalidRequest(f"{name} has {extreme}, which is not a token id", field=name)
     return tuple(ids)
 
 
 def _prompts(value: object) -> tuple[PromptInput, ...]:
-    """A string, an array of strings, an array of token ids, or an array of such arrays."""
+    """Parses a string, an array of strings, an array of token ids, or an array of such arrays."""
     if value is None:
         raise InvalidRequest("prompt is missing", field="prompt")
     if isinstance(value, str):
@@ -322,12 +324,9 @@ def _prompts(value: object) -> tuple[PromptInput, ...]:
     return tuple(prompts)
 
 
-MAX_BEAM_WIDTH = 10
-MAX_LENGTH_PENALTY = 10
-
-# What would change scores or say more than a search knows, and the value that asks for nothing. How tokens are drawn
-# (temperature, top_k, top_p, min_p, seed) is without effect, since none is drawn.
-_REFUSED: dict[str, object] = {
+#: Fields that a beam search cannot honour, and for each the value that has no effect. The sampling parameters
+#: (temperature, top_k, top_p, min_p, seed) are accepted and have no effect, because no token is sampled.
+_REJECTED_WITH_BEAMS: dict[str, object] = {
     "stream": False,
     "stop": [],
     "echo": False,
@@ -342,24 +341,24 @@ _REFUSED: dict[str, object] = {
 
 
 def parse_beam_search(fields: JsonFields, width: int, width_field: str) -> BeamSearchParams | None:
-    """None where no beam search is asked for. Raises InvalidRequest that names the field."""
-    wanted = fields.boolean("use_beam_search") or False
+    """Returns the parameters of a beam search, None without one. Raises InvalidRequest, which names the field."""
+    enabled = fields.boolean("use_beam_search") or False
     penalty = fields.number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     early = fields.raw("early_stopping")
     if early is None:
         early = False
     if not (isinstance(early, bool) or early == "never"):
         raise InvalidRequest('early_stopping must be true, false or "never"', field="early_stopping")
-    if not wanted:
+    if not enabled:
         if penalty not in (None, 1.0):
             raise InvalidRequest("length_penalty needs use_beam_search to be true", field="length_penalty")
         if early is not False:
             raise InvalidRequest("early_stopping needs use_beam_search to be true", field="early_stopping")
         return None
-    for name, neutral in _REFUSED.items():
+    for name, neutral in _REJECTED_WITH_BEAMS.items():
         value = fields.raw(name)
         if value is not None and value != neutral:
-            raise InvalidRequest(f"{name} cannot stand beside use_beam_search", field=name)
+            raise InvalidRequest(f"{name} cannot be combined with use_beam_search", field=name)
     if width > MAX_BEAM_WIDTH:
         raise InvalidRequest(f"a beam search has at most {MAX_BEAM_WIDTH} beams, not {width}", field=width_field)
     return BeamSearchParams(width, 1.0 if penalty is None else penalty, early)

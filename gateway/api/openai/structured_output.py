@@ -1,7 +1,6 @@
-"""What a client wants an answer to match: one grammar, or none, from the forms of OpenAI and of vLLM.
+"""Parses the grammar that a client wants the answer to match, from the forms of OpenAI and of vLLM.
 
-Exactly one form may be used. Whether a grammar can be followed is checked before anything is spent on the request:
-`GrammarCheck` compiles it in a thread, few at a time, and keeps the result.
+A request may use one form at most. Before anything is spent on the request, `GrammarChecker` compiles the grammar.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from gateway.api.http.json_fields import JsonFields, wrong_type
 
 MAX_CHOICES = 1024
 
-# Members of structured_outputs that change how others are enforced, and the values that ask for nothing.
-_NOT_SERVED: dict[str, object] = {
+#: Members of structured_outputs without support, and for each the value that has no effect.
+_UNSUPPORTED_MEMBERS: dict[str, object] = {
     "structural_tag": None,
     "whitespace_pattern": None,
     "disable_any_whitespace": False,
@@ -26,17 +25,17 @@ _NOT_SERVED: dict[str, object] = {
 
 
 def parse_structured_output(fields: JsonFields) -> Grammar | None:
-    """Of a generating request's body. Raises InvalidRequest that names the field."""
-    found = [(name, made) for name, made in _wanted(fields) if made is not None]
+    """Returns the grammar of a generating request, None without one. Raises InvalidRequest, which names the field."""
+    found = [(name, grammar) for name, grammar in _grammars(fields) if grammar is not None]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequest(f"{names} exclude each other", field=found[1][0])
     return found[0][1] if found else None
 
 
-def _wanted(fields: JsonFields) -> Iterator[tuple[str, Grammar | None]]:
+def _grammars(fields: JsonFields) -> Iterator[tuple[str, Grammar | None]]:
     yield "response_format", _response_format(fields.mapping("response_format"))
-    for name in _OLD_FORMS:
+    for name in _GUIDED_FORMS:
         if (value := fields.raw(f"guided_{name}")) is not None:
             yield f"guided_{name}", _FORMS[name](value, f"guided_{name}")
     if (members := fields.mapping("structured_outputs")) is not None:
@@ -44,8 +43,8 @@ def _wanted(fields: JsonFields) -> Iterator[tuple[str, Grammar | None]]:
 
 
 def _structured_outputs(inner: JsonFields) -> Iterator[tuple[str, Grammar | None]]:
-    for name, harmless in _NOT_SERVED.items():
-        if (value := inner.raw(name)) is not None and value is not harmless:
+    for name, accepted in _UNSUPPORTED_MEMBERS.items():
+        if (value := inner.raw(name)) is not None and value is not accepted:
             raise InvalidRequest(f"structured_outputs.{name} is not supported", field=f"structured_outputs.{name}")
     values = {name: value for name in _FORMS if (value := inner.raw(name)) is not None}
     if not values:
@@ -123,4 +122,5 @@ _FORMS: dict[str, Callable[[object, str], Grammar | None]] = {
 }
 
 
-_OLD_FORMS = ("json", "regex", "choice", "grammar")
+#: The forms that also have a field guided_<form>.
+_GUIDED_FORMS = ("json", "regex", "choice", "grammar")

@@ -1,4 +1,4 @@
-"""What a request says of tools: checked, and in one form, whether it used tools or OpenAI's older functions."""
+"""Parses the tools of a request, from `tools` or from OpenAI's older `functions`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def parse_tools(fields: JsonFields) -> RequestTools | None:
-    """None when there are no tools to call. Raises InvalidRequest that names the place."""
+    """Returns the tools of a request, None if no tool may be called. Raises InvalidRequest, which names the place."""
     parallel = fields.boolean("parallel_tool_calls") is not False
     new, old = parse_functions(fields, "tools"), parse_functions(fields, "functions")
     if new and old:
         raise InvalidRequest("tools and functions exclude each other", field="functions")
     legacy = bool(old)
     name, inner = ("functions", "") if legacy else ("tools", ".function")
-    shown = new or old
-    functions = tuple(_declared(t["function"], f"{name}[{i}]{inner}.parameters") for i, t in enumerate(shown))
+    declared = new or old
+    functions = tuple(_declared(t["function"], f"{name}[{i}]{inner}.parameters") for i, t in enumerate(declared))
     known = {f.name: f for f in functions}
     if len(known) < len(functions):
         raise InvalidRequest(f"{name} has two functions of the same name", field=name)
@@ -35,7 +35,7 @@ def parse_tools(fields: JsonFields) -> RequestTools | None:
         return None
     return RequestTools(
         tuple(f for f in functions if names is None or f.name in names),
-        shown,
+        declared,
         required=mode == "required",
         parallel=parallel and not legacy,
         legacy=legacy,
@@ -44,7 +44,7 @@ def parse_tools(fields: JsonFields) -> RequestTools | None:
 
 
 def parse_functions(fields: JsonFields, name: str) -> tuple[dict[str, Any], ...]:
-    """`tools`, or `functions` in the form of tools, as templates take them. Raises InvalidRequest."""
+    """Returns `tools`, or `functions` in the form of tools, as chat templates take them. Raises InvalidRequest."""
     values = fields.raw(name)
     if values is None:
         return ()
@@ -91,7 +91,7 @@ def _declared(function: dict[str, Any], field: str) -> Function:
 
 
 def _choice(value: object, known: dict[str, Function]) -> tuple[str, set[str] | None]:
-    """Mode, and the functions that it leaves (None: all)."""
+    """Returns the mode and the names of the functions that may be called (None: all)."""
     if value is None:
         return "auto", None
     if isinstance(value, str):

@@ -1,9 +1,9 @@
-"""Every parameter of every endpoint that takes a body. tests/unit/test_api_doc.py holds it equal to the validators.
+"""The parameters of every endpoint that reads a body; tests/unit/test_api_doc.py compares them with the parsers.
 
-To add a parameter: let the validator read it through Fields (gateway/api/http/json_fields.py), put it into the list of its endpoint
-here (COMMON in shared.py for both generating ones) with a schema that has the validator's bounds, and run
-`python -m gateway.api.docs`, which writes the tables of docs/api.md. A name that a validator reads and that is not here,
-one that is here and nobody reads, a bound that the validator does not keep: each fails a test.
+To add a parameter: read it in the parser with JsonFields (gateway/api/http/json_fields.py), add it here to the list of
+its endpoint (to COMMON in shared.py for both generating endpoints) with the parser's bounds in its schema, and run
+`python -m gateway.api.docs`, which writes the tables of docs/api.md. Tests fail for a parameter that only the parser or
+only this list has, and for a bound that the parser does not keep.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters of /v1/chat/completions, beside COMMON."""
+"""Parameters of /v1/chat/completions and of /v1/completions, beside COMMON."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ CHAT: tuple[Parameter, ...] = (
         default="the rest of the context",
         grpc="max_tokens",
     ),
-    integer("max_tokens", 1, v.INT32_MAX, "The older name of max_completion_tokens, which goes first."),
+    integer("max_tokens", 1, v.INT32_MAX, "The older name of max_completion_tokens, which has precedence."),
     boolean("logprobs", "Log-probabilities of the answer's tokens."),
     integer(
         "top_logprobs",
         0,
         v.MAX_LOGPROBS,
-        "So many alternatives per token; needs logprobs.",
+        "Number of alternatives per token; needs logprobs.",
         default="0",
         grpc="logprobs",
     ),
@@ -105,24 +105,24 @@ CHAT: tuple[Parameter, ...] = (
     limited("documents", [[]], "Documents for the template."),
     refused("audio", "Spoken answers."),
     refused("prediction", "Predicted outputs."),
-    refused("web_search_options", "Search in the web."),
+    refused("web_search_options", "Web search."),
     refused("chat_template", "A template of the client's own."),
     ignored("metadata", "Labels of stored answers; nothing is stored."),
-    ignored("store", "Keeps the answer at OpenAI; nothing is kept here."),
-    ignored("service_tier", "There is one."),
-    ignored("safety_identifier", "Who asks, for OpenAI's abuse checks."),
-    ignored("prompt_cache_key", "Routing looks for cached prefixes anyway; x-session-affinity is the hint to give."),
+    ignored("store", "Stores the answer at OpenAI; nothing is stored here."),
+    ignored("service_tier", "Service class; there is only one."),
+    ignored("safety_identifier", "Id of the end user, for OpenAI's abuse checks."),
+    ignored("prompt_cache_key", "Routing finds cached prefixes without it; use X-Session-Affinity as a hint."),
     ignored("prompt_cache_retention", "Cached prefixes stay while there is room."),
     ignored("prompt_cache_options", "Cached prefixes stay while there is room."),
     ignored("verbosity", "How long answers are."),
-    ignored("moderation", "There is none."),
+    ignored("moderation", "Content moderation; there is none."),
 )
 
 
 COMPLETION: tuple[Parameter, ...] = (
     Parameter(
         "prompt",
-        "A text, texts, token ids, or lists of them; each is answered by a choice of its own.",
+        "A text, texts, token ids, or lists of them; each gets its own choice.",
         {
             "anyOf": [
                 {"type": "string", "minLength": 1},
@@ -152,13 +152,15 @@ COMPLETION: tuple[Parameter, ...] = (
         default="16",
     ),
     boolean("echo", "The prompt comes before the answer, with its log-probabilities if there are any."),
-    integer("logprobs", 0, v.MAX_LOGPROBS, "So many alternatives per token, with log-probabilities.", default="none"),
-    limited("suffix", [""], "Text behind the answer (no model of ours fills in)."),
+    integer(
+        "logprobs", 0, v.MAX_LOGPROBS, "Log-probabilities, with this number of alternatives per token.", default="none"
+    ),
+    limited("suffix", [""], "Text after the answer; infilling is not supported."),
     integer(
         "best_of",
         1,
         MAX_N,
-        "Candidates, the n of which are answered whose tokens have the highest mean log-probability; not streamed.",
+        "Candidates per prompt; the n with the highest mean log-probability are answered. Cannot be streamed.",
         default="n",
     ),
 )

@@ -1,4 +1,4 @@
-"""Parameters of /tokenize and /detokenize."""
+"""Parameters of /tokenize, /detokenize and /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _ANY_MODEL = Parameter("model", "Name of a served model, see /v1/models.", {"typ
 
 TOKENIZE: tuple[Parameter, ...] = (
     _ANY_MODEL,
-    Parameter("prompt", "A text; this or messages.", {"type": "string"}),
-    Parameter("messages", "A conversation, as in a chat; this or prompt.", MESSAGES),
+    Parameter("prompt", "A text; either this or messages.", {"type": "string"}),
+    Parameter("messages", "A conversation, as in a chat; either this or prompt.", MESSAGES),
     Parameter(
         "add_special_tokens",
         "Adds what the tokenizer puts around a text.",
         {"type": "boolean"},
         default="true for a prompt",
     ),
-    boolean("return_token_strs", "Also tells each token's text in the vocabulary."),
+    boolean("return_token_strs", "Also returns each token's text in the vocabulary."),
     _KWARGS,
     limited("continue_final_message", [False], "Goes on with the last message."),
     limited("add_generation_prompt", [True], "The template's start of an answer."),
@@ -61,9 +61,9 @@ EMBEDDINGS: tuple[Parameter, ...] = (
         "dimensions",
         1,
         MAX_DIMENSIONS,
-        "So many of the first components, scaled to length 1; at most the model's.",
+        "Number of first components to return, scaled to length 1; at most the model's.",
         default="all",
     ),
     text("cache_salt", v.MAX_SALT_CHARS, "Only requests with the same one share cached prefixes.", default="empty"),
-    ignored("user", "Who asks, for OpenAI's abuse checks."),
+    ignored("user", "Id of the end user, for OpenAI's abuse checks."),
 )

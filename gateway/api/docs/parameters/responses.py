@@ -1,4 +1,4 @@
-"""Parameters of /v1/responses; what it shares with chats is their parameter, by name."""
+"""Parameters of /v1/responses. A parameter that a chat has as well is the chat's, by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gateway.api.http.json_fields import Json
 from gateway.api.openai import requests as v
 from gateway.api.openai.messages import MAX_MESSAGES
 
+#: Names of the parameters of COMMON and CHAT with the same meaning here.
 _SHARED = (
     *("model", "temperature", "top_p", "stream", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "cache_salt"),
@@ -78,7 +79,7 @@ RESPONSES: tuple[Parameter, ...] = (
         {"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": MAX_MESSAGES}]},
         required=True,
     ),
-    Parameter("instructions", "A system message before the input; not kept for later responses.", {"type": "string"}),
+    Parameter("instructions", "A system message before the input; not stored for later responses.", {"type": "string"}),
     integer(
         "max_output_tokens",
         1,
@@ -89,12 +90,12 @@ RESPONSES: tuple[Parameter, ...] = (
     text(
         "previous_response_id",
         256,
-        "Goes on after a response that is kept; needs Redis, and 404 says that it is not there (any more).",
+        "Continues a stored response; needs Redis. 404 if it is not stored or has expired.",
     ),
     Parameter(
         "store",
-        "Keeps the response in Redis for --response-ttl-s; without Redis nothing is kept, and `store` in the answer is "
-        "false.",
+        "Stores the response in Redis for --response-ttl-s; without Redis nothing is stored, and `store` in the answer "
+        "is false.",
         {"type": "boolean", "default": True},
     ),
     Parameter("text", "How the answer is written.", {"type": "object"}),
@@ -108,20 +109,20 @@ RESPONSES: tuple[Parameter, ...] = (
         },
         default="text",
     ),
-    Parameter("reasoning", "Of reasoning models.", {"type": "object"}),
+    Parameter("reasoning", "Options of reasoning models.", {"type": "object"}),
     text("reasoning.effort", 32, "See reasoning_effort of chats."),
     Parameter(
         "include",
-        "message.output_text.logprobs; what else there is has no effect.",
+        "message.output_text.logprobs is supported; other entries have no effect.",
         {
             "type": "array",
             "items": {"type": "string"},
         },
     ),
-    integer("top_logprobs", 0, v.MAX_LOGPROBS, "So many alternatives per token.", default="0"),
+    integer("top_logprobs", 0, v.MAX_LOGPROBS, "Number of alternatives per token.", default="0"),
     Parameter(
         "metadata",
-        "Labels; the answer has them too.",
+        "Labels that the answer repeats.",
         {
             "type": "object",
             "propertyNames": {"maxLength": 64},
@@ -143,7 +144,7 @@ RESPONSES: tuple[Parameter, ...] = (
     ),
     Parameter(
         "tool_choice",
-        "Which of them: none, auto, required, a function, or allowed_tools.",
+        "Which tools may or must be called: none, auto, required, a function, or allowed_tools.",
         {
             "anyOf": [
                 {"enum": ["none", "auto", "required"]},

@@ -1,4 +1,4 @@
-"""What several endpoints take: the model, tools, and COMMON, all that both generating endpoints have."""
+"""Parameters of several endpoints: the model, the tools, and COMMON, which both generating endpoints have."""
 
 from __future__ import annotations
 
@@ -106,9 +106,19 @@ COMMON: tuple[Parameter, ...] = (
         },
     ),
     integer(
-        "seed", v.INT64_MIN, v.INT64_MAX, "Makes sampling repeatable, whatever else is in the batch.", default="random"
+        "seed",
+        v.INT64_MIN,
+        v.INT64_MAX,
+        "Makes sampling repeatable, whatever other requests are in the batch.",
+        default="random",
     ),
-    integer("min_tokens", 0, v.INT32_MAX, "No stop token ends the answer before; at most max_tokens.", default="0"),
+    integer(
+        "min_tokens",
+        0,
+        v.INT32_MAX,
+        "No stop token ends the answer before this many tokens; at most max_tokens.",
+        default="0",
+    ),
     Parameter(
         "stop",
         "Strings that end the answer; not part of it.",
@@ -127,7 +137,9 @@ COMMON: tuple[Parameter, ...] = (
     boolean("stream_options.include_usage", "One more chunk, with the usage and no choices.", grpc=""),
     boolean("stream_options.continuous_usage_stats", "The usage so far, in every chunk.", grpc=""),
     integer("n", 1, MAX_N, "Answers per prompt, for one prefill.", default="1"),
-    boolean("use_beam_search", "Looks for the likeliest answers instead of drawing; not streamed. See Beam search."),
+    boolean(
+        "use_beam_search", "Searches the likeliest answers instead of sampling; cannot be streamed. See Beam search."
+    ),
     number(
         "length_penalty",
         -MAX_LENGTH_PENALTY,
@@ -137,18 +149,18 @@ COMMON: tuple[Parameter, ...] = (
     ),
     Parameter(
         "early_stopping",
-        "When the search ends once it has as many answers as beams: at once, or when no live beam is better by its "
-        "length now (false) or could become better at any length (never).",
+        "When a search that has as many answers as beams ends: at once (true), when no live beam scores better at its "
+        "current length (false), or when none could score better at any length (never).",
         {"enum": [False, True, "never"], "default": False},
     ),
     Parameter(
         "allowed_token_ids",
-        "Nothing else is generated; tokens that end the answer are named too if they may come.",
+        "Only these tokens are generated; include the tokens that end the answer.",
         {"type": "array", "items": TOKEN_ID, "minItems": 1, "maxItems": v.MAX_ALLOWED_TOKEN_IDS},
     ),
     Parameter(
         "bad_words",
-        "Words that are not generated, at the start of a text or behind a space.",
+        "Words that are not generated, at the start of a text or after a space.",
         {
             "type": "array",
             "items": {"type": "string", "minLength": 1, "maxLength": v.MAX_BAD_WORD_CHARS},
@@ -164,7 +176,7 @@ COMMON: tuple[Parameter, ...] = (
     ),
     Parameter(
         "response_format",
-        "What the answer has to match; enforced, strict or not.",
+        "Format that the answer has to match; always enforced, strict or not.",
         _RESPONSE_FORMAT,
         grpc="structured_output",
     ),
@@ -183,7 +195,7 @@ COMMON: tuple[Parameter, ...] = (
         "Whether special tokens stay out of the text; the one that ends an answer always does.",
         {"type": "boolean", "default": True},
     ),
-    ignored("user", "Who asks, for OpenAI's abuse checks."),
+    ignored("user", "Id of the end user, for OpenAI's abuse checks."),
     refused("lora_request", "LoRA adapters are not offered."),
     refused("lora_path", "LoRA adapters are not offered."),
     refused("adapter_id", "LoRA adapters are not offered."),

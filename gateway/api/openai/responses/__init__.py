@@ -1,1 +1,1 @@
-"""/v1/responses: a chat in the shape of OpenAI's Responses API, with typed events and, in Redis, a memory."""
+"""/v1/responses: chats in the shape of OpenAI's Responses API, with typed events, and stored responses in Redis."""

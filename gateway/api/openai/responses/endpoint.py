@@ -1,4 +1,4 @@
-"""The routes under /v1/responses: create (whole or as a stream), read, list what went in, delete."""
+"""The routes under /v1/responses: create (whole or as a stream), read, list the input items, delete."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ _log = logging.getLogger(__name__)
 
 
 class ResponsesHandler:
-    """store None: nothing is kept, and whatever needs that is refused."""
+    """Answers the routes of one gateway."""
 
     def __init__(self, gateway: Gateway, store: ResponseStore | None) -> None:
+        """store: None stores nothing, and rejects requests that need a stored response."""
         self._gateway = gateway
         self._store = store
 
     async def create(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
-        """See http_endpoint.Endpoint."""
-        asked = parse_response(body)
-        before = await self._previous_items(context.caller.tenant, asked.previous_response_id)
-        chat = asked.chat_body if not before else asked.chat_body_after(before)
+        """Answers one POST body; a RequestHandler."""
+        parsed = parse_response(body)
+        previous_items = await self._previous_items(context.caller.tenant, parsed.previous_response_id)
+        chat = parsed.chat_body if not previous_items else parsed.chat_body_after(previous_items)
         try:
             [choice] = await self._gateway.chat(context, chat)
         except InvalidRequest as e:
             raise rename_fields(e) from e
-        writer = ResponseWriter(f"resp_{context.id}", asked.echoed_fields)
-        keep = asked.store and self._store is not None
-        start = writer.start(store=keep)
+        writer = ResponseWriter(f"resp_{context.id}", parsed.echoed_fields)
+        stores = parsed.store and self._store is not None
+        start = writer.start(store=stores)
         if chat.spec.stream:
             response.error_event = writer.fail
             finish, events = await _stream(choice, writer, response, start)
@@ -57,8 +58,8 @@ class ResponsesHandler:
             finish, events = answer.finish, b""
             _write_answer(writer, choice, answer)
         whole, closing_events = writer.end(finish, choice.usage)
-        if keep:
-            whole["store"] = await self._keep(context.caller.tenant, asked, before, whole)
+        if stores:
+            whole["store"] = await self._save(context.caller.tenant, parsed, previous_items, whole)
         if chat.spec.stream:
             await response.send_event(events + closing_events + writer.final_event(whole))
             await response.end()
@@ -70,45 +71,43 @@ class ResponsesHandler:
         )
 
     async def _previous_items(self, tenant: str, response_id: str | None) -> list[ResponseItem]:
-        """The conversation up to a previous response. Raises ObjectNotFound, Unavailable."""
+        """Returns the conversation up to a previous response. Raises ObjectNotFound, Unavailable."""
         if response_id is None:
             return []
         if self._store is None:
-            text = (
-                "responses are not kept here (no Redis), so previous_response_id cannot be found; send all of the input"
-            )
+            text = "no response is stored (no Redis); send all of the input instead of previous_response_id"
             raise ObjectNotFound(text, field="previous_response_id")
-        kept = await self._store.find(tenant, response_id)
-        if kept is None:
-            text = f"previous_response_id {response_id[:80]!r} is not kept here (any more)"
+        stored = await self._store.find(tenant, response_id)
+        if stored is None:
+            text = f"previous_response_id {response_id[:80]!r} is not stored or has expired"
             raise ObjectNotFound(text, field="previous_response_id")
-        return kept.conversation
+        return stored.conversation
 
-    async def _keep(self, tenant: str, asked: ResponseBody, before: list[ResponseItem], whole: Json) -> bool:
-        """Whether it was kept; a client that asks for an answer gets it whether Redis is there or not."""
+    async def _save(self, tenant: str, parsed: ResponseBody, previous_items: list[ResponseItem], whole: Json) -> bool:
+        """Stores a response and returns whether it was stored. The client gets its answer even if Redis is down."""
         assert self._store is not None
-        conversation = [*before, *asked.input, *whole["output"]]
+        conversation = [*previous_items, *parsed.input, *whole["output"]]
         try:
-            return await self._store.save(tenant, StoredResponse(whole, list(asked.input), conversation))
+            return await self._store.save(tenant, StoredResponse(whole, list(parsed.input), conversation))
         except Unavailable as e:
-            _log.warning("a response is not kept: %s", e)
+            _log.warning("a response was not stored: %s", e)
             return False
 
     async def read(self, request: Request) -> Json:
-        """GET /v1/responses/{response_id}. Raises BatonError."""
+        """Answers GET /v1/responses/{response_id}. Raises BatonError."""
         if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            raise InvalidRequest("a kept response cannot be streamed", field="stream")
+            raise InvalidRequest("a stored response cannot be streamed", field="stream")
         return (await self._find(request)).response
 
     async def delete(self, request: Request) -> Json:
-        """DELETE /v1/responses/{response_id}. Raises BatonError."""
+        """Answers DELETE /v1/responses/{response_id}. Raises BatonError."""
         response_id, tenant = request.path_params["response_id"], caller_of(request.scope).tenant
         if self._store is None or not await self._store.delete(tenant, response_id):
             raise _missing(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def input_items(self, request: Request) -> Json:
-        """GET /v1/responses/{response_id}/input_items. Raises BatonError."""
+        """Answers GET /v1/responses/{response_id}/input_items. Raises BatonError."""
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order must be asc or desc", field="order")
@@ -127,14 +126,14 @@ class ResponsesHandler:
 
     async def _find(self, request: Request) -> StoredResponse:
         response_id, tenant = request.path_params["response_id"], caller_of(request.scope).tenant
-        kept = None if self._store is None else await self._store.find(tenant, response_id)
-        if kept is None:
+        stored = None if self._store is None else await self._store.find(tenant, response_id)
+        if stored is None:
             raise _missing(response_id)
-        return kept
+        return stored
 
 
 def _missing(response_id: str) -> ObjectNotFound:
-    return ObjectNotFound(f"no response {response_id[:80]!r} is kept here (any more)", field="response_id")
+    return ObjectNotFound(f"response {response_id[:80]!r} is not stored or has expired", field="response_id")
 
 
 def _limit(value: str) -> int:
@@ -146,38 +145,38 @@ def _limit(value: str) -> int:
 async def _stream(
     choice: Choice, writer: ResponseWriter, response: HttpResponse, start: bytes
 ) -> tuple[FinishReason, bytes]:
-    """Sends events as they come, `start` with the first ones, so that what fails before has a status of its own.
+    """Sends the events of a choice as they come. Returns the finish reason and the events that were not sent yet.
 
-    Returns the finish reason and the events that are not sent yet.
+    `start` is sent together with the first events, so that an earlier error has a status of its own.
     """
     last: list[OutputPiece] = []
 
-    def onto(write: Callable[[bytes], bool]) -> tuple[Callable[[OutputPiece], bool], Callable[[str], bool]]:
-        def take(piece: OutputPiece) -> bool:
+    def callbacks(write: Callable[[bytes], bool]) -> tuple[Callable[[OutputPiece], bool], Callable[[str], bool]]:
+        def on_piece(piece: OutputPiece) -> bool:
             if piece.finish is not None:
                 last.append(piece)
                 return False
-            return write(_written(writer, choice, piece))
+            return write(_piece_events(writer, choice, piece))
 
-        return take, lambda text: write(writer.text(text, []) if text else b"")
+        return on_piece, lambda text: write(writer.text(text, []) if text else b"")
 
     with closing(choice):
         async for piece in choice:
             if piece.finish is not None:
                 last.append(piece)
                 break
-            if events := start + _written(writer, choice, piece):
+            if events := start + _piece_events(writer, choice, piece):
                 await response.send_event(events)
             start = b""
             if (write := response.fast_write) is not None:
-                await choice.relay(*onto(write))
+                await choice.relay(*callbacks(write))
     [piece] = last
     assert piece.finish is not None
-    return piece.finish, start + _written(writer, choice, piece)
+    return piece.finish, start + _piece_events(writer, choice, piece)
 
 
-def _written(writer: ResponseWriter, choice: Choice, piece: OutputPiece) -> bytes:
-    """The events for one piece. Log-probabilities go with content, those of other tokens are not shown."""
+def _piece_events(writer: ResponseWriter, choice: Choice, piece: OutputPiece) -> bytes:
+    """Returns the events of one piece. Only content tokens show their log-probabilities."""
     logprobs = _logprobs(choice, piece.reported)
     if piece.deltas is None:
         return writer.text(piece.text, logprobs) if piece.text or logprobs else b""
@@ -197,7 +196,7 @@ def _written(writer: ResponseWriter, choice: Choice, piece: OutputPiece) -> byte
 
 
 def _write_answer(writer: ResponseWriter, choice: Choice, answer: CompleteAnswer) -> None:
-    """A complete answer's items."""
+    """Writes the items of a complete answer."""
     logprobs, message = _logprobs(choice, answer.reported), answer.message
     if message is None:
         writer.text(answer.text, logprobs)
@@ -210,5 +209,5 @@ def _write_answer(writer: ResponseWriter, choice: Choice, answer: CompleteAnswer
         writer.call(call.id, call.name, call.arguments)
 
 
-def _logprobs(choice: Choice, shown: Sequence[ReportedToken]) -> list[Json]:
-    return token_logprobs(choice.model.tokenizer, shown)
+def _logprobs(choice: Choice, reported: Sequence[ReportedToken]) -> list[Json]:
+    return token_logprobs(choice.model.tokenizer, reported)

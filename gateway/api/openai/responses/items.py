@@ -1,6 +1,6 @@
-"""Items of the Responses API: from what clients send to the messages of a chat, and to what is kept and listed.
+"""Items of the Responses API: parsing of input items, and the chat messages that items stand for.
 
-An assistant's turn is several items there (reasoning, a message, calls) and one message here.
+An assistant's turn is several items (reasoning, a message, calls), but one message of a chat.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MAX_ITEMS = 16384
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 def new_item_id(kind: str) -> str:
-    """An item's id as OpenAI makes them."""
-    return f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
+    """Returns a new item id of OpenAI's form."""
+    return f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
 def parse_input(value: object) -> list[ResponseItem]:
-    """`input` as a list of items in one form, each with an id. Raises InvalidRequest that names the place."""
+    """Returns `input` as items in one form, each with an id. Raises InvalidRequest, which names the place."""
     if value is None:
         raise InvalidRequest("input is missing", field="input")
     if isinstance(value, str):
@@ -76,7 +76,7 @@ def _message(role: str, content: list[ResponseItem], given: str | None) -> Respo
 
 
 def _parts(value: object, name: str, kind: str) -> list[ResponseItem]:
-    """Text parts, all of one kind, as far as they are refused no refusals."""
+    """Parses text parts. All get the type `kind`, because their own types do not matter for a chat."""
     if isinstance(value, str):
         return [_part(kind, value)]
     if value is None:
@@ -113,9 +113,12 @@ def _text(parts: Sequence[ResponseItem]) -> str:
 
 
 def to_messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[ResponseItem]:
-    """The chat that these items are. Instructions, and system messages right behind them, become one system message."""
+    """Returns the chat messages that the items stand for.
+
+    Instructions, and system messages directly after them, become one system message.
+    """
     messages: list[ResponseItem] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    turn: ResponseItem | None = None  # the assistant's, while more of its items may follow
+    turn: ResponseItem | None = None  # the assistant's open turn, to which further items may belong
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
@@ -137,7 +140,7 @@ def to_messages(instructions: str | None, items: Sequence[ResponseItem]) -> list
 
 
 def _continues(turn: ResponseItem, kind: str) -> bool:
-    """Whether an item belongs to the turn so far: reasoning begins one, a message comes before calls."""
+    """Whether an item belongs to the open turn: reasoning begins a turn, and a message comes before calls."""
     if kind == "function_call":
         return True
     return kind == "message" and turn["content"] is None and "tool_calls" not in turn
@@ -154,5 +157,5 @@ def _add(turn: ResponseItem, item: ResponseItem) -> None:
 
 
 def _is_empty_turn(message: ResponseItem) -> bool:
-    """Reasoning that nothing followed is no message."""
+    """Whether a message is reasoning that no content or call followed."""
     return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message

@@ -1,7 +1,7 @@
-"""A /v1/responses body, checked, and the chat that it asks for.
+"""Parses and checks a /v1/responses body, and makes the chat that it asks for.
 
-What a chat has as well is checked by the chat's validator, so that both mean the same; its errors get the names that
-the fields have here.
+`parse_chat` checks the fields that chats have as well, so that both endpoints treat them alike. `rename_fields` gives
+its errors the field names of this endpoint.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from gateway.serving.request import ChatBody
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 
-# Taken over by name: OpenAI's, and those that this server has beyond.
-_PASSED = (
+#: Fields with the same name and meaning in a chat: OpenAI's, and then those beyond OpenAI's API.
+_CHAT_FIELDS = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
     *("top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("cache_salt", "priority", "chat_template_kwargs"),
 )
-_INERT: dict[str, tuple[object, ...]] = {
+#: Fields without support, and for each the values that have no effect.
+_ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "conversation": (),
     "prompt": (),
     "context_management": (),
 }
-# What a chat calls a field, and its name here; the first that fits.
-_NAMES = (
+#: Names of a chat's fields, and their names in this endpoint; the first match counts.
+_FIELD_NAMES = (
     (re.compile(r"\bresponse_format\.json_schema\b"), "text.format"),
     (re.compile(r"\bresponse_format\b"), "text.format"),
     (re.compile(r"\bmax_completion_tokens\b"), "max_output_tokens"),
@@ -49,21 +50,22 @@ _NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class ResponseBody:
-    """A checked body. input: its items, without those of a previous response. echo: what the answer repeats of it.
+    """A checked /v1/responses body."""
 
-    alone: the chat to answer when there is no previous response. chat: that chat's body but for its messages.
-    """
-
+    #: Its input items, without those of a previous response.
     input: tuple[ResponseItem, ...]
     instructions: str | None
     previous_response_id: str | None
     store: bool
+    #: Fields that the answer repeats.
     echoed_fields: Json
+    #: The chat's body without its messages.
     chat_fields: Json
+    #: The chat to answer if there is no previous response.
     chat_body: ChatBody
 
     def chat_body_after(self, items: Sequence[ResponseItem]) -> ChatBody:
-        """The chat to answer when these items came before. Raises InvalidRequest."""
+        """Returns the chat to answer after the items of a previous response. Raises InvalidRequest."""
         return _chat(self.chat_fields, self.instructions, [*items, *self.input])
 
 
@@ -76,50 +78,50 @@ def _chat(body: Json, instructions: str | None, items: Sequence[ResponseItem]) -
 
 
 def rename_fields(error: InvalidRequest) -> InvalidRequest:
-    """An error of the chat's validator in the words of this endpoint."""
+    """Returns an error of the chat's parser with the field names of this endpoint."""
     message, field = error.message, error.field
-    for pattern, name in _NAMES:
+    for pattern, name in _FIELD_NAMES:
         message = pattern.sub(name, message)
         field = pattern.sub(name, field) if field else field
     return type(error)(message, field=field)
 
 
 def parse_response(body: object) -> ResponseBody:
-    """Checks a /v1/responses body. Raises InvalidRequest that names the field."""
+    """Checks a /v1/responses body. Raises InvalidRequest, which names the field."""
     fields = JsonFields.of_body(body)
-    refuse_unsupported(fields, _INERT)
+    refuse_unsupported(fields, _ACCEPTED_VALUES)
     instructions = fields.string("instructions", 1 << 30)
     tools, tool_choice = _tools(fields)
     text = JsonFields(fields.mapping("text") or {}, "text.")
-    form = _format(text.mapping("format"))
+    output_format = _format(text.mapping("format"))
     reasoning = JsonFields(fields.mapping("reasoning") or {}, "reasoning.")
     effort = reasoning.string("effort", 32)
     top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
     wants_logprobs = LOGPROBS in _include(fields) or bool(top)
-    chat: Json = {name: value for name in _PASSED if (value := fields.raw(name)) is not None}
-    chat |= {
+    chat_fields: Json = {name: value for name in _CHAT_FIELDS if (value := fields.raw(name)) is not None}
+    chat_fields |= {
         "max_completion_tokens": fields.integer("max_output_tokens", 1, 2**31 - 1),
         "logprobs": wants_logprobs,
         "top_logprobs": (top or 0) if wants_logprobs else None,
-        "response_format": _response_format(form),
+        "response_format": _response_format(output_format),
         "reasoning_effort": effort,
     }
     if tools:
         functions = [tool for tool in tools if tool["name"] in _allowed(tool_choice, tools)]
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in functions]
-        chat["tool_choice"] = _chat_choice(tool_choice)
+        chat_fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in functions]
+        chat_fields["tool_choice"] = _chat_choice(tool_choice)
     elif tool_choice not in ("none", "auto"):
         raise InvalidRequest("tool_choice needs tools", field="tool_choice")
-    echo: Json = {
+    echoed_fields: Json = {
         "instructions": instructions,
-        "max_output_tokens": chat["max_completion_tokens"],
+        "max_output_tokens": chat_fields["max_completion_tokens"],
         "metadata": _metadata(fields),
         "model": fields.raw("model"),
         "parallel_tool_calls": fields.boolean("parallel_tool_calls") is not False,
         "previous_response_id": fields.string("previous_response_id", 256),
         "reasoning": {"effort": effort, "summary": None},
         "temperature": _or_one(fields.raw("temperature")),
-        "text": {"format": form},
+        "text": {"format": output_format},
         "tool_choice": tool_choice,
         "tools": tools,
         "top_logprobs": top or 0,
@@ -129,11 +131,11 @@ def parse_response(body: object) -> ResponseBody:
     return ResponseBody(
         input=tuple(items),
         instructions=instructions,
-        previous_response_id=echo["previous_response_id"],
+        previous_response_id=echoed_fields["previous_response_id"],
         store=fields.boolean("store") is not False,
-        echoed_fields=echo,
-        chat_fields=chat,
-        chat_body=_chat(chat, instructions, items),
+        echoed_fields=echoed_fields,
+        chat_fields=chat_fields,
+        chat_body=_chat(chat_fields, instructions, items),
     )
 
 
@@ -162,25 +164,28 @@ def _metadata(fields: JsonFields) -> Json:
     return metadata
 
 
-def _format(form: Json | None) -> Json:
-    kind = "text" if form is None else form.get("type")
+def _format(output_format: Json | None) -> Json:
+    kind = "text" if output_format is None else output_format.get("type")
     if kind in ("text", "json_object"):
         return {"type": kind}
     if kind != "json_schema":
         raise InvalidRequest("text.format.type must be text, json_object or json_schema", field="text.format.type")
-    assert form is not None
-    known = {name: form.get(name) for name in ("name", "schema", "strict", "description")}
+    assert output_format is not None
+    known = {name: output_format.get(name) for name in ("name", "schema", "strict", "description")}
     return {"type": kind, **{name: value for name, value in known.items() if value is not None}}
 
 
-def _response_format(form: Json) -> Json:
-    if form["type"] != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+def _response_format(output_format: Json) -> Json:
+    if output_format["type"] != "json_schema":
+        return output_format
+    return {
+        "type": "json_schema",
+        "json_schema": {name: output_format[name] for name in output_format if name != "type"},
+    }
 
 
 def _tools(fields: JsonFields) -> tuple[list[Json], Any]:
-    """Tools and tool_choice as an answer repeats them."""
+    """Returns tools and tool_choice in the form that the answer repeats."""
     value, choice = fields.raw("tools"), fields.raw("tool_choice")
     if value is not None and not isinstance(value, list):
         raise wrong_type("tools", "an array of tools", value)
@@ -214,7 +219,7 @@ def _choice(choice: object) -> Any:
 
 
 def _allowed(choice: Any, tools: Sequence[Json]) -> set[str]:
-    """Names of the tools that may be called."""
+    """Returns the names of the tools that may be called."""
     names = {tool["name"] for tool in tools}
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         chosen = {tool.get("name") for tool in choice["tools"] if isinstance(tool, dict)}

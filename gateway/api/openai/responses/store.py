@@ -1,7 +1,7 @@
-"""Responses that are kept: in Redis, for a while, up to so many bytes per tenant.
+"""Stored responses: in Redis, for a limited time, up to a number of bytes per tenant.
 
-Invariant: an entry is found only under the tenant that made it, whatever id is asked for. An entry holds everything
-that a later response needs (the whole conversation so far), so it does not depend on others that expire before it.
+Invariant: an entry is found only under the tenant that made it. An entry holds the whole conversation so far, so a
+later response does not depend on earlier entries, which expire first.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, its own input, and all items of the conversation up to its end."""
+    """A response as it is stored."""
 
     response: Json
+    #: Input items of this response's request.
     input: list[ResponseItem]
+    #: All items of the conversation, this response's output included.
     conversation: list[ResponseItem]
 
 
 class ResponseStore:
-    """One per gateway; all gateways of one Redis share what they keep. ttl_s > 0; memory: bytes per tenant.
-
-    Every call raises Unavailable while Redis is away.
-    """
+    """The stored responses of all gateways of one Redis. Every call raises Unavailable while Redis is down."""
 
     def __init__(self, url: str, *, ttl_s: float, max_bytes_per_tenant: int) -> None:
+        """ttl_s: seconds that a response is stored, above 0."""
         self._client = connect_redis(url, timeout_s=TIMEOUT_S)
         self._ttl_ms = max(1, int(1000 * ttl_s))
-        self._memory = max_bytes_per_tenant
+        self._max_bytes_per_tenant = max_bytes_per_tenant
         self._breaker = CircuitBreaker()
         self._keep = LuaScript("response_keep", directory=_LUA)
         self._forget = LuaScript("response_forget", directory=_LUA)
@@ -56,40 +56,40 @@ class ResponseStore:
         """Closes the connections."""
         await self._client.aclose()
 
-    async def save(self, tenant: str, kept: StoredResponse) -> bool:
-        """Keeps it; False when it is too large."""
-        entry = orjson.dumps(asdict(kept))
-        if len(entry) > min(MAX_ENTRY_BYTES, self._memory):
+    async def save(self, tenant: str, response: StoredResponse) -> bool:
+        """Stores a response. Returns False if it is too large."""
+        entry = orjson.dumps(asdict(response))
+        if len(entry) > min(MAX_ENTRY_BYTES, self._max_bytes_per_tenant):
             return False
         prefix, keys = _keys(tenant)
-        args = (prefix, kept.response["id"], entry, self._ttl_ms, self._memory)
+        args = (prefix, response.response["id"], entry, self._ttl_ms, self._max_bytes_per_tenant)
         return bool(await self._bounded(lambda: self._keep.run(self._client, keys, args)))
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """None when there is none, or no more."""
+        """Returns a response, None if it is not stored or has expired."""
         entry = await self._bounded(lambda: self._client.get(_keys(tenant)[0] + response_id))
         return None if entry is None else StoredResponse(**orjson.loads(entry))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """False when there was none."""
+        """Deletes a response. Returns False if it was not stored."""
         prefix, keys = _keys(tenant)
         return bool(await self._bounded(lambda: self._forget.run(self._client, keys, (prefix, response_id))))
 
     async def _bounded(self, call: Callable[[], Awaitable[_T]]) -> _T:
         try:
             if not self._breaker.allow_call():
-                raise ConnectionError("it has not answered lately")
+                raise ConnectionError("the circuit breaker is open")
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await call()
         except REDIS_FAILURES as e:
             self._breaker.record_failure()
-            raise Unavailable(f"kept responses cannot be reached: {type(e).__name__}", retry_after_s=1.0) from e
+            raise Unavailable(f"stored responses cannot be reached: {type(e).__name__}", retry_after_s=1.0) from e
         self._breaker.record_success()
         return answer
 
 
 def _keys(tenant: str) -> tuple[str, tuple[str, str, str]]:
-    """The prefix of a tenant's entries, and the keys that count them."""
+    """Returns the prefix of a tenant's entries, and the keys of the counters of its entries."""
     tag = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
     prefix = f"responses:{{{tag}}}:"
     return f"{prefix}entry:", (f"{prefix}ids", f"{prefix}sizes", f"{prefix}total")

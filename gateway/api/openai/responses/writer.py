@@ -1,8 +1,10 @@
-"""One response in the making: its output items, and the typed events that tell a stream of them.
+"""Builds one response: its output items, and the typed events of its stream.
 
-Lifecycle: start -> (reasoning | text | call)* -> end or fail, once. Each returns the events that it causes, in order; a
-caller that does not stream drops them. Invariants: sequence_number counts all events from 0; at most one item is open;
-an item is closed before the next one begins, and what its `done` events say is what its deltas were in sum.
+    start -> (reasoning | text | call)* -> end or fail, once
+
+Each method returns the events that it causes, in order; a caller that does not stream drops them. Invariants:
+sequence_number counts all events from 0. At most one item is open, and it is closed before the next one begins. The
+`done` events of an item hold the sum of its deltas.
 """
 
 from __future__ import annotations
@@ -22,50 +24,48 @@ from gateway.serving.request_context import Usage
 
 
 class ResponseWriter:
-    """echo: what the answer repeats of the request, see ResponseBody."""
+    """Builds one response."""
 
-    def __init__(self, response_id: str, echo: Json) -> None:
+    def __init__(self, response_id: str, echoed_fields: Json) -> None:
         self.id = response_id
         self.output: list[ResponseItem] = []
         self._created = int(time.time())
-        self._echo = echo
-        self._number = 0
+        self._echoed_fields = echoed_fields
+        self._sequence_number = 0
         self._open: ResponseItem | None = None
-        self._text: list[str] = []  # what the open item's deltas said
+        self._text: list[str] = []  # deltas of the open item
         self._logprobs: list[Json] = []
 
-    # -- the life of the response
-
     def start(self, *, store: bool) -> bytes:
-        """The first events. store: it will be kept."""
-        self._echo = {**self._echo, "store": store}
+        """Returns the first events. store: the response will be stored."""
+        self._echoed_fields = {**self._echoed_fields, "store": store}
         body = self.response("in_progress")
         return self._event("response.created", response=body) + self._event("response.in_progress", response=body)
 
     def end(self, finish: FinishReason, usage: Usage) -> tuple[Json, bytes]:
-        """The complete response, and the last events but the one that carries it: see `last`."""
+        """Returns the complete response, and the last events except the one that carries it (see `final_event`)."""
         cut = finish is FinishReason.LENGTH
         events = self._close("incomplete" if cut else "completed")
-        if not self.output:  # a model may say nothing at all
+        if not self.output:  # an empty answer still has a message
             events += self.text("", ()) + self._close("incomplete" if cut else "completed")
         body = self.response("incomplete" if cut else "completed", usage)
         return body, events
 
     def final_event(self, body: Json) -> bytes:
-        """The event that ends a stream."""
+        """Returns the event that ends a stream."""
         return self._event(f"response.{body['status']}", response=body)
 
     def fail(self, error: BatonError) -> bytes:
-        """The events that end a stream which cannot go on."""
-        said = error_body(error)["error"]
-        parts = {name: said[name] for name in ("code", "message", "param")}
-        events = self._event("error", **{**parts, "code": parts["code"] or said["type"]})
+        """Returns the events that end a failed stream."""
+        shown = error_body(error)["error"]
+        parts = {name: shown[name] for name in ("code", "message", "param")}
+        events = self._event("error", **{**parts, "code": parts["code"] or shown["type"]})
         code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
-        failed = {**self.response("failed"), "error": {"code": code, "message": said["message"]}}
+        failed = {**self.response("failed"), "error": {"code": code, "message": shown["message"]}}
         return events + self._event("response.failed", response=failed)
 
     def response(self, status: str, usage: Usage | None = None) -> Json:
-        """The response object as it is now."""
+        """Returns the response object as it is now."""
         cut = status == "incomplete"
         return {
             "id": self.id,
@@ -80,19 +80,17 @@ class ResponseWriter:
             "truncation": "disabled",
             "service_tier": "default",
             **({} if usage is None else {"usage": _usage(usage)}),
-            **self._echo,
+            **self._echoed_fields,
         }
 
-    # -- output
-
     def reasoning(self, text: str) -> bytes:
-        """More of a reasoning section."""
+        """Adds to the reasoning section."""
         events = self._ensure_item("reasoning", {"summary": [], "content": []})
         self._text.append(text)
         return events + self._event("response.reasoning_text.delta", **self._where(0), delta=text)
 
     def text(self, text: str, logprobs: Sequence[Json]) -> bytes:
-        """More text, with the log-probabilities of its tokens where they are asked for."""
+        """Adds text, with the log-probabilities of its tokens if the client asked for them."""
         events = self._ensure_item("message", {"role": "assistant", "content": []})
         self._text.append(text)
         self._logprobs.extend(logprobs)
@@ -101,7 +99,7 @@ class ResponseWriter:
         return events + self._event("response.output_text.delta", **self._where(0), delta=text, logprobs=list(logprobs))
 
     def call(self, call_id: str, name: str, arguments: str) -> bytes:
-        """A call begins where there is a name; more arguments of the open one else."""
+        """Begins a call if there is a name, else adds arguments to the open call."""
         events = b""
         if name:
             events = self._close("completed")
@@ -112,11 +110,11 @@ class ResponseWriter:
         return events + self._event("response.function_call_arguments.delta", **self._where(), delta=arguments)
 
     def invalid_call(self, text: str) -> bytes:
-        """The open call turned out to be none: it ends as it is, and its text is content."""
+        """Ends the open call, which turned out to be malformed; its text becomes content."""
         return self._close("incomplete") + self.text(text, ())
 
     def _ensure_item(self, kind: str, members: Json) -> bytes:
-        """An open item of this kind."""
+        """Opens an item of this kind unless it is open already."""
         if self._open is not None and self._open["type"] == kind:
             return b""
         events = self._close("completed")
@@ -127,7 +125,7 @@ class ResponseWriter:
         return events
 
     def _close(self, status: str) -> bytes:
-        """Ends the open item, if there is one."""
+        """Closes the open item, if any."""
         item, self._open = self._open, None
         if item is None:
             return b""
@@ -156,8 +154,8 @@ class ResponseWriter:
         return place if content is None else {**place, "content_index": content}
 
     def _event(self, kind: str, **members: Any) -> bytes:
-        body = orjson.dumps({"type": kind, "sequence_number": self._number, **members})
-        self._number += 1
+        body = orjson.dumps({"type": kind, "sequence_number": self._sequence_number, **members})
+        self._sequence_number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
 
