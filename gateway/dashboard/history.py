@@ -1,7 +1,7 @@
-"""The gateway's figures at regular moments of the last minutes, so that rates and percentiles of that time can be told.
+"""The gateway's metrics at regular moments of the last minutes, from which rates and percentiles are computed.
 
-A task takes a sample every PERIOD_S from the counters that exist anyway: nothing is added where tokens pass. The ring
-keeps WINDOW_S; before it is full, the oldest sample is the gateway's start.
+A task takes a sample of the existing counters every PERIOD_S, so the token path has no extra work. The ring keeps
+WINDOW_S. Before it is full, the oldest sample is that of the gateway's start.
 """
 
 from __future__ import annotations
@@ -29,27 +29,32 @@ WINDOW_S = 300.0
 
 _log = logging.getLogger(__name__)
 
-PodKey = tuple[str, int]  # name and generation: a restarted pod counts from zero
+#: Name and generation of a pod: a restarted pod counts from zero.
+PodKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSample:
-    """at: monotonic seconds. counts: of counters, and running and waiting, which are of the moment."""
+    """The metrics at one moment."""
 
+    #: Time of the sample, time.monotonic().
     at: float
+    #: Values of counters, and the current numbers of running and waiting requests.
     counts: Mapping[str, float]
+    #: Latency histograms by name.
     histograms: Mapping[str, HistogramSnapshot]
+    #: Activity of the pods that answer.
     pods: Mapping[PodKey, PodActivity]
 
     def kv_used(self) -> float | None:
-        """Share of all pods' blocks that is in use."""
+        """Share of the blocks of all pods that is in use; None without pods."""
         blocks = [pod.blocks for pod in self.pods.values()]
         total = sum(b.total for b in blocks)
         return sum(b.leased + b.quarantined for b in blocks) / total if total else None
 
 
 class MetricsHistory:
-    """pods: those that are known now; waiting: requests in the gateway's queues."""
+    """A ring of samples."""
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class MetricsHistory:
         waiting: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """pods: returns the known pods. waiting: returns the number of requests in the gateway's queues."""
         self._metrics = metrics
         self._pods = pods
         self._waiting = waiting
@@ -75,12 +81,12 @@ class MetricsHistory:
         )
 
     async def start(self) -> None:
-        """Begins to take samples."""
+        """Starts to take samples."""
         self.take()
         self._task = asyncio.get_running_loop().create_task(self._forever())
 
     async def stop(self) -> None:
-        """Takes no more. Idempotent."""
+        """Stops to take samples; idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -88,16 +94,16 @@ class MetricsHistory:
                 await task
 
     def take(self) -> None:
-        """Keeps a sample of now."""
+        """Takes a sample and keeps it."""
         self._samples.append(self.now())
 
     @property
     def samples(self) -> tuple[MetricsSample, ...]:
-        """What is kept, the oldest first."""
+        """The kept samples, oldest first."""
         return tuple(self._samples)
 
     def now(self) -> MetricsSample:
-        """A sample that is not kept."""
+        """Returns a sample without keeping it."""
         metrics = self._metrics
         pods = {
             (pod.info.name, pod.info.generation): pod.activity
@@ -120,15 +126,18 @@ class MetricsHistory:
 
 @dataclass(frozen=True, slots=True)
 class HistogramSnapshot:
-    """bounds: upper ones of the buckets, the last infinite; counts: observations up to each; total: their sum."""
+    """The state of a histogram at one moment."""
 
+    #: Upper bounds of the buckets; the last one is infinite.
     bounds: tuple[float, ...] = ()
+    #: Observations up to each bound.
     counts: tuple[float, ...] = ()
+    #: Sum of all observations.
     total: float = 0.0
 
     @classmethod
     def from_metric(cls, metric: Metric) -> Self:
-        """Of a collected histogram without labels."""
+        """The snapshot of a collected histogram without labels."""
         bounds, counts, total = [], [], 0.0
         for sample in metric.samples:
             if sample.name.endswith("_bucket"):
@@ -139,7 +148,7 @@ class HistogramSnapshot:
         return cls(tuple(bounds), tuple(counts), total)
 
     def difference(self, before: HistogramSnapshot) -> HistogramSnapshot:
-        """What was observed after `before`, which is an earlier state of the same histogram, or empty."""
+        """Returns the observations made after `before`, an earlier snapshot of the same histogram or an empty one."""
         if not before.counts:
             return self
         counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
@@ -150,7 +159,10 @@ class HistogramSnapshot:
         return self.counts[-1] if self.counts else 0.0
 
     def quantile(self, q: float) -> float | None:
-        """As PromQL's histogram_quantile: linear inside a bucket, the last finite bound beyond it. None when empty."""
+        """Returns a quantile as PromQL's histogram_quantile: linear in a bucket; None if empty.
+
+        A quantile in the infinite bucket is the last finite bound.
+        """
         if not self.count:
             return None
         rank = q * self.count
@@ -162,19 +174,19 @@ class HistogramSnapshot:
         return start + (self.bounds[at] - start) * ((rank - below) / inside if inside else 1.0)
 
     def as_json(self) -> Mapping[str, float | None] | None:
-        """count, mean and percentiles; None when nothing was observed."""
+        """Returns count, mean and percentiles; None if there are no observations."""
         if not self.count:
             return None
         quantiles = {f"p{percent}": self.quantile(percent / 100) for percent in (50, 90, 99)}
         return {"count": int(self.count), "mean": self.total / self.count, **quantiles}
 
 
-_NOTHING = HistogramSnapshot()
+_EMPTY = HistogramSnapshot()
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsWindow:
-    """From `start` to `end`; a pod that came in between is counted from its own start."""
+    """The time between two samples. A pod that appeared in between counts from its own start."""
 
     start: MetricsSample
     end: MetricsSample
@@ -184,23 +196,23 @@ class MetricsWindow:
         return max(self.end.at - self.start.at, 1e-9)
 
     def count(self, name: str) -> float:
-        """How much a counter grew."""
+        """Returns the growth of a counter."""
         return self.end.counts.get(name, 0.0) - self.start.counts.get(name, 0.0)
 
     def rate(self, name: str) -> float:
-        """Per second."""
+        """Returns the growth of a counter per second."""
         return self.count(name) / self.seconds
 
     def histogram(self, name: str) -> HistogramSnapshot:
-        """Distribution of what was observed."""
-        return self.end.histograms.get(name, _NOTHING).difference(self.start.histograms.get(name, _NOTHING))
+        """Returns the observations of the window."""
+        return self.end.histograms.get(name, _EMPTY).difference(self.start.histograms.get(name, _EMPTY))
 
     def pod(self, key: PodKey) -> tuple[PodActivity | None, PodActivity | None]:
-        """What a pod had done at the start and at the end."""
+        """Returns a pod's activity at the start and at the end of the window."""
         return self.start.pods.get(key), self.end.pods.get(key)
 
     def pod_rate(self, key: PodKey, count: str) -> float:
-        """Per second; count is prefilled or generated."""
+        """Returns a pod's tokens per second. `count`: "prefilled" or "generated"."""
         before, after = self.pod(key)
         grew = {"prefilled": 0, "generated": 0}
         for sign, activity in ((-1, before), (1, after)):
@@ -214,7 +226,7 @@ class MetricsWindow:
         return (0 if after is None else after.preemptions) - (0 if before is None else before.preemptions)
 
     def drafts(self, key: PodKey) -> DraftCounts | None:
-        """Of the window alone; None for a pod that does not speculate."""
+        """Returns the draft counts of the window, None for a pod without speculative decoding."""
         before, after = self.pod(key)
         if after is None or after.drafts is None:
             return None
@@ -225,7 +237,7 @@ class MetricsWindow:
         return DraftCounts(now.proposer, *grown, now.useless)
 
     def links(self) -> Iterator[tuple[str, PeerTraffic]]:
-        """Of the window alone: the pod that wrote, and the link. A connection that was made anew counts from zero."""
+        """Yields the sending pod and its KV traffic to another pod in the window. A new connection counts from zero."""
         for key, after in self.end.pods.items():
             before = self.start.pods.get(key)
             then = {} if before is None else {(link.pod, link.transport): link for link in before.links}
@@ -239,7 +251,11 @@ class MetricsWindow:
 
 
 def speculation_json(drafts: DraftCounts) -> dict[str, Any]:
-    """acceptance_length: tokens of a step with drafts, its own included; None when there was none."""
+    """Returns draft counts as JSON.
+
+    acceptance_length is the mean number of tokens per step with drafts, the model's own token included; None without
+    such steps.
+    """
     return {
         "proposer": drafts.proposer,
         "acceptance_length": 1 + drafts.accepted / drafts.chains if drafts.chains else None,
@@ -250,7 +266,7 @@ def speculation_json(drafts: DraftCounts) -> dict[str, Any]:
 
 
 def link_json(source: str, link: PeerTraffic) -> dict[str, Any]:
-    """See the top of the package."""
+    """Returns the traffic between two pods as JSON."""
     return {
         "from": source,
         "to": link.pod,

@@ -1,4 +1,4 @@
-"""GET /dashboard/requests: what recent requests went through, with their waterfalls. See the top of the package."""
+"""GET /dashboard/requests: recent requests with their phases."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_REQUESTS = 256
 
 
 class DashboardRequests:
-    """Reads the gateway's ring of timelines."""
+    """Makes the JSON of recent requests from the gateway's timelines."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     def list(self, caller: Caller, *, limit: int, since: float) -> Json:
-        """Of the caller, newest first, that run or changed after the cursor `since`."""
+        """Returns the caller's requests that run or changed after the cursor `since`, newest first."""
         now = time.monotonic()
         found = [
             timeline
@@ -32,7 +32,7 @@ class DashboardRequests:
         return {"cursor": now, "requests": [self._json(timeline, now) for timeline in found[:limit]]}
 
     def find(self, caller: Caller, request_id: str) -> Json | None:
-        """One of the caller's, None when it is not among the recent ones."""
+        """Returns one of the caller's recent requests, None if there is none with this id."""
         timeline = self._gateway.timelines.find(request_id)
         if timeline is None or not _may_see(caller, timeline):
             return None
@@ -48,9 +48,9 @@ class DashboardRequests:
         tokens = record.get("output_tokens", finished.get("output_tokens"))
         if tokens is None:
             tokens = self._gateway.num_output_tokens(timeline.request_id)
-        told = ("id", "client_request_id", "created", "endpoint", "model", "trace_id", "error")
+        copied = ("id", "client_request_id", "created", "endpoint", "model", "trace_id", "error")
         return {
-            **{name: record.get(name) for name in (*told, "ttft_s", "prompt_tokens", "cached_tokens")},
+            **{name: record.get(name) for name in (*copied, "ttft_s", "prompt_tokens", "cached_tokens")},
             "tenant": timeline.tenant,
             "state": record.get("outcome", "running"),
             "age_s": now - timeline.start,

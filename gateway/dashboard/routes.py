@@ -1,4 +1,4 @@
-"""The paths of the dashboard's data."""
+"""The routes of the dashboard's data, and of its page."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _PageFiles(StaticFiles):
 
 
 def page_routes() -> list[BaseRoute]:
-    """The page and what it is made of."""
+    """The routes of the page and its files."""
 
     async def index(_request: Request) -> Response:
         return FileResponse(FILES / "index.html", headers=HEADERS)

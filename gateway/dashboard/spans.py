@@ -1,4 +1,4 @@
-"""Where one request's time went: its phases, from the gateway's record of it."""
+"""The phases of one request, computed from its timeline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Transports as kv_transfer names them, in words.
+#: Descriptions of the transports that kv_transfer reports.
 _TRANSPORTS = {
     "cma": "shared memory (cma)",
     "shm": "shared memory (shm)",
@@ -17,29 +17,36 @@ _TRANSPORTS = {
     "loopback": "loopback (no network)",
     "unknown": "a transport that UCX chose",
 }
-# What the gateway did until each of these events.
+#: Events of the gateway, and its work until each of them.
 _GATEWAY = (("tokenized", "tokenize"), ("admitted", "wait"), ("reserved", "route, reserve"))
 
 
 @dataclass(frozen=True)
 class Span:
-    """One phase, in seconds since the request arrived. parts: what it is made of, each with its start and end."""
+    """One phase of a request."""
 
+    #: "gateway", "queue", "chunk", "pushes", "hand_off" or "decode".
     kind: str
     name: str
+    #: Seconds since the request arrived.
     start_s: float
     end_s: float
     detail: str = ""
+    #: Colour in a terminal.
     style: str = "cyan"
+    #: Name, start and end of each part of the phase.
     parts: tuple[tuple[str, float, float], ...] = ()
 
 
 def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[Span]:
-    """Phases of a request, from the JSON of GET /debug/requests/{id}; phases that did not happen are left out, and
-    those of an attempt that another one followed.
+    """Returns the phases of a request, from the JSON of GET /debug/requests/{id}.
 
-    Events carry `t`, the second they reached the gateway, so a phase on a pod is placed by when its news arrived.
-    tokens: how many were generated; end_s: when the client had the last one.
+    Phases that did not happen are left out, and those of an attempt that was retried. `t` of an event is the second in
+    which the gateway received it, so a phase on a pod is placed by the arrival of its messages.
+
+    Args:
+        tokens: Number of generated tokens.
+        end_s: When the client had the last token.
     """
     events: list[Mapping[str, Any]] = timeline["events"]
     last = {event["event"]: event for event in events}
@@ -48,13 +55,13 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
     spans: list[Span] = []
     reserved, first, handed_off = last.get("reserved"), last.get("first_token"), last.get("handed_off")
     if reserved:
-        what = (
+        work = (
             "tokenize, route, reserve" if reserved["outcome"] == "target" else "tokenize, route; decode prefills itself"
         )
         marks = [(word, last[event]["t"]) for event, word in _GATEWAY if event in last]
         starts = (0.0, *(end for _, end in marks))
         parts = tuple((word, start, end) for start, (word, end) in zip(starts, marks, strict=False))
-        detail = f"{what} on {reserved['pod']}"
+        detail = f"{work} on {reserved['pod']}"
         spans.append(Span("gateway", "gateway", 0.0, reserved["t"], detail, "blue", parts))
     if first:
         start = max(first["t"] - first["compute_s"], 0.0)

@@ -1,4 +1,4 @@
-"""GET /dashboard/state: pods, links, rates and percentiles. See the top of the package for its fields."""
+"""GET /dashboard/state: pods, links, rates and percentiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.serving.gateway import Gateway
 
 
 class DashboardState:
-    """Makes the JSON of one gateway. Nothing is computed unless somebody looks."""
+    """Makes the JSON of one gateway. It is computed only when the page asks for it."""
 
     def __init__(self, gateway: Gateway, history: MetricsHistory, version: str) -> None:
         self._gateway = gateway
@@ -24,7 +24,7 @@ class DashboardState:
         self._started = time.monotonic()
 
     def as_json(self) -> Json:
-        """Of now."""
+        """Returns the current state."""
         samples = self._history.samples
         now = self._history.now()
         window = MetricsWindow(samples[0] if samples else now, now)
@@ -160,7 +160,7 @@ def _speculation(window: MetricsWindow) -> Json | None:
 
 
 def _series(samples: Sequence[MetricsSample]) -> Json:
-    """One point for each period, told at its end."""
+    """Returns the values of each period between two samples; `t` is the period's end."""
     windows = [MetricsWindow(start, end) for start, end in itertools.pairwise(samples)]
     ttft, itl = [w.histogram("ttft") for w in windows], [w.histogram("itl") for w in windows]
     return {

@@ -1,4 +1,4 @@
-// The gateway's JSON. A key, where the gateway wants one, stays in this tab's session storage.
+// Requests to the gateway. The API key, if the gateway needs one, stays in this tab's session storage.
 
 const KEY = "baton.key";
 
@@ -26,14 +26,14 @@ async function refusal(response) {
   }
 }
 
-/** Relative, so that it works behind a prefix. Throws Refused, or TypeError when nobody answers. */
+/** Returns the JSON at a relative path, which works behind a prefix too. Throws Refused, or TypeError without an answer. */
 export async function get(path) {
   const response = await fetch(path, { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(10_000) });
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
 
-/** Streams a chat completion: yields its chunks; `started` gets the request's id before the first. */
+/** Streams a chat completion: yields its chunks. `started` is called with the request's id before the first chunk. */
 export async function* chat(body, { signal, started }) {
   const response = await fetch("v1/chat/completions", {
     method: "POST",

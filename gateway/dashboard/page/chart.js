@@ -1,4 +1,4 @@
-// Lines over the last minutes. Hovering, or the arrow keys on a focused chart, tells the values of one moment.
+// A line chart of the last minutes. Hovering, or the arrow keys on a focused chart, shows the values of one moment.
 
 import { make } from "./dom.js";
 
@@ -16,7 +16,7 @@ function ceiling(value) {
 }
 
 export class Chart {
-  /** lines: [{series, name, color (a custom property's name), dash}]; format: of a value; most: of the axis, if fixed. */
+  /** lines: [{series, name, color (name of a custom property), dash}]. format: value to text. most: fixed end of the axis, or null. */
   constructor(title, lines, format, most = null) {
     [this.lines, this.format, this.most, this.at] = [lines, format, most, null];
     this.values = lines.map((line) =>
@@ -61,7 +61,7 @@ export class Chart {
           pen = "L";
         }
       });
-      // A lone point is a line of no length: its round cap shows.
+      // A single point is drawn as a line of no length, of which the round cap is visible.
       if (path) parts.push(make("path", { d: path.includes("L") ? path : `${path}h.1`, "stroke-linecap": "round", style: { stroke: `var(--${line.color})`, "stroke-dasharray": line.dash ? "5 4" : "none" } }));
     }
     const at = this.at === null ? null : Math.min(this.at, t.length - 1);
@@ -72,7 +72,7 @@ export class Chart {
 
   #say(at, top, chosen) {
     const { t } = this.series;
-    const told = this.lines.map((line, i) => {
+    const texts = this.lines.map((line, i) => {
       const value = at >= 0 ? this.series[line.series][at] : null;
       const words = `${line.name} ${value === null || value === undefined ? "–" : this.format(value)}`;
       this.values[i].textContent = words.trim();
@@ -81,8 +81,8 @@ export class Chart {
     this.end.textContent = this.format(top);
     const when = at >= 0 && t[at] < -1 ? `${Math.round(-t[at])} s ago` : "now";
     this.element.title = when;
-    this.svg.setAttribute("aria-label", `${this.title}, ${when}: ${told.join(", ")}`);
-    this.words.textContent = chosen ? `${when}: ${told.join(", ")}` : "";
+    this.svg.setAttribute("aria-label", `${this.title}, ${when}: ${texts.join(", ")}`);
+    this.words.textContent = chosen ? `${when}: ${texts.join(", ")}` : "";
   }
 
   #show(at) {

@@ -1,4 +1,4 @@
-// Pods, links and figures of the last minutes.
+// The view of pods, KV links, and metrics of the last minutes.
 
 import { get } from "./api.js";
 import { Chart } from "./chart.js";
@@ -51,7 +51,7 @@ function tiles({ rates, latency, cache, errors, speculation, window_s: window })
   $("tiles").replaceChildren(
     ...shown.map(([name, value, more]) => make("dl", { className: "tile" }, make("dt", {}, name), make("dd", {}, value, make("small", {}, more)))),
   );
-  $("tiles").title = `of the last ${seconds(window)}`;
+  $("tiles").title = `last ${seconds(window)}`;
 }
 
 function occupancy(pod) {

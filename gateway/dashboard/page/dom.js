@@ -1,8 +1,8 @@
-// Elements and numbers as text. Nothing here ever parses HTML: what a client or a model wrote is always text.
+// Creates elements, and formats numbers. No function parses HTML: text of clients and models is always inserted as text.
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element with attributes (className, and what is not a property as attribute) and children, strings as text. */
+/** Creates an element. A name that is not a property of the element becomes an attribute; children that are strings become text. */
 export function make(tag, attributes = {}, ...children) {
   const svg = ["svg", "path", "line", "text", "g", "rect", "circle"].includes(tag);
   const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -20,7 +20,7 @@ export function make(tag, attributes = {}, ...children) {
 const none = "–";
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 
-/** With a sensible number of digits. */
+/** A number as text; large and whole numbers without decimals. */
 export function number(value, digits = 1) {
   if (!known(value)) return none;
   if (Math.abs(value) >= 100 || Number.isInteger(value)) return Math.round(value).toLocaleString("en");

@@ -1,4 +1,4 @@
-// Which view is shown, how often it asks, and what stands above all views.
+// Switches the views, refreshes the shown one, and fills the header.
 
 import { key, Refused } from "./api.js";
 import * as cluster from "./cluster.js";
@@ -14,7 +14,7 @@ const THEME = "baton.theme";
 let view = "cluster";
 let timer = 0;
 let gateway = null;
-let keyAsked = false; // once by itself; then by its button
+let keyAsked = false; // the dialog opens by itself only once
 
 function show(name, focus = false) {
   view = name in PERIOD_MS ? name : "cluster";

@@ -1,4 +1,4 @@
-// A chat, and beside it the waterfall of the request that is being answered.
+// The view of a chat, with the waterfall of the request that is being answered.
 
 import { chat, get } from "./api.js";
 import { $, make } from "./dom.js";
@@ -7,8 +7,8 @@ import { factsOf, waterfall } from "./waterfall.js";
 const LIVE_MS = 300;
 
 const messages = [];
-let running = null; // AbortController of the answer under way
-let watched = null; // whose waterfall is shown
+let running = null; // AbortController of the running answer
+let watched = null; // id of the request in the waterfall
 
 export function start() {
   $("ask").addEventListener("submit", (event) => {
@@ -88,7 +88,7 @@ function bubble(kind, who, content) {
   return element;
 }
 
-/** Keeps the end in sight, unless the reader has scrolled up. */
+/** Scrolls to the end, unless the reader has scrolled up. */
 function follow(always = false) {
   const box = $("talk");
   if (always || box.scrollHeight - box.scrollTop - box.clientHeight < 80) box.scrollTop = box.scrollHeight;
@@ -105,7 +105,7 @@ async function watch(id) {
       last = now;
       if (request.state !== "running") return;
     } catch {
-      // It is not there yet, or not any more; the answer itself tells of errors.
+      // The request is not recorded yet, or no longer. The answer itself shows errors.
     }
     await new Promise((wake) => setTimeout(wake, LIVE_MS));
   }

@@ -1,4 +1,4 @@
-// Recent requests, newest first; one that is opened shows its waterfall, live while it runs.
+// The view of recent requests, newest first. An opened one shows its waterfall, live while it runs.
 
 import { get } from "./api.js";
 import { $, make, number, seconds, text } from "./dom.js";
@@ -33,7 +33,7 @@ export async function refresh() {
   if (shown.size) empty?.remove();
 }
 
-/** A gateway that restarted has other requests, and another clock. */
+/** Drops all requests: a restarted gateway has others, and another clock. */
 export function forget() {
   cursor = 0;
   shown.clear();

@@ -1,5 +1,5 @@
-// One request's time as bars on one axis. Decode usually dwarfs the rest, so the axis ends a third beyond what comes
-// before it, and a bar that goes on is marked.
+// The phases of one request as bars on one axis. Decode is usually much longer than all other phases, so the axis ends
+// a third beyond them, and a bar that is cut there is marked.
 
 import { bytes, make, number, percent, seconds, text } from "./dom.js";
 
@@ -31,7 +31,7 @@ function place(start, end, axis) {
   return { left: `${left}%`, width: `${Math.max(0, Math.min(100 - left, ((end - start) / axis) * 100))}%` };
 }
 
-/** A line without words, for a list. */
+/** The bars in one line without text, for the list. */
 export function mini(request) {
   if (!request.spans.length) return make("span", { className: "mini" });
   const axis = axisOf(request);
@@ -44,7 +44,7 @@ export function mini(request) {
 
 const say = (span) => `${span.name} ${seconds(span.end_s - span.start_s)}`;
 
-/** The whole waterfall. */
+/** The bars in rows, with their texts. */
 export function waterfall(request) {
   if (!request.spans.length) return make("p", { className: "quiet" }, "Nothing has reached a pod yet.");
   const axis = axisOf(request);
@@ -66,7 +66,7 @@ export function waterfall(request) {
       {},
       make("span", { className: "key", style: of(span.kind) }, span.name),
       make("span", { className: "ms" }, seconds(span.end_s - span.start_s)),
-      make("span", { className: "track", title: goesOn ? "goes on beyond the axis" : "" }, bar, ...parts),
+      make("span", { className: "track", title: goesOn ? "continues beyond the axis" : "" }, bar, ...parts),
       make("span", { className: "why" }, span.detail),
     );
   });
@@ -74,7 +74,7 @@ export function waterfall(request) {
   return make("ol", { className: "waterfall" }, ...rows, make("li", { ariaHidden: "true" }, make("span", { className: "axis" }, ...ticks)));
 }
 
-/** What is known of a request, in words. */
+/** The facts of a request as a list. */
 export function factsOf(request) {
   const cached = request.prompt_tokens ? request.cached_tokens / request.prompt_tokens : null;
   const drafts = request.accepted === null ? null : `${request.accepted} of ${request.accepted + (request.rejected ?? 0)}`;
