@@ -9,7 +9,7 @@ from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
 from common.types import PodLoad, PoolCounts
 from engine.config import MAX_DRAFTS
 from engine.engine import Engine, SequenceOutput, StepResult
-from engine.kv.blocks import HostTierStats
+from engine.kv.host_tier import HostTierStats
 from engine.schedule.scheduler import SchedulerStats
 from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats

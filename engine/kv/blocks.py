@@ -1,222 +1,41 @@
-"""The pool of KV blocks: what is free, cached, leased or quarantined, and the prefix cache over it.
+"""The pool of KV blocks: which blocks are free, leased, cached or quarantined, and the leases on them.
 
-Lifecycle of a block: free -> leased (`lease`, `grow`) -> cached (its request ended, its hash is published) -> leased
-again by a prefix match, or evicted and leased to someone else. Without a hash it goes from leased to free. While a
-writer's or reader's hold is open the block is not reused, whatever its request does: with a reader it stays leased,
-with writers alone it is quarantined. At all times free + cached + leased + quarantined == total.
-
-With a host tier (host_tier.py) what is evicted stays in host memory, and a lease may get blocks from there, which are
-written while its `load` is not done: they count a writer until then.
++--------+   allocate    +--------+   last user ends, block is registered   +--------+
+|  free  | ------------> | leased | --------------------------------------> | cached |
+|        | <------------ |        | <-------------------------------------- |        |
++--------+   last user   +--------+   a prompt matches, or the block is     +--------+
+    ^        ends             |       evicted and allocated
+    |                         | last user ends, a writer is left
+    | last writer ends        v
+    |                  +-------------+   A *user* is a lease, a step fence or a reader's pin.
+    +----------------- | quarantined |   A *writer* is a writer's pin: bytes may still arrive.
+                       +-------------+   Always: free + cached + leased + quarantined == total.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from common.errors import InternalError
+from common.errors import BatonError, InternalError
 from common.types import PoolCounts
 from engine.kv.host_tier import HostLoad, HostTier, HostTierStats, SavedPartialBlock
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
-__all__ = ["BlockPin", "BlockPool", "HostTierStats", "Lease", "SavedPartialBlock", "StepFence"]
-
-AVAILABLE_SHARE = 8  # of so many blocks one is kept ready to be handed out, where evicted ones go to the host
-
-
-def _no_callback(hashes: list[bytes]) -> None:
-    """Nobody listens."""
+#: With a host tier one block of this many is kept free or evictable, by copies to the host ahead of time.
+AVAILABLE_SHARE = 8
 
 
-class BlockPool:
-    """num_blocks blocks of block_size tokens each; thread-safe.
+class BlockCopy(NamedTuple):
+    """A copy of the bytes of one physical block to another."""
 
-    on_stored is called with hashes that became available to matches (parents first), on_evicted with hashes that
-    ceased to be (children first), before their blocks are reused. Both run under the lock: they may only enqueue.
-    host_blocks: blocks of the host tier, of which a copier makes at most host_batch at a time; 0: there is none.
-    on_host_stored, on_host_evicted: the same of the host.
-    """
-
-    __slots__ = ("_ledger", "block_size", "host_tier", "num_blocks")
-
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        on_stored: HashesCallback = _no_callback,
-        on_evicted: HashesCallback = _no_callback,
-        host_blocks: int = 0,
-        host_batch: int = 64,
-        on_host_stored: HashesCallback = _no_callback,
-        on_host_evicted: HashesCallback = _no_callback,
-    ) -> None:
-        assert num_blocks > 0
-        assert block_size > 0
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._ledger = ledger = _BlockLedger(num_blocks, on_stored, on_evicted, tiered=host_blocks > 0)
-        self.host_tier: HostTier | None = None
-        if host_blocks:
-            self.host_tier = ledger.host_tier = HostTier(
-                ledger.lock,
-                ledger.cache,
-                lambda: ledger.num_available,
-                num_host_blocks=host_blocks,
-                min_available=max(1, num_blocks // AVAILABLE_SHARE),
-                batch=host_batch,
-                on_stored=on_host_stored,
-                on_evicted=on_host_evicted,
-            )
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Guards everything here; for whoever makes the tier's copies by hand."""
-        return self._ledger.lock
-
-    def lease(
-        self,
-        hashes: Sequence[bytes],
-        total_blocks: int,
-        *,
-        keep_free: int = 0,
-        host: bool = False,
-        parked: SavedPartialBlock | None = None,
-    ) -> Lease | None:
-        """Lease total_blocks blocks, the lead ones from the longest cached prefix of `hashes`, the rest empty.
-
-        The caller has cut `hashes` to its matchable blocks. None, and no change, when fewer than keep_free blocks would
-        stay available. host: the match may go on in the host; the lease is to be used once its `load` is done. parked:
-        what `park` kept comes back too, where all before it does and nothing goes on from there.
-        """
-        ledger = self._ledger
-        tier = ledger.host_tier if host else None
-        with ledger.lock:
-            cached = ledger.cache.match(hashes[:total_blocks])
-            evictable = ledger.cache.evictable
-            need = total_blocks - len(cached)
-            if not ledger.can_allocate(keep_free + need + sum(b in evictable for b in cached)):
-                return None
-            ledger.acquire(cached, ledger.requests)
-            keys = [] if tier is None else list(hashes[len(cached) : len(cached) + tier.match(hashes[len(cached) :])])
-            full = len(cached) + len(keys)
-            resumed = False
-            if tier is not None and parked is not None and full < total_blocks:
-                resumed = full == parked.computed // self.block_size and tier.match([parked.key]) == 1
-            keys += [parked.key] if parked is not None and resumed else []
-            lease = Lease(ledger, cached + ledger.allocate(need), len(cached), host_blocks=full - len(cached))
-            lease.restored_partial = resumed
-            if tier is not None and keys:
-                targets = lease.blocks[len(cached) : len(cached) + len(keys)]
-                lease.host_load = tier.load(keys, targets, BlockPin(ledger, targets, is_writer=True).release_locked)
-            return lease
-
-    def match_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Blocks of the longest cached prefix of `hashes`, the host's included."""
-        with self._ledger.lock:
-            here = len(self._ledger.cache.match(hashes))
-            return here if self._ledger.host_tier is None else here + self._ledger.host_tier.match(hashes[here:])
-
-    def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
-        """Holds, for somebody who reads them, the pool's blocks of this chain from place `first` on; None for none."""
-        ledger = self._ledger
-        with ledger.lock:
-            found = ledger.cache.match(hashes)[first:]
-            return BlockPin(ledger, found, is_writer=False) if found else None
-
-    def save_partial_block(self, lease: Lease, computed: int) -> SavedPartialBlock | None:
-        """Keeps the partial last of `computed` tokens in the host, for a request that gives its lease up; None where
-        there is nothing to keep, or no host.
-        """
-        ledger, place = self._ledger, computed // self.block_size
-        with ledger.lock:
-            if (
-                ledger.host_tier is None
-                or ledger.host_tier.closed
-                or computed % self.block_size == 0
-                or lease.num_published < place
-            ):
-                return None
-            block = lease.blocks[place]
-            parent = ledger.cache.hash_by_block[lease.blocks[place - 1]] if place else None
-            pin = BlockPin(ledger, [block], is_writer=False)
-            return SavedPartialBlock(ledger.host_tier.save_partial_block(parent, block, pin.release_locked), computed)
-
-    def drop_partial_block(self, parked: SavedPartialBlock) -> None:
-        """Nobody will ask for it any more; idempotent."""
-        with self._ledger.lock:
-            if self._ledger.host_tier is not None:
-                self._ledger.host_tier.drop_partial_block(parked.key)
-
-    def begin_step(self) -> StepFence:
-        """Call before launching an engine step that may still run when leases change; `end` it after completion."""
-        with self._ledger.lock:
-            return StepFence(self._ledger)
-
-    def num_available(self) -> int:
-        """Blocks that a lease could get: free and evictable ones, some perhaps only after a copy to the host."""
-        with self._ledger.lock:
-            cache = self._ledger.cache
-            return self._ledger.num_available + (
-                0 if self.host_tier is None else len(cache.unsaved) + len(cache.saving)
-            )
-
-    def num_deferred(self) -> int:
-        """Block references that come back when the steps in flight end."""
-        with self._ledger.lock:
-            return sum(len(fence.blocks) for fence in self._ledger.fences)
-
-    def copies_pending(self) -> bool:
-        """Blocks become available by the end of copies to the host alone."""
-        with self._ledger.lock:
-            return self._ledger.host_tier is not None and self._ledger.host_tier.busy
-
-    def counts(self) -> PoolCounts:
-        with self._ledger.lock:
-            return self._ledger.counts()
-
-    def cached_hashes(self) -> list[bytes]:
-        """All hashes that a match can find, parents before children."""
-        with self._ledger.lock:
-            return list(self._ledger.cache.block_by_hash)
-
-    def host_hashes(self) -> list[bytes]:
-        """All hashes of which the host has a copy."""
-        with self._ledger.lock:
-            return [] if self._ledger.host_tier is None else self._ledger.host_tier.hashes()
-
-    def host_stats(self) -> HostTierStats | None:
-        """None: there is no host tier."""
-        with self._ledger.lock:
-            return None if self._ledger.host_tier is None else self._ledger.host_tier.stats()
-
-    def reset_prefix_cache(self) -> int:
-        """Evict everything evictable, and forget what the host has; returns how many blocks of the pool that was."""
-        ledger = self._ledger
-        with ledger.lock:
-            if ledger.host_tier is not None:
-                ledger.host_tier.clear()
-            evicted = ledger.evict(len(ledger.cache.evictable))
-            ledger.free.extend(evicted)
-            return len(evicted)
-
-    def check_integrity(self) -> None:
-        """Integrity check over all blocks; raises InternalError naming the first defects."""
-        with self._ledger.lock:
-            found = self._ledger.inconsistencies()
-        if found:
-            raise InternalError("block pool is inconsistent: " + "; ".join(found[:5]))
+    source: int
+    target: int
 
 
 class _BlockLedger:
-    """Counts per block, the free blocks and the cache; every method expects `lock` to be taken.
-
-    on_stored gets newly registered hashes, parents first; on_evicted gets forgotten ones, children first, before the
-    blocks can be reused. Both run under the lock: they may only enqueue, and must not raise. copied: blocks from which
-    the step that is being planned copies, with a request on each; its fence takes them over. tier: where evicted blocks
-    go; None: nowhere.
-    """
+    """The counts of each block, the free blocks and the prefix cache. Every method expects `lock` to be held."""
 
     __slots__ = (
         "_num_blocks",
@@ -237,20 +56,25 @@ class _BlockLedger:
     )
 
     def __init__(
-        self, num_blocks: int, on_stored: HashesCallback, on_evicted: HashesCallback, *, tiered: bool = False
+        self, num_blocks: int, on_stored: HashesCallback, on_evicted: HashesCallback, *, has_host_tier: bool
     ) -> None:
-        """tiered: whoever makes it sets `tier` at once."""
         self.lock = threading.Lock()
-        self.cache = PrefixCache(num_blocks, has_host_tier=tiered)
+        self.cache = PrefixCache(num_blocks, has_host_tier=has_host_tier)
+        #: Set by the pool at once if there is one.
         self.host_tier: HostTier | None = None
+        #: Leases and step fences on each block.
         self.requests = [0] * num_blocks
+        #: Writers' and readers' pins on each block.
         self.writers = [0] * num_blocks
         self.readers = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
+        #: Number of quarantined blocks.
         self.quarantined = 0
         self.leases: set[Lease] = set()
         self.pins: set[BlockPin] = set()
+        #: Open step fences, oldest first.
         self.fences: list[StepFence] = []
+        #: Blocks that the step being planned copies from, with a request on each; its fence takes them over.
         self.copy_sources: list[int] = []
         self.on_stored = on_stored
         self._on_evicted = on_evicted
@@ -258,11 +82,11 @@ class _BlockLedger:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: free and evictable ones."""
-        return len(self.free) + len(self.cache.evictable)
+        """Blocks that can be allocated now: free and evictable ones."""
+        return len(self.free) + self.cache.num_evictable
 
     def can_allocate(self, count: int) -> bool:
-        """So many blocks can be handed out now. If not, some that only need a copy in the host soon can."""
+        """Whether `count` blocks can be allocated now. If not, the host tier is asked to make more evictable."""
         if self.num_available >= count:
             return True
         if self.host_tier is not None:
@@ -270,8 +94,9 @@ class _BlockLedger:
         return False
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` available blocks with one request on each, evicting where nothing is free. In rising order:
-        neighbours then follow each other in a sequence, and its KV travels in longer runs.
+        """Allocates `count` available blocks with one request on each; evicts cached ones if too few are free.
+
+        The blocks ascend: neighbours in a sequence are then often neighbours in memory, and KV is sent in longer runs.
         """
         assert count <= self.num_available
         cut = max(0, len(self.free) - count)
@@ -288,7 +113,7 @@ class _BlockLedger:
         return taken
 
     def evict(self, count: int) -> list[int]:
-        """Forget the `count` oldest evictable blocks; they are the caller's now."""
+        """Unregisters the `count` oldest evictable blocks and returns them; they are in no list afterwards."""
         evicted = [self.cache.evict() for _ in range(count)]
         if evicted:
             self._on_evicted([block_hash for _, block_hash in evicted])
@@ -297,18 +122,16 @@ class _BlockLedger:
                     self.host_tier.on_evicted_from_pool(block_hash)
         return [block for block, _ in evicted]
 
-    def acquire(self, blocks: Iterable[int], counts: list[int]) -> None:
-        """One more user of each block; counts is `requests`, `writers` or `readers`."""
-        idle, hold = self.cache.idle, self.cache.pin
+    def acquire(self, blocks: Sequence[int], counts: list[int]) -> None:
+        """Adds one to `counts` (`requests`, `writers` or `readers`) of each block."""
+        self.cache.pin_all(blocks)
         for block in blocks:
-            if idle[block]:
-                hold(block)
             counts[block] += 1
 
-    def release(self, blocks: Iterable[int], counts: list[int]) -> None:
-        """One user less of each block; give the blocks of one chain children first."""
+    def release(self, blocks: Sequence[int], counts: list[int]) -> None:
+        """Takes one from `counts` of each block; the blocks of a sequence come last to first."""
         requests, readers, writers = self.requests, self.readers, self.writers
-        hashes, rest, free, tier = self.cache.hash_by_block, self.cache.unpin, self.free, self.host_tier
+        unused: list[int] = []
         for block in blocks:
             assert counts[block] > 0
             counts[block] -= 1
@@ -320,24 +143,21 @@ class _BlockLedger:
                 continue
             if counts is writers:
                 self.quarantined -= 1
-            if (block_hash := hashes[block]) is None:
-                free.append(block)
-                continue
-            if tier is not None and block not in self.cache.saving:
-                self.cache.saved[block] = tier.mark_used(block_hash)
-            rest(block)
+            unused.append(block)
+        tier = self.host_tier
+        self.free += self.cache.unpin_all(unused, None if tier is None else tier.mark_used)
         if tier is not None:
             tier.wake_copier()
 
     def release_after_steps(self, blocks: Sequence[int]) -> None:
-        """A request no longer needs `blocks` (children first); steps in flight still may."""
+        """Releases a request's blocks, last to first, when the steps in flight, which may use them, have ended."""
         if self.fences:
             self.fences[-1].blocks.extend(blocks)
         else:
             self.release(blocks, self.requests)
 
     def is_shared(self, block: int) -> bool:
-        """Another lease, or a reader, uses the block that a lease holds; steps that copy from it do not count."""
+        """Whether a second lease or a reader uses a leased block; steps that copy from the block do not count."""
         passing = self.copy_sources.count(block) + sum(fence.blocks.count(block) for fence in self.fences)
         return self.requests[block] - passing > 1 or self.readers[block] > 0
 
@@ -347,7 +167,7 @@ class _BlockLedger:
         return PoolCounts(free=free, cached=cached, leased=leased, quarantined=self.quarantined)
 
     def inconsistencies(self) -> list[str]:
-        """What does not add up; recomputed from the live leases, holds and fences, over all blocks."""
+        """Defects, one sentence each; recomputes everything from the live leases, pins and fences."""
         expected = {
             "request": [0] * self._num_blocks,
             "writer": [0] * self._num_blocks,
@@ -357,7 +177,7 @@ class _BlockLedger:
             *((lease.blocks, "request") for lease in self.leases),
             *((fence.blocks, "request") for fence in self.fences),
             (self.copy_sources, "request"),
-            *((hold.pinned, "writer" if hold.is_writer else "reader") for hold in self.pins),
+            *((pin.pinned, "writer" if pin.is_writer else "reader") for pin in self.pins),
         ):
             for block in blocks:
                 expected[kind][block] += 1
@@ -374,14 +194,14 @@ class _BlockLedger:
         free = set(self.free)
         for b in range(self._num_blocks):
             used = self.requests[b] or self.readers[b]
-            hashed = self.cache.hash_by_block[b] is not None
+            hashed = self.cache.hash_of(b) is not None
             if self.writers[b] and hashed:
                 found.append(f"block {b} is published and being written")
             states[2 if used else 3 if self.writers[b] else 1 if hashed else 0] += 1
             if (b in free) != (not used and not self.writers[b] and not hashed):
                 found.append(f"block {b} is wrongly {'' if b in free else 'not '}free")
-            if bool(self.cache.idle[b]) != (hashed and not used):
-                found.append(f"block {b} is wrongly {'' if self.cache.idle[b] else 'not '}idle")
+            if self.cache.is_idle(b) != (hashed and not used):
+                found.append(f"block {b} is wrongly {'' if self.cache.is_idle(b) else 'not '}idle")
         counts = self.counts()
         if len(free) != len(self.free) or states != [counts.free, counts.cached, counts.leased, counts.quarantined]:
             found.append(f"free, cached, leased, quarantined are {states}, reported {counts}")
@@ -389,61 +209,62 @@ class _BlockLedger:
 
 
 class BlockPin:
-    """Blocks that bytes may still be written to (`writes`) or read from by someone other than the request.
-
-    blocks: the physical blocks it was granted on, in logical order; held: those not released yet. Thread-safe.
-    """
+    """Keeps blocks from reuse while a writer or a reader outside the request may touch them. Thread-safe."""
 
     __slots__ = ("_ledger", "blocks", "is_writer", "pinned")
 
-    def __init__(self, ledger: _BlockLedger, blocks: Iterable[int], *, is_writer: bool) -> None:
-        """Called under the ledger's lock, by a lease."""
+    def __init__(self, ledger: _BlockLedger, blocks: Sequence[int], *, is_writer: bool) -> None:
+        """Made by a lease or the pool, under the lock."""
+        #: The physical blocks, in logical order.
         self.blocks = tuple(blocks)
         self.is_writer = is_writer
+        #: The blocks that are not released yet.
         self.pinned = set(self.blocks)
         self._ledger = ledger
         ledger.acquire(self.blocks, ledger.writers if is_writer else ledger.readers)
         ledger.pins.add(self)
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Give up `blocks` (physical; None for all); what was released before is skipped, a stranger raises."""
+        """Releases physical blocks (None for all); skips those released before. InternalError for other blocks."""
         with self._ledger.lock:
             if blocks is not None and not set(blocks).issubset(self.blocks):
-                raise InternalError(f"blocks {sorted(set(blocks).difference(self.blocks))} are not of this hold")
+                raise InternalError(f"blocks {sorted(set(blocks).difference(self.blocks))} do not belong to this pin")
             self.release_locked(self.pinned if blocks is None else self.pinned.intersection(blocks))
 
-    def release_locked(self, gone: Collection[int] | None = None) -> None:
-        """`release` of held blocks (None for all), under the ledger's lock."""
+    def release_locked(self, released: Collection[int] | None = None) -> None:
+        """`release` of blocks that are still pinned (None for all), for a caller that holds the lock."""
         ledger = self._ledger
-        gone = self.pinned if gone is None else gone
-        if not gone:
+        released = self.pinned if released is None else released
+        if not released:
             return
         ledger.release(
-            [b for b in reversed(self.blocks) if b in gone], ledger.writers if self.is_writer else ledger.readers
+            [b for b in reversed(self.blocks) if b in released], ledger.writers if self.is_writer else ledger.readers
         )
-        self.pinned = self.pinned.difference(gone)
+        self.pinned = self.pinned.difference(released)
         if not self.pinned:
             ledger.pins.discard(self)
 
 
 class StepFence:
-    """Open from before a step's launch until its completion; costs nothing per block the step touches.
+    """Keeps blocks that leases release during a step until the step has ended on the device.
 
-    The epoch scheme of Fraser (Practical lock-freedom, 2004): releases during the step wait for its end, so neither an
-    abort nor a preemption gives a block away that the device still reads or writes. The blocks that leases left behind
-    for a copy (`Lease.own`) while this step was planned are kept too: it copies from them.
+    A step may read and write the blocks that it was launched with, whatever an abort or a preemption does to their
+    leases meanwhile. This is the epoch scheme of Fraser (Practical lock-freedom, 2004): the cost does not depend on the
+    number of blocks that the step uses. The fence also keeps the blocks that the step copies from
+    (`Lease.copy_on_write`).
     """
 
     __slots__ = ("_ledger", "blocks")
 
     def __init__(self, ledger: _BlockLedger) -> None:
-        """Called under the ledger's lock, by the pool."""
+        """Made by the pool, under the lock."""
+        #: Blocks to release when the step ends.
         self.blocks, ledger.copy_sources = ledger.copy_sources, []
         self._ledger = ledger
         ledger.fences.append(self)
 
     def end(self) -> None:
-        """The step completed; idempotent, thread-safe, in any order (blocks wait for older open steps)."""
+        """Call when the step has ended. Idempotent, thread-safe, in any order: blocks wait for older open steps."""
         ledger = self._ledger
         with ledger.lock:
             if self not in ledger.fences:
@@ -457,21 +278,16 @@ class StepFence:
             self.blocks = []
 
 
-class BlockCopy(NamedTuple):
-    """The bytes of one physical block go to another."""
-
-    source: int
-    target: int
-
-
 class Lease:
-    """blocks: physical blocks in logical order, empty once finished.
+    """The blocks of one sequence, from allocation to one `finish`.
 
-    cached_blocks: how many of them came from the cache with their KV, host_blocks of them from the host. published: how
-    many lead blocks have their hash registered. swaps: how often one of `blocks` was replaced; otherwise they only grow
-    and shrink at the end. borrowed: place of the block that may not be written before `own`, -1 for none. load: blocks
-    on their way from the host; none of the lease is to be used before it is done. resumed: a parked block follows the
-    cached ones.
+        0        cached_blocks - host_blocks     cached_blocks                 len(blocks)
+        | found in the pool | loaded from the host | (saved partial block) | empty |      when it is made
+
+        0                 num_published                     cow_index          len(blocks)
+        | published       | computed or being written | last shared block | not shared |  later
+
+    `blocks` grows and shrinks at the end; `num_replaced` counts the entries that were replaced by another block.
     """
 
     __slots__ = (
@@ -488,18 +304,24 @@ class Lease:
         "restored_partial",
     )
 
-    def __init__(self, ledger: _BlockLedger, blocks: list[int], matched: int, *, host_blocks: int = 0) -> None:
-        """Called under the ledger's lock, by the pool, with one request counted on each block. matched: blocks that are
-        registered already.
-        """
+    def __init__(self, ledger: _BlockLedger, blocks: list[int], num_registered: int, *, host_blocks: int = 0) -> None:
+        """Made by the pool or by `fork`, under the lock, with a request on each block; the first ones are registered."""
+        #: Physical blocks in logical order; empty once the lease has finished.
         self.blocks = blocks
-        self.cached_blocks = matched + host_blocks
+        #: Lead blocks that came with their KV, from the pool or from the host.
+        self.cached_blocks = num_registered + host_blocks
+        #: Those of `cached_blocks` that came from the host, the last ones.
         self.host_blocks = host_blocks
+        #: Index of the last block shared by a fork, which must not be written before `copy_on_write`; -1 for none.
         self.cow_index = -1
+        #: The copy from the host, until it has been finished; no block of the lease may be used before it is done.
         self.host_load: HostLoad | None = None
+        #: A saved partial block follows the cached ones.
         self.restored_partial = False
-        self.num_published = matched
+        #: Lead blocks with a registered hash.
+        self.num_published = num_registered
         self.finished = False
+        #: Why the lease finished.
         self.reason = ""
         self.num_replaced = 0
         self._ledger = ledger
@@ -507,11 +329,20 @@ class Lease:
 
     @property
     def host_loading(self) -> bool:
-        """Blocks are still on their way from the host."""
+        """Blocks are still being copied from the host."""
         return self.host_load is not None and not self.host_load.done
 
+    def finish_host_load(self) -> BatonError | None:
+        """Takes note that the copy from the host is done. Returns its error; nothing is published after an error."""
+        assert self.host_load is not None
+        assert self.host_load.done
+        if self.host_load.error is None:
+            self.host_load = None
+            return None
+        return self.host_load.error
+
     def grow(self, n: int = 1) -> bool:
-        """Add n blocks at the end; False, and no change, when the pool has not that many."""
+        """Appends n blocks; False, and no change, if the pool has too few."""
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
@@ -521,26 +352,31 @@ class Lease:
             return True
 
     def trim(self, count: int) -> None:
-        """Give up all but the first `count` blocks; none of the others is published or has KV that counts."""
+        """Releases all but the first `count` blocks; the released ones are not published and their KV is not needed."""
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
             if count < self.num_published:
-                raise InternalError(f"{self.num_published} published blocks do not fit in {count}")
+                raise InternalError(f"cannot trim a lease to {count} blocks: {self.num_published} are published")
             surplus = self.blocks[count:]
             del self.blocks[count:]
             surplus.reverse()
             ledger.release_after_steps(surplus)
 
     def fork(self, shared: int, *, spare: int = 0) -> Lease:
-        """Another lease on the first `shared` blocks, whose KV is complete up to the last one; the last `spare` blocks
-        of this lease go with it. Where not all that is shared is published, both borrow the last of it from now on.
+        """Another lease that shares the first `shared` blocks and takes the last `spare` blocks of this one.
+
+        The KV of the shared blocks is complete, except that of the last one. If not all shared blocks are published,
+        both leases must `copy_on_write` the last one before they write to it.
         """
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
             if not self.num_published <= shared <= len(self.blocks) - spare:
-                raise InternalError(f"a fork of {shared} blocks, and {spare} more, from a lease of {len(self.blocks)}")
+                raise InternalError(
+                    f"cannot fork {shared} blocks with {spare} spare ones from a lease of {len(self.blocks)} blocks, "
+                    f"{self.num_published} of them published"
+                )
             lead = self.blocks[:shared]
             moved = [self.blocks.pop() for _ in range(spare)]
             ledger.acquire(lead, ledger.requests)
@@ -555,36 +391,36 @@ class Lease:
             return other
 
     def copy_on_write(self) -> BlockCopy | None:
-        """Replaces the borrowed block, so that the step that is being planned may write there.
+        """Replaces the shared block at `cow_index`, so that the step being planned may write there.
 
-        That step has to copy first. Source and target are one block when nobody else uses it any more. None, and no
-        change, when it takes a block and the pool has none.
+        Returns the copy that the step has to do first; source and target are equal if no other lease uses the block any
+        more. Returns None, and changes nothing, if this takes a block and the pool has none.
         """
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
-            place = self.cow_index
-            block = self.blocks[place]
+            index = self.cow_index
+            block = self.blocks[index]
             if not ledger.is_shared(block):
                 self.cow_index = -1
                 return BlockCopy(block, block)
-            if place < len(self.blocks) - 1:
+            if index < len(self.blocks) - 1:
                 target = self.blocks.pop()
             elif ledger.can_allocate(1):
                 (target,) = ledger.allocate(1)
             else:
                 return None
-            self.blocks[place] = target
+            self.blocks[index] = target
             self.cow_index = -1
             self.num_replaced += 1
             ledger.copy_sources.append(block)
             return BlockCopy(block, target)
 
     def publish(self, hashes: Sequence[bytes]) -> None:
-        """Register the first len(hashes) blocks, whose KV is complete; a duplicate is swapped for the canonical block.
+        """Registers the first len(hashes) blocks, whose KV is complete.
 
-        Stops before a block that has a writer: it is not complete, whatever the caller believes; a later call goes on.
-        Publishes nothing after a load that failed.
+        A block whose hash is registered already is replaced by the registered block. Publishing stops before a block
+        that has a writer, which cannot be complete; a later call goes on. Nothing is published after a failed load.
         """
         ledger = self._ledger
         with ledger.lock:
@@ -599,50 +435,50 @@ class Lease:
                 block, block_hash = self.blocks[i], hashes[i]
                 if ledger.writers[block]:
                     break
-                canonical = ledger.cache.block_by_hash.get(block_hash)
+                canonical = ledger.cache.lookup(block_hash)
                 if canonical is None:
                     ledger.cache.register(block, block_hash, self.blocks[i - 1] if i else -1)
                     stored.append(block_hash)
-                elif canonical != block:  # else a fork of this lease has registered it
-                    self._swap(i, canonical, duplicates)
+                elif canonical != block:  # equal if a fork of this lease has registered it
+                    self._replace(i, canonical, duplicates)
                 self.num_published = i + 1
             ledger.release_after_steps(duplicates)
             if stored:
                 ledger.on_stored(stored)
 
     def rematch(self, hashes: Sequence[bytes]) -> int:
-        """Swap lead blocks, not computed yet, for blocks cached since the lease was taken; returns cached_blocks.
+        """Replaces lead blocks by blocks that were registered after the lease was made; returns cached_blocks.
 
-        hashes: of the sequence's matchable blocks. Only for a lease in which nothing has been computed.
+        `hashes` are those of the sequence's matchable blocks. Nothing may have been computed in the lease yet.
         """
         ledger = self._ledger
         with ledger.lock:
             self._require_live()
             duplicates: list[int] = []
             for i in range(self.num_published, min(len(hashes), len(self.blocks))):
-                canonical = ledger.cache.block_by_hash.get(hashes[i])
+                canonical = ledger.cache.lookup(hashes[i])
                 if canonical is None or ledger.writers[self.blocks[i]]:
                     break
-                self._swap(i, canonical, duplicates)
+                self._replace(i, canonical, duplicates)
                 self.num_published = self.cached_blocks = i + 1
             ledger.release_after_steps(duplicates)
             return self.cached_blocks
 
     def pin_for_write(self, first: int, count: int) -> BlockPin:
-        """Claim logical blocks first..first+count for a writer of bytes; none of them may be published."""
+        """Pins logical blocks first..first+count for a writer of bytes; none of them may be published."""
         with self._ledger.lock:
             blocks = self._range(first, count)
             if first < self.num_published:
-                raise InternalError(f"a writer on published block {blocks[0]}")
+                raise InternalError(f"cannot pin published block {blocks[0]} for a writer")
             return BlockPin(self._ledger, blocks, is_writer=True)
 
     def pin_for_read(self, first: int, count: int) -> BlockPin:
-        """Claim logical blocks first..first+count for a reader that may outlive the request."""
+        """Pins logical blocks first..first+count for a reader that may outlive the request."""
         with self._ledger.lock:
             return BlockPin(self._ledger, self._range(first, count), is_writer=False)
 
     def finish(self, reason: str) -> None:
-        """Give up all blocks; idempotent, the first reason stays. Blocks with holds come back when those end."""
+        """Releases all blocks. Idempotent, the first reason stays. Pinned blocks return when their pins end."""
         ledger = self._ledger
         with ledger.lock:
             if self.finished:
@@ -654,7 +490,7 @@ class Lease:
             blocks.reverse()
             ledger.release_after_steps(blocks)
 
-    def _swap(self, i: int, canonical: int, duplicates: list[int]) -> None:
+    def _replace(self, i: int, canonical: int, duplicates: list[int]) -> None:
         block = self.blocks[i]
         assert canonical != block, "a block published twice at one place"
         self._ledger.acquire((canonical,), self._ledger.requests)
@@ -665,9 +501,210 @@ class Lease:
     def _range(self, first: int, count: int) -> list[int]:
         self._require_live()
         if first < 0 or count < 0 or first + count > len(self.blocks):
-            raise InternalError(f"blocks {first}..{first + count} of a lease of {len(self.blocks)}")
+            raise InternalError(f"blocks {first}..{first + count} are outside a lease of {len(self.blocks)} blocks")
         return self.blocks[first : first + count]
 
     def _require_live(self) -> None:
         if self.finished:
-            raise InternalError(f"lease used after its end ({self.reason})")
+            raise InternalError(f"the lease was used after its end ({self.reason})")
+
+
+def _no_callback(hashes: list[bytes]) -> None:
+    """Does nothing."""
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens each, with a prefix cache and, on request, a host tier. Thread-safe.
+
+    The callbacks run under the lock, so they may only enqueue, and must not raise.
+    """
+
+    __slots__ = ("_ledger", "block_size", "host_tier", "num_blocks")
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        on_stored: HashesCallback = _no_callback,
+        on_evicted: HashesCallback = _no_callback,
+        host_blocks: int = 0,
+        host_batch: int = 64,
+        on_host_stored: HashesCallback = _no_callback,
+        on_host_evicted: HashesCallback = _no_callback,
+    ) -> None:
+        """Makes a pool of free blocks.
+
+        Args:
+            on_stored: Gets hashes that a match can find from now on, parents before children.
+            on_evicted: Gets hashes that a match no longer finds, children first, before their blocks are reused.
+            host_blocks: Blocks of the host tier; 0 for no host tier.
+            host_batch: Most blocks of one copy to the host.
+            on_host_stored: Gets hashes that the host tier gained.
+            on_host_evicted: Gets hashes that the host tier lost.
+        """
+        assert num_blocks > 0
+        assert block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._ledger = ledger = _BlockLedger(num_blocks, on_stored, on_evicted, has_host_tier=host_blocks > 0)
+        self.host_tier: HostTier | None = None
+        if host_blocks:
+            self.host_tier = ledger.host_tier = HostTier(
+                ledger.lock,
+                ledger.cache,
+                lambda: ledger.num_available,
+                num_host_blocks=host_blocks,
+                min_available=max(1, num_blocks // AVAILABLE_SHARE),
+                batch=host_batch,
+                on_stored=on_host_stored,
+                on_evicted=on_host_evicted,
+            )
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Guards the pool, its leases and pins, the prefix cache and the host tier; copiers of the host tier take it."""
+        return self._ledger.lock
+
+    def lease(
+        self,
+        hashes: Sequence[bytes],
+        total_blocks: int,
+        *,
+        keep_free: int = 0,
+        host: bool = False,
+        saved_partial: SavedPartialBlock | None = None,
+    ) -> Lease | None:
+        """Leases total_blocks blocks: the longest cached prefix of `hashes`, then empty blocks.
+
+        Args:
+            hashes: Hashes of the blocks that a cache may supply, in order.
+            total_blocks: Blocks of the lease.
+            keep_free: Blocks that must stay available.
+            host: The prefix may go on in the host tier; `Lease.host_load` must then be done before the lease is used.
+            saved_partial: A partial block to restore, if all blocks before it are cached and none after it is.
+
+        Returns:
+            The lease, or None, and no change, if too few blocks are available.
+        """
+        ledger = self._ledger
+        tier = ledger.host_tier if host else None
+        with ledger.lock:
+            cached = ledger.cache.match(hashes[:total_blocks])
+            need = total_blocks - len(cached)
+            if not ledger.can_allocate(keep_free + need + ledger.cache.count_evictable(cached)):
+                return None
+            ledger.acquire(cached, ledger.requests)
+            keys = [] if tier is None else list(hashes[len(cached) : len(cached) + tier.match(hashes[len(cached) :])])
+            num_full = len(cached) + len(keys)
+            restored = False
+            if tier is not None and saved_partial is not None and num_full < total_blocks:
+                restored = (
+                    num_full == saved_partial.computed // self.block_size and tier.match([saved_partial.key]) == 1
+                )
+            keys += [saved_partial.key] if saved_partial is not None and restored else []
+            lease = Lease(ledger, cached + ledger.allocate(need), len(cached), host_blocks=num_full - len(cached))
+            lease.restored_partial = restored
+            if tier is not None and keys:
+                targets = lease.blocks[len(cached) : len(cached) + len(keys)]
+                lease.host_load = tier.load(keys, targets, BlockPin(ledger, targets, is_writer=True).release_locked)
+            return lease
+
+    def match_prefix(self, hashes: Sequence[bytes]) -> int:
+        """Number of blocks of the longest cached prefix of `hashes`, in the pool and then in the host tier."""
+        with self._ledger.lock:
+            count = len(self._ledger.cache.match(hashes))
+            return count if self._ledger.host_tier is None else count + self._ledger.host_tier.match(hashes[count:])
+
+    def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
+        """Pins for a reader the blocks of the longest prefix of `hashes` in the pool, from index `first` on.
+
+        Returns None if there are none.
+        """
+        ledger = self._ledger
+        with ledger.lock:
+            found = ledger.cache.match(hashes)[first:]
+            return BlockPin(ledger, found, is_writer=False) if found else None
+
+    def save_partial_block(self, lease: Lease, computed: int) -> SavedPartialBlock | None:
+        """Starts to copy the last, partial block of `computed` tokens to the host, before the lease is given up.
+
+        Returns None if the block is full, if blocks before it are not published, or without a host tier.
+        """
+        ledger, index = self._ledger, computed // self.block_size
+        with ledger.lock:
+            if (
+                ledger.host_tier is None
+                or ledger.host_tier.closed
+                or computed % self.block_size == 0
+                or lease.num_published < index
+            ):
+                return None
+            block = lease.blocks[index]
+            parent = ledger.cache.hash_of(lease.blocks[index - 1]) if index else None
+            pin = BlockPin(ledger, [block], is_writer=False)
+            return SavedPartialBlock(ledger.host_tier.save_partial_block(parent, block, pin.release_locked), computed)
+
+    def drop_partial_block(self, saved: SavedPartialBlock) -> None:
+        """Forgets a saved partial block. Idempotent."""
+        with self._ledger.lock:
+            if self._ledger.host_tier is not None:
+                self._ledger.host_tier.drop_partial_block(saved.key)
+
+    def begin_step(self) -> StepFence:
+        """Call before the launch of a step that may still run when leases change; `end` the fence when it has ended."""
+        with self._ledger.lock:
+            return StepFence(self._ledger)
+
+    def num_available(self) -> int:
+        """Blocks that a lease could get, if need be after copies to the host."""
+        with self._ledger.lock:
+            cache, now = self._ledger.cache, self._ledger.num_available
+            return now if self.host_tier is None else now + cache.num_unsaved + cache.num_saving
+
+    def num_deferred(self) -> int:
+        """Block references that are released when the steps in flight end."""
+        with self._ledger.lock:
+            return sum(len(fence.blocks) for fence in self._ledger.fences)
+
+    def copies_pending(self) -> bool:
+        """Copies to the host will make blocks available, without any other event."""
+        with self._ledger.lock:
+            return self._ledger.host_tier is not None and self._ledger.host_tier.busy
+
+    def counts(self) -> PoolCounts:
+        """Number of blocks in each state."""
+        with self._ledger.lock:
+            return self._ledger.counts()
+
+    def cached_hashes(self) -> list[bytes]:
+        """All hashes that a match can find in the pool, parents before children."""
+        with self._ledger.lock:
+            return self._ledger.cache.hashes()
+
+    def host_hashes(self) -> list[bytes]:
+        """All hashes of full blocks in the host tier."""
+        with self._ledger.lock:
+            return [] if self._ledger.host_tier is None else self._ledger.host_tier.hashes()
+
+    def host_stats(self) -> HostTierStats | None:
+        """Counts of the host tier; None without one."""
+        with self._ledger.lock:
+            return None if self._ledger.host_tier is None else self._ledger.host_tier.stats()
+
+    def reset_prefix_cache(self) -> int:
+        """Evicts all evictable blocks and empties the host tier; returns the number of blocks evicted from the pool."""
+        ledger = self._ledger
+        with ledger.lock:
+            if ledger.host_tier is not None:
+                ledger.host_tier.clear()
+            evicted = ledger.evict(ledger.cache.num_evictable)
+            ledger.free.extend(evicted)
+            return len(evicted)
+
+    def check_integrity(self) -> None:
+        """Checks all blocks; raises InternalError with the first five defects."""
+        with self._ledger.lock:
+            found = self._ledger.inconsistencies()
+        if found:
+            raise InternalError("block pool is inconsistent: " + "; ".join(found[:5]))

@@ -1,22 +1,18 @@
-"""The prefix cache's second tier: which blocks have a copy in host memory, and which copies are to be made. Pure
-policy; the ledger's lock guards it, a copier (host_copier.py) makes the copies, in the order in which they are asked
-for.
+"""The second tier of the prefix cache: which blocks have a copy in host memory, and which copies have to be made.
 
-Blocks that nobody uses are copied to the host, oldest first, while fewer than `reserve` blocks of the pool (or than
-somebody just asked for in vain) could be handed out. A block is evicted from the pool only once its copy exists, so
-nothing waits for a copy but who finds no other block, and what leaves the pool is never lost on the way. A match that
-goes on in the host has its blocks copied back into leased ones; the host keeps its copies.
+This is policy only. The lock of the block pool guards it, and a copier (host_copier.py) makes the copies in the order
+in which they are queued.
+
+Idle blocks are copied to the host, oldest first, while the pool has too few available blocks. A block is evicted from
+the pool only after its copy exists, so an allocation waits for a copy only if no other block is available, and no
+evicted block is lost. If a prompt matches blocks of the host, they are copied into leased blocks; the host keeps them.
 
 Invariants:
 
-- Copies are made one after the other. So a slot may be given away while a copy from it is still queued, and a block be
-  asked back while its copy to the host is.
-- Pool and host together are prefix-closed, and so is the pool alone: what leaves both takes with it what continues it.
-- The host forgets the least recently used first, and a block counts as used when it leaves the pool: after all that
-  continue it. So this is leaf-first, too.
-
-The last block of a preempted sequence, which is not full, is *parked* here under a key of its own, which no prompt
-matches.
+- One copy is made at a time. A host block may thus be reassigned while a copy from it is still queued before.
+- Pool and host together are prefix-closed, and so is the pool alone.
+- The host forgets the least recently used block first. A block counts as used when it leaves the pool, which is after
+  all blocks that continue it, so this order is leaf-first too.
 """
 
 from __future__ import annotations
@@ -32,39 +28,40 @@ from common.errors import BatonError
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
 NO_PARENT = b""
-CLEAR_S = 1.0  # longest wait for a copy that is under way
+CLEAR_S = 1.0  # longest wait of `clear` for the copy under way
 
 
 @dataclass(frozen=True, slots=True)
 class HostTierStats:
-    """slots: blocks that fit; used: of them. saved, loaded: blocks copied to the host and back since the start;
-    forgotten: that the host had no room for any more. damaged: whose checksum was wrong when they came back.
-    """
+    """Counts of the host tier, in blocks."""
 
+    #: Blocks that fit, and those of them in use.
     host_blocks: int
     used: int
+    #: Blocks copied to the host and back since the start.
     saved: int
     loaded: int
+    #: Blocks that the host forgot because others needed their place.
     dropped: int
+    #: Loads with a wrong checksum.
     damaged: int
 
 
 class HostLoad:
-    """Blocks on their way from the host into leased ones; done once nothing is written there any more.
-
-    error: why they are of no use.
-    """
+    """A copy of host blocks into leased blocks, from its request to its end."""
 
     __slots__ = ("_release", "done", "error")
 
     def __init__(self, release: Callable[[], None]) -> None:
-        """release: ends the writer's pin on the target blocks; called under the ledger's lock."""
+        """`release` ends the writer's pin on the target blocks; it is called under the lock."""
+        #: The target blocks are not written any more.
         self.done = False
+        #: Why the target blocks are useless.
         self.error: BatonError | None = None
         self._release = release
 
     def finish(self, error: BatonError | None = None) -> None:
-        """Under the ledger's lock. error: why the blocks are of no use."""
+        """Called under the lock when the copy has ended or will not be made."""
         self.error = error
         self._release()
         self.done = True
@@ -72,31 +69,33 @@ class HostLoad:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """One batch: blocks to slots of the host, or, where `load` is set, slots to blocks. keys: of the slots' contents.
+    """One batch of blocks to copy: from the pool to the host, or back if `host_load` is set."""
 
-    release: ends the reader's pin that keeps a block that is not registered from reuse meanwhile.
-    """
-
+    #: Keys of the contents, in the order of the blocks.
     keys: Sequence[bytes]
     blocks: Sequence[int]
     host_blocks: Sequence[int]
     host_load: HostLoad | None = None
+    #: Ends the reader's pin on a block that is not registered.
     release: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPartialBlock:
-    """The partial last block of a preempted sequence, of `computed` tokens, waits in the host under this key."""
+    """The last, partial block of a preempted sequence, kept in host memory.
+
+    No prompt matches its key.
+    """
 
     key: bytes
+    #: Tokens of the sequence up to the end of the block's KV.
     computed: int
 
 
 class HostTier:
-    """num_slots: blocks in host memory. reserve: blocks of the pool to keep ready; batch: most blocks of one copy to
-    the host, which loads may have to wait for. ready: blocks of the pool that can be handed out now.
+    """Decides which blocks are copied to host memory, loaded from it and forgotten.
 
-    on_stored, on_evicted: hashes that the host gained and lost, called under the lock.
+    Methods that take the lock themselves say so; all others expect the caller to hold it.
     """
 
     def __init__(
@@ -111,36 +110,51 @@ class HostTier:
         on_stored: HashesCallback,
         on_evicted: HashesCallback,
     ) -> None:
+        """Makes an empty tier.
+
+        Args:
+            lock: The lock of the block pool.
+            cache: The prefix cache of the pool.
+            num_available: Number of blocks that the pool can allocate now.
+            num_host_blocks: Blocks that fit in host memory.
+            min_available: Blocks of the pool to keep available by copies ahead of time.
+            batch: Most blocks of one copy to the host; a load may have to wait for one copy.
+            on_stored: Gets hashes that the host gained.
+            on_evicted: Gets hashes that the host lost.
+        """
         self.num_host_blocks = num_host_blocks
-        self.damaged = 0
         self._cache = cache
         self._num_available = num_available
         self._min_available = min(min_available, num_host_blocks // 2)
         self._batch = batch
         self._on_stored = on_stored
         self._on_evicted = on_evicted
-        self._index: OrderedDict[bytes, int] = OrderedDict()  # key -> slot, the least recently used first
+        #: Host block of each key, the least recently used first.
+        self._index: OrderedDict[bytes, int] = OrderedDict()
         self._parents: dict[bytes, bytes] = {}
-        self._children: dict[bytes, set[bytes]] = {}  # those that are here, of parents here or in the pool
+        #: Keys in the host by their parent, which is in the host or in the pool.
+        self._children: dict[bytes, set[bytes]] = {}
         self._free = list(range(num_host_blocks - 1, -1, -1))
         self._queue: deque[HostCopy] = deque()
+        #: The copy under way.
         self._copying: HostCopy | None = None
+        #: Blocks that an allocation lacked.
         self._requested_free = 0
-        self._num_saved = self._num_loaded = self._dropped = 0
-        self._numbers = itertools.count()
+        self._num_saved = self._num_loaded = self._num_dropped = self._num_damaged = 0
+        self._partial_numbers = itertools.count()
         self._changed = threading.Condition(lock)
         self._copier_waits = False
         self._stopping = self._closed = False
 
     @property
     def closed(self) -> bool:
-        """No copy is made any more."""
+        """No copies are made any more."""
         return self._closed
 
-    # -- what the ledger tells ----------------------------------------------------------------------------------------
+    # -- called by the block pool -------------------------------------------------------------------------------------
 
     def mark_used(self, block_hash: bytes) -> bool:
-        """A block of the pool is not used any more; whether it need not be copied."""
+        """A block of the pool became idle. Returns whether it needs no copy before eviction."""
         if self._closed:
             return True
         if block_hash not in self._index:
@@ -149,31 +163,34 @@ class HostTier:
         return True
 
     def on_evicted_from_pool(self, block_hash: bytes) -> None:
-        """The pool evicts the block; all that continue it left before."""
+        """The pool evicts a block; it has evicted all blocks that continue it before."""
         if block_hash in self._index:
             self._index.move_to_end(block_hash)
         else:
             self._drop(self._children.get(block_hash, ()))
 
     def request_free(self, count: int) -> None:
-        """So many blocks were asked for in vain."""
+        """An allocation of `count` blocks failed; copies are made until that many are available."""
         self._requested_free = max(self._requested_free, count)
         self.wake_copier()
 
     def wake_copier(self) -> None:
-        """The copier looks whether there is something to do."""
+        """Wakes the copier if it waits and a copy has to be made."""
         if self._copier_waits and (self._queue or self._needs_saves()):
             self._copier_waits = False
             self._changed.notify_all()
 
-    # -- what leases ask ----------------------------------------------------------------------------------------------
+    # -- called for leases --------------------------------------------------------------------------------------------
 
     def match(self, hashes: Iterable[bytes]) -> int:
-        """Length of the longest prefix of `hashes` that is here."""
+        """Length of the longest prefix of `hashes` in the host."""
         return sum(1 for _ in itertools.takewhile(self._index.__contains__, hashes))
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int], release: Callable[[], None]) -> HostLoad:
-        """Copies what is here under `keys`, parents first, into leased blocks, pinned for write until `release`."""
+        """Queues a copy of the host blocks under `keys`, parents first, into leased blocks.
+
+        A writer has pinned `blocks`; `release` ends this pin.
+        """
         for key in reversed(keys):
             self._index.move_to_end(key)
         load = HostLoad(release)
@@ -181,22 +198,25 @@ class HostTier:
         return load
 
     def save_partial_block(self, parent: bytes | None, block: int, release: Callable[[], None]) -> bytes:
-        """Copies a block that is not full to the host, pinned for read until `release`; returns its key there."""
-        key = b"parked-" + next(self._numbers).to_bytes(HASH_BYTES, "little")
-        slots = self._allocate(1)
-        self._insert(key, parent or NO_PARENT, slots[0])
-        self._queue_copy(HostCopy([key], [block], slots, release=release))
+        """Queues a copy of a partial block to the host and returns its key there.
+
+        A reader has pinned `block`; `release` ends this pin.
+        """
+        key = b"partial-" + next(self._partial_numbers).to_bytes(HASH_BYTES, "little")  # longer than a hash
+        host_blocks = self._allocate(1)
+        self._insert(key, parent or NO_PARENT, host_blocks[0])
+        self._queue_copy(HostCopy([key], [block], host_blocks, release=release))
         return key
 
     def drop_partial_block(self, key: bytes) -> None:
-        """What was parked under the key is not needed any more."""
+        """Forgets a saved partial block, if it is in the host."""
         if key in self._index:
             self._drop([key])
 
-    # -- what the copier does -----------------------------------------------------------------------------------------
+    # -- called by the copier -----------------------------------------------------------------------------------------
 
     def next_copy(self) -> HostCopy | None:
-        """Waits for the next copy to make; None once the copier is to end. Without the lock."""
+        """Waits for the next copy to make; None after `stop`. Takes the lock."""
         with self._changed:
             while not self._stopping:
                 if copy := self.start_next_copy():
@@ -206,7 +226,7 @@ class HostTier:
             return None
 
     def start_next_copy(self) -> HostCopy | None:
-        """The next copy to make, which is under way from now on."""
+        """The next copy to make, which counts as under way from now on; None if there is none."""
         assert self._copying is None, "two copies at a time"
         if not self._queue and self._needs_saves():
             self._queue_saves()
@@ -215,38 +235,38 @@ class HostTier:
         return self._copying
 
     def finish_copy(self, copy: HostCopy, error: BatonError | None = None) -> None:
-        """The copy was made, error: but its blocks came back damaged; the host forgets them. Without the lock."""
+        """The copy was made. With `error` its blocks are damaged, and the host forgets them. Takes the lock."""
         with self._changed:
             assert copy is self._copying
             self._copying = None
             if copy.host_load is not None:
                 self._num_loaded += len(copy.blocks)
                 if error is not None:
-                    self.damaged += 1
+                    self._num_damaged += 1
                     self._drop(copy.keys)
                 copy.host_load.finish(error)
             else:
                 self._num_saved += len(copy.blocks)
-                self._release(copy)
+                self._release_sources(copy)
             self._changed.notify_all()
 
-    def _release(self, copy: HostCopy) -> None:
-        """Its blocks may be evicted, or reused, as far as the copy is concerned."""
+    def _release_sources(self, copy: HostCopy) -> None:
+        """Lets the pool evict or reuse the blocks of a copy to the host."""
         if copy.release is not None:
             copy.release()
-            return
-        for block in copy.blocks:
-            self._cache.mark_saved(block)
+        else:
+            self._cache.mark_saved(copy.blocks)
 
     def stop(self) -> None:
-        """The copier ends, and closes. Without the lock."""
+        """Makes `next_copy` return None, so that the copier ends and calls `close`. Takes the lock."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def close(self, error: BatonError) -> None:
-        """No copy is made any more: the pool evicts as if there were no host, and loads end with the error. For whoever
-        makes the copies; none touches memory from now on. Idempotent. Without the lock.
+        """Ends the tier: queued loads fail with `error`, and the pool evicts without copies from now on.
+
+        Called by the copier once it touches no memory any more. Idempotent. Takes the lock.
         """
         with self._changed:
             left = [*([] if self._copying is None else [self._copying]), *self._queue]
@@ -257,103 +277,107 @@ class HostTier:
                 if copy.host_load is not None:
                     copy.host_load.finish(error)
                 else:
-                    self._release(copy)
+                    self._release_sources(copy)
             self.clear()
             self._changed.notify_all()
 
-    # -- the whole ----------------------------------------------------------------------------------------------------
+    # -- the state as a whole -----------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Copies are under way or asked for, or the pool is short of blocks that one would make ready."""
+        """A copy is under way or queued, or has to be made because the pool has too few available blocks."""
         return self._copying is not None or bool(self._queue) or self._needs_saves()
 
     def hashes(self) -> list[bytes]:
-        """Of all full blocks here."""
+        """The hashes of all full blocks in the host."""
         return [key for key in self._index if len(key) == HASH_BYTES]
 
     def clear(self) -> int:
-        """Forgets everything, also that idle blocks are still to be copied; how many blocks were here."""
-        for block in tuple(self._cache.unsaved):
-            self._cache.mark_saved(block)
-        self._changed.wait_for(lambda: not self._cache.saving, CLEAR_S)
+        """Forgets all blocks, and that idle blocks need copies; returns the number of host blocks that were used."""
+        self._cache.skip_unsaved()
+        self._changed.wait_for(lambda: not self._cache.num_saving, CLEAR_S)
         count = len(self._index)
         self._drop(tuple(self._index))
-        self._dropped -= count
+        self._num_dropped -= count
         return count
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no copy is under way or asked for, and the pool has its reserve; False when that took too long.
-        Without the lock.
-        """
+        """Waits until the tier is not `busy`; False after the timeout. Takes the lock."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.busy, timeout_s)
 
     def stats(self) -> HostTierStats:
-        used = len(self._index)
-        return HostTierStats(self.num_host_blocks, used, self._num_saved, self._num_loaded, self._dropped, self.damaged)
+        return HostTierStats(
+            self.num_host_blocks,
+            len(self._index),
+            self._num_saved,
+            self._num_loaded,
+            self._num_dropped,
+            self._num_damaged,
+        )
 
     def inconsistencies(self) -> list[str]:
-        """What does not add up."""
+        """Violations of the invariants, one sentence each."""
         found: list[str] = []
-        slots = [*self._index.values(), *self._free]
-        if sorted(slots) != list(range(self.num_host_blocks)):
-            found.append("slots of the host tier are lost or used twice")
-        known = self._cache.block_by_hash
+        host_blocks = [*self._index.values(), *self._free]
+        if sorted(host_blocks) != list(range(self.num_host_blocks)):
+            found.append("blocks of the host tier are lost or used twice")
         for key in self._index:
             parent = self._parents[key]
             if key not in self._children.get(parent, ()):
                 found.append("a block of the host tier is not known to its parent")
-            if parent != NO_PARENT and parent not in known and parent not in self._index:
+            if parent != NO_PARENT and self._cache.lookup(parent) is None and parent not in self._index:
                 found.append("a block of the host tier outlived its parent")
         if sum(map(len, self._children.values())) != len(self._index) or len(self._parents) != len(self._index):
             found.append("parents and children in the host tier differ")
         return found
 
     def _needs_saves(self) -> bool:
-        if not self._cache.unsaved:
+        """Whether idle blocks have to be copied to the host now."""
+        if not self._cache.num_unsaved:
             self._requested_free = 0
             return False
-        ready = self._num_available()
-        if ready >= self._requested_free:
+        available = self._num_available()
+        if available >= self._requested_free:
             self._requested_free = 0
-        return ready < max(self._min_available, self._requested_free)
+        return available < max(self._min_available, self._requested_free)
 
     def _queue_copy(self, copy: HostCopy) -> None:
         self._queue.append(copy)
         self.wake_copier()
 
     def _queue_saves(self) -> None:
+        """Queues a copy of the oldest unsaved blocks, and registers them here."""
         blocks = self._cache.start_saving(min(self._batch, self.num_host_blocks))
         keys: list[bytes] = []
-        # Neighbours in the pool become neighbours here, so that they are copied at once.
-        slots = dict(zip(sorted(blocks), self._allocate(len(blocks)), strict=True))
+        # Neighbours in the pool become neighbours in the host, so that one copy moves them together.
+        host_blocks = dict(zip(sorted(blocks), self._allocate(len(blocks)), strict=True))
         for block in blocks:
-            key = self._cache.hash_by_block[block]
+            key = self._cache.hash_of(block)
             assert key is not None
             keys.append(key)
-            self._insert(key, self._cache.parent_hash(block) or NO_PARENT, slots[block])
+            self._insert(key, self._cache.parent_hash(block) or NO_PARENT, host_blocks[block])
         self._on_stored(keys[::-1])
-        self._queue.append(HostCopy(keys, blocks, [slots[block] for block in blocks]))
+        self._queue.append(HostCopy(keys, blocks, [host_blocks[block] for block in blocks]))
 
     def _allocate(self, count: int) -> list[int]:
-        """Slots for `count` blocks, ascending; the oldest blocks here give theirs up."""
+        """`count` host blocks, ascending; the least recently used contents are forgotten for them."""
         while len(self._free) < count:
             self._drop([next(iter(self._index))])
         return sorted(self._free.pop() for _ in range(count))
 
-    def _insert(self, key: bytes, parent: bytes, slot: int) -> None:
+    def _insert(self, key: bytes, parent: bytes, host_block: int) -> None:
         assert key not in self._index
-        self._index[key] = slot
+        self._index[key] = host_block
         self._parents[key] = parent
         self._children.setdefault(parent, set()).add(key)
 
     def _drop(self, keys: Iterable[bytes]) -> None:
-        """Forgets blocks, and of those that the pool does not have either, what continues them."""
-        gone: list[bytes] = []
-        waiting = list(keys)
-        while waiting:
-            key = waiting.pop()
+        """Forgets blocks, and also what continues those of them that the pool does not have."""
+        dropped: list[bytes] = []
+        pending = list(keys)
+        while pending:
+            key = pending.pop()
             if key not in self._index:
                 continue
             self._free.append(self._index.pop(key))
@@ -362,9 +386,9 @@ class HostTier:
             siblings.discard(key)
             if not siblings:
                 del self._children[parent]
-            gone.append(key)
-            if key not in self._cache.block_by_hash:
-                waiting += self._children.get(key, ())
-        self._dropped += len(gone)
-        if hashes := [key for key in reversed(gone) if len(key) == HASH_BYTES]:
+            dropped.append(key)
+            if self._cache.lookup(key) is None:
+                pending += self._children.get(key, ())
+        self._num_dropped += len(dropped)
+        if hashes := [key for key in reversed(dropped) if len(key) == HASH_BYTES]:
             self._on_evicted(hashes)

@@ -1,14 +1,16 @@
-"""Which blocks hold which hashed KV, and in which order they are evicted. The pool's lock guards it.
+"""The hash index over the blocks of the pool, and the order in which cached blocks are evicted.
 
-A registered block is *held* (a request or a reader uses it) or *idle*. It is *evictable* when it and all blocks that
-continue it are idle. Two invariants follow, and the prefix index relies on the first:
+A registered block is *in use* (a lease or a reader has it) or *idle*. It is *evictable* if it and all registered blocks
+that continue it are idle. Two invariants hold. The prefix index relies on the first one.
 
-- the set of registered hashes is prefix-closed: a block is registered after its parent and evicted before it;
-- the oldest evictable block is a leaf: a block enters `evictable` only while all its children are in it, hence behind
-  them, and a child that leaves pins its parent, which then leaves too. So popping the oldest is leaf-first LRU.
+- The registered hashes are prefix-closed: a block is registered after its parent and evicted before it.
+- The oldest evictable block is a leaf. A block becomes evictable after all its children, so it comes after them in the
+  order. A child that is used again takes its ancestors out of the order. Eviction of the oldest is thus leaf-first LRU.
 
-With a host tier (host_tier.py) a block is evictable only once it is *saved* too: the host got a copy, or had one. Idle
-blocks that are not saved wait in `unsaved`, oldest first, and pin their ancestors until they are.
+With a host tier (host_tier.py) a block must also be *saved* before it is evictable: the host has, or had, a copy of it.
+Idle blocks without a copy wait in a list of their own, oldest first, and keep their ancestors from eviction.
+
+The lock of the block pool guards all data of this module.
 """
 
 from __future__ import annotations
@@ -16,47 +18,84 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+#: Gets hashes that became available or ceased to be.
 HashesCallback = Callable[[list[bytes]], None]
 
 
 class PrefixCache:
-    """Hash -> block, block -> parent block, and the evictable blocks, oldest first.
-
-    Per block, `_pins` counts the registered children that are not evictable. tiered: a host tier keeps what is evicted.
-    saving: blocks whose copy is under way.
-    """
+    """Maps hashes to blocks and blocks to their parents, and keeps the evictable blocks, oldest first."""
 
     __slots__ = (
+        "_block_by_hash",
+        "_evictable",
         "_has_host_tier",
+        "_hash_by_block",
+        "_idle",
+        "_num_idle",
         "_num_pinned_children",
         "_parent",
-        "block_by_hash",
-        "evictable",
-        "hash_by_block",
-        "idle",
-        "num_idle",
-        "saved",
-        "saving",
-        "unsaved",
+        "_saved",
+        "_saving",
+        "_unsaved",
     )
 
     def __init__(self, num_blocks: int, *, has_host_tier: bool = False) -> None:
-        self.block_by_hash: dict[bytes, int] = {}
-        self.hash_by_block: list[bytes | None] = [None] * num_blocks
-        self.evictable: OrderedDict[int, None] = OrderedDict()
-        self.idle = bytearray(num_blocks)
-        self.num_idle = 0
-        self.saved = bytearray(num_blocks)
-        self.saving: set[int] = set()
-        self.unsaved: OrderedDict[int, None] = OrderedDict()
-        self._has_host_tier = has_host_tier
+        self._block_by_hash: dict[bytes, int] = {}
+        self._hash_by_block: list[bytes | None] = [None] * num_blocks
         self._parent = [-1] * num_blocks
+        #: Registered children of each block that are not evictable.
         self._num_pinned_children = [0] * num_blocks
+        self._idle = bytearray(num_blocks)
+        self._num_idle = 0
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._has_host_tier = has_host_tier
+        #: 1 for blocks that need no copy to the host before eviction.
+        self._saved = bytearray(num_blocks)
+        #: Blocks that are being copied to the host now.
+        self._saving: set[int] = set()
+        #: Idle blocks that are neither saved nor being copied, oldest first.
+        self._unsaved: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_idle(self) -> int:
+        return self._num_idle
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_saving(self) -> int:
+        return len(self._saving)
+
+    @property
+    def num_unsaved(self) -> int:
+        return len(self._unsaved)
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that is registered under the hash."""
+        return self._block_by_hash.get(block_hash)
+
+    def hash_of(self, block: int) -> bytes | None:
+        """The hash of a registered block, None for other blocks."""
+        return self._hash_by_block[block]
+
+    def parent_hash(self, block: int) -> bytes | None:
+        """The hash of the block before a registered one, None for the first block of a prompt."""
+        parent = self._parent[block]
+        return None if parent < 0 else self._hash_by_block[parent]
+
+    def hashes(self) -> list[bytes]:
+        """All registered hashes, parents before children."""
+        return list(self._block_by_hash)
+
+    def is_idle(self, block: int) -> bool:
+        return bool(self._idle[block])
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest registered prefix of `hashes`."""
+        """The blocks of the longest registered prefix of `hashes`."""
         found: list[int] = []
-        get = self.block_by_hash.get
+        get = self._block_by_hash.get
         for h in hashes:
             block = get(h)
             if block is None:
@@ -64,70 +103,99 @@ class PrefixCache:
             found.append(block)
         return found
 
+    def count_evictable(self, blocks: Sequence[int]) -> int:
+        """How many of `blocks` are evictable."""
+        evictable = self._evictable
+        return sum(block in evictable for block in blocks)
+
     def register(self, block: int, block_hash: bytes, parent: int) -> None:
-        """Name a held block; parent is the registered block before it, -1 for the first of a chain."""
-        assert self.hash_by_block[block] is None
-        assert block_hash not in self.block_by_hash
-        self.block_by_hash[block_hash] = block
-        self.hash_by_block[block] = block_hash
-        self.saved[block] = not self._has_host_tier
+        """Registers a block in use under its hash; `parent` is the registered block before it, -1 for none."""
+        assert self._hash_by_block[block] is None
+        assert block_hash not in self._block_by_hash
+        self._block_by_hash[block_hash] = block
+        self._hash_by_block[block] = block_hash
+        self._saved[block] = not self._has_host_tier
         self._parent[block] = parent
         self._num_pinned_children[block] = 0
         if parent >= 0:
-            assert self.hash_by_block[parent] is not None
-            assert not self.idle[parent]
+            assert self._hash_by_block[parent] is not None
+            assert not self._idle[parent]
             self._num_pinned_children[parent] += 1
 
-    def pin(self, block: int) -> None:
-        """An idle block is used again: it and its ancestors cannot be evicted."""
-        self.idle[block] = 0
-        self.num_idle -= 1
-        self.unsaved.pop(block, None)
-        evictable, parent, pins = self.evictable, self._parent, self._num_pinned_children
-        while block in evictable:
-            del evictable[block]
-            block = parent[block]
-            if block < 0:
-                break
-            pins[block] += 1
+    def pin_all(self, blocks: Sequence[int]) -> None:
+        """Marks blocks as in use; those of them that were idle, and their ancestors, are not evictable any more."""
+        idle, evictable, parent, pins = self._idle, self._evictable, self._parent, self._num_pinned_children
+        unsaved = self._unsaved
+        for block in blocks:
+            if not idle[block]:
+                continue
+            idle[block] = 0
+            self._num_idle -= 1
+            if unsaved:
+                unsaved.pop(block, None)
+            ancestor = block
+            while ancestor in evictable:
+                del evictable[ancestor]
+                ancestor = parent[ancestor]
+                if ancestor < 0:
+                    break
+                pins[ancestor] += 1
 
-    def unpin(self, block: int) -> None:
-        """Nobody uses the block any more: it is evictable once it is saved and its children are evictable, and so may
-        be its ancestors.
+    def unpin_all(self, blocks: Sequence[int], is_saved: Callable[[bytes], bool] | None) -> list[int]:
+        """Marks blocks, children before parents, as idle. Returns the unregistered ones, which the cache does not keep.
+
+        `is_saved` says whether a hash needs no copy to the host; None without a host tier.
         """
-        self.idle[block] = 1
-        self.num_idle += 1
-        if not self.saved[block] and block not in self.saving:
-            self.unsaved[block] = None
-        self._update_evictable(block)
+        unregistered: list[int] = []
+        hashes, idle, saved, saving = self._hash_by_block, self._idle, self._saved, self._saving
+        update = self._update_evictable
+        for block in blocks:
+            if (block_hash := hashes[block]) is None:
+                unregistered.append(block)
+                continue
+            idle[block] = 1
+            self._num_idle += 1
+            if is_saved is not None and block not in saving:
+                saved[block] = is_saved(block_hash)
+                if not saved[block]:
+                    self._unsaved[block] = None
+            update(block)
+        return unregistered
+
+    def evict(self) -> tuple[int, bytes]:
+        """Unregisters the oldest evictable block, a leaf; returns it and its hash."""
+        block, _ = self._evictable.popitem(last=False)
+        block_hash = self._hash_by_block[block]
+        assert block_hash is not None
+        del self._block_by_hash[block_hash]
+        self._hash_by_block[block] = None
+        self._idle[block] = 0
+        self._num_idle -= 1
+        return block, block_hash
 
     def start_saving(self, count: int) -> list[int]:
-        """The oldest blocks, `count` at most, that are idle and not saved; their copies are under way from now on."""
-        taken = [self.unsaved.popitem(last=False)[0] for _ in range(min(count, len(self.unsaved)))]
-        self.saving.update(taken)
+        """Takes at most `count` of the oldest unsaved blocks, whose copies to the host start now."""
+        taken = [self._unsaved.popitem(last=False)[0] for _ in range(min(count, len(self._unsaved)))]
+        self._saving.update(taken)
         return taken
 
-    def mark_saved(self, block: int) -> None:
-        """The block need not be copied any more before it is evicted."""
-        assert not self.saved[block]
-        self.saving.discard(block)
-        self.unsaved.pop(block, None)
-        self.saved[block] = 1
-        self._update_evictable(block)
+    def mark_saved(self, blocks: Sequence[int]) -> None:
+        """Marks blocks as saved: no copy to the host is needed before their eviction."""
+        for block in blocks:
+            assert not self._saved[block]
+            self._saving.discard(block)
+            self._unsaved.pop(block, None)
+            self._saved[block] = 1
+            self._update_evictable(block)
 
-    def parent_hash(self, block: int) -> bytes | None:
-        """Hash of the registered block before a registered one; None for the first of a chain."""
-        parent = self._parent[block]
-        return None if parent < 0 else self.hash_by_block[parent]
+    def skip_unsaved(self) -> None:
+        """Marks all unsaved blocks as saved, so that they are evicted without a copy."""
+        self.mark_saved(tuple(self._unsaved))
 
     def _update_evictable(self, block: int) -> None:
-        evictable, parent, pins, idle, saved = (
-            self.evictable,
-            self._parent,
-            self._num_pinned_children,
-            self.idle,
-            self.saved,
-        )
+        """Makes the block evictable if nothing prevents it, then its ancestors likewise."""
+        evictable, parent, pins = self._evictable, self._parent, self._num_pinned_children
+        idle, saved = self._idle, self._saved
         while idle[block] and saved[block] and not pins[block]:
             evictable[block] = None
             block = parent[block]
@@ -135,32 +203,21 @@ class PrefixCache:
                 break
             pins[block] -= 1
 
-    def evict(self) -> tuple[int, bytes]:
-        """Forget the oldest evictable block, a leaf; returns it with its hash."""
-        block, _ = self.evictable.popitem(last=False)
-        block_hash = self.hash_by_block[block]
-        assert block_hash is not None
-        del self.block_by_hash[block_hash]
-        self.hash_by_block[block] = None
-        self.idle[block] = 0
-        self.num_idle -= 1
-        return block, block_hash
-
     def inconsistencies(self) -> list[str]:
-        """Violations of the invariants above, for the integrity check; costs a walk over all blocks."""
+        """Violations of the invariants, one sentence each; walks over all blocks."""
         found: list[str] = []
-        registered = [b for b, h in enumerate(self.hash_by_block) if h is not None]
-        if sorted(self.block_by_hash.values()) != registered or any(
-            self.hash_by_block[b] != h for h, b in self.block_by_hash.items()
+        registered = [b for b, h in enumerate(self._hash_by_block) if h is not None]
+        if sorted(self._block_by_hash.values()) != registered or any(
+            self._hash_by_block[b] != h for h, b in self._block_by_hash.items()
         ):
             found.append("index and block hashes differ")
-        pins = [0] * len(self.hash_by_block)
-        order = {b: i for i, b in enumerate(self.evictable)}
+        pins = [0] * len(self._hash_by_block)
+        order = {b: i for i, b in enumerate(self._evictable)}
         for b in registered:
             parent = self._parent[b]
             if parent < 0:
                 continue
-            if self.hash_by_block[parent] is None:
+            if self._hash_by_block[parent] is None:
                 found.append(f"block {b} outlived its parent {parent}")
             elif b not in order:
                 pins[parent] += 1
@@ -168,13 +225,13 @@ class PrefixCache:
                 found.append(f"block {parent} would be evicted before its child {b}")
         for b in registered:
             if pins[b] != self._num_pinned_children[b]:
-                found.append(f"block {b} has {pins[b]} pins, not {self._num_pinned_children[b]}")
-            if (b in order) != (bool(self.idle[b]) and bool(self.saved[b]) and not pins[b]):
+                found.append(f"block {b} has {pins[b]} pinned children, not {self._num_pinned_children[b]}")
+            if (b in order) != (bool(self._idle[b]) and bool(self._saved[b]) and not pins[b]):
                 found.append(f"block {b} is wrongly {'' if b in order else 'not '}evictable")
-            if (b in self.unsaved) != (bool(self.idle[b]) and not self.saved[b] and b not in self.saving):
-                found.append(f"block {b} is wrongly {'' if b in self.unsaved else 'not '}waiting to be saved")
-        if self.num_idle != sum(self.idle) or any(
-            self.hash_by_block[b] is None for b in (*order, *self.unsaved, *self.saving)
+            if (b in self._unsaved) != (bool(self._idle[b]) and not self._saved[b] and b not in self._saving):
+                found.append(f"block {b} is wrongly {'' if b in self._unsaved else 'not '}waiting to be saved")
+        if self._num_idle != sum(self._idle) or any(
+            self._hash_by_block[b] is None for b in (*order, *self._unsaved, *self._saving)
         ):
             found.append("idle, evictable or unsaved blocks are not all registered")
         return found

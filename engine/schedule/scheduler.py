@@ -366,11 +366,11 @@ class Scheduler:
         self._drop_partial_block(seq)
         if lease.host_load is None:
             return True
-        if lease.host_load.error is not None:
-            self._failed.append((seq, lease.host_load.error))
+        error = lease.finish_host_load()
+        if error is not None:
+            self._failed.append((seq, error))
             self.finish(seq, FinishReason.ERROR)
             return False
-        lease.host_load = None
         seq.publish()
         return True
 
@@ -402,7 +402,7 @@ class Scheduler:
             self._num_blocks(len(seq.tokens)),
             keep_free=growing,
             host=True,
-            parked=seq.saved_partial,
+            saved_partial=seq.saved_partial,
         )
         if lease is None:
             return False

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
-from engine.kv.blocks import Lease, SavedPartialBlock
+from engine.kv.blocks import Lease
+from engine.kv.host_tier import SavedPartialBlock
 from engine.sampling.constraint import Constraint
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.llm import LLM
-from engine.models.hf.model import HfModel, trace
+from engine.models.hf import trace
+from engine.models.hf.model import HfModel
 from engine.models.loader import open_model
 
 torch.set_num_threads(1)
@@ -224,14 +225,14 @@ def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, m
             self._base.wpe.register_forward_pre_hook(lambda _m, given: (torch.arange(given[0].shape[-1]) + at_zero,))
 
     monkeypatch.setattr(HfModel, "__init__", broken)
-    with pytest.raises(ConfigError, match="in pieces it computes something else"):
+    with pytest.raises(ConfigError, match="a prompt in chunks gives other states"):
         source.load(64, CPU, torch.float32)
 
 
 def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "gpt2")
     assert open_model(tmp_path).load(64, CPU, torch.float32).capturable
-    build = trace.build
+    build = trace.build_model
 
     def with_a_copy(*args: Any) -> Any:
         model = build(*args)
@@ -240,7 +241,7 @@ def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monk
         )
         return model
 
-    monkeypatch.setattr(trace, "build", with_a_copy)
+    monkeypatch.setattr(trace, "build_model", with_a_copy)
     assert not open_model(tmp_path).load(64, CPU, torch.float32).capturable
 
 
