@@ -130,7 +130,7 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
     async def timeline(request: Request) -> Response:
         caller, found = caller_of(request.scope), gateway.timelines.find(request.path_params["request_id"])
         if found is None or not (caller.admin or caller.tenant == found.tenant):
-            return _error(InvalidRequest("no such request among the recent ones", field="request_id"), 404)
+            return _error(InvalidRequest("this request is not among the recent ones", field="request_id"), 404)
         return _json(found.as_json())
 
     def kept(answer: Callable[[Request], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:

@@ -254,7 +254,7 @@ def speculation_json(drafts: DraftCounts) -> dict[str, Any]:
     """Returns draft counts as JSON.
 
     acceptance_length is the mean number of tokens per step with drafts, the model's own token included; None without
-    such steps.
+    steps with drafts.
     """
     return {
         "proposer": drafts.proposer,

@@ -43,7 +43,7 @@ def routes(gateway: Gateway, history: MetricsHistory, version: str) -> list[Rout
     async def one(request: Request) -> Response:
         found = requests.find(caller_of(request.scope), request.path_params["request_id"])
         if found is None:
-            return _error(ObjectNotFound("no such request among the recent ones", field="request_id"))
+            return _error(ObjectNotFound("this request is not among the recent ones", field="request_id"))
         return _json(found)
 
     return [

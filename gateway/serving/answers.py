@@ -131,7 +131,7 @@ class _BeamSearch:
         """Returns the likeliest tokens after a beam.
 
         A beam that finds no room is tried again until the deadline, because its failure would discard the work of the
-        other beams. The first token has no such work behind it and fails at once.
+        other beams. A search that finds no room for its first token fails at once.
         """
         while True:
             try:

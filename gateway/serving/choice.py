@@ -271,7 +271,7 @@ class Choice:
         )
 
     def close(self) -> None:
-        """Ends the choice and aborts on the pods what is not complete; idempotent."""
+        """Ends the choice and aborts incomplete work on the pods; idempotent."""
         if self._dispatch is not None:
             self._dispatch.close()
         elif self._group is not None:

@@ -1,4 +1,4 @@
-"""The gateway's core, whatever the protocol: admission, prompts to requests, requests to choices.
+"""The gateway's core for all protocols: admission, prompts to requests, requests to choices.
 
     start -> requests -> drain (refuses new requests, waits for the running ones) -> stop
 
@@ -408,7 +408,7 @@ def _log_request(timeline: Timeline) -> None:
 
 
 def _reject_too_long(text: str, model: ServedModel, limits: ModelLimits, field: str) -> None:
-    """Rejects a text that cannot fit whatever its tokens are, before it is tokenized."""
+    """Rejects a text that is too long for any tokenization, before it is tokenized."""
     if len(text) > limits.max_model_len * model.tokenizer.max_chars_per_token:
         raise InvalidRequest(
             f"the prompt has {len(text)} characters, far beyond this model's context of {limits.max_model_len} tokens",

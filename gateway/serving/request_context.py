@@ -1,4 +1,4 @@
-"""One client request from arrival to its end, whatever the protocol."""
+"""One client request from its arrival to its end, for all protocols."""
 
 from __future__ import annotations
 

@@ -126,5 +126,5 @@ def _linked(lark: str, text: Grammar) -> str:
     else:
         first, rest = {"lark_grammar": text.text}, []
     if any(grammar.get("name") in ("answer", "text") for grammar in rest):
-        raise InvalidRequest(f"{text.field} has a grammar whose name is taken", field=text.field)
+        raise InvalidRequest(f"{text.field}: a grammar must not be named answer or text", field=text.field)
     return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, {**first, "name": "text"}, *rest]})

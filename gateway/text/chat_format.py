@@ -173,7 +173,7 @@ class ChatFormat:
 
 
 def keep_special_tokens(tokenizer: TextTokenizer) -> OutputParserConfig:
-    """Returns the parser configuration of a completion whose text shows special tokens."""
+    """Returns the parser configuration of a completion that shows special tokens."""
     return OutputParserConfig(
         tokenizer=tokenizer, kept_special_ids=tokenizer.special_ids - frozenset(tokenizer.eos_ids)
     )

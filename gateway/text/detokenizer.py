@@ -34,13 +34,13 @@ class Detokenizer(Protocol):
 def make_detokenizer(tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
     """Returns the detokenizer that fits the vocabulary.
 
-    Special tokens have no text, except those in `kept_ids`, whose text is their name.
+    Special tokens have no text; those in `kept_ids` have their name as text.
     """
     return ByteLevelDetokenizer(tokenizer, kept_ids) if tokenizer.byte_level else WindowDetokenizer(tokenizer, kept_ids)
 
 
 class ByteLevelDetokenizer:
-    """Detokenizer for vocabularies whose tokens are byte strings."""
+    """Detokenizer for vocabularies of byte strings."""
 
     def __init__(self, tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer

@@ -33,7 +33,7 @@ class OutputPiece:
     """The text and tokens that one step adds to a choice."""
 
     text: str
-    #: Tokens with log-probabilities whose text was released; they may lag behind `tokens`.
+    #: Tokens with log-probabilities, of released text only; they may lag behind `tokens`.
     reported: tuple[ReportedToken, ...]
     #: Tokens generated in this step, those of a stop string included.
     tokens: Sequence[Token]
@@ -72,7 +72,7 @@ class ChoiceOutput:
     def add(self, tokens: Sequence[Token], ended: FinishReason | None = None) -> OutputPiece:
         """Takes the next tokens in order. `ended` is the pods' finish reason if these are the last tokens.
 
-        After a stop string `finish` is STOP whatever the pods say, and later tokens are dropped.
+        A stop string sets `finish` to STOP, in place of the pods' reason, and drops later tokens.
         """
         if self.text_only and ended is None:
             return OutputPiece("".join([self.add_id(token.id) for token in tokens]), (), tokens)
@@ -113,7 +113,7 @@ class ChoiceOutput:
         return self._parser.reasoning_tokens if self._parser else 0
 
     def _take_reported(self) -> tuple[ReportedToken, ...]:
-        """Returns the tokens whose text was released; at the end of the output, all that are left."""
+        """Returns the tokens of the released text; at the end of the output, all that are left."""
         reported: list[ReportedToken] = []
         while self._pending:
             incomplete = self._released < self._length  # text is held back, or cut off by a stop string

@@ -42,7 +42,7 @@ REASONING_FORMATS = (
 def choose_reasoning_format(name: str, template: str, tokens: Collection[str]) -> ReasoningFormat | None:
     """Returns the format with this name; "none" gives None. Raises ConfigError.
 
-    "auto" chooses the first format whose end marker is in the chat template or is an added token.
+    "auto" chooses the first format with an end marker that is in the chat template or an added token.
     """
     if name == "none":
         return None

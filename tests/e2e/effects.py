@@ -323,7 +323,7 @@ _REASONING, _GRPC = "tests/integration/test_gateway_reasoning.py", "tests/integr
 # Parameter (of a chat, where only chats have it) -> its tests over REST, and over gRPC where that knows it.
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "priority": (
-        "tests/integration/test_gateway_rest.py::test_defaults_and_everything_a_client_can_say_reach_the_pods",
+        "tests/integration/test_gateway_rest.py::test_defaults_and_all_sampling_parameters_reach_the_pods",
         "tests/integration/test_gateway_clients.py::test_grpc_priority_reaches_both_pods",
         "tests/unit/test_scheduler.py::test_higher_priority_is_admitted_first_then_arrival",
     ),
@@ -342,12 +342,12 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "reasoning_effort": ("tests/integration/test_same_everywhere.py::test_template_variables_reach_the_template",),
     "parallel_tool_calls": (
         f"{_TOOLS}::test_parallel_tool_calls_off_ends_with_the_first",
-        f"{_GRPC}::test_grpc_has_tools_too",
+        f"{_GRPC}::test_tools_over_grpc",
     ),
     "include_reasoning": (
-        f"{_REASONING}::test_reasoning_is_split_shown_counted_and_kept_out",
+        f"{_REASONING}::test_reasoning_is_split_shown_counted_and_outside_of_grammars",
         f"{_GRPC}::test_grpc_splits_reasoning_and_passes_template_variables",
     ),
-    "functions": (f"{_TOOLS}::test_the_older_functions",),
-    "function_call": (f"{_TOOLS}::test_the_older_functions",),
+    "functions": (f"{_TOOLS}::test_the_older_functions_form",),
+    "function_call": (f"{_TOOLS}::test_the_older_functions_form",),
 }

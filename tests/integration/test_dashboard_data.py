@@ -1,4 +1,4 @@
-"""The dashboard's data: what its JSON says of pods, rates and requests that really ran, and to whom."""
+"""The dashboard's JSON: pods, rates and requests that really ran, and who may read them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ async def get(gw: Rig, path: str, **headers: str) -> Any:
 
 
 async def heard(gw: Rig) -> None:
-    """Every pod has said anew what it did."""
+    """Waits until every pod has reported its activity again."""
     for _ in range(2):  # the first may be the answer to an earlier question
         before = {pod: pod.last_answer_at for pod in gw.gateway.pod_table.pods.values()}
         await until(lambda before=before: all(pod.last_answer_at > at for pod, at in before.items()))  # type: ignore[misc]
 
 
-async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: FakeCluster) -> None:
+async def test_the_state_shows_pods_rates_and_latencies(gw: Rig, cluster: FakeCluster) -> None:
     first = await get(gw, "/dashboard/state")
     assert first["latency"]["ttft"] is None
     assert first["errors"] == {"requests": 0, "failed": 0, "ratio": None}
@@ -88,7 +88,7 @@ async def test_the_state_tells_of_pods_rates_and_latencies(gw: Rig, cluster: Fak
     assert min(points.values()) >= 1
 
 
-async def test_prompts_that_come_again_are_told_from_those_that_are_found(gw: Rig, cluster: FakeCluster) -> None:
+async def test_found_and_predicted_cache_hits(gw: Rig, cluster: FakeCluster) -> None:
     async def counted(prompt: list[int]) -> tuple[float, float, float]:
         names = ("lookup_tokens", "repeated_tokens", "hit_tokens_actual")
         registry = gw.gateway.metrics.base.registry
@@ -108,10 +108,10 @@ async def test_prompts_that_come_again_are_told_from_those_that_are_found(gw: Ri
     assert await counted(prompt) == (len(prompt), 2 * block, block)
     assert await counted([*prompt[: block + 3], 7, 8]) == (block + 5, block, block)
     assert (await gw.http.post("/reset_prefix_cache")).status_code == 200
-    assert (await counted(prompt))[1] == 0  # nobody can be expected to have it
+    assert (await counted(prompt))[1] == 0  # no pod can be predicted to hold it
 
 
-async def test_a_pod_that_dies_or_drains_is_shown_as_that(gw: Rig, cluster: FakeCluster) -> None:
+async def test_the_state_of_a_dead_or_draining_pod(gw: Rig, cluster: FakeCluster) -> None:
     def states() -> dict[str, str]:
         return {pod.name: pod.state for pod in gw.gateway.pod_table.pods.values()}
 
@@ -124,7 +124,7 @@ async def test_a_pod_that_dies_or_drains_is_shown_as_that(gw: Rig, cluster: Fake
     assert shown["prefill-0"]["prefill_tokens_per_s"] is None
 
 
-async def test_requests_have_waterfalls(gw: Rig) -> None:
+async def test_requests_have_phases(gw: Rig) -> None:
     answer = await gw.http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 5}, headers={"x-request-id": "mine"}
     )
@@ -164,7 +164,7 @@ async def test_a_running_request_is_listed_until_it_ends(gw: Rig, cluster: FakeC
     assert shown["state"] == "aborted"
 
 
-async def test_a_second_attempt_is_the_one_that_is_drawn(gw: Rig, cluster: FakeCluster) -> None:
+async def test_the_phases_are_those_of_the_last_attempt(gw: Rig, cluster: FakeCluster) -> None:
     cluster.prefills[0].faults.drop_prefill_after_first = 1
     assert (await gw.complete(max_tokens=3)).status_code == 200
     await gw.settled()
@@ -174,7 +174,7 @@ async def test_a_second_attempt_is_the_one_that_is_drawn(gw: Rig, cluster: FakeC
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=257", "limit=x", "since=-1", "since=nan", "limit=1.5"])
-async def test_queries_that_make_no_sense(gw: Rig, query: str) -> None:
+async def test_invalid_queries(gw: Rig, query: str) -> None:
     answer = await gw.http.get(f"/dashboard/requests?{query}")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.partition("=")[0])
 
@@ -183,7 +183,7 @@ async def test_unknown_requests(gw: Rig) -> None:
     assert (await gw.http.get("/dashboard/requests/none")).status_code == 404
 
 
-async def test_keys_are_asked_for_and_tenants_see_their_own(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_keys_are_required_and_tenants_see_their_own_requests(smollm2_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     keys = {}
     for tenant, admin in (("acme", False), ("other", False), ("ops", True)):

@@ -1,4 +1,4 @@
-"""The files of the dashboard's page: what they are served with, to whom, and that none comes from elsewhere."""
+"""The files of the dashboard's page: their headers, access without a key, and no references to other hosts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ async def test_the_page_and_its_files(gw: Rig) -> None:
     assert (await gw.http.get("/dashboard/page/%2e%2e/page.py")).status_code == 404
 
 
-async def test_the_page_is_open_and_its_figures_are_not(
-    cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
-) -> None:
+async def test_the_page_needs_no_key_and_its_data_does(cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path) -> None:
     KeyFile(tmp_path / "keys.json").add(create_key("mine")[1])
     async with rig(cluster, smollm2_dir, api_keys=(str(tmp_path / "keys.json"),)) as gw:
         assert (await gw.http.get("/")).status_code == 200
@@ -45,7 +43,7 @@ async def test_the_page_is_open_and_its_figures_are_not(
 
 
 @pytest.mark.parametrize("file", sorted(FILES.iterdir()), ids=lambda file: file.name)
-def test_a_file_names_files_that_are_there_and_nobody_else(file: Path) -> None:
+def test_a_file_refers_only_to_existing_files(file: Path) -> None:
     source = file.read_text()
     assert not re.search(r"https?://(?!www\.w3\.org/)", source)
     for name in re.findall(r"""from "\./([^"]+)"|(?:href|src)="dashboard/page/([^"]+)\"""", source):

@@ -1,4 +1,4 @@
-"""Beam search over fake pods: what is asked of them, answers, usage and charges, ends, refusals, over REST and gRPC."""
+"""Beam search over fake pods, over REST and gRPC: requests to the pods, answers, usage, charges and rejections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def script(request: ValidRequest) -> list[int]:
-    """Depends on the prompt; the second likeliest token is the end in some places."""
+    """Tokens depend on the prompt; in some places the second likeliest token ends the answer."""
     return [EOS - 1 if sum(request.prompt_ids) % 4 == 0 else 66 + sum(request.prompt_ids) % 26]
 
 
@@ -46,7 +46,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 async def expected(
     prompt: Sequence[int], max_tokens: int, penalty: float = 1.0, early: EarlyStopping = False
 ) -> list[Beam]:
-    """The search over what the pods say."""
+    """Returns the result of the same search on the fake pods' log-probabilities."""
 
     async def expand(beams: Sequence[Beam]) -> list[tuple[TokenLogprob, ...]]:
         asked = SamplingParams(logprobs=WIDTH + 1, max_tokens=1)
@@ -171,12 +171,14 @@ async def test_a_key_is_charged_for_every_token_that_was_generated(
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(gw: Rig, fields: dict[str, Any], field: str) -> None:
+async def test_fields_that_a_beam_search_cannot_honour_are_rejected(
+    gw: Rig, fields: dict[str, Any], field: str
+) -> None:
     response = await gw.complete(**{"use_beam_search": True, **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
-async def test_tools_that_must_be_called_are_refused_and_values_that_ask_for_nothing_are_not(gw: Rig) -> None:
+async def test_required_tools_are_rejected_and_neutral_values_are_accepted(gw: Rig) -> None:
     forced = await gw.chat(use_beam_search=True, tools=[TOOL], tool_choice="required")
     assert (forced.status_code, forced.json()["error"]["param"]) == (400, "use_beam_search")
     inert = {"stop": [], "stream": False, "echo": False, "repetition_penalty": 1, "logit_bias": {}, "bad_words": []}

@@ -1,4 +1,4 @@
-"""/v1/embeddings over fake pods, with the openai SDK as it is: forms, pods that fail, pods that cannot."""
+"""/v1/embeddings over fake pods with the openai SDK: encodings, failing pods, and pods without embeddings."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_token_ids_salt_and_dimensions(gw: Rig, cluster: FakeCluster) -> N
         ({"model": None}, "model"),
     ],
 )
-async def test_what_is_wrong_is_named(gw: Rig, fields: dict[str, Any], param: str) -> None:
+async def test_errors_name_the_field(gw: Rig, fields: dict[str, Any], param: str) -> None:
     response = await post(gw, **fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
@@ -104,7 +104,7 @@ async def test_a_failing_pod_is_avoided_and_the_rest_is_reported(
     assert "secret" not in failed.text
 
 
-async def test_inputs_are_shared_out(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_inputs_are_spread_over_the_pods(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     for pod in cluster.prefills:
         monkeypatch.setattr(pod.faults, "embed_delay_s", 0.6)
         pod.seen.embedded.clear()
@@ -112,7 +112,7 @@ async def test_inputs_are_shared_out(gw: Rig, cluster: FakeCluster, monkeypatch:
     assert [len(pod.seen.embedded) for pod in cluster.prefills] == [4, 4]
 
 
-async def test_pods_that_cannot_are_a_501(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pods_without_embeddings_give_a_501(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = FakePod.start
 
     async def older(pod: FakePod) -> None:

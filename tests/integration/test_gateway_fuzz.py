@@ -1,6 +1,6 @@
-"""Bodies that nobody should send: each gets an answer below 500, and nothing of any of them stays behind.
+"""Malformed bodies: each gets an answer below 500, and none leaves requests, bookings, tasks or memory behind.
 
-BATON_FUZZ sets how many bodies each of the two APIs gets (default 300, the long run is 10,000).
+BATON_FUZZ sets the number of bodies for each of the two APIs (default 300; the long run has 10,000).
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ ODD: list[Any] = [
 
 
 def bend(value: Any, rng: random.Random) -> Any:
-    """A value like this one, or not at all."""
+    """Returns a changed copy of the value, or an unrelated one."""
     if isinstance(value, dict) and value and rng.random() < 0.7:
         out = dict(value)
         key = rng.choice(list(out))
@@ -141,7 +141,7 @@ def bend(value: Any, rng: random.Random) -> Any:
 
 
 def raw_body(rng: random.Random, path: str) -> bytes:
-    """Bytes for a route: JSON that is bent in some places, or no JSON."""
+    """Returns a body for a route: JSON with some changed values, or bytes that are not JSON."""
     body = {**COMMON, **SEEDS[path]}
     for key in rng.sample(list(body), rng.randrange(len(body))):
         if key not in ("model", *list(SEEDS[path])[:1]):
@@ -169,7 +169,7 @@ def _json(value: Any) -> bytes:
 
 
 def message(rng: random.Random) -> inference_pb2.GenerateRequest:
-    """A request that gRPC itself takes."""
+    """Returns a request that gRPC itself accepts."""
     request = inference_pb2.GenerateRequest(model=MODEL, max_tokens=4, text="Hi")
     for _ in range(rng.randrange(1, 4)):
         field = rng.choice(inference_pb2.GenerateRequest.DESCRIPTOR.fields)
@@ -202,7 +202,7 @@ async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> A
 
 
 async def nothing_stays(gw: Rig, count: int, one: Callable[[int], Any]) -> None:
-    """Runs one(0), one(1), ...; afterwards tickets, bookings, tasks and memory are what they were."""
+    """Runs one(0), one(1), ... and checks that requests, bookings, tasks and memory are as before."""
     memory = psutil.Process().memory_info
 
     async def some(numbers: range) -> None:
@@ -261,7 +261,7 @@ async def test_malformed_messages_over_grpc(gw: Rig) -> None:
                 pass
         except grpc.aio.AioRpcError as e:
             code = e.code()
-        # What is no message never reaches us: gRPC itself answers INTERNAL.
+        # Bytes that are not a message never reach the gateway: gRPC itself answers INTERNAL.
         assert garbage or code not in OUR_FAULT, request
         codes[code] = codes.get(code, 0) + 1
 

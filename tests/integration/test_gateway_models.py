@@ -1,4 +1,4 @@
-"""Several models behind one gateway: each request meets the pods of its model, by name or alias."""
+"""Several models behind one gateway: each request goes to the pods of its model, by name or alias."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def _pairs(cluster: FakeCluster) -> list[tuple[FakePod, FakePod]]:
 
 
 def asked(cluster: FakeCluster) -> list[list[str]]:
-    """The model that each reserved request named, by decode pod."""
+    """Returns the model names of the reserved requests, by decode pod."""
     return [[request.model for request in pod.seen.reserved] for pod in cluster.decodes]
 
 
-async def test_requests_meet_the_pods_of_their_model(smollm2_dir: Path, unused_tcp_port: int) -> None:
+async def test_requests_go_to_the_pods_of_their_model(smollm2_dir: Path, unused_tcp_port: int) -> None:
     async with two_models(smollm2_dir, unused_tcp_port) as (gw, cluster):
         for name in ("one", "two", "gpt", "two"):
             answer = await gw.complete(model=name, max_tokens=2)
@@ -71,7 +71,7 @@ async def test_requests_meet_the_pods_of_their_model(smollm2_dir: Path, unused_t
         assert asked(cluster)[0] == ["one"]
 
 
-async def test_one_model_may_be_away_while_another_serves(smollm2_dir: Path) -> None:
+async def test_one_model_may_have_no_pods_while_another_serves(smollm2_dir: Path) -> None:
     async with two_models(smollm2_dir) as (gw, cluster):
         await cluster.decodes[0].stop()
         await until(lambda: not gw.gateway.models.find("one").pod_table.ready)
@@ -81,7 +81,7 @@ async def test_one_model_may_be_away_while_another_serves(smollm2_dir: Path) -> 
         assert [card["id"] for card in (await gw.http.get("/v1/models")).json()["data"]] == ["gpt", "one", "two"]
 
 
-async def test_a_pod_that_does_not_say_what_it_serves_is_no_pod_of_several_models(smollm2_dir: Path) -> None:
+async def test_a_pod_without_a_model_name_is_refused_by_a_gateway_of_several_models(smollm2_dir: Path) -> None:
     async with two_models(smollm2_dir) as (gw, cluster):
         silent = await cluster.add(Role.DECODE, "silent")
         for model in gw.gateway.models:
@@ -111,7 +111,7 @@ async def test_several_gateways_find_the_pods_of_several_models_in_one_redis(smo
             for name, gw in zip(("one", "gpt", "two", "one"), (*gateways, *gateways), strict=True):
                 assert (await gw.complete(model=name, max_tokens=2)).status_code == 200
             assert asked(cluster) == [["one"] * 2, ["two"] * 2]
-            # What one of them keeps, the other goes on with, under another name of the same model.
+            # The other gateway reuses the prefix, under another name of the same model.
             first, second = gateways
             said = {"model": "two", "input": "Hi", "max_output_tokens": 3}
             kept = (await first.http.post("/v1/responses", json=said)).json()
@@ -134,7 +134,7 @@ async def test_several_gateways_find_the_pods_of_several_models_in_one_redis(smo
         (("a=DIR",), ("b=a", "b=a"), "alias"),
     ],
 )
-def test_names_that_mean_two_things_or_none_are_refused(
+def test_ambiguous_and_unknown_names_are_rejected(
     models: tuple[str, ...], alias: tuple[str, ...], field: str, smollm2_dir: Path
 ) -> None:
     def make() -> Gateway:

@@ -1,4 +1,4 @@
-"""Reasoning sections through the gateway: split, shown, counted, and kept out of grammars."""
+"""Reasoning sections through the gateway: split, shown, counted, and outside of grammars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from tests.rigs.gateway.tool_rig import CALL, TOOLS, asked, both_ways, fits, say
 from tests.rigs.pods.fake_pods import FakeCluster
 
 
-async def test_reasoning_is_split_shown_counted_and_kept_out(cluster: FakeCluster, smollm2_dir: Path) -> None:
+async def test_reasoning_is_split_shown_counted_and_outside_of_grammars(
+    cluster: FakeCluster, smollm2_dir: Path
+) -> None:
     async with rig(cluster, smollm2_dir, reasoning_parser="think") as gw:
         says(gw, f"<think>\nHm, weather.\n</think>\n\nSo:\n{CALL}")
         message, finish = await both_ways(gw, tools=TOOLS)
@@ -21,7 +23,7 @@ async def test_reasoning_is_split_shown_counted_and_kept_out(cluster: FakeCluste
         message, _ = await both_ways(gw, include_reasoning=False)
         assert not {"reasoning", "reasoning_content"} & message.keys()
         assert message["content"].startswith("So:")
-        # What has to match something stands behind the section.
+        # The client's grammar applies after the section.
         await gw.chat(response_format={"type": "json_object"})
         assert fits(smollm2_dir, asked(gw).grammar, "<think>x</think>{}")
         says(gw, "<think>on and on" * 4)
@@ -44,7 +46,7 @@ async def test_a_template_may_begin_the_section(cluster: FakeCluster, tmp_path: 
         "{% for m in messages %}{{ m.content }}{% endfor %}"
         "{{ '<think>\\n' if enable_thinking is not false else '<think>\\n\\n</think>\\n\\n' }}",
     )
-    async with rig(cluster, model) as gw:  # told by the template
+    async with rig(cluster, model) as gw:  # chosen by the template
         says(gw, "hm</think>\nyes")
         message, _ = await both_ways(gw)
         assert (message["reasoning_content"], message["content"]) == ("hm", "yes")

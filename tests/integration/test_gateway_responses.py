@@ -1,4 +1,4 @@
-"""/v1/responses over fake pods, with the openai SDK as it is: answers, typed events, what is kept and for whom."""
+"""/v1/responses over fake pods with the openai SDK: answers, typed events, and stored responses per tenant."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ async def events_of(gw: Rig, **fields: Any) -> list[dict[str, Any]]:
 
 
 def prompt(cluster: FakeCluster, tokenizer: TextTokenizer) -> str:
-    """The text of the last prompt."""
+    """Returns the text of the last prompt."""
     ids = list(cluster.prefills[0].seen.prefilled[-1].prompt_ids)
     text: str = tokenizer.raw.decode(ids, skip_special_tokens=False)
     return text
 
 
-async def test_create_answers_and_repeats_what_was_asked(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
+async def test_create_answers_and_repeats_the_request_fields(client: openai.AsyncOpenAI, cluster: FakeCluster) -> None:
     r = await client.responses.create(
         model=MODEL,
         input="Hi",
@@ -135,7 +135,7 @@ async def test_create_answers_and_repeats_what_was_asked(client: openai.AsyncOpe
     assert (sampling.seed, sampling.top_k) == (7, 3)
 
 
-async def test_items_become_the_chat_that_they_are(
+async def test_items_become_chat_messages(
     client: openai.AsyncOpenAI, cluster: FakeCluster, tokenizer: TextTokenizer
 ) -> None:
     items: Any = [
@@ -248,7 +248,7 @@ async def test_an_answer_without_text_is_an_empty_message(
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ],
 )
-async def test_what_is_wrong_is_named_as_it_is_called_here(gw: Rig, fields: dict[str, Any], param: str) -> None:
+async def test_errors_use_the_field_names_of_this_endpoint(gw: Rig, fields: dict[str, Any], param: str) -> None:
     response = await post(gw, **fields)
     error = response.json()["error"]
     assert response.status_code == (404 if param == "previous_response_id" else 400), error
@@ -276,7 +276,7 @@ async def test_a_failure_before_the_first_event_has_a_status_and_one_after_it_is
         assert [event.type async for event in stream][-1] == "response.failed"
 
 
-async def test_leaving_a_stream_aborts_it(
+async def test_a_disconnect_aborts_the_stream(
     client: openai.AsyncOpenAI, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.decodes[0].faults, "stall_after", 1)
@@ -289,7 +289,7 @@ async def test_leaving_a_stream_aborts_it(
     await until(lambda: len(cluster.decodes[0].seen.decode_aborts) > before)
 
 
-async def test_without_redis_nothing_is_kept_and_nobody_is_told_otherwise(client: openai.AsyncOpenAI) -> None:
+async def test_without_redis_nothing_is_stored_and_the_answer_shows_it(client: openai.AsyncOpenAI) -> None:
     r = await client.responses.create(model=MODEL, input="Hi")  # asks to store by default
     assert r.model_dump()["store"] is False
     with pytest.raises(openai.NotFoundError):
@@ -298,7 +298,7 @@ async def test_without_redis_nothing_is_kept_and_nobody_is_told_otherwise(client
         await client.responses.create(model=MODEL, input="And?", previous_response_id=r.id)
 
 
-async def test_a_kept_response_can_be_read_listed_continued_and_deleted(
+async def test_a_stored_response_can_be_read_listed_continued_and_deleted(
     keeper: openai.AsyncOpenAI, cluster: FakeCluster, tokenizer: TextTokenizer
 ) -> None:
     first = await keeper.responses.create(model=MODEL, input="One", instructions="Not kept for later.")
@@ -338,7 +338,7 @@ async def test_input_items_come_in_pages(keeping: Rig, keeper: openai.AsyncOpenA
     assert (await keeping.http.get(f"/v1/responses/{r.id}", params={"stream": "true"})).status_code == 400
 
 
-async def test_the_store_is_bounded_and_expires_and_tenants_are_strangers(redis: str) -> None:
+async def test_the_store_is_bounded_and_expires_and_separates_tenants(redis: str) -> None:
     def kept(name: str, size: int = 0) -> StoredResponse:
         return StoredResponse({"id": name, "filler": "x" * size}, [], [])
 
@@ -367,7 +367,7 @@ async def test_the_store_is_bounded_and_expires_and_tenants_are_strangers(redis:
         await brief.close()
 
 
-async def test_what_one_key_keeps_another_does_not_find(
+async def test_a_response_is_found_only_with_keys_of_its_tenant(
     cluster: FakeCluster, smollm2_dir: Path, redis: str, tmp_path: Path
 ) -> None:
     keys = []
@@ -389,7 +389,7 @@ async def test_what_one_key_keeps_another_does_not_find(
         assert (await gw.http.get(url, headers=keys[0])).json()["id"] == kept["id"]
 
 
-async def test_with_redis_away_answers_are_given_and_kept_ones_are_unavailable(
+async def test_with_redis_down_requests_are_answered_and_stored_responses_are_unavailable(
     cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int
 ) -> None:
     async with rig(cluster, smollm2_dir, redis=f"redis://127.0.0.1:{unused_tcp_port}") as gw:

@@ -1,4 +1,4 @@
-"""The OpenAI surface over fake pods: answers, streams, errors, limits."""
+"""The OpenAI API over fake pods: answers, streams, errors and limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokenizer(smollm2_dir: Path) -> TextTokenizer:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(smollm2_dir: Path) -> AsyncIterator[Rig]:
-    """For requests that never reach a pod."""
+    """A gateway for requests that never reach a pod."""
     async with fake_cluster() as c, rig(c, smollm2_dir) as r:
         yield r
 
@@ -93,7 +93,7 @@ async def test_chat_prompt_is_the_rendered_template(gw: Rig, cluster: FakeCluste
     )
 
 
-async def test_defaults_and_everything_a_client_can_say_reach_the_pods(gw: Rig, cluster: FakeCluster) -> None:
+async def test_defaults_and_all_sampling_parameters_reach_the_pods(gw: Rig, cluster: FakeCluster) -> None:
     await gw.complete()
     await gw.complete(
         max_tokens=7,
@@ -338,7 +338,7 @@ async def test_bad_completion_fields_are_named(shared: Rig, fields: dict[str, An
         ({"audio": {}}, "audio is not supported"),
     ],
 )
-def test_what_is_not_served_says_what_is(fields: dict[str, Any], message: str) -> None:
+def test_an_unsupported_value_names_the_supported_ones(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         parse_chat({"model": MODEL, "messages": [], **fields})
     assert error.value.message == message
@@ -390,7 +390,7 @@ async def test_bad_chat_fields_are_named(shared: Rig, fields: dict[str, Any], pa
         b'{"top_p": 1e999}',
     ],
 )
-async def test_bodies_that_are_no_json_object(gw: Rig, raw: bytes) -> None:
+async def test_bodies_that_are_not_a_json_object(gw: Rig, raw: bytes) -> None:
     response = await gw.http.post("/v1/completions", content=raw)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
@@ -415,7 +415,7 @@ async def test_unknown_model_paths_and_methods(gw: Rig) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_50_mb_body_is_refused_without_being_kept(gw: Rig, chunked: bool) -> None:
+async def test_a_50_mb_body_is_rejected_without_being_stored(gw: Rig, chunked: bool) -> None:
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(50):
             yield b" " * (1 << 20)
@@ -441,7 +441,7 @@ async def test_a_50_mb_body_is_refused_without_being_kept(gw: Rig, chunked: bool
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_an_error_says_which_field_and_what_it_should_be(
+async def test_an_error_names_the_field_and_the_expected_value(
     shared: Rig, fields: dict[str, Any], param: str, said: str
 ) -> None:
     response = await shared.chat(**fields)
@@ -459,7 +459,7 @@ async def test_a_compressed_body_is_refused_by_name(shared: Rig) -> None:
 
 
 async def said_to(gw: Rig, raw: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and error of what is sent as it is; the gateway must end the connection."""
+    """Sends raw bytes and returns the status and the error of the answer. The gateway must close the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     writer.write(raw)
     head, _, body = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
@@ -481,13 +481,13 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
         (b"\x16\x03\x01\x02\x00", 400),
     ],
 )
-async def test_heads_that_are_endless_or_no_http(gw: Rig, raw: bytes, status: int) -> None:
+async def test_endless_and_invalid_heads(gw: Rig, raw: bytes, status: int) -> None:
     got, error = await said_to(gw, raw)
     assert (got, error["type"]) == (status, "invalid_request_error")
     assert (await gw.complete()).status_code == 200
 
 
-async def test_a_head_that_does_not_come(gw: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_does_not_arrive(gw: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     for raw in (b"", HEAD):
         status, error = await said_to(gw, raw)
@@ -495,7 +495,7 @@ async def test_a_head_that_does_not_come(gw: Rig, monkeypatch: pytest.MonkeyPatc
 
 
 def posted(**fields: Any) -> bytes:
-    """A whole request as it goes over the wire."""
+    """Returns a complete request as bytes."""
     body = orjson.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 5, **fields})
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
@@ -504,7 +504,7 @@ def posted(**fields: Any) -> bytes:
     "behind",
     [b"no HTTP\r\n\r\n", HEAD, HEAD + b"X: " + b"a" * (80 << 10), HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"],
 )
-async def test_what_is_wrong_behind_whole_requests_does_not_cut_their_answers(
+async def test_a_bad_request_does_not_cut_the_answers_of_earlier_ones(
     gw: Rig, cluster: FakeCluster, behind: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
@@ -520,7 +520,7 @@ async def test_what_is_wrong_behind_whole_requests_does_not_cut_their_answers(
     await gw.settled()
 
 
-async def test_what_comes_after_a_refusal_is_not_looked_at(
+async def test_input_after_a_rejected_request_is_ignored(
     gw: Rig, cluster: FakeCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster.decodes[0].faults.token_delay_s = 0.1
@@ -537,10 +537,10 @@ async def test_what_comes_after_a_refusal_is_not_looked_at(
     ]
 
 
-async def test_a_head_that_waits_to_be_read_is_not_late(
+async def test_an_unread_pipelined_head_is_not_late(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows requests in line stays with the kernel until they are answered, however long that takes."""
+    """Input after pipelined requests stays in the kernel until they are answered; that time does not count as slow."""
     monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     cluster.decodes[0].faults.token_delay_s = 0.15
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
@@ -558,7 +558,7 @@ async def test_a_head_that_waits_to_be_read_is_not_late(
     writer.close()
 
 
-async def test_a_client_that_leaves_with_requests_in_line_is_missed(gw: Rig, cluster: FakeCluster) -> None:
+async def test_a_disconnect_with_pipelined_requests_is_noticed(gw: Rig, cluster: FakeCluster) -> None:
     decode = cluster.decodes[0]
     decode.faults.token_delay_s = 0.05
     _, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
@@ -628,7 +628,7 @@ async def test_more_than_max_inflight_gets_429_at_once(cluster: FakeCluster, smo
         assert (await gw.complete()).status_code == 200
 
 
-async def test_requests_of_one_session_meet_the_same_pods_and_any_header_will_do(smollm2_dir: Path) -> None:
+async def test_requests_of_one_session_go_to_the_same_pods(smollm2_dir: Path) -> None:
     async with fake_cluster(prefill=3, decode=3) as cluster, rig(cluster, smollm2_dir) as gw:
         for i in range(6):
             body = {"model": MODEL, "prompt": f"number {i}", "max_tokens": 2}

@@ -1,4 +1,4 @@
-"""Structured output through the gateway: every form, what is refused, and by which name."""
+"""Structured output through the gateway: every form, and the rejections with the field that they name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_every_form_reaches_both_pods(
         assert not fits(smollm2_dir, grammar, bad)
 
 
-async def test_forms_that_ask_for_nothing(gw: Rig) -> None:
+async def test_forms_without_effect(gw: Rig) -> None:
     for fields in (
         {"response_format": {"type": "text"}},
         {"response_format": None, "guided_json": None},
@@ -112,14 +112,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), REFUSED, ids=[r[1] + f"-{i}" for i, r in enumerate(REFUSED)])
-async def test_refusals_name_the_field(gw: Rig, fields: dict[str, Any], param: str, message: str) -> None:
+async def test_rejections_name_the_field(gw: Rig, fields: dict[str, Any], param: str, message: str) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **fields}
     response = await gw.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == param
     assert message in error["message"]
-    assert not gw.cluster.decodes[0].seen.reserved  # nothing was spent
+    assert not gw.cluster.decodes[0].seen.reserved  # no pod did any work
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_refusals_name_the_field(gw: Rig, fields: dict[str, Any], param: s
         ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
     ],
 )
-async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(
+async def test_an_unenforceable_schema_is_rejected_by_its_keyword(
     gw: Rig, keyword: str, schema: dict[str, Any]
 ) -> None:
     inside = {"type": "object", "properties": {"deep": {"type": "array", "items": schema}}}

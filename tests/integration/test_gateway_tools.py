@@ -1,4 +1,4 @@
-"""Tools through the gateway: what clients get, what the model sees, and what pods are asked to enforce."""
+"""Tools through the gateway: the answers of clients, the prompts of models, and the grammars for pods."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_auto_gives_calls_or_content(gw: Rig) -> None:
     ],
 )
 @pytest.mark.parametrize("choice", ["auto", "required"])
-async def test_what_is_malformed_is_content(gw: Rig, text: str, choice: str) -> None:
+async def test_a_malformed_call_is_content(gw: Rig, text: str, choice: str) -> None:
     says(gw, text)
     answer = (await gw.chat(tools=TOOLS, tool_choice=choice)).json()["choices"][0]
     assert (answer["message"]["content"], answer["finish_reason"]) == (text, "stop")
@@ -69,18 +69,18 @@ async def test_what_is_malformed_is_content(gw: Rig, text: str, choice: str) -> 
     assert "".join(delta.get("content") or "" for delta in deltas) == text
 
 
-async def test_a_call_cut_by_max_tokens_is_no_call(gw: Rig) -> None:
+async def test_a_call_cut_by_max_tokens_is_content(gw: Rig) -> None:
     says(gw, CALL)
     answer = (await gw.chat(tools=TOOLS, max_tokens=8)).json()["choices"][0]
     assert answer["finish_reason"] == "length"
     assert CALL.startswith(answer["message"]["content"])
 
 
-async def test_tools_stand_in_the_prompt_and_none_leaves_them_out(gw: Rig) -> None:
+async def test_the_prompt_describes_the_tools_unless_tool_choice_is_none(gw: Rig) -> None:
     says(gw, CALL)
     await gw.chat(tools=TOOLS)
     assert "get_weather" in prompt_of(gw)
-    assert "<tool_call>" in prompt_of(gw)  # this model's template knows no tools: they are described
+    assert "<tool_call>" in prompt_of(gw)  # this model's template does not know tools: the prompt describes them
     answer = (await gw.chat(tools=TOOLS, tool_choice="none")).json()["choices"][0]
     assert "get_weather" not in prompt_of(gw)
     assert (answer["message"]["content"], answer["finish_reason"]) == (CALL, "stop")
@@ -133,7 +133,7 @@ async def test_required_and_named_are_enforced(gw: Rig, smollm2_dir: Path, choic
     assert (finish, len(message["tool_calls"])) == ("tool_calls", 1)
     assert fits(smollm2_dir, asked(gw).grammar, good)
     assert not fits(smollm2_dir, asked(gw).grammar, bad)
-    # What prefill is asked for is the same.
+    # The prefill pod gets the same grammar.
     assert gw.cluster.prefills[0].seen.prefilled[-1].grammar == asked(gw).grammar
 
 
@@ -142,7 +142,7 @@ async def test_parallel_tool_calls_off_ends_with_the_first(gw: Rig, smollm2_dir:
     message, finish = await both_ways(gw, tools=TOOLS, parallel_tool_calls=False)
     assert (finish, len(message["tool_calls"])) == ("tool_calls", 1)
     usage = (await gw.chat(tools=TOOLS, parallel_tool_calls=False)).json()["usage"]
-    assert usage["completion_tokens"] < 60  # the pods were told to stop
+    assert usage["completion_tokens"] < 60  # the pods were stopped
     await gw.chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert not fits(smollm2_dir, asked(gw).grammar, f"{CALL}\n{CALL}")
     await gw.chat(tools=TOOLS, tool_choice="required")
@@ -158,7 +158,7 @@ async def test_strict_functions_are_enforced_where_they_are_called(gw: Rig, smol
     assert not fits(smollm2_dir, grammar, CALL.replace("city", "town"))
 
 
-async def test_the_older_functions(gw: Rig) -> None:
+async def test_the_older_functions_form(gw: Rig) -> None:
     says(gw, CALL)
     functions = [t["function"] for t in TOOLS]
     message, finish = await both_ways(gw, functions=functions)
@@ -171,7 +171,7 @@ async def test_the_older_functions(gw: Rig) -> None:
     assert "get_weather" not in prompt_of(gw)
 
 
-async def test_the_sdk_with_tools(gw: Rig) -> None:
+async def test_tools_with_the_openai_sdk(gw: Rig) -> None:
     class get_weather(BaseModel):
         city: str
 
@@ -194,7 +194,7 @@ async def test_the_sdk_with_tools(gw: Rig) -> None:
         assert call.function.parsed_arguments == get_weather(city="Tromsø")
 
 
-async def test_templates_that_know_tools_get_them_and_arguments_as_objects(
+async def test_templates_with_tool_support_get_tools_and_parsed_arguments(
     cluster: FakeCluster, tmp_path: Path, smollm2_dir: Path
 ) -> None:
     template = (
@@ -252,7 +252,7 @@ async def test_special_tokens_reach_the_parsers_and_the_client_only_if_asked(
     (model / "tokenizer.json").write_text(json.dumps(raw))
     async with rig(cluster, model) as gw:
         says(gw, '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}')
-        message, finish = await both_ways(gw, tools=TOOLS)  # the parser is told by the special tokens
+        message, finish = await both_ways(gw, tools=TOOLS)  # the special tokens choose the parser
         assert (finish, message["content"], len(message["tool_calls"])) == ("tool_calls", None, 1)
         text = 'get_weather{"city": "Oslo"}'
         assert (await gw.chat()).json()["choices"][0]["message"]["content"] == text
@@ -272,7 +272,7 @@ def test_the_settings_and_the_gateway_know_the_same_parsers() -> None:
     assert set(REASONING_PARSERS) == {"auto", "none", *(style.name for style in REASONING_FORMATS)}
 
 
-async def test_each_of_several_answers_is_read_by_itself(gw: Rig) -> None:
+async def test_each_of_several_answers_has_its_own_parser(gw: Rig) -> None:
     says(gw, CALL)  # the first of them: fake pods give the others other tokens
     first, second = (await gw.chat(tools=TOOLS, n=2)).json()["choices"]
     assert [call["function"]["name"] for call in first["message"]["tool_calls"]] == ["get_weather"]

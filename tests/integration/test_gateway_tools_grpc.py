@@ -29,7 +29,7 @@ HELLO = {"role": "user", "content": "Hello"}
 WEATHER = inference_pb2.Function(name="get_weather", parameters=json.dumps(CITY))
 
 
-async def test_grpc_has_tools_too(gw: Rig, stub: Any, smollm2_dir: Path) -> None:
+async def test_tools_over_grpc(gw: Rig, stub: Any, smollm2_dir: Path) -> None:
     says(gw, f"So: {CALL}\n{CALL}")
     got = await generate(stub, chat=chat_prompt(), tools=[WEATHER])
     assert "".join(m.text for m in got) == "So:"
@@ -74,7 +74,7 @@ async def test_grpc_has_tools_too(gw: Rig, stub: Any, smollm2_dir: Path) -> None
         ({"grammar": 'start: "x"'}, "x", "y"),
     ],
 )
-async def test_grpc_has_structured_output_too(
+async def test_structured_output_over_grpc(
     gw: Rig, stub: Any, smollm2_dir: Path, form: dict[str, Any], good: str, bad: str
 ) -> None:
     for prompt in ({"text": "x"}, {"chat": chat_prompt()}):
@@ -95,7 +95,7 @@ async def test_grpc_has_structured_output_too(
         {"chat": chat_prompt(), "chat_template_kwargs": "1"},
     ],
 )
-async def test_grpc_refuses_what_rest_refuses(gw: Rig, stub: Any, fields: dict[str, Any]) -> None:
+async def test_grpc_rejects_what_rest_rejects(gw: Rig, stub: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await generate(stub, **fields)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -123,7 +123,7 @@ async def test_grpc_splits_reasoning_and_passes_template_variables(
         await channel.close()
 
 
-async def test_a_tool_choice_that_is_none_is_refused(gw: Rig, stub: Any) -> None:
+async def test_an_unknown_tool_choice_is_rejected(gw: Rig, stub: Any) -> None:
     choice = inference_pb2.ToolChoice(mode=9)  # type: ignore[arg-type]
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await generate(stub, chat=chat_prompt(), tools=[WEATHER], tool_choice=choice)

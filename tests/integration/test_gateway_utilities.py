@@ -1,4 +1,4 @@
-"""What the gateway offers beside generation: tokenizing, models, health, metrics, resetting the prefix caches."""
+"""The endpoints beside generation: tokenizing, models, health, metrics, and resetting the prefix caches."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ async def test_messages_are_tokenized_as_a_chat_request_would_be(gw: Rig, cluste
     assert back.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_what_is_tokenized_has_what_was_asked_for(
-    cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
-) -> None:
+async def test_tokenize_options(cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         shutil.copy(smollm2_dir / name, tmp_path)
     raw: Any = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
@@ -109,7 +107,7 @@ async def test_the_request_id_comes_back(gw: Rig) -> None:
         assert response.headers["x-request-id"] == "mine-7"
 
 
-async def test_models_have_what_clients_look_for(gw: Rig) -> None:
+async def test_models_have_the_fields_that_clients_need(gw: Rig) -> None:
     (card,) = (await gw.http.get("/v1/models")).json()["data"]
     assert card == {
         "id": MODEL,
@@ -131,7 +129,7 @@ async def test_load_tools_may_poll_metrics_and_health_with_head(gw: Rig) -> None
     assert set((await gw.http.get("/version")).json()) == {"version"}
 
 
-async def test_without_pods_it_lives_but_is_not_ready_and_still_tokenizes(smollm2_dir: Path) -> None:
+async def test_without_pods_the_gateway_is_live_not_ready_and_tokenizes(smollm2_dir: Path) -> None:
     async with fake_cluster(0, 0) as none, rig(none, smollm2_dir, wait=False) as gw:
         for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
             assert (await gw.http.get(path)).status_code == status

@@ -1,4 +1,4 @@
-"""Clients that know proto/ alone, or only reflection, get what REST clients get: tokens, errors, deadlines."""
+"""Clients that have only proto/ or gRPC reflection get the same as REST clients: tokens, errors and deadlines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def gw(smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
 
 
 async def told(gw: Rig, *how: str, path: str) -> dict[str, Any]:
-    """What a client prints; path: where it finds modules."""
+    """Returns the output of a client. path: its module search path."""
     address = f"127.0.0.1:{gw.server.grpc_port}"
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", str(CLIENT), address, MODEL, *how),
@@ -64,7 +64,7 @@ async def _protoc(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["stubs", "reflection"])
-async def test_a_stranger_gets_what_rest_gets(gw: Rig, how: str, tmp_path: Path) -> None:
+async def test_a_foreign_client_gets_what_rest_gets(gw: Rig, how: str, tmp_path: Path) -> None:
     if how == "stubs":
         await _protoc(tmp_path)
         said = await told(gw, how, str(tmp_path), path=str(tmp_path))
@@ -113,7 +113,7 @@ async def test_a_stranger_gets_what_rest_gets(gw: Rig, how: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["stubs", "reflection"])
-async def test_a_stranger_is_told_when_to_come_again(gw: Rig, how: str, tmp_path: Path) -> None:
+async def test_a_foreign_client_gets_the_retry_delay(gw: Rig, how: str, tmp_path: Path) -> None:
     gw.cluster.decodes[0].faults.reserve_error = Overloaded("busy", retry_after_s=2.5)
     if how == "stubs":
         await _protoc(tmp_path)

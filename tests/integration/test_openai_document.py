@@ -1,4 +1,4 @@
-"""Answers, chunks, events and errors of a broad set of requests fit OpenAI's published OpenAPI document."""
+"""Answers, chunks, events and errors of many kinds of requests fit OpenAI's published OpenAPI document."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
 
 
 def says(gw: Rig, text: str) -> None:
-    """Every answer from now on; what the fake pods say by themselves when the text is empty."""
+    """Sets the text of every answer from now on; "" restores the fake pods' own answers."""
     tokenizer = gw.gateway.tokenizer
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_ids[0]]
 

@@ -1,4 +1,4 @@
-"""What a client leaves out and what it sends as null are the same request, for every parameter that there is."""
+"""An absent parameter and one that is null give the same request, for every parameter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ COMPLETIONS = sorted({p.name for p in (*COMMON, *COMPLETION)} - NEEDED)
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_of_a_chat(name: str) -> None:
+def test_null_equals_absent_in_a_chat(name: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     assert parse_chat({**body, name: None}) == parse_chat(body)
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
-def test_of_a_completion(name: str) -> None:
+def test_null_equals_absent_in_a_completion(name: str) -> None:
     body = {"model": "m", "prompt": "x"}
     assert parse_completion({**body, name: None}) == parse_completion(body)

@@ -1,4 +1,4 @@
-"""Grammars of whole answers: what they accept, and that what they accept is what the parsers read."""
+"""Grammars of whole answers: which texts they accept, and that the parsers read the accepted texts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compose(
 
 
 def matches(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
-    """The grammar takes all of the text, and it may end there."""
+    """Whether the grammar accepts the text and may end after it."""
     assert grammar is not None
     matcher: LLMatcher = compiler.compile(grammar).matcher()
     ids = compiler.tokenizer.get().tokenize_str(text)
@@ -83,11 +83,9 @@ GOOD = ("get_weather", {"city": 'O"slo', "days": 2})
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
-def test_required_is_one_call_or_several_and_nothing_else(
-    fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
-) -> None:
+def test_required_accepts_only_calls(fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
     grammar, single = compose(tokenizer, fmt), compose(tokenizer, fmt, parallel=False)
-    # A model of Pythonic calls writes JSON's literals under a grammar: they are the same but for true, false and null.
+    # Under a grammar a model of Pythonic calls writes JSON's literals. Only true, false and null differ from Python's.
     for text in (written(fmt, GOOD), written(fmt, ("stop", {}))):
         text = text.replace("'", '"').replace('O"slo', 'O\\"slo') if isinstance(fmt, PythonicFormat) else text
         assert matches(compiler, grammar, text)
@@ -102,23 +100,25 @@ def test_required_is_one_call_or_several_and_nothing_else(
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
-def test_auto_with_strict_functions_is_text_or_well_formed_calls(
+def test_auto_with_strict_functions_accepts_text_or_well_formed_calls(
     fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
 ) -> None:
-    assert compose(tokenizer, fmt, required=False) is None  # nobody asked for more than the model does by itself
+    assert compose(tokenizer, fmt, required=False) is None  # without strict functions any text is allowed
     grammar = compose(tokenizer, fmt, functions=STRICT, required=False)
     good = written(fmt, ("stop", {}))
     for text in ("", "Hello {there} [x].\n\n", good, f"So:\n{good}" if fmt.trigger else good):
         assert matches(compiler, grammar, text)
     for bad in (written(fmt, ("other", {})), written(fmt, ("get_weather", {"city": 1})).replace("'", '"')):
-        known = isinstance(fmt, PythonicFormat) and bad.startswith("[other")  # begins no call that is known
+        known = isinstance(fmt, PythonicFormat) and bad.startswith(
+            "[other"
+        )  # does not begin a call of a declared function
         assert matches(compiler, grammar, bad) == known
     if fmt.trigger:
         assert not matches(compiler, grammar, f"So: {fmt.trigger}oops")
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
-def test_auto_with_a_text_to_match_is_either(
+def test_auto_with_a_client_grammar_accepts_calls_or_matching_text(
     fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
 ) -> None:
     for text, good, bad in (
@@ -137,7 +137,7 @@ def test_auto_with_a_text_to_match_is_either(
         assert not matches(compiler, compose(tokenizer, fmt, text, required=True), good)
 
 
-def test_what_has_to_match_stands_behind_the_reasoning_section(
+def test_the_client_grammar_applies_after_the_reasoning_section(
     compiler: GrammarCompiler, tokenizer: TextTokenizer
 ) -> None:
     text = g.from_choice(["yes", "no"], field="f")
@@ -198,7 +198,7 @@ def test_special_tokens_stand_in_grammars_by_id(tmp_path: Path, smollm2_dir: Pat
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == good
 
 
-def test_functions_without_strict_take_any_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
+def test_functions_without_strict_accept_any_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "not": {"required": ["b"]}}
     lenient = compose(tokenizer, HermesFormat(), functions=(Function("f", odd),))
     assert matches(compiler, lenient, written(HermesFormat(), ("f", {"a": [1]})))
@@ -210,10 +210,10 @@ def test_functions_without_strict_take_any_schema(compiler: GrammarCompiler, tok
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
-def test_what_a_grammar_makes_is_what_the_parser_reads(
+def test_the_parser_reads_what_the_grammar_generates(
     fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
 ) -> None:
-    """Takes the first token that the mask allows, so that odd white space and orders come up too."""
+    """Generates with the first token that the mask allows, so that unusual white space and key orders occur too."""
     import numpy as np
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 

@@ -1,6 +1,6 @@
-"""The support tables and /openapi.json say what the validators do: names, values, defaults, both ways.
+"""The tables of docs/api.md and /openapi.json agree with the parsers: names, values and defaults, in both directions.
 
-When this fails because of a parameter that you added, see the top of gateway/api_doc/parameters.
+If a parameter that you added fails here, gateway/api/docs/parameters/__init__.py says how to add one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.rigs.gateway.openai_document import property_names
 ROOT = Path(__file__).parents[2]
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
-# What checks each body, and the smallest body that it takes.
+# The parser of each body, and the smallest body that it accepts.
 PARSERS: dict[str, tuple[Callable[[object], Any], dict[str, Any]]] = {
     "/v1/chat/completions": (parse_chat, {"model": "m", "messages": MESSAGES}),
     "/v1/completions": (parse_completion, {"model": "m", "prompt": "Hi"}),
@@ -39,7 +39,7 @@ PARSERS: dict[str, tuple[Callable[[object], Any], dict[str, Any]]] = {
     "/tokenize": (parse_tokenize, {"prompt": "Hi"}),
     "/detokenize": (parse_detokenize, {"tokens": [1]}),
 }
-# What a parameter needs beside itself to be taken, and what it cannot stand beside.
+# Fields that a parameter needs beside itself, and fields that must be absent beside it.
 NEEDS: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
@@ -50,9 +50,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     "/v1/completions:max_tokens": {"echo": True},
     "/v1/responses:tool_choice": {"tools": [{"type": "function", "name": "f"}]},
 }
-ONE_OF = {("/tokenize", "prompt"), ("/tokenize", "messages")}  # one of them must be there
+ONE_OF = {("/tokenize", "prompt"), ("/tokenize", "messages")}  # a body needs one of the two
 WITHOUT = {("/tokenize", "messages"): "prompt"}
-# What OpenAI's document has for the same path.
+# Parameters of the same path in OpenAI's document.
 REQUESTS = {
     "/v1/chat/completions": "CreateChatCompletionRequest",
     "/v1/completions": "CreateCompletionRequest",
@@ -109,7 +109,7 @@ def needs(path: str, parameter: Parameter) -> dict[str, Any]:
 
 
 def body_with(path: str, parameter: Parameter, value: Any) -> dict[str, Any]:
-    """The smallest body with one parameter."""
+    """Returns the smallest body with one parameter."""
     body = {**PARSERS[path][1], **needs(path, parameter)}
     body.pop(WITHOUT.get((path, parameter.name), ""), None)
     parent, _, member = parameter.name.partition(".")
@@ -117,7 +117,7 @@ def body_with(path: str, parameter: Parameter, value: Any) -> dict[str, Any]:
 
 
 def refusal(parse: Callable[[object], Any], body: object) -> InvalidRequest | None:
-    """The error that a body gets."""
+    """Returns the error that a body causes, None without one."""
     try:
         parse(body)
     except InvalidRequest as e:
@@ -126,7 +126,7 @@ def refusal(parse: Callable[[object], Any], body: object) -> InvalidRequest | No
 
 
 def around(schema: Any) -> Iterator[Any]:
-    """Values at the bounds of a schema and beyond them."""
+    """Yields values at the bounds of a schema and beyond them."""
     yield from schema.get("enum", [])
     for part in schema.get("anyOf", []):
         yield from around(part)
@@ -144,15 +144,13 @@ def around(schema: Any) -> Iterator[Any]:
 
 
 def valid(schema: Any) -> Iterator[Any]:
-    """Some values that fit."""
+    """Yields some values that fit the schema."""
     candidates = [*around(schema), *ANYTHING]
     return (value for value in candidates if Draft202012Validator(schema).is_valid(value))
 
 
 @pytest.mark.parametrize("path", PARSERS)
-def test_every_name_that_a_validator_reads_is_in_the_table_and_the_other_way_round(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_have_the_names_that_the_parsers_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[str] = set()
     raw = JsonFields.raw
 
@@ -162,11 +160,11 @@ def test_every_name_that_a_validator_reads_is_in_the_table_and_the_other_way_rou
 
     monkeypatch.setattr(JsonFields, "raw", recording)
     parse, smallest = PARSERS[path]
-    monkeypatch.setattr(request, "_chat", lambda *_: None)  # a chat's own names are not those of a response
+    monkeypatch.setattr(request, "_chat", lambda *_: None)  # a chat's fields have other names in a response
     parse(smallest)
     table = {p.name: p.support for p in BODIES[path]}
     assert len(table) == len(BODIES[path]), "a name is there twice"
-    found = {name for name in read if "[" not in name}  # of list entries only the list is a parameter
+    found = {name for name in read if "[" not in name}  # list entries are not parameters, only their list is
     missing = found - table.keys()
     assert not missing, f"not in gateway/api_doc/parameters (its top says how to add one): {sorted(missing)}"
     effective = {name for name, support in table.items() if support is not Support.IGNORED}
@@ -175,7 +173,7 @@ def test_every_name_that_a_validator_reads_is_in_the_table_and_the_other_way_rou
 
 
 @pytest.mark.parametrize(("path", "parameter"), CASES)
-def test_the_schema_of_a_parameter_is_what_the_validator_takes(path: str, parameter: Parameter) -> None:
+def test_the_schema_of_a_parameter_accepts_what_the_parser_accepts(path: str, parameter: Parameter) -> None:
     parse = PARSERS[path][0]
     checker = Draft202012Validator(parameter.schema)
     taken = refused = 0
@@ -188,7 +186,7 @@ def test_the_schema_of_a_parameter_is_what_the_validator_takes(path: str, parame
             continue
         refused += 1
         assert error.field is not None
-        if isinstance(value, dict | list):  # then the error may name the member at fault
+        if isinstance(value, dict | list):  # the error may name a member of it
             assert re.match(rf"{re.escape(parameter.name)}($|[.\[])", error.field), error.field
         else:
             assert error.field == parameter.name
@@ -199,34 +197,38 @@ def test_the_schema_of_a_parameter_is_what_the_validator_takes(path: str, parame
 
 
 @pytest.mark.parametrize(("path", "parameter"), CASES)
-def test_a_default_is_what_an_absent_parameter_means(path: str, parameter: Parameter) -> None:
+def test_an_absent_parameter_equals_its_default(path: str, parameter: Parameter) -> None:
     if "default" not in parameter.schema:
         return
     parse, smallest = PARSERS[path]
     context = needs(path, parameter)
     absent, given = parse({**smallest, **context}), parse(body_with(path, parameter, parameter.schema["default"]))
     if isinstance(absent, ResponseBody):  # ids of its items are new each time
-        assert (absent.chat_body, absent.echoed_fields, absent.store) == (given.chat_body, given.echoed_fields, given.store)
+        assert (absent.chat_body, absent.echoed_fields, absent.store) == (
+            given.chat_body,
+            given.echoed_fields,
+            given.store,
+        )
     else:
         assert absent == given
 
 
 @pytest.mark.parametrize(("path", "name"), REQUESTS.items())
-def test_the_table_knows_every_parameter_of_openai(path: str, name: str) -> None:
+def test_the_tables_have_every_parameter_of_openai(path: str, name: str) -> None:
     assert property_names(name) - {p.name for p in BODIES[path]} == set()
 
 
-def test_every_field_of_generate_has_its_parameter() -> None:
+def test_every_field_of_generate_has_a_parameter() -> None:
     known = {field for p in (*COMMON, *CHAT, *COMPLETION) for field in grpc_fields(p)} | {"request_id"}
     assert set(GRPC_FIELDS) == known
 
 
-def test_the_page_has_the_tables() -> None:
+def test_docs_api_md_has_the_current_tables() -> None:
     page = (ROOT / "docs/api.md").read_text("utf-8")
     assert page == with_tables(page), "run python -m gateway.api.docs"
 
 
-def test_the_document_is_openapi_whose_references_all_lead_somewhere() -> None:
+def test_the_document_is_valid_openapi_without_dangling_references() -> None:
     document = openapi_document("0", ["m"])
     schemas = document["components"]["schemas"]
 

@@ -1,4 +1,4 @@
-"""Beam search against transformers' generate on a tiny random Llama, and against all sequences there are."""
+"""Beam search, compared with transformers' generate on a tiny random Llama, and with a search of all sequences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model() -> Any:
 
 
 def by_model(model: Any, count: int) -> Any:
-    """Expands with the model: so many alternatives for each beam."""
+    """Returns an `expand` that computes `count` alternatives per beam with the model."""
 
     async def expand(beams: Sequence[Beam]) -> list[list[TokenLogprob]]:
         rows = torch.tensor([[*PROMPT, *(token.id for token in beam.tokens)] for beam in beams])
@@ -57,7 +57,7 @@ def by_model(model: Any, count: int) -> Any:
 @pytest.mark.parametrize("early", [False, True, "never"])
 @pytest.mark.parametrize("penalty", [-1.0, 0.0, 1.0, 2.5])
 @pytest.mark.parametrize(("width", "min_tokens"), [(2, 0), (3, 4), (6, 0)])
-async def test_the_same_as_transformers(
+async def test_beams_equal_those_of_transformers(
     model: Any, width: int, min_tokens: int, penalty: float, early: EarlyStopping
 ) -> None:
     params = BeamSearchParams(width, penalty, early)
@@ -73,7 +73,7 @@ async def test_the_same_as_transformers(
         max_new_tokens=10,
         min_new_tokens=min_tokens or None,
         eos_token_id=list(STOPS),
-        pad_token_id=1,  # 0 would be read as none
+        pad_token_id=1,  # 0 would count as no pad token
         do_sample=False,
         return_dict_in_generate=True,
         output_scores=True,
@@ -88,13 +88,13 @@ async def test_the_same_as_transformers(
         assert len(ids) > min_tokens
 
 
-async def test_some_of_the_cases_end_with_a_stop_token_and_some_do_not(model: Any) -> None:
+async def test_the_cases_end_with_and_without_a_stop_token(model: Any) -> None:
     found = await beam_search(by_model(model, 8), BeamSearchParams(6), max_tokens=10, stops=STOPS)
     assert {beam.finish for beam in found} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_wide_enough_it_finds_the_best_of_all(seed: int) -> None:
+async def test_a_wide_search_finds_the_best_of_all_sequences(seed: int) -> None:
     rng, ids, length = random.Random(seed), range(4), 4
     table: dict[tuple[int, ...], list[float]] = {}
 
@@ -127,7 +127,7 @@ async def test_wide_enough_it_finds_the_best_of_all(seed: int) -> None:
             assert [t.logprob for t in token.top] == sorted(logprobs(before), reverse=True)[:2]
 
 
-async def test_early_stopping_ends_with_as_many_as_beams() -> None:
+async def test_early_stopping_ends_at_as_many_hypotheses_as_beams() -> None:
     steps: list[int] = []
 
     async def expand(beams: Sequence[Beam]) -> list[list[TokenLogprob]]:

@@ -37,9 +37,7 @@ def observed(values: Sequence[float]) -> UnlabeledHistogram:
 
 
 @given(VALUES, VALUES, st.floats(0.01, 1))
-def test_a_difference_has_the_percentiles_of_what_came_between(
-    before: list[float], after: list[float], q: float
-) -> None:
+def test_a_difference_has_the_percentiles_of_the_window(before: list[float], after: list[float], q: float) -> None:
     tally = observed(before)
     start = shape(tally)
     for value in after:
@@ -58,7 +56,7 @@ def test_a_difference_has_the_percentiles_of_what_came_between(
     assert below <= found <= above
 
 
-def test_what_is_beyond_the_last_bound_counts_as_it() -> None:
+def test_observations_above_the_last_bound_count_as_that_bound() -> None:
     assert shape(observed([50.0])).quantile(0.5) == 5.0
 
 
@@ -66,7 +64,7 @@ def activity(**fields: object) -> PodActivity:
     return PodActivity(PoolCounts(1, 0, 1, 0), **fields)  # type: ignore[arg-type]
 
 
-def test_pods_that_restart_and_links_that_are_made_anew_count_from_zero() -> None:
+def test_restarted_pods_and_new_connections_count_from_zero() -> None:
     drafts = DraftCounts("ngram", 10, 20, 5, False)
     old = activity(prefilled=100, generated=50, drafts=drafts, links=(PeerTraffic("d", "tcp", 900, 9.0, 1.0),))
     new = activity(
@@ -108,7 +106,7 @@ def test_the_ring_keeps_the_last_minutes() -> None:
     assert kept[-1].counts["waiting"] == 3
 
 
-def test_failures_are_ours_alone() -> None:
+def test_only_failures_of_the_server_count_as_failed() -> None:
     metrics = GatewayMetrics()
     for outcome in ("ok", "aborted", "InvalidRequest", "RateLimited", "NotServed", "Overloaded"):
         metrics.requests.labels("chat", outcome).inc()

@@ -1,7 +1,7 @@
-"""No parameter without a test that fails when it is ignored, over REST and over gRPC.
+"""Every parameter has a test that fails if the parameter is ignored, over REST and over gRPC.
 
-When this fails because of a parameter that you added: put what it does into tests/e2e/effects.py, or, where a small
-model cannot show that, the names of its tests into ELSEWHERE there (or into OTHERS here, for the smaller endpoints).
+If a parameter that you added fails here: add its effect to tests/e2e/effects.py. If a small model cannot show the
+effect, add the names of its tests to ELSEWHERE there, or to OTHERS here for the smaller endpoints.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _RESPONSES = "tests/integration/test_gateway_responses.py"
 _EMBEDDINGS = "tests/integration/test_gateway_embeddings.py"
 _TEXTS = "tests/integration/test_gateway_utilities.py"
 _SAME = "tests/integration/test_same_everywhere.py"
-_CREATED = (f"{_RESPONSES}::test_create_answers_and_repeats_what_was_asked",)
-_ITEMS = (f"{_RESPONSES}::test_items_become_the_chat_that_they_are",)
-_KEPT = (f"{_RESPONSES}::test_a_kept_response_can_be_read_listed_continued_and_deleted",)
+_CREATED = (f"{_RESPONSES}::test_create_answers_and_repeats_the_request_fields",)
+_ITEMS = (f"{_RESPONSES}::test_items_become_chat_messages",)
+_KEPT = (f"{_RESPONSES}::test_a_stored_response_can_be_read_listed_continued_and_deleted",)
 _OTHERWISE = (f"{_SAME}::test_what_responses_call_otherwise_asks_the_same",)
 _VECTORS = (f"{_EMBEDDINGS}::test_token_ids_salt_and_dimensions",)
 _TO_TOKENS = (f"{_TEXTS}::test_a_text_goes_to_tokens_and_back",)
@@ -44,21 +44,21 @@ OTHERS: dict[str, dict[str, tuple[str, ...]]] = {
             (f"{_SAME}::test_template_variables_reach_the_template",),
         ),
         "input": _ITEMS,
-        "model": (f"{_RESPONSES}::test_what_is_wrong_is_named_as_it_is_called_here",),
+        "model": (f"{_RESPONSES}::test_errors_use_the_field_names_of_this_endpoint",),
         "stop": (f"{_SAME}::test_stop_strings_end_answers_on_every_endpoint",),
         "stream": (f"{_RESPONSES}::test_a_stream_has_every_event_in_its_order",),
     },
     "/v1/embeddings": {
         **dict.fromkeys(("input", "dimensions", "cache_salt"), _VECTORS),
         "encoding_format": (f"{_EMBEDDINGS}::test_the_sdk_gets_the_same_as_base64_and_as_floats",),
-        "model": (f"{_EMBEDDINGS}::test_what_is_wrong_is_named",),
+        "model": (f"{_EMBEDDINGS}::test_errors_name_the_field",),
     },
     "/tokenize": {
         **dict.fromkeys(("prompt", "return_token_strs"), _TO_TOKENS),
         **dict.fromkeys(("messages",), _AS_CHAT),
         **dict.fromkeys(
             ("add_special_tokens", "tools", "chat_template_kwargs"),
-            (f"{_TEXTS}::test_what_is_tokenized_has_what_was_asked_for",),
+            (f"{_TEXTS}::test_tokenize_options",),
         ),
         "model": _BAD,
     },
@@ -67,7 +67,7 @@ OTHERS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def effective(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """Those that do something. The rest is refused by name, or ignored on purpose: tests/unit/test_api_doc.py."""
+    """Returns the parameters with an effect. tests/unit/test_api_doc.py tests those that are rejected or ignored."""
     return [p for p in parameters if p.support is Support.SUPPORTED]
 
 
@@ -80,18 +80,18 @@ def shown(effects: Iterable[Effect], *, over_grpc: bool = False) -> set[str]:
     [((*COMMON, *COMPLETION), COMPLETIONS), (CHAT, CHATS)],
     ids=["completions", "chats"],
 )
-def test_what_a_request_can_say_is_seen_in_an_answer(
+def test_every_parameter_changes_an_answer_in_a_test(
     parameters: tuple[Parameter, ...], effects: tuple[Effect, ...]
 ) -> None:
     for p in effective(parameters):
-        if p.name in ELSEWHERE or p.name == "stream_options":  # whose members are parameters
+        if p.name in ELSEWHERE or p.name == "stream_options":  # the members of stream_options are parameters
             continue
         assert p.name in shown(effects), p.name
         if grpc_fields(p) and p.grpc != "structured_output":
             assert p.name in shown(effects, over_grpc=True), f"{p.name}, over gRPC"
 
 
-def test_every_field_of_generate_is_seen_in_an_answer() -> None:
+def test_every_field_of_generate_changes_an_answer_in_a_test() -> None:
     parameters = effective((*COMMON, *CHAT, *COMPLETION))
     seen = shown((*COMPLETIONS, *CHATS), over_grpc=True) | {name for name, tests in ELSEWHERE.items() if len(tests) > 1}
     for name in GRPC_FIELDS:
@@ -109,5 +109,5 @@ def test_the_tests_elsewhere_exist() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in BODIES if "completions" not in path])
-def test_the_smaller_endpoints_too(path: str) -> None:
+def test_every_parameter_of_the_other_endpoints_has_a_test(path: str) -> None:
     assert {p.name for p in effective(BODIES[path])} == set(OTHERS.get(path, ()))

@@ -1,4 +1,4 @@
-"""Tokens to text: detokenizers against the full decode, stop strings against a plain search, the chat template."""
+"""Tokens to text: detokenizers compared with the full decode, stop strings with a plain search; the chat template."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_vocabulary_decides_the_detokenizer(smol: TextTokenizer, metaspace: 
 
 
 @pytest.mark.parametrize(("said", "ids"), [(-1, (2,)), ([-1, 4], (4,)), ([], (2,)), (7, (7,))])
-def test_an_end_that_is_negative_is_none(metaspace: TextTokenizer, tmp_path: Path, said: Any, ids: Any) -> None:
+def test_a_negative_eos_id_counts_as_none(metaspace: TextTokenizer, tmp_path: Path, said: Any, ids: Any) -> None:
     metaspace.raw.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(metaspace.config))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
@@ -109,7 +109,7 @@ def test_token_pieces_join_to_the_text(smol: TextTokenizer, metaspace: TextToken
     parts=st.lists(st.text("ab", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_stop_scanner_equals_a_search_over_the_whole_text(parts: list[str], stops: list[str]) -> None:
+def test_the_stop_string_scanner_equals_a_search_in_the_whole_text(parts: list[str], stops: list[str]) -> None:
     scanner, out = StopStringScanner(stops), ""
     given_so_far = ""
     for part in parts:
@@ -119,7 +119,7 @@ def test_stop_scanner_equals_a_search_over_the_whole_text(parts: list[str], stop
         if scanner.found:
             break
         longest = max((k for s in stops for k in range(len(s)) if given_so_far.endswith(s[:k])), default=0)
-        assert len(given_so_far) - len(out) == longest  # held back: only what may still become a stop string
+        assert len(given_so_far) - len(out) == longest  # only text that may become a stop string is held back
     whole = "".join(parts)
     # A streamed scan ends at the first stop string that completes; among those that complete together, the first begun.
     ends = [whole.find(s) + len(s) for s in stops if s in whole]
@@ -145,7 +145,7 @@ def test_output_counts_stop_tokens_and_hides_their_text(smol: TextTokenizer) -> 
     assert smol.decode(shown) == "one two"
 
 
-def test_output_flushes_what_was_held_back(smol: TextTokenizer) -> None:
+def test_output_flushes_text_held_back(smol: TextTokenizer) -> None:
     ids = smol.encode("one two", add_special_tokens=False)
     output = ChoiceOutput(smol, ["two and more"], logprobs=True)
     pieces = [output.add([Token(i, t, -1.0)]) for i, t in enumerate(ids)]
@@ -176,7 +176,7 @@ def test_template_and_ids_are_those_of_transformers(smollm2_dir: Path, smol: Tex
         assert smol.encode(text, add_special_tokens=True) == reference(text)["input_ids"]
 
 
-def test_templates_that_refuse_or_do_harm(tmp_path: Path, smol: TextTokenizer) -> None:
+def test_templates_that_reject_a_chat_or_do_harm(tmp_path: Path, smol: TextTokenizer) -> None:
     def render(source: str) -> str:
         (tmp_path / "chat_template.jinja").write_text(source)
         return ChatTemplate(tmp_path, smol.config).render([{"role": "user", "content": "x"}])

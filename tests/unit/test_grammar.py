@@ -1,4 +1,4 @@
-"""Grammars: what is refused names the field and the keyword, what is compiled is kept, threads share the work."""
+"""Grammars: errors name the field and the keyword, compiled grammars are cached, and threads share the work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tokenizer(smollm2_dir: Path) -> GrammarTokenizer:
 
 
 def accepts(tokenizer: GrammarTokenizer, grammar: Grammar, text: str) -> bool:
-    """The whole text matches."""
+    """Whether the grammar accepts the whole text."""
     matcher = grammars.compile_grammar(tokenizer, grammar).matcher()
     ids = tokenizer.get().tokenize_str(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -39,9 +39,7 @@ def accepts(tokenizer: GrammarTokenizer, grammar: Grammar, text: str) -> bool:
         (False, '"not"'),
     ],
 )
-def test_a_keyword_that_is_not_enforced_is_refused_by_name(
-    tokenizer: GrammarTokenizer, schema: Any, keyword: str
-) -> None:
+def test_an_unsupported_keyword_is_rejected_by_name(tokenizer: GrammarTokenizer, schema: Any, keyword: str) -> None:
     grammar = grammars.from_json_schema(schema, field="response_format.json_schema.schema")
     with pytest.raises(InvalidRequest) as refused:
         grammars.compile_grammar(tokenizer, grammar)
@@ -66,7 +64,7 @@ def test_a_keyword_that_is_not_enforced_is_refused_by_name(
         lambda: grammars.from_lark_or_gbnf('root ::= "a" missing', field="f"),
     ],
 )
-def test_what_cannot_be_compiled_names_its_field(tokenizer: GrammarTokenizer, make: Any) -> None:
+def test_a_grammar_that_does_not_compile_names_its_field(tokenizer: GrammarTokenizer, make: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         grammars.compile_grammar(tokenizer, make())
     assert refused.value.field == "f"
@@ -87,7 +85,9 @@ LONG = grammars.MAX_GRAMMAR_CHARS + 1
         lambda: grammars.from_lark_or_gbnf('root ::= "a"' + " " * grammars.MAX_GBNF_CHARS, field="f"),
     ],
 )
-def test_what_is_too_long_is_refused_before_anything_is_made_of_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_is_too_long_is_rejected_before_it_is_compiled(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammars, "LLMatcher", None)
     monkeypatch.setattr(grammars, "grammar_from", None)
     with pytest.raises(InvalidRequest, match="longer than"):
@@ -111,7 +111,7 @@ def test_the_length_of_a_schema_is_that_of_its_text() -> None:
         (grammars.from_lark_or_gbnf('root ::= "x" num\nnum ::= [0-9]+', field="f"), "x42", "x"),
     ],
 )
-def test_each_form_accepts_what_it_says(tokenizer: GrammarTokenizer, grammar: Grammar, good: str, bad: str) -> None:
+def test_each_form_accepts_its_texts(tokenizer: GrammarTokenizer, grammar: Grammar, good: str, bad: str) -> None:
     assert accepts(tokenizer, grammar, good)
     assert not accepts(tokenizer, grammar, bad)
 
@@ -122,7 +122,7 @@ def test_white_space_is_bounded(tokenizer: GrammarTokenizer) -> None:
     assert not accepts(tokenizer, grammar, "{" + " " * (grammars.MAX_SPACE + 1) + "}")
 
 
-def test_the_cache_is_bounded_and_keeps_what_was_used_last(tokenizer: GrammarTokenizer) -> None:
+def test_the_cache_is_bounded_and_keeps_recently_used_grammars(tokenizer: GrammarTokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, max_cached=2)
     first, second, third = (grammars.from_choice([c], field="f") for c in "abc")
     compiled = compiler.compile(first)
@@ -158,7 +158,7 @@ def test_threads_that_ask_for_one_grammar_compile_it_once(
     assert len(calls) == 1
 
 
-def test_a_failure_is_not_kept_and_does_not_block(tokenizer: GrammarTokenizer) -> None:
+def test_a_failure_is_not_cached_and_does_not_block(tokenizer: GrammarTokenizer) -> None:
     compiler = GrammarCompiler(tokenizer)
     bad = grammars.from_regex("[a-", field="f")
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_a_failure_is_not_kept_and_does_not_block(tokenizer: GrammarTokenizer) -
             compiler.compile(bad)
 
 
-def test_the_same_text_of_another_field_is_refused_under_its_own(tokenizer: GrammarTokenizer) -> None:
+def test_an_error_names_the_field_of_its_own_request(tokenizer: GrammarTokenizer) -> None:
     compiler = GrammarCompiler(tokenizer)
     for field in ("a", "b"):
         with pytest.raises(InvalidRequest) as refused:
@@ -174,7 +174,7 @@ def test_the_same_text_of_another_field_is_refused_under_its_own(tokenizer: Gram
         assert refused.value.field == field
 
 
-def test_a_model_without_a_tokenizer_refuses_grammars_alone(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_rejects_only_grammars(tmp_path: Path) -> None:
     compiler = GrammarCompiler(GrammarTokenizer(tmp_path, eos_ids=(0,)))
     with pytest.raises(InvalidRequest) as refused:
         compiler.compile(grammars.json_object(field="response_format"))

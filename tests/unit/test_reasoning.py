@@ -1,4 +1,4 @@
-"""Reasoning sections split from answers, however the text is cut; tokens of them are counted."""
+"""Reasoning sections are split from answers, however the text is cut, and their tokens are counted."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_sections(begins: ReasoningSection, text: str, thought: str, answer: str
     begins=st.sampled_from(ReasoningSection),
     sizes=st.lists(st.integers(1, 5), max_size=20),
 )
-def test_any_text_cut_anyhow_is_split_the_same_way(text: str, begins: ReasoningSection, sizes: list[int]) -> None:
+def test_the_split_does_not_depend_on_the_pieces(text: str, begins: ReasoningSection, sizes: list[int]) -> None:
     assert split(text, begins, sizes) == split(text, begins, [])
 
 
-def test_the_prompt_says_where_the_answer_begins() -> None:
+def test_the_prompt_decides_where_the_answer_begins() -> None:
     assert ReasoningSection.from_prompt(THINK, "<|assistant|>\n") is ReasoningSection.BEFORE
     assert ReasoningSection.from_prompt(THINK, "<|assistant|>\n<think>\n") is ReasoningSection.INSIDE
     assert ReasoningSection.from_prompt(THINK, "<|assistant|>\n<think>\n\n</think>\n\n") is ReasoningSection.AFTER
@@ -73,7 +73,7 @@ def test_the_prompt_says_where_the_answer_begins() -> None:
     assert ReasoningSection.from_prompt(implied, "<|assistant|>\n") is ReasoningSection.INSIDE
 
 
-def test_the_model_or_the_flag_decides_the_style() -> None:
+def test_the_model_or_the_flag_decides_the_format() -> None:
     assert choose_reasoning_format("auto", "{% if '</think>' in content %}", ()) == REASONING_FORMATS[0]
     assert choose_reasoning_format("auto", "", {"[THINK]", "[/THINK]"}) == REASONING_FORMATS[2]
     assert choose_reasoning_format("auto", "plain", {"<|im_end|>"}) is None
@@ -88,7 +88,7 @@ TEXT = '<think>\nhm hm\n</think>\n\nSo: <tool_call>{"name": "f", "arguments": {}
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("show", [True, False])
-def test_an_answer_with_both(smollm2_dir: Path, step: int, show: bool) -> None:
+def test_an_answer_with_reasoning_and_a_call(smollm2_dir: Path, step: int, show: bool) -> None:
     tokenizer = TextTokenizer(smollm2_dir)
     reading = OutputParserConfig(
         tokenizer=tokenizer,

@@ -1,4 +1,4 @@
-"""Events of a response, whatever a model says: in order, numbered, each item whole before the next."""
+"""Events of a response: ordered and numbered, and each item is complete before the next one begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP = st.one_of(
 
 
 def parsed(raw: bytes) -> list[dict[str, Any]]:
-    """Events as a client reads them."""
+    """Returns the events as a client parses them."""
     events = []
     for event in raw.decode().split("\n\n")[:-1]:
         kind, data = event.split("\n")
@@ -34,7 +34,7 @@ def parsed(raw: bytes) -> list[dict[str, Any]]:
 
 
 def write(writer: ResponseWriter, steps: list[tuple[str, str]]) -> bytes:
-    """The events of these steps; what only makes sense within a call is left out elsewhere."""
+    """Returns the events of these steps. A step that needs an open call is left out if there is none."""
     raw, in_call = b"", False
     for number, (kind, text) in enumerate(steps):
         if kind == "call":
@@ -54,7 +54,7 @@ def write(writer: ResponseWriter, steps: list[tuple[str, str]]) -> bytes:
 
 
 @given(st.lists(STEP, max_size=12), st.sampled_from([FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS]))
-def test_what_is_done_is_what_the_deltas_said(steps: list[tuple[str, str]], finish: FinishReason) -> None:
+def test_done_events_hold_the_sum_of_the_deltas(steps: list[tuple[str, str]], finish: FinishReason) -> None:
     writer = ResponseWriter("resp_1", {"model": "m"})
     raw = writer.start(store=False) + write(writer, steps)
     whole, end = writer.end(finish, Usage(3, 4))
@@ -94,7 +94,7 @@ def test_what_is_done_is_what_the_deltas_said(steps: list[tuple[str, str]], fini
     assert done == whole["output"]
 
 
-def test_a_failure_tells_no_internals_and_keeps_what_was_complete() -> None:
+def test_a_failure_hides_internals_and_keeps_complete_items() -> None:
     writer = ResponseWriter("resp_1", {"model": "m"})
     writer.start(store=True)
     writer.call("call_1", "f", "{}")
@@ -106,7 +106,7 @@ def test_a_failure_tells_no_internals_and_keeps_what_was_complete() -> None:
     assert "secret" not in f"{error}{failed}"
 
 
-def test_a_broken_call_stays_in_the_stream_as_incomplete_and_its_text_follows() -> None:
+def test_a_malformed_call_is_incomplete_and_its_text_follows() -> None:
     writer = ResponseWriter("resp_1", {"model": "m"})
     writer.start(store=True)
     write(writer, [("call", '{"a"'), ("broken", 'f({"a"oops'), ("text", " and more")])

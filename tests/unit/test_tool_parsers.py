@@ -1,4 +1,4 @@
-"""Tool calls read from text: every format, however the text is cut, whatever is wrong with it."""
+"""Tool calls are parsed in every format, however the text is cut, and malformed calls are content."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plain(message: ParsedMessage) -> tuple[str | None, list[tuple[str, Any]]]:
 
 
 def same(deltas: list[MessageDelta]) -> list[Any]:
-    """Deltas with neighbours joined and without ids, which are random."""
+    """Returns the deltas with neighbours joined and without their random ids."""
     out: list[list[Any]] = []
     for delta in deltas:
         kind: Any = type(delta)
@@ -90,7 +90,7 @@ SIZES = st.lists(st.integers(1, 7), max_size=60)
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 @given(calls=CALLS, sizes=SIZES, before=st.sampled_from(["", "\n", "Let me see.\n\n"]))
-def test_what_was_written_is_read(
+def test_rendered_calls_are_parsed_back(
     fmt: ToolFormat, calls: list[tuple[str, dict[str, Any]]], sizes: list[int], before: str
 ) -> None:
     text = fmt.render_calls([ToolCall("x", name, json.dumps(arguments)) for name, arguments in calls])
@@ -156,7 +156,7 @@ SCRAPS = st.sampled_from(
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 @given(scraps=st.lists(SCRAPS, max_size=14), sizes=SIZES, max_calls=st.sampled_from([None, 1]))
-def test_any_text_cut_anyhow_gives_the_same_deltas(
+def test_the_deltas_do_not_depend_on_the_pieces(
     fmt: ToolFormat, scraps: list[str], sizes: list[int], max_calls: int | None
 ) -> None:
     text = "".join(scraps)
@@ -169,7 +169,7 @@ def test_any_text_cut_anyhow_gives_the_same_deltas(
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 @given(text=st.text(st.characters(exclude_characters="<[{"), max_size=30), sizes=SIZES)
-def test_text_without_calls_is_content_to_the_letter(fmt: ToolFormat, text: str, sizes: list[int]) -> None:
+def test_text_without_calls_is_unchanged_content(fmt: ToolFormat, text: str, sizes: list[int]) -> None:
     assert assemble(read(fmt, cut(text, sizes))) == ParsedMessage(text or None, None, ())
 
 
@@ -188,7 +188,7 @@ CALL = '{"name": "f", "arguments": {"a": 1}}'
 TWICE = '{"name": "f", "arguments": {}, "arguments": {}}'
 TEXTS: list[tuple[ToolFormat, str, str | None, list[tuple[str, Any]]]] = [
     (HermesFormat(), f"<tool_call>{CALL}</tool_call>", None, [("f", {"a": 1})]),
-    (HermesFormat(), f"<tool_call>\n{CALL}", None, [("f", {"a": 1})]),  # the end marker never came
+    (HermesFormat(), f"<tool_call>\n{CALL}", None, [("f", {"a": 1})]),  # without the end marker
     (HermesFormat(), f"A <tool_call>{CALL}</tool_call> B", "A B", [("f", {"a": 1})]),
     (HermesFormat(), f"<tool_call>{CALL}}}</tool_call>", "}</tool_call>", [("f", {"a": 1})]),
     (HermesFormat(), '<tool_call>{"name": "g"}</tool_call>', '<tool_call>{"name": "g"}</tool_call>', []),
@@ -252,19 +252,19 @@ TEXTS: list[tuple[ToolFormat, str, str | None, list[tuple[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("fmt", "text", "content", "calls"), TEXTS, ids=range(len(TEXTS)))
-def test_texts(fmt: ToolFormat, text: str, content: str | None, calls: list[tuple[str, Any]]) -> None:
+def test_examples_of_each_format(fmt: ToolFormat, text: str, content: str | None, calls: list[tuple[str, Any]]) -> None:
     for parts in ([text], list(text)):
         assert plain(assemble(read(fmt, parts))) == (content, calls)
 
 
-def test_calls_beyond_the_last_allowed_are_dropped_with_all_that_follows() -> None:
+def test_text_after_the_last_allowed_call_is_dropped() -> None:
     for fmt in FORMATS:
         text = fmt.render_calls([ToolCall("x", "f", '{"a": 1}'), ToolCall("y", "get_weather", "{}")]) + " bye"
         for parts in ([text], list(text)):
             assert plain(assemble(read(fmt, parts, 1))) == (None, [("f", {"a": 1})])
 
 
-def test_ids_are_those_that_the_models_templates_take() -> None:
+def test_call_ids_have_the_form_that_templates_accept() -> None:
     [call] = assemble(read(HermesFormat(), [f"<tool_call>{CALL}"])).tool_calls
     assert call.id.startswith("call_")
     [call] = assemble(read(MistralFormat(), [f"[TOOL_CALLS][{CALL}]"])).tool_calls
@@ -272,7 +272,7 @@ def test_ids_are_those_that_the_models_templates_take() -> None:
     assert call.id.isalnum()
 
 
-def test_a_stream_shows_the_whole_text_of_a_call_that_breaks() -> None:
+def test_a_stream_shows_the_whole_text_of_a_malformed_call() -> None:
     text = 'x <tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'
     deltas = read(HermesFormat(), list(text))
     assert isinstance(deltas[0], ContentDelta)
@@ -281,7 +281,7 @@ def test_a_stream_shows_the_whole_text_of_a_call_that_breaks() -> None:
 
 
 @given(value=VALUES, sizes=SIZES, tail=st.sampled_from(["", "x", " ,", "}"]))
-def test_the_scanner_takes_exactly_one_value(value: Any, sizes: list[int], tail: str) -> None:
+def test_the_scanner_reads_exactly_one_value(value: Any, sizes: list[int], tail: str) -> None:
     text = json.dumps(value, ensure_ascii=False)
     scanner, out, taken = JsonScanner(), "", 0
     for part in cut(text + tail, sizes):

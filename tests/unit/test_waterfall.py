@@ -1,4 +1,4 @@
-"""The picture of a request: words for transports, and what the marks mean."""
+"""The waterfall of a request in a terminal: names of transports, and the legend of its marks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_transports_are_named_in_words(transport: str, words: str) -> None:
     assert words in drawn(transport, 2.0)
 
 
-def test_the_scale_is_explained_where_something_goes_beyond_it() -> None:
+def test_the_scale_is_explained_when_a_bar_exceeds_it() -> None:
     assert SCALE in drawn("cma", 2.0)
     assert ">" in drawn("cma", 2.0).replace(SCALE, "")
     assert ">" not in drawn("cma", 0.5)

@@ -1,7 +1,7 @@
 """/v1/embeddings: the state of a text's last token after the model's final norm, as a vector of length 1.
 
-The inputs of a request are computed side by side, each on the prefill pod with the least queued work. An input whose
-pod fails is tried on another pod. The answer is sent when all vectors are complete.
+The inputs of a request are computed side by side, each on the prefill pod with the least queued work. If a
+pod fails, its input is tried on another pod. The answer is sent when all vectors are complete.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class GenerateHandler:
 class _SseEncoder:
     """Encodes the pieces of one choice as server-sent events.
 
-    Most pieces are only text, and their events differ only in it. Such an event is encoded once: `_plain` holds the
+    Most pieces are only text, and their events differ only in it. That event is encoded once: `_plain` holds the
     bytes before and after the text. It is None while events differ in more (log-probabilities, running usage, parsed
     text).
     """

@@ -133,7 +133,7 @@ def template_variables(fields: JsonFields) -> dict[str, Any]:
 
 
 def refuse_unsupported(fields: JsonFields, accepted_values: Mapping[str, tuple[object, ...]]) -> None:
-    """Raises InvalidRequest for a known field whose value is not one of its accepted values."""
+    """Raises InvalidRequest for a known field with a value outside of its accepted values."""
     for name, accepted in accepted_values.items():
         _refuse_unless(fields.raw(name), accepted, name)
 

@@ -82,7 +82,14 @@ MODEL = Parameter(
 COMMON: tuple[Parameter, ...] = (
     MODEL,
     number("temperature", 0, 2, "Softmax temperature; 0 is greedy.", default=1.0),
-    number("top_p", 0, 1, "Keeps the smallest set of tokens whose probability reaches it.", default=1.0, open_low=True),
+    number(
+        "top_p",
+        0,
+        1,
+        "Keeps the smallest set of most likely tokens with at least this probability in sum.",
+        default=1.0,
+        open_low=True,
+    ),
     integer("top_k", -1, v.INT32_MAX, "Keeps the k most likely tokens; 0 and -1 are off.", default="0"),
     number("min_p", 0, 1, "Drops tokens less likely than min_p times the likeliest.", default=0.0),
     number(
