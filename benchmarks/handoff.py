@@ -1,24 +1,8 @@
-"""What the hand-over of KV costs: one prefill and one decode pod, each on a GPU of its own.
+"""Measures the hand-over of KV between one prefill and one decode pod, each on its own GPU.
 
     python benchmarks/handoff.py --out benchmarks/results/handoff-h100x2.json
 
-Through the real gateway, one request at a time, unique prompts, clocks at the client:
-
-- handover_ms_N: from the first token, which prefill sends, to the second, decode's first own; median.
-- exposed_ms_8192: from the end of the last chunk's compute to the acknowledged commit, by prefill's clock; median.
-- decode_step_ratio_while_receiving: mean time of a step of 16 sequences while a second stream of prompts, which end
-  with their first token, is computed and handed over, to the mean of the steps before and after. The prompts follow
-  each other without a pause, so KV comes at the rate of one prefill (received_gb_s).
-
-Between two processes that run what pods run for transfers (TransferNode) over pools of their own, 2 GiB at a time:
-
-- payload_gb_s: blocks of 2 MiB of which no two are neighbours, from the push to the last write's end; median.
-- payload_gb_s_8mib: the same in runs of 4 blocks. rows has other runs, and other sizes of the pieces that are posted.
-
-Rows have exposed_parts, see kv_transfer.messages.ExposedParts. ends: the end of a hand-over of a single block between
-the two bare processes, with the commit as a note and as a call; on a CPU the two differ with UCX_TLS=tcp only.
-
-`--shape tiny --device cpu` is for a CPU: it shows that the script works, not how fast anything is.
+`--shape tiny --device cpu` checks on a CPU that the script works.
 """
 
 from __future__ import annotations
@@ -68,6 +52,24 @@ from kv_transfer.messages import Commit, ExposedParts, TransferReport
 from kv_transfer.node import TransferNode
 from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, WriteLimits
 
+METRICS = """
+Through the real gateway, one request at a time, with unique prompts and the client's clock:
+
+- handover_ms_N: from the first token, which prefill sends, to the second token, the first of decode; median.
+- exposed_ms_8192: from the end of the last chunk's compute to the acknowledged commit, on prefill's clock; median.
+- decode_step_ratio_while_receiving: mean time of a decode step of 16 sequences while KV arrives, over the mean of the
+  steps before and after. The KV is from other prompts, which end with their first token and follow each other without
+  a pause, so it arrives at the rate of one prefill (received_gb_s).
+
+Between two processes with the pods' transfer code (TransferNode) over their own pools, 2 GiB at a time:
+
+- payload_gb_s: scattered blocks of 2 MiB, from the push to the end of the last write; median.
+- payload_gb_s_8mib: the same in runs of 4 neighbouring blocks. The rows have other runs and write sizes.
+
+Rows have exposed_parts (kv_transfer.messages.ExposedParts). The rows in `ends` are hand-overs of one block between the
+two processes, with the commit as a notification and as a call. On a CPU the two differ only with UCX_TLS=tcp.
+"""
+
 SECRET = b"one benchmark"
 MIB = 1 << 20
 END_REPEATS = 50
@@ -75,16 +77,22 @@ END_REPEATS = 50
 
 @dataclass(frozen=True)
 class HandoffSizes:
-    """Sizes of one shape: prompts of the idle hand-overs, and what decodes while KV comes."""
+    """Sizes of one shape."""
 
     layout: KVLayout
-    total_blocks: int  # moved at a time
+    #: Blocks of one transfer between the two processes.
+    total_blocks: int
+    #: Prompt lengths of handover_ms_N.
     handover: tuple[int, ...]
+    #: Prompt length of exposed_ms_N.
     exposed: int
     repeats: int
+    #: Sequences that decode while KV arrives, and their context.
     rows: int
     context: int
+    #: Seconds of each of the periods before, while and after KV arrives.
     window_s: float
+    #: Length of the prompts whose KV arrives, and how many run concurrently.
     arriving: int
     concurrent: int
 
@@ -102,13 +110,13 @@ PLANS = {
 
 
 class UnsharedBlocks:
-    """Blocks that nobody else uses."""
+    """Pinned blocks without an owner."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.blocks = blocks
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Nothing is to be given up."""
+        """Does nothing: the benchmark reuses blocks itself."""
 
 
 @asynccontextmanager
@@ -116,15 +124,15 @@ async def node(
     plan: HandoffSizes,
     role: Role,
     device: str,
-    pieces: WriteLimits | None = None,
+    write_limits: WriteLimits | None = None,
     *,
     allow_tcp: bool = False,
-    notes: bool = True,
+    commit_notifications: bool = True,
 ) -> AsyncIterator[TransferNode]:
-    """A transfer node with a pool of its own. Its address is in its KvTargets and in `info`."""
+    """Runs a transfer node with its own pool. Its address is in its KvTargets and in `info.served_name`."""
     total = 2 * plan.total_blocks + 2
-    make = host_pool if device == "cpu" else device_pool
-    memory = make(total, plan.layout.block_bytes)
+    make_pool = host_pool if device == "cpu" else device_pool
+    memory = make_pool(total, plan.layout.block_bytes)
     generation = time.time_ns() // MIB
     server = RpcServer("127.0.0.1", 0)
     info = transfer_pb2.InfoResponse(
@@ -139,43 +147,43 @@ async def node(
         boot_id=host_boot_id(),
     )
     address = [""]
-    made = TransferNode(
+    transfer_node = TransferNode(
         backend=NixlBackend(),
         memory=memory,
         info=lambda: info,
         signer=Signer(SECRET, info.pod, generation),
         address=lambda: address[0],
-        write_limits=pieces,
+        write_limits=write_limits,
         allow_tcp=allow_tcp,
-        commit_notifications=notes,
+        commit_notifications=commit_notifications,
     )
-    server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, made.servicer, "baton.v1.Transfer")
-    await made.start()
+    server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, transfer_node.servicer, "baton.v1.Transfer")
+    await transfer_node.start()
     address[0] = f"127.0.0.1:{await server.start()}"
-    info.served_name = address[0]  # how `receive` tells it
+    info.served_name = address[0]  # read by `receive`
     try:
-        yield made
+        yield transfer_node
     finally:
-        await made.stop(1.0)
+        await transfer_node.stop(1.0)
         await server.stop(0)
 
 
 async def receive(plan: HandoffSizes, device: str) -> None:
-    """The other process: reserves the blocks that each line of stdin names and prints the target."""
-    async with node(plan, Role.DECODE, device) as here:
-        info = await here.servicer.Info(transfer_pb2.InfoRequest(), None)  # type: ignore[arg-type]
+    """Main function of the receiving process: expects a transfer for each line of stdin and prints its target."""
+    async with node(plan, Role.DECODE, device) as local_node:
+        info = await local_node.servicer.Info(transfer_pb2.InfoRequest(), None)  # type: ignore[arg-type]
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
-            asked = json.loads(line)
+            order = json.loads(line)
 
             def ignore(_: Commit | BatonError) -> None:
-                """The sender knows."""
+                """Does nothing: the sender measures the transfer and sees its errors."""
 
-            transfer_id = here.expect_transfer(
-                request_id=asked["request"],
+            transfer_id = local_node.expect_transfer(
+                request_id=order["request"],
                 first_block=0,
-                blocks=asked["blocks"],
-                pin=UnsharedBlocks(asked["blocks"]),
+                blocks=order["blocks"],
+                pin=UnsharedBlocks(order["blocks"]),
                 deadline_s=60.0,
                 on_ready=ignore,
                 on_failed=ignore,
@@ -185,7 +193,7 @@ async def receive(plan: HandoffSizes, device: str) -> None:
 
 
 def scattered(total: int, run: int, rng: random.Random) -> list[int]:
-    """`total` blocks of a pool twice as large, in runs of so many neighbours."""
+    """Returns `total` blocks of a pool of twice the size, in scattered runs of `run` neighbours."""
     starts = list(range(0, 2 * total, run + 1))[: total // run]
     rng.shuffle(starts)
     return [start + i for start in starts for i in range(run)]
@@ -193,7 +201,7 @@ def scattered(total: int, run: int, rng: random.Random) -> list[int]:
 
 @dataclass(frozen=True)
 class ReceiverProcess:
-    """The process that receives."""
+    """The receiving process, seen from the sending one."""
 
     plan: HandoffSizes
     stdin: asyncio.StreamWriter
@@ -201,14 +209,14 @@ class ReceiverProcess:
 
     async def reserve(self, request: str, blocks: list[int]) -> KvTarget:
         self.stdin.write(json.dumps({"request": request, "blocks": blocks}).encode() + b"\n")
-        told = json.loads(await self.stdout.readline())
-        transfer_id, fingerprint = TransferId(told["generation"], told["number"]), self.plan.layout.fingerprint
-        return KvTarget(transfer_id, told["pod"], told["address"], 0, tuple(blocks), fingerprint)
+        target = json.loads(await self.stdout.readline())
+        transfer_id, fingerprint = TransferId(target["generation"], target["number"]), self.plan.layout.fingerprint
+        return KvTarget(transfer_id, target["pod"], target["address"], 0, tuple(blocks), fingerprint)
 
 
 @asynccontextmanager
 async def receiver(plan: HandoffSizes, device: str) -> AsyncIterator[ReceiverProcess]:
-    """On the last GPU; this process keeps the first."""
+    """Runs the receiving process on the last GPU. This process keeps the first GPU."""
     gpus = visible_gpus() if device != "cpu" else ()
     env = dict(os.environ)
     if gpus:
@@ -231,31 +239,30 @@ async def receiver(plan: HandoffSizes, device: str) -> AsyncIterator[ReceiverPro
 
 
 async def payload(child: ReceiverProcess, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
-    """GB/s of each size of runs and of pieces."""
+    """Measures GB/s for each length of runs and each write size."""
     plan = child.plan
-    usual = DEFAULT_WRITE_LIMITS["DRAM" if device == "cpu" or not visible_gpus() else "VRAM"]
-    cuts = [usual, *(WriteLimits(size * MIB, size * MIB, usual.max_in_flight) for size in (32, 128))]
+    default = DEFAULT_WRITE_LIMITS["DRAM" if device == "cpu" or not visible_gpus() else "VRAM"]
     rows: list[dict[str, Any]] = []
     rng = random.Random(0)
-    for cut in cuts:
-        async with node(plan, Role.PREFILL, device, cut, allow_tcp=allow_tcp) as here:
-            for run in (1, 4, 16, plan.total_blocks) if cut is usual else (1, 4):
+    for limits in [default, *(WriteLimits(size * MIB, size * MIB, default.max_in_flight) for size in (32, 128))]:
+        async with node(plan, Role.PREFILL, device, limits, allow_tcp=allow_tcp) as local_node:
+            for run in (1, 4, 16, plan.total_blocks) if limits is default else (1, 4):
                 times, exposed = [], []
                 for repeat in range(plan.repeats + 1):
                     local, remote = (scattered(plan.total_blocks, run, rng) for _ in range(2))
-                    request = f"{cut.first_bytes}-{cut.max_bytes}-{run}-{repeat}"
-                    took, commit_s, _ = await move(here, await child.reserve(request, remote), request, local)
-                    if repeat:  # the first connects
-                        times.append(took)
+                    request = f"{limits.first_bytes}-{limits.max_bytes}-{run}-{repeat}"
+                    write_s, commit_s, _ = await move(local_node, await child.reserve(request, remote), request, local)
+                    if repeat:  # the first one connects
+                        times.append(write_s)
                         exposed.append(commit_s)
                 size = plan.total_blocks * plan.layout.block_bytes
-                peer = here.stats().peers[0]
+                peer = local_node.stats().peers[0]
                 rows.append(
                     {
                         "run_blocks": run,
                         "run_mib": run * plan.layout.block_bytes / MIB,
-                        "piece_mib": cut.max_bytes // MIB,
-                        "first_mib": cut.first_bytes // MIB,
+                        "piece_mib": limits.max_bytes // MIB,
+                        "first_mib": limits.first_bytes // MIB,
                         "gb_s": round(size / statistics.median(times) / 1e9, 1),
                         "gb_s_best": round(size / min(times) / 1e9, 1),
                         "to_commit_ms": ms(statistics.median(exposed)),
@@ -268,36 +275,42 @@ async def payload(child: ReceiverProcess, device: str, *, allow_tcp: bool) -> li
 
 
 async def ends(child: ReceiverProcess, device: str, *, allow_tcp: bool) -> list[dict[str, Any]]:
-    """What the end of a hand-over of one block takes, with commits as notes and as calls: all but the bytes."""
+    """Measures hand-overs of one block, with the commit as a notification and as a call."""
     rows: list[dict[str, Any]] = []
-    for notes in (True, False):
+    for by_note in (True, False):
         reports: list[TransferReport] = []
-        async with node(child.plan, Role.PREFILL, device, allow_tcp=allow_tcp, notes=notes) as here:
+        async with node(
+            child.plan, Role.PREFILL, device, allow_tcp=allow_tcp, commit_notifications=by_note
+        ) as local_node:
             for repeat in range(END_REPEATS + 2):
-                request = f"end-{notes}-{repeat}"
-                *_, report = await move(here, await child.reserve(request, [repeat]), request, [repeat])
+                request = f"end-{by_note}-{repeat}"
+                *_, report = await move(local_node, await child.reserve(request, [repeat]), request, [repeat])
                 reports.append(report)
-        rows.append({"notes": notes, "exposed": spread([r.exposed_s for r in reports[2:]])})
+        rows.append({"notes": by_note, "exposed": spread([r.exposed_s for r in reports[2:]])})
         rows[-1] |= exposed_parts([asdict(r.parts) for r in reports[2:]])
         print(rows[-1], flush=True)
     return rows
 
 
 def exposed_parts(parts: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """What the exposed time was, in milliseconds from the end of the last chunk's compute; medians."""
+    """Returns the median parts of the exposed time, in milliseconds from the end of the last chunk's compute."""
     names = [field.name for field in fields(ExposedParts)]
     medians = {name.removesuffix("_s"): ms(statistics.median(p.get(name, 0.0) for p in parts)) for name in names}
     return {"exposed_parts": medians}
 
 
 async def move(
-    here: TransferNode, target: KvTarget, request: str, local: list[int]
+    local_node: TransferNode, target: KvTarget, request: str, local: list[int]
 ) -> tuple[float, float, TransferReport]:
-    """Seconds from the push to the last write's end, and from there on to the acknowledged commit; the report."""
+    """Runs one transfer.
+
+    Returns the seconds from the push to the end of the last write, the seconds from there to the acknowledged commit,
+    and the report.
+    """
     ended: list[float] = []
-    transfer = here.start_transfer(target, request, len(local), 60.0)
+    transfer = local_node.start_transfer(target, request, len(local), 60.0)
     transfer.on_progress = lambda _: ended.append(time.perf_counter())
-    await asyncio.sleep(0.05)  # opened by then, as it is under the first chunk of a prompt
+    await asyncio.sleep(0.05)  # the transfer opens in this time, as it does during the first chunk of a prompt
     began = time.perf_counter()
     transfer.push(0, local, UnsharedBlocks(local))
     transfer.finish([1], [None])
@@ -313,17 +326,17 @@ def plan_name(plan: HandoffSizes) -> str:
 async def handovers(
     client: StackClient, shape: str, length: int, repeats: int
 ) -> tuple[list[TimedAnswer], list[dict[str, Any]]]:
-    """Idle requests one after another, with what the gateway noted; two more than that come first and do not count."""
-    answers, notes = [], []
+    """Runs requests one after another. Returns their answers and timelines; two warm-up requests are not counted."""
+    answers, timelines = [], []
     for prompt in prompts(shape, repeats + 2, length, seed=1):
         answers.append(await client.ask(prompt, 8))
-        await asyncio.sleep(0.05)  # the hand-off's report may come after the last token
-        notes.append(await client.timeline(answers[-1]))
-    return answers[2:], notes[2:]
+        await asyncio.sleep(0.05)  # the report of the hand-off may arrive after the last token
+        timelines.append(await client.timeline(answers[-1]))
+    return answers[2:], timelines[2:]
 
 
 async def receiving(client: StackClient, shape: str, plan: HandoffSizes, block_bytes: int) -> dict[str, Any]:
-    """Step times of a decoding batch before, while and after KV arrives."""
+    """Measures the step times of a decoding batch before, while and after KV arrives."""
     steps = min(CONFIGS[shape]["max_position_embeddings"] - plan.context - 1, 12000)
     streams = [asyncio.create_task(client.ask(p, steps)) for p in prompts(shape, plan.rows, plan.context, seed=2)]
     await asyncio.sleep(2 * plan.window_s)
@@ -338,7 +351,7 @@ async def receiving(client: StackClient, shape: str, plan: HandoffSizes, block_b
         while time.perf_counter() < until:
             try:
                 await client.ask(next(arriving), 1)
-            except RuntimeError as e:  # a machine with few cores may have no room now
+            except RuntimeError as e:  # on a machine with few cores the pods may be overloaded
                 print(e, flush=True)
                 await asyncio.sleep(0.1)
             else:
@@ -352,7 +365,7 @@ async def receiving(client: StackClient, shape: str, plan: HandoffSizes, block_b
         if not stream.done():
             stream.cancel()
     done = await asyncio.gather(*streams, return_exceptions=True)
-    answers = [a for a in client.asked if a.due < marks[0] and len(a.at) > 8]
+    answers = [a for a in client.answers if a.due < marks[0] and len(a.at) > 8]
     assert len(answers) >= plan.rows, [repr(d) for d in done if isinstance(d, Exception)]
     means: list[float] = []
     tails: list[dict[str, float]] = []
@@ -383,20 +396,20 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
         async with running(shape, args.device, allow_tcp=args.allow_tcp, flags=flags) as (stack, client):
             more["idle"] = []
             for length in sorted({*plan.handover, plan.exposed}):
-                answers, notes = await handovers(client, shape, length, plan.repeats)
-                handed = [n["handed_off"] for n in notes]
+                answers, timelines = await handovers(client, shape, length, plan.repeats)
+                handed = [events["handed_off"] for events in timelines]
                 row = {
                     "prompt": length,
                     "ttft": spread([a.ttft_s for a in answers]),
                     "handover": spread([a.gap12_s for a in answers]),
                     "exposed": spread([h["exposed_s"] for h in handed]),
                     **exposed_parts([h["parts"] for h in handed]),
-                    "compute": spread([n["first_token"]["compute_s"] for n in notes]),
+                    "compute": spread([events["first_token"]["compute_s"] for events in timelines]),
                     "later_tokens": spread([gap for a in answers for gap in a.gaps_s]),
                     "timeline_ms": {
-                        name: ms(statistics.median(n[name]["t"] for n in notes))
-                        for name in notes[0]
-                        if name in notes[-1]
+                        name: ms(statistics.median(events[name]["t"] for events in timelines))
+                        for name in timelines[0]
+                        if name in timelines[-1]
                     },
                     "blocks": handed[-1]["blocks"],
                     "blocks_before_last_chunk": handed[-1]["blocks_before_last_chunk"],
@@ -418,24 +431,31 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, float], dict[str,
         async with receiver(plan, args.device) as child:
             more["ends"] = await ends(child, args.device, allow_tcp=args.allow_tcp)
             more["rows"] = await payload(child, args.device, allow_tcp=args.allow_tcp)
-        rate = {row["run_blocks"]: row["gb_s"] for row in reversed(more["rows"])}  # the first are as pods have them
+        # Reversed, because the first rows have the pods' default write limits.
+        rate = {row["run_blocks"]: row["gb_s"] for row in reversed(more["rows"])}
         metrics |= {"payload_gb_s": rate[1], "payload_gb_s_8mib": rate[4]}
     return metrics, more
 
 
 def write(args: argparse.Namespace, metrics: dict[str, float], more: dict[str, Any]) -> None:
-    """The result so far."""
+    """Writes the result so far."""
     report.write(args.out, "handoff", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, **more)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--shape", choices=PLANS, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--allow-tcp", action="store_true", help="whatever carries the KV")
-    parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="of the pods: chunk-graphs=8192")
-    parser.add_argument("--only", choices=("pods", "payload"), nargs="+", default=["pods", "payload"])
+    parser.add_argument("--allow-tcp", action="store_true", help="accept TCP as transport of the KV")
+    parser.add_argument(
+        "--flags", nargs="+", default=[], metavar="NAME=VALUE", help="flags of the pods, for example chunk-graphs=8192"
+    )
+    parser.add_argument(
+        "--only", choices=("pods", "payload"), nargs="+", default=["pods", "payload"], help="parts to run"
+    )
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.receive:

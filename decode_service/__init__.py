@@ -1,1 +1,1 @@
-"""The decode pod: reserves, receives KV, batches continuously."""
+"""The decode pod reserves blocks, receives KV and decodes with continuous batching."""

@@ -49,22 +49,22 @@ class Admission:
         self._always_local = config.role is Role.BOTH
         self._local = LocalPrefillPolicy(config.local_prefill)
         max_seqs = pod.engine.scheduler.config.max_seqs
-        self._max_held = max_seqs + max(1, max_seqs // 2)
+        self._max_sequences = max_seqs + max(1, max_seqs // 2)
 
     def decide(
         self,
         request: ValidRequest,
         *,
-        held: int,
+        num_sequences: int,
         queued_tokens: int,
-        there: RemotePrefillCost | None,
+        remote_cost: RemotePrefillCost | None,
         remote_only: bool,
     ) -> Admitted | Rejected:
         """Room (blocks leased) or NoRoom. held: sequences that this pod reserved or runs already; queued_tokens: of
         prompts that it computes; there: what another pod would take for this one, None while not known.
         """
-        if held and held + request.sampling.n > self._max_held:
-            return Rejected(f"{held} sequences are reserved or running already")
+        if num_sequences and num_sequences + request.sampling.n > self._max_sequences:
+            return Rejected(f"{num_sequences} sequences are reserved or running already")
         layout, pool = self._pod.engine.layout, self._pod.engine.pool
         size = layout.block_size
         matchable = matchable_blocks(request.context_len, size)
@@ -90,7 +90,7 @@ class Admission:
         cached = lease.cached_blocks * size
         step_s, slope_s = rates.decode_fit()
         config = scheduler.config
-        here = DecodePodState(
+        state = DecodePodState(
             running=stats.running,
             queued_tokens=queued_tokens,
             chunk_tokens=config.local_chunk_tokens or config.chunk_tokens,
@@ -98,11 +98,11 @@ class Admission:
             chunk_s=rates.chunk_s,
         )
         usable = 0 if scored else cached
-        verdict = self._local.decide(request.context_len - usable, usable, here, there, remote_only=remote_only)
-        if verdict.local and cached > usable:
+        decision = self._local.decide(request.context_len - usable, usable, state, remote_cost, remote_only=remote_only)
+        if decision.local and cached > usable:
             lease.finish("all of it is computed")
             lease = pool.lease([], blocks, keep_free=stats.running)
             if lease is None:
                 return Rejected("the KV pool is full", temporary=pool.copies_pending())
             cached = 0
-        return Admitted(lease, cached, verdict, hashes)
+        return Admitted(lease, cached, decision, hashes)

@@ -1,40 +1,40 @@
 """One request on a decode pod, from its reservation to its end.
 
-RESERVED --every block and Commit arrived--> RUNNING --last token--> ENDED
-LOCAL (this pod prefills) starts as RUNNING
-any state --abort, failure, deadline--> ENDED
+    remote prefill: RESERVED --every block and the commit arrived--> RUNNING --last token--> ENDED
+    local prefill:                                                   RUNNING --last token--> ENDED
+    any state --abort, failure, deadline--> ENDED
 
-The lease belongs to the reservation until its sequences are given to the engine, then to the engine. Whoever moves the
-state to ENDED decides, under the lock, what the gateway is told; everything later is dropped. A request is *gone* once
-the engine holds nothing for it.
+The hand-off owns the lease until the engine gets its sequences; then the engine owns it. The call that moves the state
+to ENDED decides, under the lock, what the gateway receives as the end. Everything later is dropped. The hand-off is
+drained once the engine holds nothing for the request.
 
-Of a request's n sequences (children) each ends by itself; the request ends with the last of them, or with an error of
-any. Those whose KV arrived fork from the reservation's lease, and each takes one of the spare blocks behind the prompt.
+Each of a request's n sequences (children) ends by itself. The request ends with the last of them, or with an error of
+any. Sequences whose KV arrived fork from the lease, and each takes one of the spare blocks behind the prompt.
 
-Callers: the event loop, the transfer thread (ready, failed), the engine (refused).
+Callers: the event loop; the transfer thread (on_transfer_ready, on_transfer_failed); the engine thread (on_refused).
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import functools
 import logging
 import threading
 import time
 from collections import abc
-from collections.abc import Callable
 from typing import Any
 
 from common.block_hash import BlockHasher
-from common.errors import BatonError, TransferFailed
+from common.errors import BatonError, DeadlineExceeded, TransferFailed
 from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
 from common.tracing.context import TraceContext
 from common.types import KvTarget, TransferId, ValidRequest
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from decode_service.token_stream import TokenStream
-from engine.engine import SequenceOutput
 from engine.kv.blocks import Lease
+from engine.schedule.outputs import SequenceOutput
 from engine.schedule.sequence import Sequence
 from kv_transfer.messages import Commit
 from pod.runtime import PodRuntime
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class HandOffState(enum.Enum):
-    """Where the request is."""
+    """State of the request on this pod."""
 
     RESERVED = "reserved"
     RUNNING = "running"
@@ -51,12 +51,10 @@ class HandOffState(enum.Enum):
 
 
 class DecodeHandOff:
-    """The life of one request on this pod.
+    """One decode request. Build it on the event loop and call `start_remote` or `start_local` once.
 
-    tell(reservation, delta) passes news to the gateway's stream, gone(reservation) says that nothing is held any more;
-    both may be called on any thread. lease is None where the scheduler leases when it admits the prompt.
-    hashes: of the prompt's lead blocks. grammar: the request's, compiled. asked_by: the caller's span, if it is
-    recorded.
+    lease: blocks for the prompt; None where the scheduler leases them when it admits the prompt.
+    hashes: of the prompt's leading full blocks, as far as they are known.
     """
 
     def __init__(
@@ -65,33 +63,39 @@ class DecodeHandOff:
         request: ValidRequest,
         stream: TokenStream,
         lease: Lease | None,
+        deadline_s: float,
         *,
         hashes: abc.Sequence[bytes] = (),
         grammar: CompiledGrammar | None = None,
         caller_span: TraceContext | None = None,
-        tell: Callable[[DecodeHandOff, decode_pb2.SequenceDelta], None],
-        gone: Callable[[DecodeHandOff], None],
     ) -> None:
         self.request = request
         self.stream = stream
         self.lease = lease
+        #: The caller's span, if the request is traced.
+        self.caller_span = caller_span
         self.seqs: tuple[Sequence, ...] = ()
         self.arrived_at = time.monotonic()
         self.reserved_at: float | None = None
         self.running_since: float | None = None
+        #: This pod computes the prompt.
         self.local = lease is None
         self._pod = pod
+        self._deadline_s = deadline_s
         self._hashes = hashes
         self._grammar = grammar
-        self.caller_span = caller_span
-        self._send_delta = tell
-        self._on_drained = gone
+        self._aio = asyncio.get_running_loop()
+        self._timer = self._aio.call_later(deadline_s, self.fail, DeadlineExceeded("the request's deadline passed"))
+        self._drained = asyncio.Event()
         self._lock = threading.RLock()
         self._state = HandOffState.RESERVED
-        self._first_output = False  # of a local prefill is still to come
+        #: The first output of a local prefill is still to come.
+        self._first_output = False
         self._transfer_id: TransferId | None = None
-        self._ended_children: set[int] = set()  # children whose end the gateway knows
-        self._in_engine = 0  # children
+        #: Children whose end the gateway knows.
+        self._ended_children: set[int] = set()
+        #: Children that the engine holds something for.
+        self._in_engine = 0
 
     @property
     def state(self) -> HandOffState:
@@ -102,35 +106,45 @@ class DecodeHandOff:
         """Children that have not ended."""
         return len(self.request.child_indices) - len(self._ended_children)
 
-    def start_remote(self, deadline_s: float) -> KvTarget:
-        """Announces the missing blocks to the transfer node; the home that prefill writes to."""
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that this pod still computes for the request."""
+        if self._state is not HandOffState.RUNNING:
+            return 0
+        length = self.request.context_len
+        return sum(length - seq.computed for seq in self.seqs if seq.finish_reason is None and seq.computed < length)
+
+    def start_remote(self) -> KvTarget:
+        """Expects the KV of the uncached blocks from a prefill pod. Returns the blocks that it is written to."""
         pod, lease = self._pod, self.lease
         assert lease is not None
         first = lease.cached_blocks
         blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.context_len)])
         with self._lock:
-            hold = lease.pin_for_write(first, len(blocks))
+            pin = lease.pin_for_write(first, len(blocks))
             try:
                 self._transfer_id = pod.transfer_node.expect_transfer(
                     request_id=self.request.request_id,
                     first_block=first,
                     blocks=blocks,
-                    hold=hold,
-                    deadline_s=deadline_s,
+                    pin=pin,
+                    deadline_s=self._deadline_s,
                     on_ready=self.on_transfer_ready,
                     on_failed=self.on_transfer_failed,
                 )
             except BaseException:
-                hold.release()
+                pin.release()
                 raise
+        self.reserved_at = time.monotonic()
         return KvTarget(self._transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
 
     def start_local(self) -> None:
-        """Gives the prompt to the engine, and the lease with it: what it has from the cache is not computed again.
+        """Gives the prompt and the lease to the engine, which computes what the cache does not hold.
 
-        Of the spare blocks one goes with it: a sequence never has more than its context, and the other children, which
-        fork in the engine, get theirs there.
+        One spare block goes with the lease, because a sequence has at most the blocks of its context and one more. The
+        other children fork in the engine and get their blocks there.
         """
+        self.reserved_at = time.monotonic()
         engine, lease = self._pod.engine, self.lease
         computed = 0
         if lease is not None:
@@ -141,7 +155,7 @@ class DecodeHandOff:
             self._run([self._sequence(lease=lease, computed=computed, child=self.request.child)])
 
     def on_transfer_ready(self, commit: Commit) -> None:
-        """Every block and the first tokens are here: what does not end with its first token joins the running batch."""
+        """Every block and the first tokens arrived: children that go on join the running batch. Transfer thread."""
         with self._lock:
             if self._state is not HandOffState.RESERVED:
                 return
@@ -150,7 +164,9 @@ class DecodeHandOff:
             tokens, n = commit.first_tokens, len(children)
             if len(tokens) != n or not all(0 <= token < vocab_size for token in tokens):
                 self.on_transfer_failed(
-                    TransferFailed(f"the commit carries no usable first token of each of {n} sequences")
+                    TransferFailed(
+                        f"the commit has first tokens {list(tokens)}; expected {n} token ids below {vocab_size}"
+                    )
                 )
                 return
             self._publish(self.lease)
@@ -161,18 +177,18 @@ class DecodeHandOff:
             }
             if firsts:
                 try:
-                    seqs = self._begin(self.lease, firsts)
-                except BatonError as error:  # a first token that the grammar does not allow
+                    seqs = self._fork(self.lease, firsts)
+                except BatonError as error:  # the grammar does not allow a first token
                     self.on_transfer_failed(error)
                     return
                 self._run(seqs)
                 return
             self._state = HandOffState.ENDED
             self.lease.finish("finished at its first token")
-        self._on_drained(self)
+        self._set_drained()
 
-    def _begin(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
-        """The children that go on, by child and first token; the lease is theirs from now on."""
+    def _fork(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
+        """Sequences of the children that go on, from their first tokens. They take the lease over."""
         computed = self.request.context_len
         if self.request.sampling.n == 1:
             [(child, token)] = firsts.items()
@@ -196,13 +212,14 @@ class DecodeHandOff:
         return seqs
 
     def _sequence(self, *, first: abc.Sequence[int] = (), **kwargs: Any) -> Sequence:
-        """first: its first token, where another pod sampled that."""
+        """A sequence for the engine. first: its first token, where a prefill pod sampled it."""
         output = [*self.request.output_ids, *first]
         return self._pod.engine.new_sequence(
             self.request, grammar=self._grammar, hashes=self._hashes, output=output, **kwargs
         )
 
     def _publish(self, lease: Lease) -> None:
+        """Makes the prompt's full blocks visible in the prefix cache."""
         layout, salt = self._pod.engine.layout, self.request.cache_salt
         hasher = BlockHasher(layout.fingerprint, layout.block_size, salt, known=self._hashes)
         self._hashes = hasher.extend(self.request.context_ids)
@@ -219,25 +236,33 @@ class DecodeHandOff:
             self._pod.engine_loop.set_paused([self.request.request_id], True)
 
     def on_transfer_failed(self, error: BatonError) -> None:
-        """The hand-off broke (or the request otherwise cannot go on): the gateway is told."""
-        if self._state is not HandOffState.ENDED:  # what follows an abort is no news
+        """The KV will not arrive, or its first tokens cannot be used. Transfer thread."""
+        if self._state is not HandOffState.ENDED:  # a failure after an abort is expected
             _log.info("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
-        self.end(error)
+        self.fail(error)
 
     def on_refused(self, seq: Sequence, error: BatonError) -> None:
-        """The engine did not take the sequence: the request ends."""
-        self.end(error)
-        if self.on_engine_released(seq):
-            self._on_drained(self)
+        """The engine did not accept the sequence: the request ends. Any thread."""
+        self.fail(error)
+        self.on_engine_released(seq)
 
-    def on_engine_released(self, seq: Sequence) -> bool:
-        """The engine holds nothing for the sequence any more; True when that was the last of the request."""
+    def on_engine_released(self, seq: Sequence) -> None:
+        """The engine released a sequence. Any thread."""
         with self._lock:
-            self._in_engine -= seq.num_samples  # before its first token one stands for all
-            return self._in_engine <= 0
+            self._in_engine -= seq.num_samples  # before its first token one sequence stands for all children
+            last = self._in_engine <= 0
+        if last:
+            self._set_drained()
 
-    def end(self, error: BatonError | None) -> None:
-        """Ends the request whatever its state; idempotent. error: what the gateway is told, None for nothing."""
+    def fail(self, error: BatonError) -> None:
+        """Ends the request in any state and sends `error` to the gateway. Any thread; idempotent."""
+        self._end(error)
+
+    def close(self) -> None:
+        """Ends the request in any state; the gateway expects nothing more. Any thread; idempotent."""
+        self._end(None)
+
+    def _end(self, error: BatonError | None) -> None:
         with self._lock:
             if self._state is HandOffState.ENDED:
                 return
@@ -250,12 +275,12 @@ class DecodeHandOff:
                 if self._transfer_id is not None:
                     self._pod.transfer_node.release(self._transfer_id)
         if error is not None:
-            self._send_delta(self, self._error_delta(error))
+            self._aio.call_soon_threadsafe(self.stream.put_batch, [self._error_delta(error)])
         if not running:
-            self._on_drained(self)
+            self._set_drained()
 
     def close_child(self, child: int) -> None:
-        """Ends one child, of which the gateway needs no more, and the request with the last; idempotent."""
+        """Ends one child because the gateway needs no more of it. The last one ends the request. Idempotent."""
         with self._lock:
             if (
                 self._state is HandOffState.ENDED
@@ -265,18 +290,32 @@ class DecodeHandOff:
                 return
             self._ended_children.add(child)
             if not self.num_sequences:
-                self.end(None)
+                self.close()
             elif self._state is HandOffState.RUNNING:
                 self._pod.engine_loop.abort(self.request.request_id, child)
 
+    async def drained(self) -> None:
+        """Returns once the engine holds nothing for the request, and never will."""
+        await self._drained.wait()
+
+    def _set_drained(self) -> None:
+        def drained() -> None:
+            self._timer.cancel()
+            self._drained.set()
+
+        self._aio.call_soon_threadsafe(drained)
+
     def set_paused(self, paused: bool) -> None:
-        """Follows the stream: a paused sequence is not scheduled."""
+        """Follows the stream: the engine does not schedule a paused sequence."""
         with self._lock:
             if self._state is HandOffState.RUNNING:
                 self._pod.engine_loop.set_paused([self.request.request_id], paused)
 
     def on_output(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
-        """One step's news for the gateway, None when there is none or the gateway has been told the end already."""
+        """The gateway's message for one sequence's output of a step. Event loop.
+
+        None when there is nothing to send, or the gateway knows already that the child ended.
+        """
         delta = self._delta(output)
         child = output.seq.child
         with self._lock:

@@ -53,7 +53,7 @@ class DecodePodState:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecision:
-    """local: this pod computes it. here_s, there_s: the costs that were compared, 0 where none were."""
+    """local: this pod computes it. local_s, tlocal_s: the costs that were compared, 0 where none were."""
 
     local: bool
     reason: PrefillReason
@@ -68,7 +68,13 @@ class LocalPrefillPolicy:
     mode: str
 
     def decide(
-        self, uncached: int, cached: int, here: DecodePodState, there: RemotePrefillCost | None, *, remote_only: bool
+        self,
+        uncached: int,
+        cached: int,
+        state: DecodePodState,
+        remote_cost: RemotePrefillCost | None,
+        *,
+        remote_only: bool,
     ) -> PrefillDecision:
         """uncached, cached: prompt tokens that this pod would compute, and that it holds."""
         if self.mode == "off":
@@ -79,28 +85,30 @@ class LocalPrefillPolicy:
             return PrefillDecision(uncached <= int(self.mode), PrefillReason.THRESHOLD)
         if not cached:
             return PrefillDecision(False, PrefillReason.NOTHING_CACHED)
-        if uncached > MAX_LOCAL_STEPS * here.chunk_tokens:
+        if uncached > MAX_LOCAL_STEPS * state.chunk_tokens:
             return PrefillDecision(False, PrefillReason.TOO_LONG)
-        if there is None:
+        if remote_cost is None:
             return PrefillDecision(False, PrefillReason.UNKNOWN)
-        here_s = _local_cost_s(uncached, here, there)
-        if here_s is None:
+        local_s = _local_cost_s(uncached, state, remote_cost)
+        if local_s is None:
             return PrefillDecision(False, PrefillReason.UNKNOWN)
-        return PrefillDecision(here_s <= there.seconds, PrefillReason.CHEAPER, here_s, there.seconds)
+        return PrefillDecision(local_s <= remote_cost.seconds, PrefillReason.CHEAPER, local_s, remote_cost.seconds)
 
 
-def _local_cost_s(uncached: int, here: DecodePodState, there: RemotePrefillCost) -> float | None:
+def _local_cost_s(uncached: int, state: DecodePodState, remote_cost: RemotePrefillCost) -> float | None:
     """Seconds; None when no pod has measured what a chunk takes."""
 
     def lengthened_s(tokens: int) -> float:
-        measured = here.chunk_s(min(tokens, here.chunk_tokens))
-        return measured or (min(tokens, here.chunk_tokens) / there.tokens_per_s if there.tokens_per_s > 0 else 0.0)
+        measured = state.chunk_s(min(tokens, state.chunk_tokens))
+        return measured or (
+            min(tokens, state.chunk_tokens) / remote_cost.tokens_per_s if remote_cost.tokens_per_s > 0 else 0.0
+        )
 
     longer_s = lengthened_s(uncached)
     if longer_s <= 0:
         return None
-    own = math.ceil(uncached / here.chunk_tokens)
-    ahead = math.ceil(here.queued_tokens / here.chunk_tokens)
-    plain_s = here.step_s if here.running else 0.0
-    waits = own * (plain_s + longer_s) + ahead * (plain_s + lengthened_s(here.queued_tokens))
-    return waits + here.running * own * longer_s
+    own = math.ceil(uncached / state.chunk_tokens)
+    ahead = math.ceil(state.queued_tokens / state.chunk_tokens)
+    plain_s = state.step_s if state.running else 0.0
+    waits = own * (plain_s + longer_s) + ahead * (plain_s + lengthened_s(state.queued_tokens))
+    return waits + state.running * own * longer_s

@@ -1,7 +1,7 @@
-"""The Decode service: reserves room, keeps one token stream per gateway, and routes each engine step's tokens to them.
+"""Decode service of one pod: admits requests, keeps one token stream per gateway and sends each step's tokens to it.
 
-The registry of requests and the streams belong to the event loop; the engine thread and the transfer thread reach them
-through call_soon_threadsafe only (the engine thread also reads the registry, whose entries never change identity).
+The event loop owns the registry of requests and the streams. The engine thread and the transfer thread reach them
+through call_soon_threadsafe. The engine thread also looks requests up, which is safe because an entry never changes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from common.rpc import remaining_s
 from common.types import RemotePrefillCost, ValidRequest
 from common.wire import kv_target_to_pb, request_from_pb
 from decode_service.admission import Admission, Admitted, Rejected
-from decode_service.hand_off import DecodeHandOff, HandOffState
+from decode_service.hand_off import DecodeHandOff
 from decode_service.spans import record_spans
 from decode_service.token_stream import MAX_UNACKED_BATCHES, PAUSE_LIMIT_S, TokenStream
-from engine.engine import SequenceOutput, StepResult
+from engine.schedule.outputs import SequenceOutput, StepResult
 from pod.requests import RequestRegistry, retry_until
 from pod.runtime import PodRuntime
 
@@ -36,23 +36,28 @@ RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Serves Decode on one pod; all methods but on_step run on the event loop."""
+    """Serves Decode on one pod. Every method but on_step runs on the event loop."""
 
     full_name = "baton.v1.Decode"
 
     def __init__(
         self, pod: PodRuntime, *, window: int = MAX_UNACKED_BATCHES, pause_limit_s: float = PAUSE_LIMIT_S
     ) -> None:
-        """window: unacknowledged batches after which a gateway is paused, for pause_limit_s seconds at most."""
+        """
+        Args:
+            window: unacknowledged token batches of a gateway at which its sequences are paused.
+            pause_limit_s: a gateway that is paused for so many seconds loses its sequences.
+        """
         self._pod = pod
         self._window = window
         self._pause_limit_s = pause_limit_s
         self._aio = asyncio.get_running_loop()
         self._admission = Admission(pod)
         self._requests: RequestRegistry[DecodeHandOff] = RequestRegistry()
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._streams: dict[str, TokenStream] = {}
-        self._residency_s = 1.0  # moving average of how long a request stays
+        #: Moving average of the seconds that a request stays on this pod.
+        self._residency_s = 1.0
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -71,64 +76,61 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         pod.limits.check(valid, generates=True)
         stream = self._streams.get(request.gateway_id)
         if stream is None or stream.paused:
-            what = "reads its token stream too slowly" if stream else "has no token stream here"
-            raise Unavailable(f"gateway {request.gateway_id!r} {what}")
+            problem = "reads its token stream too slowly" if stream else "has no token stream to this pod"
+            raise Unavailable(f"gateway {request.gateway_id!r} {problem}")
 
         def decide() -> Admitted | Rejected:
             pod.require_ready()
             if stream.closed:
                 raise Unavailable(f"the token stream of gateway {request.gateway_id!r} has ended")
             if valid.request_id in self._requests:
-                raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
+                raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
             return self._decide(valid, request)
 
-        room = await retry_until(decide, lambda room: isinstance(room, Rejected) and room.temporary)
-        if isinstance(room, Rejected):
-            return self._rejected(room.reason)
-        local = room.decision.local
+        admitted = await retry_until(decide, lambda found: isinstance(found, Rejected) and found.temporary)
+        if isinstance(admitted, Rejected):
+            return self._rejected(admitted.reason)
+        local = admitted.decision.local
         if local:
             try:
-                pod.require_deadline(self.queued_tokens + valid.context_len - room.cached_tokens, deadline_s)
+                pod.require_deadline(self.queued_tokens + valid.context_len - admitted.cached_tokens, deadline_s)
             except Overloaded as error:
-                if room.lease is not None:
-                    room.lease.finish("no time")
+                if admitted.lease is not None:
+                    admitted.lease.finish("no time")
                 return self._rejected(error.message)
-        reservation = DecodeHandOff(
+        hand_off = DecodeHandOff(
             pod,
             valid,
             stream,
-            room.lease,
-            hashes=room.hashes,
+            admitted.lease,
+            deadline_s,
+            hashes=admitted.hashes,
             grammar=grammar,
             caller_span=pod.caller_span(context),
-            tell=self._send_delta,
-            gone=self._on_drained,
         )
-        self._requests.add(valid.request_id, reservation)
-        self._timers[valid.request_id] = self._aio.call_later(
-            deadline_s, reservation.end, DeadlineExceeded("the request's deadline passed")
-        )
-        pod.metrics.count_decision(local=local, reason=room.decision.reason)
+        self._requests.add(valid.request_id, hand_off)
+        task = self._aio.create_task(self._remove_when_drained(valid.request_id, hand_off))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        pod.metrics.count_decision(local=local, reason=admitted.decision.reason)
         try:
-            if not local:
-                target = kv_target_to_pb(reservation.start_remote(deadline_s))
-                reservation.reserved_at = time.monotonic()
-                return decode_pb2.ReserveResponse(target=target, cached_tokens=room.cached_tokens)
-            reservation.reserved_at = time.monotonic()
-            reservation.start_local()
-            return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=room.cached_tokens)
+            if local:
+                hand_off.start_local()
+                return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=admitted.cached_tokens)
+            target = kv_target_to_pb(hand_off.start_remote())
+            return decode_pb2.ReserveResponse(target=target, cached_tokens=admitted.cached_tokens)
         except Exception:
-            reservation.end(None)
+            hand_off.close()
             raise
 
     def _decide(self, valid: ValidRequest, request: decode_pb2.ReserveRequest) -> Admitted | Rejected:
         remote = request.remote
-        elsewhere = RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
+        cost = RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
         return self._admission.decide(
             valid,
-            held=self.num_sequences,
+            num_sequences=self.num_sequences,
             queued_tokens=self.queued_tokens,
-            there=elsewhere if request.HasField("remote") else None,
+            remote_cost=cost if request.HasField("remote") else None,
             remote_only=request.remote_only,
         )
 
@@ -136,11 +138,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.DecodeAbortResponse:
         """See decode.proto."""
-        if reservation := self._requests.get(request.request_id):
+        if hand_off := self._requests.get(request.request_id):
             if request.HasField("child"):
-                reservation.close_child(request.child)
+                hand_off.close_child(request.child)
             else:
-                reservation.end(None)
+                hand_off.close()
         return decode_pb2.DecodeAbortResponse()
 
     async def Tokens(
@@ -148,14 +150,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[decode_pb2.TokensRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
-        """See decode.proto. The response headers go out once the hello was taken: from then on Reserve works."""
+        """See decode.proto. The response headers say that the hello arrived: Reserve works from then on."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await anext(request_iterator, None)
         except TimeoutError:
             raise DeadlineExceeded(f"no hello within {HELLO_TIMEOUT_S:.0f} s") from None
         if hello is None or not hello.gateway_id:
-            raise InvalidRequest("the first message has to name the gateway", field="gateway_id")
+            raise InvalidRequest("the first message must have a gateway_id", field="gateway_id")
         stream = self._open(hello.gateway_id)
         reader = self._aio.create_task(self._read_acks(stream, request_iterator))
         try:
@@ -192,19 +194,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         stream.close()
         if self._streams.get(stream.gateway_id) is stream:
             del self._streams[stream.gateway_id]
-        for reservation in self._requests_of(stream):
-            reservation.end(None)
+        for hand_off in self._requests_of(stream):
+            hand_off.close()
 
     def _requests_of(self, stream: TokenStream) -> list[DecodeHandOff]:
-        return [r for r in self._requests.values() if r.stream is stream]
+        return [hand_off for hand_off in self._requests.values() if hand_off.stream is stream]
 
     def _on_pause(self, stream: TokenStream, paused: bool) -> None:
-        for reservation in self._requests_of(stream):
-            reservation.set_paused(paused)
+        for hand_off in self._requests_of(stream):
+            hand_off.set_paused(paused)
 
     def _on_overrun(self, stream: TokenStream) -> None:
-        for reservation in self._requests_of(stream):
-            reservation.end(Overloaded("the gateway reads its token stream too slowly"))
+        for hand_off in self._requests_of(stream):
+            hand_off.fail(Overloaded("the gateway reads its token stream too slowly"))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -213,80 +215,68 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self._requests))))
         return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason=reason, retry_after_s=retry_s))
 
-    def _send_delta(self, reservation: DecodeHandOff, delta: decode_pb2.SequenceDelta) -> None:
-        self._aio.call_soon_threadsafe(reservation.stream.put_batch, [delta])
+    async def _remove_when_drained(self, request_id: str, hand_off: DecodeHandOff) -> None:
+        await hand_off.drained()
+        self._requests.remove(request_id, hand_off)
+        self._residency_s += 0.1 * (time.monotonic() - hand_off.arrived_at - self._residency_s)
+        if hand_off.caller_span is not None and self._pod.tracer is not None:
+            record_spans(self._pod.tracer, hand_off.caller_span, hand_off)
 
-    def _on_drained(self, reservation: DecodeHandOff) -> None:
-        self._aio.call_soon_threadsafe(self._remove, reservation)
-
-    def _remove(self, reservation: DecodeHandOff) -> None:
-        request_id = reservation.request.request_id
-        if self._requests.remove(request_id, reservation):
-            self._timers.pop(request_id).cancel()
-            self._residency_s += 0.1 * (time.monotonic() - reservation.arrived_at - self._residency_s)
-            if reservation.caller_span is not None and self._pod.tracer is not None:
-                record_spans(self._pod.tracer, reservation.caller_span, reservation)
-
-    def on_step(self, result: StepResult) -> None:
-        """Engine thread, after each step: one call to the event loop for all of the step's news."""
-        news = [
-            (reservation, output)
-            for output in result.outputs
-            if (reservation := self._requests.get(output.seq.request_id)) and reservation.request is output.seq.request
-        ]
-        if news:
-            self._aio.call_soon_threadsafe(self._on_outputs, news)
-
-    def _on_outputs(self, news: list[tuple[DecodeHandOff, SequenceOutput]]) -> None:
+    def _on_outputs(self, outputs: list[tuple[DecodeHandOff, SequenceOutput]]) -> None:
+        """Sends the outputs of one step, as one batch per gateway."""
         deltas: dict[TokenStream, list[decode_pb2.SequenceDelta]] = defaultdict(list)
-        for reservation, output in news:  # one that fails must not take the others' news along
+        for hand_off, output in outputs:
             try:
-                delta = reservation.on_output(output)
-            except Exception:
-                _log.exception("a token could not be told", extra={"request_id": reservation.request.request_id})
-                reservation.end(InternalError("a token could not be told"))
+                delta = hand_off.on_output(output)
+            except Exception:  # must not end the step's other sequences
+                _log.exception("an output could not be sent", extra={"request_id": hand_off.request.request_id})
+                hand_off.fail(InternalError("the pod could not encode a token"))
             else:
                 if delta is not None:
-                    deltas[reservation.stream].append(delta)
-            if output.finish_reason is not None and reservation.on_engine_released(output.seq):
-                self._remove(reservation)
+                    deltas[hand_off.stream].append(delta)
+            if output.finish_reason is not None:
+                hand_off.on_engine_released(output.seq)
         for stream, batch in deltas.items():
             try:
                 stream.put_batch(batch)
             except Exception:
-                _log.exception("the stream of gateway %s broke", stream.gateway_id)
+                _log.exception("the token stream of gateway %s failed", stream.gateway_id)
                 self._close(stream)
 
-    # -- what the pod asks of its service -----------------------------------------------------------------------------
+    # -- PodService ---------------------------------------------------------------------------------------------------
+
+    def on_step(self, result: StepResult) -> None:
+        """Engine thread. Runs after each step and calls the event loop once for all outputs of the step."""
+        outputs = [
+            (hand_off, output)
+            for output in result.outputs
+            if (hand_off := self._requests.get(output.seq.request_id)) and hand_off.request is output.seq.request
+        ]
+        if outputs:
+            self._aio.call_soon_threadsafe(self._on_outputs, outputs)
 
     @property
     def num_active(self) -> int:
-        """Requests that still hold something."""
+        """Requests that hold blocks or a place in the engine."""
         return len(self._requests)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of requests that still hold something."""
-        return sum(reservation.num_sequences for reservation in self._requests.values())
+        """Sequences of active requests that have not ended."""
+        return sum(hand_off.num_sequences for hand_off in self._requests.values())
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that wait for compute on this pod."""
-        return sum(
-            r.request.context_len - seq.computed
-            for r in self._requests.values()
-            if r.state is HandOffState.RUNNING
-            for seq in r.seqs
-            if seq.finish_reason is None and seq.computed < r.request.context_len
-        )
+        """Prompt tokens that this pod still computes."""
+        return sum(hand_off.queued_tokens for hand_off in self._requests.values())
 
     async def wait_idle(self) -> None:
-        """Returns once no request holds anything."""
+        """Returns once no request is active."""
         await self._requests.wait_idle()
 
     def abort_all(self, error: BatonError) -> None:
-        """Ends every request and every stream (the pod stops)."""
-        for reservation in self._requests.values():
-            reservation.end(error)
+        """Ends every request with `error`, and every stream, because the pod stops."""
+        for hand_off in self._requests.values():
+            hand_off.fail(error)
         for stream in list(self._streams.values()):
-            self._aio.call_soon_threadsafe(stream.close)  # after the errors above, which are queued the same way
+            self._aio.call_soon_threadsafe(stream.close)  # queued behind the errors above

@@ -14,23 +14,23 @@ from common.tracing.tracer import Attributes, Tracer
 from decode_service.hand_off import DecodeHandOff
 
 
-def record_spans(tracer: Tracer, parent: TraceContext, reservation: DecodeHandOff) -> None:
+def record_spans(tracer: Tracer, parent: TraceContext, hand_off: DecodeHandOff) -> None:
     """parent: the caller's span."""
     now = time.monotonic()
-    request, running = reservation.request, reservation.running_since
-    named: Attributes = {"baton.request_id": request.request_id, "baton.local": reservation.local}
-    reserved = reservation.reserved_at or now
+    request, running = hand_off.request, hand_off.running_since
+    named: Attributes = {"baton.request_id": request.request_id, "baton.local": hand_off.local}
+    reserved = hand_off.reserved_at or now
     tracer.record_span(
-        "decode.reserve", parent.new_child(), parent, reservation.arrived_at, reserved, named, kind="server"
+        "decode.reserve", parent.new_child(), parent, hand_off.arrived_at, reserved, named, kind="server"
     )
-    if not reservation.local:
+    if not hand_off.local:
         tracer.record_span("decode.receive", parent.new_child(), parent, reserved, running or now)
-    if running is not None and reservation.seqs:
-        finishes = ",".join(str(seq.finish_reason) for seq in reservation.seqs if seq.finish_reason is not None)
+    if running is not None and hand_off.seqs:
+        finishes = ",".join(str(seq.finish_reason) for seq in hand_off.seqs if seq.finish_reason is not None)
         counted: Attributes = {
             "baton.prompt_tokens": request.prompt_len,
-            "baton.output_tokens": sum(seq.num_output for seq in reservation.seqs),
-            "baton.preemptions": sum(seq.preemptions for seq in reservation.seqs),
+            "baton.output_tokens": sum(seq.num_output for seq in hand_off.seqs),
+            "baton.preemptions": sum(seq.preemptions for seq in hand_off.seqs),
             "baton.finish": finishes or None,
         }
         tracer.record_span("decode.run", parent.new_child(), parent, running, now, counted)

@@ -1,1 +1,3 @@
-"""KV blocks on the move: NIXL agent, sender and receiver machines, handshake. Never the engine."""
+"""Moves KV blocks between pods: transfer agents, sender and receiver state machines, handshake. Independent of the
+engine.
+"""

@@ -1,7 +1,7 @@
-"""The pool as transfers see it: addresses, block size and a way to read or write one block.
+"""The KV pool as transfers see it: base address, block size, and functions that read or write one block.
 
-Registered once with the backend and never freed while peers exist: a remote write to memory that was deregistered still
-lands and still reports success.
+The backend registers the pool once and never deregisters it while peers exist: a remote write to deregistered memory
+still lands and still reports success.
 """
 
 from __future__ import annotations
@@ -19,44 +19,47 @@ MemoryKind = Literal["DRAM", "VRAM"]
 
 
 class PinnedBlocks(Protocol):
-    """References on physical blocks that keep them from reuse; owned by whoever was given it, released exactly once."""
+    """Pins on physical blocks. A pinned block is not reused. The owner releases each pin exactly once."""
 
     @property
     def blocks(self) -> Sequence[int]: ...
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Gives up the named physical blocks (None: all that are left). Idempotent."""
+        """Releases the pins of these physical blocks (None: of all that are left). Idempotent."""
 
 
-def release_pin(hold: PinnedBlocks, blocks: Sequence[int] | None = None) -> None:
-    """Releases; an owner that fails is logged, because the transfer still has others to tell."""
+def release_pin(pin: PinnedBlocks, blocks: Sequence[int] | None = None) -> None:
+    """Releases a pin. An error is logged and not raised, because the caller has other pins to release."""
     try:
-        hold.release(blocks)
+        pin.release(blocks)
     except Exception:
-        _log.exception("a hold could not be released")
+        _log.exception("a pin could not be released")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """This process's pool: total_blocks blocks (probe and dummy block included) of block_bytes bytes from `base` on.
+    """This process's pool: total_blocks blocks of block_bytes bytes, contiguous from address `base` on.
 
-    read_block and write_block copy whole blocks and may be called from the transfer thread; the object keeps the
-    memory alive.
+    The object keeps the memory alive.
     """
 
     base: int
     block_bytes: int
+    #: Includes the probe block and, in an engine's pool, the dummy block.
     total_blocks: int
+    #: CUDA device index; 0 for DRAM.
     device: int
     kind: MemoryKind
+    #: Connections are probed with writes from and to this block.
     probe_block: int
+    #: Copy one whole block. The transfer thread may call both.
     read_block: Callable[[int], bytes]
     write_block: Callable[[int, bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """A peer's pool, as numbers from its handshake."""
+    """A peer's pool, from the peer's handshake. The fields are those of PoolMemory."""
 
     base: int
     block_bytes: int
@@ -66,7 +69,7 @@ class PeerMemory:
 
 
 def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
-    """A zeroed pool of num_blocks + 1 blocks in host memory, the last one for probes: for tests and machine checks."""
+    """A zeroed pool of num_blocks + 1 blocks in host memory, the last one for probes. For tests and benchmarks."""
     total = num_blocks + 1
     area = mmap.mmap(-1, total * block_bytes)
     base = ctypes.addressof(ctypes.c_char.from_buffer(area))
@@ -83,8 +86,8 @@ def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
 
 
 def device_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
-    """num_blocks + 1 zeroed blocks on the first visible GPU, the last one for probes. Raises RuntimeError."""
-    import torch  # not with this package
+    """A zeroed pool of num_blocks + 1 blocks on the first visible GPU, the last one for probes. Raises RuntimeError."""
+    import torch  # lazy: kv_transfer itself must not load torch
 
     data = torch.zeros((num_blocks + 1, block_bytes), dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()

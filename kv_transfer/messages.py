@@ -1,4 +1,4 @@
-"""What the two sides of a transfer tell each other and their callers."""
+"""Values that pass between the two sides of a transfer, and between a transfer and its caller."""
 
 from __future__ import annotations
 
@@ -13,111 +13,121 @@ from kv_transfer.memory import PinnedBlocks
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The sender's last word: every block is on its way and the prompt's first tokens exist.
+    """The sender's final message: every block is written or on its way, and the prompt's first tokens exist."""
 
-    first_tokens and finish_reasons have one entry per sequence of the request; a reason other than None ends it
-    there. checksums: CRC-32 of each pushed block in logical order, or empty.
-    """
-
+    #: One per sequence of the request.
     first_tokens: tuple[int, ...]
+    #: One per sequence. A sequence with a reason ends with its first token.
     finish_reasons: tuple[FinishReason | None, ...]
+    #: CRC-32 of each pushed block in logical order; empty without --checksums.
     checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedParts:
-    """What the seconds of exposed_s were, each from finish(): until the transfer thread took it, the last piece was
-    posted, every write had ended, and the commit was sent; 0 for what was over before. awaited_s: of the receiver,
-    how long the commit waited there for the last range.
+    """When each part of the exposed time ended, in seconds after finish(); 0 for a part that ended before finish().
+
+    kv_transfer/node.py draws the time line.
     """
 
+    #: The transfer thread handled finish().
     noticed_s: float
+    #: The last write was posted.
     posted_s: float
+    #: Every write had ended.
     written_s: float
+    #: The commit was sent.
     committed_s: float
+    #: Seconds that the commit waited on the receiver for the last range.
     awaited_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What a hand-off cost.
-
-    delivered_before_finish: blocks whose writes were done when finish() was called, that is when the last chunk's
-    compute had ended.
-    exposed_s: seconds from finish() until the commit was acknowledged. transport: what carried the bytes.
-    """
+    """Cost of a completed transfer, as its sender measured it."""
 
     blocks: int
     bytes: int
+    #: Blocks whose writes had ended at finish(), when the last chunk was computed.
     delivered_before_finish: int
+    #: Seconds from finish() to the acknowledged commit.
     exposed_s: float
+    #: The transport that carried the bytes.
     transport: str
     parts: ExposedParts = ExposedParts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that opened a transfer: its pod, generation, agent and gRPC address.
-
-    polled: its bytes move only while this side polls.
-    """
+    """The process that opened a transfer."""
 
     pod: str
     generation: int
+    #: Name of its transfer agent.
     agent: str
+    #: host:port of its gRPC server.
     address: str
+    #: Its bytes move only while the receiver polls.
     polled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHolder:
-    """A pod that is thought to hold a prefix; generation 0: whichever lives there."""
+    """A pod that is expected to hold a prefix."""
 
     pod: str
+    #: 0: any generation.
     generation: int
     address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedBlocks:
-    """Logical blocks first_block... of the chain of `hashes` (from its start), to go to these physical blocks."""
+    """Blocks to pull from a holder into this pod's pool."""
 
     request_id: str
+    #: Block hashes from the start of the prompt to the last wanted block.
     hashes: Sequence[bytes]
+    #: First wanted logical block.
     first_block: int
+    #: Physical blocks of this pool, for the logical blocks from first_block on.
     blocks: Sequence[int]
-    hold: PinnedBlocks
+    #: Keeps `blocks` from reuse.
+    pin: PinnedBlocks
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """blocks: so many of the wanted ones, from the first on, are complete. reason: none, or why not all. gbps: at
-    which the holder lately wrote here; 0 while unknown.
-    """
+    """Outcome of a pull that did not fail."""
 
+    #: This many of the wanted blocks, from the first on, are complete.
     blocks: int
+    #: "none", or the reason why some are missing.
     reason: str
+    #: Rate at which the holder lately wrote to this pod, in 1e9 bytes per second; 0 while unknown.
     gb_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """A connection that a probe went through. gbps: 1e9 bytes per second of its probe, a warm write of many blocks."""
+    """A connection that passed its probe."""
 
     pod: str
     generation: int
     address: str
     transport: str
+    #: "reported" or "derived", see backend.interface.Transport.
     transport_source: str
+    #: Rate of the probe, a warm write of many blocks, in 1e9 bytes per second.
     gb_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairStats:
-    """This pod's traffic with another one since the start; see Pair in transfer.proto. gbps: of what was written
-    lately, of the probe while there was nothing. generation, address and transport are empty while the pods are not
-    connected.
+    """This pod's traffic to another pod since this pod's start; see Pair in transfer.proto.
+
+    generation, address and transport are empty while the pods are not connected.
     """
 
     pod: str
@@ -125,12 +135,14 @@ class PairStats:
     address: str
     transport: str
     transport_source: str
+    #: 1e9 bytes per second of recent writes; of the probe before the first write.
     gb_s: float
     transfers: int
     pulls: int
     blocks: int
     pulled_blocks: int
     bytes: int
+    #: Seconds in which a write was in flight.
     busy_s: float
     exposed_s: float
     failures: int
@@ -138,12 +150,7 @@ class PairStats:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Counters since the start and gauges of now.
-
-    damaged_transfers: whose checksums were wrong. dropped: messages that did not fit, by reason. quarantined_blocks: of
-    incoming transfers, which wait for proof that nobody writes them any more. loans: of cached blocks to other pods
-    that are not over. pending_writes: writes that are posted and not terminal. turns: of the transfer thread.
-    """
+    """Counters since the start, and gauges."""
 
     sent_blocks: int
     sent_bytes: int
@@ -151,19 +158,25 @@ class TransferStats:
     failed_transfers: int
     received_transfers: int
     received_blocks: int
+    #: Received transfers with a wrong checksum.
     damaged_transfers: int
     open_incoming: int
+    #: Blocks of ended incoming transfers that wait for proof that their writer stopped.
     quarantined_blocks: int
     open_outgoing: int
+    #: Open loans of cached blocks to other pods.
     loans: int
+    #: Posted writes that have not ended.
     pending_writes: int
+    #: Iterations of the transfer thread.
     iterations: int
+    #: Messages that did not fit the state of their transfer, by reason.
     dropped: dict[str, int]
     peers: tuple[PeerStats, ...]
 
 
 class DroppedMessages:
-    """A thread-safe counter per reason."""
+    """Counts dropped messages by reason. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,8 +1,15 @@
-"""A pod's transfers: one object that wires the transfer thread, both tables, the peers and the Transfer service.
+"""A pod's transfers in both directions: wires the transfer thread, both tables, the peers and the Transfer service.
 
-Lifecycle: construct -> start() on the event loop (makes the agent) -> serve `servicer` over gRPC -> transfers in both
-directions -> stop(). The transfer thread owns the backend and all state machines; the event loop owns the calls
-between pods.
+Time line of one hand-off from a prefill pod to a decode pod:
+
+    prefill  compute  |---- chunk 1 ----|---- chunk 2 ----|---- chunk 3 ----|
+             calls    Open              push              push              push, finish, Commit     done
+             writes                     |== blocks 1 ==|  |== blocks 2 ==|  |== blocks 3 ==|          ^
+    decode   state    RESERVED, OPEN                                            commit stored       READY
+                                                                            |<---- exposed time ---->|
+
+Life: construct -> start() on the event loop -> serve `servicer` over gRPC -> transfers -> stop(). The transfer thread
+owns the backend and every state machine. The event loop owns the calls between pods.
 """
 
 from __future__ import annotations
@@ -43,25 +50,29 @@ from kv_transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
-START_S = 60.0  # the first agent of a machine loads libraries and may initialise devices
+START_S = 60.0  # the first agent of a machine loads libraries and initialises devices
 DRAIN_CALL_S = 2.0
 JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
 
 def _lend_nothing(hashes: Sequence[bytes], first: int) -> PinnedBlocks | None:
-    """This pod has no cache."""
+    """For a pod without a prefix cache."""
     return None
 
 
 class TransferNode:
     """This pod as a sender and receiver of KV.
 
-    info: who this pod is, now (role, name, generation, layout, pid...). address: host:port of the gRPC server that
-    serves `servicer`, once it is bound. lend: what other pods may have of this one's cache, see Lending. checksums:
-    compare a CRC-32 of every block at commit. allow_tcp: device memory may travel over TCP or by unknown means. pieces:
-    how writes are cut; None: as suits the memory. notes: commits go as notes where the receiver polls often;
-    for a comparison. clock: seconds, monotonic.
+    Args:
+        info: current description of this pod (role, name, generation, layout, pid, ...).
+        address: host:port of the gRPC server that serves `servicer`, once it is bound.
+        lend: pins cached blocks for a pod that pulls them; see PrefixLender.
+        checksums: the commit carries a CRC-32 of every block, and the receiver compares them.
+        allow_tcp: KV in GPU memory may travel over TCP or an unknown transport.
+        write_limits: sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
+        commit_notifications: commits go as notifications to receivers that poll often. False is for benchmarks.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -75,8 +86,8 @@ class TransferNode:
         lend: LendCallback = _lend_nothing,
         checksums: bool = False,
         allow_tcp: bool = False,
-        pieces: WriteLimits | None = None,
-        notes: bool = True,
+        write_limits: WriteLimits | None = None,
+        commit_notifications: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
@@ -84,18 +95,18 @@ class TransferNode:
         self._clock = clock
         self._generation = 0
         self._closing = False
-        self._drops = DroppedMessages()
+        self._dropped = DroppedMessages()
         self._pairs = PairTrafficTable(clock)
         self._rpc = PeerRpcClient(signer)
-        self._incoming = TransferReceiver(memory, self._drops, clock, self._ask_drain, lambda: backend)
+        self._incoming = TransferReceiver(memory, self._dropped, clock, self._ask_drain, lambda: backend)
         self._thread = TransferThread(
             backend,
             clock,
             on_notification=self._on_notification,
             on_tick=self._tick,
             post=self._post,
-            attentive=self._poll_fast,
-            awaited=lambda: self._incoming.poll_hot or self._outgoing.poll_hot,
+            poll_fast=self._poll_fast,
+            poll_hot=lambda: self._incoming.poll_hot or self._outgoing.poll_hot,
         )
         self._connector = PeerConnector(
             self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp
@@ -109,8 +120,8 @@ class TransferNode:
             self._pairs,
             checksums=checksums,
             fingerprint=lambda: info().fingerprint,
-            pieces=pieces,
-            notes=notes,
+            write_limits=write_limits,
+            commit_notifications=commit_notifications,
         )
         self._lending = PrefixLender(self._outgoing, lend)
         self._pulling = PullReceiver(
@@ -129,17 +140,17 @@ class TransferNode:
             memory,
             info,
             signer,
-            self._drops,
+            self._dropped,
             clock,
         )
 
     @property
     def alive(self) -> bool:
-        """The transfer thread runs; any thread."""
+        """The transfer thread runs. Any thread."""
         return self._thread.running
 
     async def start(self) -> None:
-        """Makes the agent, named after the pod and its generation. Raises TransferFailed."""
+        """Starts the transfer agent, named after the pod and its generation. Raises TransferFailed."""
         info = self._info()
         self._calls.start()
         self._generation = info.generation
@@ -151,21 +162,21 @@ class TransferNode:
             raise TransferFailed(f"the transfer agent did not start within {START_S:.0f} s") from e
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Refuses new transfers, lets outgoing ones end for at most grace_s s, fails what is left. Idempotent.
+        """Refuses new transfers, waits at most grace_s seconds for outgoing ones, and fails the rest. Idempotent.
 
-        Holds of writes that are still under way are not released: the process that ends is the fence.
+        Pins of writes in flight are not released: the end of the process is the fence.
         """
         if self._closing:
             return
         self._closing = True
         self._lending.close()
         until = self._clock() + grace_s
-        if self._thread.running:  # what was begun before is in the table after this
+        if self._thread.running:  # after this every transfer that was started is in the table
             await asyncio.wait({asyncio.wrap_future(self._thread.call(lambda: None))}, timeout=grace_s)
-        await self._outgoing_over(until)
+        await self._wait_outgoing(until)
         leaving = Unavailable("this pod is leaving")
         self._thread.submit(lambda: self._outgoing.close(leaving))
-        await self._outgoing_over(until)
+        await self._wait_outgoing(until)
         self._thread.submit(self._incoming.close)
         await self._connector.close()
         self._thread.stop()
@@ -174,77 +185,79 @@ class TransferNode:
         await self._calls.close()
         await self._rpc.close()
 
-    async def _outgoing_over(self, until: float) -> None:
+    async def _wait_outgoing(self, until: float) -> None:
         for _ in range(max(1, int((until - self._clock()) / STOP_POLL_S))):
             if not self._outgoing.num_open or not self._thread.running:
                 return
             await asyncio.sleep(STOP_POLL_S)
 
-    # Sending.
-
+    # -- sending ------------------------------------------------------------------------------------------------------
     def start_transfer(
         self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float
     ) -> OutgoingTransfer:
-        """Begins a transfer to `target`, in the background; on the event loop. Failures come out of done().
+        """Starts a transfer to `target` in the background. Event loop. Failures are raised by done().
 
-        num_prompt_blocks: blocks of the whole prompt, the partial last one included. deadline_s: seconds from now.
+        num_prompt_blocks: blocks of the whole prompt, with the partial last one. deadline_s: seconds from now.
+        Raises Unavailable before start() and after stop().
         """
         self._require_running()
         return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
 
     async def connect(self, address: str, timeout_s: float = 30.0, generation: int | None = None) -> PeerStats:
-        """Handshake and probe with the pod at `address` (this `generation` of it), at once if that was done before."""
+        """Handshake and probe with the pod at `address` (None: any generation). Returns at once if connected."""
         connection = await self._connector.connect(address, timeout_s, generation)
         return connection.stats
 
-    # Receiving.
-
+    # -- receiving ----------------------------------------------------------------------------------------------------
     def expect_transfer(
         self,
         *,
         request_id: str,
         first_block: int,
         blocks: Sequence[int],
-        hold: PinnedBlocks,
+        pin: PinnedBlocks,
         deadline_s: float,
         on_ready: Callable[[Commit], None],
         on_failed: Callable[[BatonError], None],
     ) -> TransferId:
         """Makes room for a transfer of logical blocks first_block... into the physical `blocks`. Any thread.
 
-        Exactly one of on_ready (the KV is complete, the hold was released) and on_failed (deadline, damage, a dead
-        writer, or release() before READY) is called, once, on the transfer thread; they must not block. `hold` is
-        released when no write can land any more. Raises Unavailable before start and after stop.
+        Exactly one callback runs, once, on the transfer thread. It must not block.
+        - on_ready: the KV is complete and the pin was released.
+        - on_failed: deadline, damage, the writer's end, or release() before READY.
+
+        `pin` is released once no write can land in its blocks. Raises Unavailable before start() and after stop().
         """
         self._require_running()
         transfer_id = self._incoming.new_transfer_id(self._generation)
         deadline = self._clock() + deadline_s
         kept = tuple(blocks)
         self._thread.submit(
-            lambda: self._incoming.add(transfer_id, request_id, first_block, kept, hold, deadline, on_ready, on_failed)
+            lambda: self._incoming.add(transfer_id, request_id, first_block, kept, pin, deadline, on_ready, on_failed)
         )
         return transfer_id
 
     def release(self, transfer_id: TransferId) -> None:
-        """The request is over for this pod. Before READY that is an abort: on_failed gets Cancelled and the hold goes
-        by the quarantine rule. Any thread; idempotent; unknown ids are fine.
+        """The request is over on this pod. Any thread; idempotent; unknown ids are ignored.
+
+        Before READY this aborts the transfer: on_failed gets Cancelled, and the blocks stay quarantined while they may
+        be written.
         """
         self._thread.submit(lambda: self._incoming.release(transfer_id))
 
-    # Pulling.
-
+    # -- pulling ------------------------------------------------------------------------------------------------------
     def pull(self, holder: PrefixHolder, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
-        """Gets cached blocks from another pod, which pushes them. On the event loop.
+        """Pulls cached blocks from another pod, which pushes them. Event loop.
 
-        The node owns wanted.hold from this call on and releases it once no byte can land any more, also if the task is
-        cancelled before its first step. The task raises BatonError; then nothing of the pull counts. Raises Unavailable
-        before start and after stop.
+        The node owns wanted.pin from this call on, also if it raises. It releases the pin once no byte can land any
+        more, also if the task is cancelled before its first step. The task raises BatonError; then no block of the pull
+        is valid. Raises Unavailable before start() and after stop().
         """
         try:
             self._require_running()
             return self._pulling.pull(holder, wanted)
         except BaseException:
-            release_pin(wanted.hold)
+            release_pin(wanted.pin)
             raise
 
     def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:
@@ -253,7 +266,7 @@ class TransferNode:
         return KvTarget(transfer_id, info.pod, address, first_block, tuple(blocks), info.fingerprint)
 
     def stats(self) -> TransferStats:
-        """Counters and gauges; any thread, cheap."""
+        """Counters and gauges. Any thread; cheap."""
         return TransferStats(
             sent_blocks=self._outgoing.sent_blocks,
             sent_bytes=self._outgoing.sent_bytes,
@@ -268,24 +281,23 @@ class TransferNode:
             loans=self._lending.num_loans,
             pending_writes=self._thread.num_pending(),
             iterations=self._thread.iterations,
-            dropped=self._drops.snapshot(),
+            dropped=self._dropped.snapshot(),
             peers=self._connector.stats(),
         )
 
     def pair_stats(self) -> tuple[PairStats, ...]:
-        """This pod's traffic with every other one; any thread, cheap."""
+        """This pod's traffic with every other pod. Any thread; cheap."""
         return self._pairs.stats(self._connector.stats())
 
     def _require_running(self) -> None:
         if self._closing or not self._thread.running:
             raise Unavailable("this pod is starting or leaving")
 
-    # The transfer thread's hooks.
-
+    # -- hooks of the transfer thread ---------------------------------------------------------------------------------
     def _on_notification(self, notification: Notification) -> None:
         message = parse_notification(notification.payload)
         if message is None:
-            self._drops.count("notification_malformed")
+            self._dropped.count("notification_malformed")
         elif isinstance(message, CommittedNotification):
             self._outgoing.on_committed(notification.peer, message)
         else:
@@ -319,7 +331,7 @@ class TransferNode:
                     self._thread.submit(lambda: self._incoming.drained(transfer_id, generation, clean))
                     return
             except BatonError as e:
-                _log.info("no answer to drain of %s from %s: %s", transfer_id, writer.pod, e)
+                _log.info("%s did not answer Drain of transfer %s: %s", writer.pod, transfer_id, e)
             if await self._calls.is_replaced(writer, DRAIN_CALL_S):
                 self._thread.submit(lambda: self._incoming.writer_replaced(transfer_id, writer))
             else:

@@ -1,7 +1,7 @@
-"""What agents tell each other besides bytes, fixed binary.
+"""Binary notifications between transfer agents.
 
-RangeWritten follows each write. CommitNote and Committed are a Commit call and its answer without the event loops and
-gRPC of two pods; they go where both sides poll often, ahead of the call, which comes if they get lost.
+RangeWritten follows each write. CommitNotification and CommittedNotification are a Commit call and its answer without
+the event loops and the gRPC of two pods. They are used where both sides poll often. The call follows if one is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kv_transfer.messages import Commit
 
 _RANGE = struct.Struct(">4sQQII")
 _COMMIT = struct.Struct(">4sQQH")
-_FIRST = struct.Struct(">IB")  # a token and its finish reason
+_FIRST = struct.Struct(">IB")  # first token, finish reason
 _COMMITTED = struct.Struct(">4sQQI")
 _RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN1", b"BTN2", b"BTN3"
 
@@ -34,7 +34,7 @@ class RangeWritten:
 
 @dataclass(frozen=True, slots=True)
 class CommitNotification:
-    """The writer's commit of a transfer; without checksums."""
+    """The writer's commit of a transfer. It carries no checksums."""
 
     transfer_id: TransferId
     commit: Commit
@@ -47,9 +47,10 @@ class CommitNotification:
 
 @dataclass(frozen=True, slots=True)
 class CommittedNotification:
-    """The receiver has it all. awaited_us: microseconds from the commit's arrival to the last range's."""
+    """Every block and the commit of a transfer arrived."""
 
     transfer_id: TransferId
+    #: Microseconds from the arrival of the commit to the arrival of the last range.
     awaited_us: int
 
     def pack(self) -> bytes:
@@ -60,7 +61,7 @@ TransferNotification = RangeWritten | CommitNotification | CommittedNotification
 
 
 def parse_notification(payload: bytes) -> TransferNotification | None:
-    """None for anything that is not one of ours."""
+    """Returns None for a payload that is not one of these notifications."""
     try:
         match payload[:4]:
             case b"BTN1":

@@ -1,7 +1,8 @@
-"""The Transfer service of a pod: verifies who calls, and hands the call to the transfer thread.
+"""Transfer service of a pod: verifies the caller of each call and passes the call to the transfer thread.
 
-Calls of an older generation than the newest that shook hands are refused and counted; a writer has to shake hands
-before it opens. Of writers the last heard of are known: one that was forgotten is told so, and shakes hands anew.
+A writer has to shake hands before it opens a transfer. Calls of a generation older than the newest that shook hands are
+refused and counted. The service knows the most recent MAX_WRITERS writers. A forgotten writer gets UnknownTransfer with
+the field `pod` and repeats the handshake.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ from kv_transfer.sender.lending import PrefixLender
 from kv_transfer.sender.transfers import TransferSender
 from kv_transfer.transfer_thread import TransferThread
 
-MAX_WRITERS = 1024  # pods come and go under new names, on other hosts unseen: beyond, the longest unheard is forgotten
-EXPECT_WRITES_S = 5.0  # after a handshake bytes are expected for so long
+#: Pods appear under new names, and the end of a pod on another host is not visible. Beyond this number the writer with
+#: the oldest call is forgotten.
+MAX_WRITERS = 1024
+#: Seconds after a handshake in which writes are expected.
+EXPECT_WRITES_S = 5.0
 _CALL_S = 10.0  # for callers without a deadline
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -47,7 +51,7 @@ T = TypeVar("T")
 
 
 class TransferServicer(transfer_pb2_grpc.TransferServicer):
-    """Owned by the event loop."""
+    """Owned by the event loop. Calls: see transfer.proto."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         memory: PoolMemory,
         info: Callable[[], transfer_pb2.InfoResponse],
         signer: Signer,
-        drops: DroppedMessages,
+        dropped: DroppedMessages,
         clock: Callable[[], float],
     ) -> None:
         self._thread = thread
@@ -70,9 +74,10 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self._memory = memory
         self._info = info
         self._signer = signer
-        self._drops = drops
+        self._dropped = dropped
         self._clock = clock
-        self._writers: dict[str, transfer_pb2.InfoResponse] = {}  # by pod, the last heard of at the end
+        #: By pod; the writer with the newest call is the last.
+        self._writers: dict[str, transfer_pb2.InfoResponse] = {}
         self._expecting_until = 0.0
 
     @property
@@ -93,21 +98,23 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         pod = request.info.pod
         known = self._writers.get(pod)
         if known is not None and known.generation > request.info.generation:
-            self._drops.count("old_generation")
-            raise TransferFailed(f"a newer generation of {pod} was here")
+            self._dropped.count("old_generation")
+            raise TransferFailed(
+                f"{pod} shook hands with generation {known.generation}, newer than {request.info.generation}"
+            )
         gone = [] if known is None or known.generation == request.info.generation else [agent_name(known)]
         self._mark_recent(pod, request.info)
         while len(self._writers) > MAX_WRITERS:
             gone.append(agent_name(self._writers.pop(next(iter(self._writers)))))
         self._expecting_until = self._clock() + EXPECT_WRITES_S
 
-        def introduce() -> tuple[bytes, bool]:
+        def add_peer() -> tuple[bytes, bool]:
             for agent in gone:
                 self._incoming.forget_writer(agent)
-            introduced = self._incoming.add_peer(agent_name(request.info), request.agent_metadata)
-            return self._thread.backend.metadata(), introduced
+            added = self._incoming.add_peer(agent_name(request.info), request.agent_metadata)
+            return self._thread.backend.metadata(), added
 
-        metadata, notes = await self._on_thread(introduce, context)
+        metadata, accepts_notifications = await self._on_thread(add_peer, context)
         return transfer_pb2.HandshakeResponse(
             info=mine,
             agent_metadata=metadata,
@@ -115,7 +122,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             pool_device=self._memory.device,
             pool_memory=self._memory.kind,
             probe_block=self._memory.probe_block,
-            notes=notes,
+            notes=accepts_notifications,
         )
 
     async def Probe(self, request: transfer_pb2.ProbeRequest, context: Context) -> transfer_pb2.ProbeResponse:
@@ -139,7 +146,9 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         return transfer_pb2.OpenResponse()
 
     def _watch(self, agent: str, info: transfer_pb2.InfoResponse, address: str) -> None:
-        """Whatever becomes of the call, the watch gets to its owner, and before the open that follows."""
+        """Creates the watch in a worker thread. The transfer thread gets it before the open, also if the call is
+        cancelled.
+        """
         watch = watch_process(info.pid, info.boot_id, address)
         self._thread.submit(lambda: self._incoming.watch(agent, watch))
 
@@ -186,23 +195,23 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         try:
             return self._signer.verify(method_path(name), request, context.invocation_metadata(), time.time())
         except Unauthenticated:
-            self._drops.count("unauthenticated")
+            self._dropped.count("unauthenticated")
             raise
 
     def _require(self, holds: bool, message: str) -> None:
         if not holds:
-            self._drops.count("unauthenticated")
+            self._dropped.count("unauthenticated")
             raise Unauthenticated(message)
 
     def _writer(self, pod: str, generation: int) -> transfer_pb2.InfoResponse:
-        """Raises UnknownTransfer; its field is `pod` where a handshake is missing, which the writer can make up for."""
+        """The writer's handshake. Raises UnknownTransfer; its field is `pod` if a new handshake would help."""
         info = self._writers.get(pod)
         if info is None or info.generation < generation:
-            self._drops.count("unknown_pod")
+            self._dropped.count("unknown_pod")
             missing = f"generation {generation} of {pod} has not shaken hands, or was forgotten"
             raise UnknownTransfer(missing, field="pod")
         if info.generation > generation:
-            self._drops.count("old_generation")
+            self._dropped.count("old_generation")
             raise UnknownTransfer(f"a newer generation of {pod} than {generation} has shaken hands")
         self._mark_recent(pod, info)
         return info
@@ -220,4 +229,4 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), remaining_s(context, _CALL_S))
         except TimeoutError as e:
-            raise DeadlineExceeded("this pod's transfers do not get on") from e
+            raise DeadlineExceeded("the transfer thread of this pod did not answer in time") from e

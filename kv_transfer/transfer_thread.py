@@ -1,14 +1,15 @@
-"""The one thread that owns the backend. Everything else hands it work; nothing else ever blocks on it.
+"""The one thread that owns the backend. Other threads submit work to it and never block on it.
 
-Each turn: notifications, then commands (a commit finds what arrived before it), at most one new piece of every source
-in turn, polls of pending writes, ticks. Nothing that fails in a turn ends the thread.
-Without work it sleeps until a command wakes it or the next poll is due: POLL_S while writes are pending or `attentive`
-(a peer connects, a commit is under way, bytes come that only polls move) and IDLE_S otherwise, because NIXL without a
-progress thread receives only while it polls. Nothing waits for an idle poll: the Commit that ends a transfer is a
-command. Polls are rare while a prompt computes because each takes a core from the engine's threads, which meet at
-barriers: polling every millisecond on two pods cost a 128-token prefill on two cores 35 of 470 ms. With KV on a GPU the
-cores are free and a piece takes half a millisecond, so polls are more frequent; what bounds them is the interpreter,
-which the engine's thread needs as well. Most frequent they are while a commit is under way: a request waits for that.
+Each iteration: notifications, then commands (so a commit finds the ranges that arrived before it), at most one new
+write of every transfer, polls of pending writes, ticks. An error in an iteration does not end the thread.
+
+Between iterations the thread sleeps until a command wakes it or the next poll is due. NIXL without a progress thread
+receives only while it polls. How often the thread polls:
+- idle: every IDLE_S. No message waits for this poll, because the Commit that ends a transfer is a command.
+- writes are pending, or poll_fast(): every FAST_POLL_S. Polls take a core from the engine's threads, which meet at
+  barriers: polling every millisecond on two pods cost a 128-token prefill on two cores 35 of 470 ms. With KV on a GPU
+  the cores are free, and the interpreter that the engine's thread needs too is the limit.
+- poll_hot(): every HOT_POLL_S, while a commit is under way and a request waits for it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ _log = logging.getLogger(__name__)
 
 FAST_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
 HOT_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.00003}
-HOT_POLL_LIMIT_S = 0.25  # who has not answered by then may be frozen, and costs all others no more than a write does
+#: A peer that has not answered by then may be frozen: its transfer is polled like any other write.
+HOT_POLL_LIMIT_S = 0.25
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
-_COMMANDS_A_TURN = 256
+_COMMANDS_PER_ITERATION = 256
 
 T = TypeVar("T")
+#: Called with None for a write that is done, else with the reason of its failure.
 WriteCallback = Callable[[str | None], None]
 
 
@@ -44,14 +47,18 @@ WriteCallback = Callable[[str | None], None]
 class _PendingWrite:
     agent: str
     handle: int
-    ended: WriteCallback
+    on_ended: WriteCallback
 
 
 class TransferThread:
-    """Runs `backend`. The hooks are called on the thread:
+    """Runs `backend` on a thread.
 
-    on_notification(notification); on_tick(now) about every TICK_S seconds; post() posts at most a few writes and says
-    whether it did; attentive() says whether messages are expected, awaited() whether a transfer's end is, now.
+    Args (the callables run on the thread):
+        on_notification: handles one notification.
+        on_tick: called with the time about every TICK_S seconds.
+        post: posts at most a few writes. Returns whether it posted any.
+        poll_fast: messages are expected.
+        poll_hot: a transfer is about to end.
     """
 
     def __init__(
@@ -62,8 +69,8 @@ class TransferThread:
         on_notification: Callable[[Notification], None],
         on_tick: Callable[[float], None],
         post: Callable[[], bool],
-        attentive: Callable[[], bool],
-        awaited: Callable[[], bool] = lambda: False,
+        poll_fast: Callable[[], bool],
+        poll_hot: Callable[[], bool] = lambda: False,
     ) -> None:
         self.backend = backend
         self.iterations = 0
@@ -71,8 +78,8 @@ class TransferThread:
         self._on_notification = on_notification
         self._on_tick = on_tick
         self._post = post
-        self._poll_fast = attentive
-        self._poll_hot = awaited
+        self._poll_fast = poll_fast
+        self._poll_hot = poll_hot
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._pending: list[_PendingWrite] = []
@@ -81,7 +88,7 @@ class TransferThread:
         self._thread: threading.Thread | None = None
 
     def start(self, name: str, memory: PoolMemory) -> Future[None]:
-        """Starts the thread, which starts the backend; a failure of the latter is the result and ends the thread."""
+        """Starts the thread, which starts the backend. If that fails, the future has the error and the thread ends."""
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(name, memory, started), name="kv-transfer", daemon=True)
         self._thread.start()
@@ -92,12 +99,12 @@ class TransferThread:
         return self._thread is not None and self._thread.is_alive() and not self._stopping
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Runs `command` on the thread, soon and in order. Any thread; never blocks."""
+        """Runs `command` on the thread, after the commands submitted before. Any thread; never blocks."""
         self._commands.append(command)
         self._wake.set()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Like submit, with the result."""
+        """Like submit. The future has the result."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -112,27 +119,26 @@ class TransferThread:
         return future
 
     def stop(self) -> None:
-        """Lets the thread end after the commands that were submitted before; join() waits for it."""
+        """Ends the thread after the commands that were submitted before. join() waits for the end."""
         self.submit(self._stop)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether it ended in time."""
+        """Returns whether the thread ended in time."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # On the thread itself.
-
+    # -- on the thread ------------------------------------------------------------------------------------------------
     def write(
-        self, agent: str, local: Sequence[int], remote: Sequence[int], notification: bytes, ended: WriteCallback
+        self, agent: str, local: Sequence[int], remote: Sequence[int], notification: bytes, on_ended: WriteCallback
     ) -> None:
-        """Posts a write; `ended` is called once it is terminal, with None or the reason of its failure."""
+        """Posts a write. `on_ended` is called once it is terminal."""
         handle = self.backend.write(agent, local, remote, notification)
-        self._pending.append(_PendingWrite(agent, handle, ended))
+        self._pending.append(_PendingWrite(agent, handle, on_ended))
 
     def num_pending(self, agent: str | None = None) -> int:
-        """Writes that are not terminal (to one agent)."""
+        """Writes that are not terminal, to one agent or to all."""
         return len(self._pending) if agent is None else sum(write.agent == agent for write in self._pending)
 
     def _stop(self) -> None:
@@ -146,10 +152,10 @@ class TransferThread:
             return
         started.set_result(None)
         reduce_timer_slack()
-        wait, poll, soon = _FIRST_WAIT_S, FAST_POLL_S[memory.kind], HOT_POLL_S[memory.kind]
+        wait, poll, hot = _FIRST_WAIT_S, FAST_POLL_S[memory.kind], HOT_POLL_S[memory.kind]
         while not self._stopping:
             self.iterations += 1
-            worked = self._guard(self._turn)
+            worked = self._guard(self._iterate)
             if worked:
                 wait = _FIRST_WAIT_S
                 continue
@@ -160,7 +166,7 @@ class TransferThread:
             else:
                 wait = limit = IDLE_S
             if self._guard(self._poll_hot):
-                limit = min(limit, soon)
+                limit = min(limit, hot)
                 wait = min(wait, limit)
             self._wake.wait(wait)
             self._wake.clear()
@@ -169,12 +175,12 @@ class TransferThread:
             self._guard(self._commands.popleft())
         self._guard(self.backend.close)
 
-    def _turn(self) -> bool:
+    def _iterate(self) -> bool:
         worked = False
         for notification in self._guard(self.backend.notifications) or ():
             self._guard(lambda n=notification: self._on_notification(n))  # type: ignore[misc]
             worked = True
-        for _ in range(min(len(self._commands), _COMMANDS_A_TURN)):
+        for _ in range(min(len(self._commands), _COMMANDS_PER_ITERATION)):
             self._guard(self._commands.popleft())
             worked = True
         worked |= bool(self._guard(self._post))
@@ -186,27 +192,27 @@ class TransferThread:
         return worked
 
     def _poll(self) -> bool:
-        ended: list[tuple[_PendingWrite, str | None]] = []
+        on_ended: list[tuple[_PendingWrite, str | None]] = []
         for write in self._pending:
             try:
                 state = self.backend.poll(write.handle)
                 error = self.backend.error(write.handle) if state is WriteState.FAILED else None
             except Exception as e:
-                _log.exception("a write cannot be polled")
+                _log.exception("the backend could not poll a write")
                 state, error = WriteState.FAILED, f"{type(e).__name__}: {e}"
             if state is not WriteState.PENDING:
-                ended.append((write, error))
-        if not ended:
+                on_ended.append((write, error))
+        if not on_ended:
             return False
-        done = {write.handle for write, _ in ended}
+        done = {write.handle for write, _ in on_ended}
         self._pending = [write for write in self._pending if write.handle not in done]
-        for write, error in ended:
+        for write, error in on_ended:
             self._guard(lambda w=write: self.backend.release(w.handle))  # type: ignore[misc]
-            self._guard(lambda w=write, e=error: w.ended(e))  # type: ignore[misc]
+            self._guard(lambda w=write, e=error: w.on_ended(e))  # type: ignore[misc]
         return True
 
     def _guard(self, function: Callable[[], T]) -> T | None:
-        """One broken callback or message must not end the transfers of everybody else."""
+        """Runs `function` and logs its errors: one broken callback or message must not end other transfers."""
         try:
             return function()
         except TransferFailed as e:
@@ -221,7 +227,7 @@ _SLACK_NS = 1000
 
 
 def reduce_timer_slack() -> None:
-    """Of the calling thread; without effect where there is no prctl."""
+    """Makes sleeps of the calling thread precise to 1 us. No effect where prctl does not exist."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS), 0, 0, 0)

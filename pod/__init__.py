@@ -1,1 +1,1 @@
-"""What every pod is made of, whatever its role: an engine, a transfer node, an index entry and a life."""
+"""Parts of every pod, for any role: engine, transfer node, index entry, metrics, health and life cycle."""

@@ -8,8 +8,9 @@ from common.pb import transfer_pb2
 from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
 from common.types import PodLoad, PoolCounts
 from engine.config import MAX_DRAFTS
-from engine.engine import Engine, SequenceOutput, StepResult
+from engine.engine import Engine
 from engine.kv.host_tier import HostTierStats
+from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.schedule.scheduler import SchedulerStats
 from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats

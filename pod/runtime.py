@@ -34,9 +34,10 @@ from common.tracing.context import TraceContext
 from common.tracing.tracer import Tracer
 from common.types import PodLoad, Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, layout_to_pb, load_to_pb, pool_counts_to_pb, role_to_pb
-from engine.engine import Engine, StepResult
+from engine.engine import Engine
 from engine.kv.blocks import BlockPin
 from engine.loop import EngineLoop
+from engine.schedule.outputs import StepResult
 from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode

@@ -17,9 +17,10 @@ from common.pb import control_pb2, control_pb2_grpc, embedding_pb2, embedding_pb
 from common.rpc import remaining_s
 from common.types import ValidRequest
 from common.wire import request_from_pb
-from engine.engine import Engine, SequenceOutput, StepResult
+from engine.engine import Engine
 from engine.kv.blocks import BlockPool
 from engine.loop import EngineLoop
+from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
 from pod.requests import RequestRegistry
 from prefix_index.publisher import IndexPublisher
@@ -56,7 +57,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         self._check(valid, self.queued_tokens, left)
         if valid.request_id in self._work:
             raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
-        work = _EmbeddingRequest(self._engine.new_sequence(valid, hand_off=True, embeds=True))
+        work = _EmbeddingRequest(self._engine.new_sequence(valid, hand_off=True, wants_embedding=True))
         self._work.add(valid.request_id, work)
         self._loop.add(work.seq, lambda error: self._on_refused(work, error))
         try:

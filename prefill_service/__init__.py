@@ -1,1 +1,1 @@
-"""The prefill pod: computes prompts in chunks and streams their KV to decode pods."""
+"""The prefill pod computes prompts in chunks and pushes their KV to decode pods."""

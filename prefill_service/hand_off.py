@@ -1,13 +1,16 @@
-"""One prompt on a prefill pod: chunks in, blocks and the first token out.
+"""Hand-off of one prompt on a prefill pod: compute chunks, push their blocks, commit the first tokens.
 
-    begin -> chunk* -> first token -> handed off
-    any state -> ended early by an error, an abort or the deadline
+    start --> [pull a prefix] --> queue --> chunk 1 --> ... --> chunk n --> first tokens --> handed off
+                                              |                   |             |
+    to the decode pod (SetTarget):          push ...            push          commit
 
-Where the KV goes may be said later than the prompt: until then its blocks are held here, and nothing else waits.
+    any state --error, abort, deadline--> closed
 
-Three threads meet here. The engine thread calls `on_output` after each step: it takes reader holds on the blocks that
-the chunk completed and pushes them, so the sequence's lease may end while writes are in flight. The transfer thread
-calls `on_progress`. Everything else runs on the event loop. The trace lists events in the order in which they happened.
+The KV target may arrive after the prompt. Until then this object keeps the pins of the computed blocks.
+
+The engine thread calls `on_output` after each step. It pins the blocks that a chunk completed before it pushes them, so
+the sequence's lease may end while writes are in flight. The transfer thread calls `on_progress` and releases the pins.
+Everything else runs on the event loop.
 """
 
 from __future__ import annotations
@@ -17,132 +20,196 @@ import dataclasses
 import threading
 import time
 from collections import abc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
-from common.errors import BatonError, Cancelled, DeadlineExceeded
+from common.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, LayoutMismatch, Unavailable
+from common.kv_layout import KVLayout
 from common.pb import prefill_pb2
-from common.types import FinishReason, KvTarget, PromptLogprobs, Token
+from common.tracing.context import TraceContext
+from common.types import FinishReason, KvTarget, PromptLogprobs, Token, ValidRequest
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
-from engine.engine import SequenceOutput
 from engine.kv.blocks import BlockPin
+from engine.schedule.outputs import SequenceOutput
 from engine.schedule.sequence import Sequence
 from kv_transfer.messages import TransferReport
 from kv_transfer.sender.transfers import OutgoingTransfer
+from pod.runtime import PodRuntime
+from prefill_service.prefix_pull import PrefixPuller
 
 Event = prefill_pb2.PrefillEvent
-MAX_REPORTED_PUSHES = 256  # that are told one by one
+
+#: HandedOff lists at most this many pushes one by one.
+MAX_REPORTED_PUSHES = 256
+#: The gateway needs this long at most: a decode pod answers Reserve at once, or the gateway asks another one.
+SET_TARGET_TIMEOUT_S = 10.0
+
+
+def require_fitting_target(layout: KVLayout, request: ValidRequest, target: KvTarget) -> None:
+    """Raises LayoutMismatch or InvalidRequest when the request's KV cannot go to `target`."""
+    if target.fingerprint != layout.fingerprint:
+        raise LayoutMismatch("the target's KV layout differs from this pod's", field="fingerprint")
+    if target.first_block + len(target.blocks) != layout.blocks_for(request.context_len):
+        raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
 
 
 @dataclass(frozen=True, slots=True)
 class HandOffEvent:
-    """One entry: kind is chunk (value: computed tokens), delivered (blocks so far), first_token (its id) or end.
+    """One entry of a hand-off's history. Times are time.monotonic() seconds."""
 
-    start, at: a time.monotonic() each; only a chunk has a start.
-    """
-
+    #: chunk, delivered, first_token or end
     kind: str
+    #: chunk: prompt tokens computed so far. delivered, end: blocks so far. first_token: the token's id.
     value: int
     at: float
+    #: Start of the step; chunks only.
     start: float = 0.0
 
 
 class _PushPin:
-    """A reader hold that tells when it is over."""
+    """A read pin on the blocks of one push. Calls `on_released` once the last block is released."""
 
-    def __init__(self, hold: BlockPin, over: Callable[[], None]) -> None:
-        self._hold = hold
-        self._over = over
+    def __init__(self, pin: BlockPin, on_released: Callable[[], None]) -> None:
+        self._pin = pin
+        self._on_released = on_released
 
     @property
     def blocks(self) -> abc.Sequence[int]:
-        return self._hold.blocks
+        return self._pin.blocks
 
     def release(self, blocks: abc.Sequence[int] | None = None) -> None:
         """Any thread."""
-        self._hold.release(blocks)
-        if not self._hold.pinned:
-            self._over()
+        self._pin.release(blocks)
+        if not self._pin.pinned:
+            self._on_released()
 
 
 @dataclass(slots=True)
 class Push:
-    """Blocks of one chunk; start, end: when they were handed to the transfer, and when no write of them was left."""
+    """Blocks of one chunk on their way. Times are time.monotonic() seconds."""
 
     blocks: int
+    #: The transfer got the blocks.
     start: float
+    #: The last write of the blocks ended; 0 until then.
     end: float = 0.0
 
 
 class PrefillHandOff:
-    """The life of one prefill request, whose n sequences end here with their first tokens. Built, iterated and closed
-    on the event loop.
+    """One prefill request. Its n sequences end on this pod, each with its first token.
 
-    abort_sequence ends the sequence in the engine; it is called once, when the hand-off ends before its first token.
-    handed_off accounts the transfer and the seconds since its first push, once it is complete. Call `direct` once.
+    Build, start, iterate and close it on the event loop. Call `start` once.
     """
 
     def __init__(
         self,
+        pod: PodRuntime,
         seq: Sequence,
         deadline_s: float,
-        abort_sequence: Callable[[], None],
-        handed_off: Callable[[TransferReport, float], None],
+        *,
+        puller: PrefixPuller,
+        caller_span: TraceContext | None = None,
     ) -> None:
         self.seq = seq
+        #: The caller's span, if the request is traced.
+        self.caller_span = caller_span
         self.target: KvTarget | None = None
+        #: Events in the order in which they happened.
         self.history: list[HandOffEvent] = []
-        self._lock = threading.Lock()  # of the four below
-        self._transfer: OutgoingTransfer | None = None
-        self._held_pushes: list[tuple[int, _PushPin]] = []  # pushes that wait for a target
-        self._finished: tuple[list[int], list[FinishReason | None]] | None = None
-        self._abandoned = False  # there will be no target
-        self._abort_sequence = abort_sequence
-        self._record_hand_off = handed_off
-        self._aio = asyncio.get_running_loop()
-        self._engine_ended = asyncio.Event()
-        self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
         self.arrived_at = time.monotonic()
-        self.outcome: TransferReport | BatonError | None = None
-        self.pulled_from: tuple[str, float] | None = None  # from which pod a prefix was pulled, and until when
         self.deadline = self.arrived_at + deadline_s
+        #: How the hand-off ended; None until then.
+        self.outcome: TransferReport | BatonError | None = None
+        #: The pod that a prefix was pulled from, and the end of the pull.
+        self.pulled_from: tuple[str, float] | None = None
+        #: Pushes by first block.
+        self.pushes: dict[int, Push] = {}
+        self._pod = pod
+        self._puller = puller
+        self._aio = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
+        self._closed = asyncio.Event()
+        self._engine_ended = asyncio.Event()
+        #: Set once the target is known, or will never be.
+        self._target_decided = asyncio.Event()
+        #: Ends with the transfer.
+        self._transfer_task: asyncio.Task[None] | None = None
+        #: First blocks of pushes with a write in flight.
+        self._open_pushes: set[int] = set()
+        self._push_released = asyncio.Event()
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0
-        self._transfer_s = 0.0  # from the first push to the commit
+        #: Seconds from the first push to the commit.
+        self._transfer_s = 0.0
         self._next_block = 0
         self._has_first_token = False
-        self._first_tokens: list[tuple[int, FinishReason | None]] = []  # by child
-        self.closed = asyncio.Event()
-        self._open_pushes: set[int] = set()  # first blocks of pushes that are not over
-        self.pushes: dict[int, Push] = {}  # by first block
-        self._read_over = asyncio.Event()
-        self._transfer_over: asyncio.Task[None] | None = None
-        self._decided = asyncio.Event()  # there is a target, or there will be none
+        self._first_tokens: list[tuple[int, FinishReason | None]] = []
+        # The engine thread and the event loop share what follows, under the lock.
+        self._lock = threading.Lock()
+        self._transfer: OutgoingTransfer | None = None
+        #: Pushes that wait for a target, by first block.
+        self._held_pushes: list[tuple[int, _PushPin]] = []
+        #: First tokens and finish reasons, once all exist.
+        self._finished: tuple[list[int], list[FinishReason | None]] | None = None
+        #: The hand-off closed: no target will be set.
+        self._abandoned = False
 
-    def set_target(self, target: KvTarget, transfer: OutgoingTransfer) -> None:
-        """Where the KV goes; what is there already goes at once. On the event loop. Raises InvalidRequest."""
+    def start(self, target: KvTarget | None, hint: prefill_pb2.PullHint | None) -> None:
+        """Queues the prompt in the engine, after the pull that `hint` suggests.
+
+        Without a target the hand-off fails unless `set_target` follows within SET_TARGET_TIMEOUT_S.
+        Raises Unavailable when the transfer node does not run.
+        """
+        if target is not None:
+            self.set_target(target)
+        else:
+            self._spawn(self._await_target())
+        if hint is None:
+            self._pod.engine_loop.add(self.seq, self.on_refused)
+        else:
+            self._spawn(self._pull_then_add(hint))
+
+    def set_target(self, target: KvTarget) -> None:
+        """Starts the transfer to `target` and pushes the blocks that are computed already. Idempotent.
+
+        Raises InvalidRequest for a second, different target; LayoutMismatch or InvalidRequest for one that does not
+        fit; Unavailable when the hand-off is closed or the transfer node does not run.
+        """
+        request = self.seq.request
+        if self._closed.is_set():
+            raise Unavailable(f"request {request.request_id} has ended on this pod")
+        if self.target is not None:
+            if self.target != target:
+                raise InvalidRequest("the request has another target", field="target")
+            return
+        layout = self._pod.engine.layout
+        require_fitting_target(layout, request, target)
+        transfer = self._pod.transfer_node.start_transfer(
+            target, request.request_id, layout.blocks_for(request.context_len), self._remaining_s()
+        )
         with self._lock:
-            assert self._transfer is None, "directed twice"
             self.target, self._transfer = target, transfer
             self._next_block = max(self._next_block, target.first_block)
             transfer.on_progress = self.on_progress
-            early, self._held_pushes = self._held_pushes, []
-            for first, reading in early:
-                transfer.push(first, reading.blocks, reading)
+            held, self._held_pushes = self._held_pushes, []
+            for first, pin in held:
+                transfer.push(first, pin.blocks, pin)
             if self._finished is not None:
                 transfer.finish(*self._finished)
-        self._transfer_over = self._aio.create_task(self._await_transfer())
-        self._decided.set()
+        self._transfer_task = self._aio.create_task(self._await_transfer())
+        self._target_decided.set()
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens not computed yet."""
-        return 0 if self._has_first_token or self.closed.is_set() else self.seq.prefill_len - self.seq.computed
+        """Prompt tokens that are not computed yet."""
+        return 0 if self._has_first_token or self._closed.is_set() else self.seq.prefill_len - self.seq.computed
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
     def on_output(self, output: SequenceOutput, seconds: float) -> None:
-        """News from a step that took `seconds`; the sequence's lease still stands."""
+        """Handles the output of a step that took `seconds`. The sequence's lease is still valid."""
         now = time.monotonic()
         if output.error is not None or output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             self._post(output.error or Cancelled("the request was aborted"))
@@ -150,11 +217,11 @@ class PrefillHandOff:
             return
         if self._first_chunk_at is None:
             self._first_chunk_at = now - seconds
-        chunk = output.seq is self.seq  # else it only tells the first token of another child
+        chunk = output.seq is self.seq  # other children only report their first token
         if chunk:
             self.history.append(HandOffEvent("chunk", min(output.computed, self.seq.prefill_len), now, now - seconds))
-        # What the gateway waits for goes first: posting writes takes the interpreter from the loop that sends it. For
-        # the last chunk's news nobody waits: they go when the hand-off is over.
+        # Events go out before the push: posting writes takes the interpreter from the event loop that sends them.
+        # The last chunk's progress is sent with the end of the hand-off, because no caller waits for it.
         if chunk and (output.prompt_logprobs is not None or not output.tokens):
             self._post(Event(progress=self._progress(output.computed, output.prompt_logprobs)))
         if output.tokens:
@@ -173,38 +240,38 @@ class PrefillHandOff:
             self.on_engine_released()
 
     def on_step_failed(self, output: SequenceOutput, error: BatonError) -> None:
-        """What the step did for this request could not be handed on: the request ends."""
-        self._post(error)
+        """Ends the hand-off because `on_output` failed for this output."""
         if output.ended:
             self.on_engine_released()
-        self._aio.call_soon_threadsafe(self.close)
+        self._aio.call_soon_threadsafe(self.fail, error)
 
     def _push(self, computed: int, done: bool) -> None:
+        """Pushes the blocks that are full since the last push; all that are left if `done`."""
         lease = self.seq.lease
         assert lease is not None, "a sequence that computed has a lease"
         size = self.seq.block_size
         end = -(-self.seq.prefill_len // size) if done else computed // size
-        if end > self._next_block:  # after a preemption the first chunks repeat blocks that already went
+        if end > self._next_block:  # after a preemption the first chunks repeat blocks that were pushed before
             first, self._next_block = self._next_block, end
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
             self.pushes[first] = Push(end - first, now)
-            reading = _PushPin(lease.pin_for_read(first, end - first), lambda: self._reading_ended(first))
+            pin = _PushPin(lease.pin_for_read(first, end - first), lambda: self._on_push_released(first))
             self._open_pushes.add(first)
             with self._lock:
                 if self._transfer is not None:
-                    self._transfer.push(first, reading.blocks, reading)
+                    self._transfer.push(first, pin.blocks, pin)
                 elif self._abandoned:
-                    reading.release()
+                    pin.release()
                 else:
-                    self._held_pushes.append((first, reading))
+                    self._held_pushes.append((first, pin))
 
     def on_engine_released(self) -> None:
-        """The engine has let go of the sequence (any thread)."""
+        """The engine released the sequence. Any thread."""
         self._aio.call_soon_threadsafe(self._engine_ended.set)
 
     def on_refused(self, error: BatonError) -> None:
-        """The engine did not take the sequence (any thread)."""
+        """The engine did not accept the sequence. Any thread."""
         self._post(error)
         self.on_engine_released()
 
@@ -214,21 +281,22 @@ class PrefillHandOff:
         """`delivered` blocks have reached the target so far."""
         self.history.append(HandOffEvent("delivered", delivered, time.monotonic()))
 
-    def _reading_ended(self, first: int) -> None:
+    def _on_push_released(self, first: int) -> None:
+        """No write of the push that starts at block `first` is left."""
         self.pushes[first].end = time.monotonic()
 
         def end() -> None:
             self._open_pushes.discard(first)
-            self._read_over.set()
+            self._push_released.set()
 
         self._aio.call_soon_threadsafe(end)
 
     # -- event loop ---------------------------------------------------------------------------------------------------
 
     async def events(self) -> AsyncIterator[Event]:
-        """Progress per chunk, the first token, the hand-off's outcome.
+        """Yields progress per chunk, the first tokens, and the outcome of the hand-off.
 
-        Raises the error that ended the request when no first token has been sent; later failures are a Failed event.
+        An error before the first token is raised. A later one is yielded as a Failed event.
         """
         while True:
             item = await self._next()
@@ -247,12 +315,35 @@ class PrefillHandOff:
             yield item
 
     async def _next(self) -> Event | TransferReport | BatonError:
-        left = self.deadline - time.monotonic()
         try:
-            async with asyncio.timeout(max(left, 0.0)):  # wait_for may swallow the cancellation of the call (3.11)
+            # asyncio.wait_for may swallow the cancellation of the call (Python 3.11)
+            async with asyncio.timeout(max(self._remaining_s(), 0.0)):
                 return await self._inbox.get()
         except TimeoutError:
             return DeadlineExceeded("the request's deadline passed during prefill")
+
+    async def _await_target(self) -> None:
+        """Fails a hand-off that gets no target in time: its blocks would stay pinned without a use."""
+        decided = self._aio.create_task(self._target_decided.wait())
+        await asyncio.wait({decided}, timeout=SET_TARGET_TIMEOUT_S)
+        if not decided.done():
+            decided.cancel()
+            self.fail(Unavailable(f"no KV target was set within {SET_TARGET_TIMEOUT_S:g} s (SetTarget did not arrive)"))
+
+    async def _pull_then_add(self, hint: prefill_pb2.PullHint) -> None:
+        pull = self._aio.create_task(self._puller.pull(self.seq.request, hint, self._remaining_s()))
+        closed = self._aio.create_task(self._closed.wait())
+        try:
+            await asyncio.wait({pull, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not pull.done() or (pull.exception() is None and pull.result()):
+                self.pulled_from = hint.pod, time.monotonic()
+        finally:
+            pull.cancel()
+            closed.cancel()
+        if self._closed.is_set():
+            self.on_engine_released()
+        else:
+            self._pod.engine_loop.add(self.seq, self.on_refused)
 
     async def _await_transfer(self) -> None:
         assert self._transfer is not None
@@ -262,45 +353,51 @@ class PrefillHandOff:
             self._inbox.put_nowait(error)
             return
         self._transfer_s = time.monotonic() - self._first_push_at if report.blocks else 0.0
-        self._record_hand_off(report, self._transfer_s)
-        if self.outcome is None:  # what is told of a drained request need not wait until its events are read
+        exemplar = None if self.caller_span is None else {"trace_id": self.caller_span.trace_id}
+        self._pod.record_hand_off(report, self._transfer_s, exemplar)
+        if self.outcome is None:  # the spans of a drained request need the outcome before the caller reads the event
             self.outcome = report
         self._inbox.put_nowait(Event(progress=self._progress(self.seq.prefill_len)))
         self._inbox.put_nowait(report)
 
     def fail(self, error: BatonError) -> None:
-        """Ends the request's event stream with `error` (Abort, drain)."""
+        """Ends the hand-off; the event stream ends with `error`."""
         self._inbox.put_nowait(error)
+        self.close()
 
     def close(self) -> None:
-        """Ends what still runs: the sequence before its first token, the transfer before its commit. Idempotent."""
-        if self.closed.is_set():
+        """Ends the sequence if it has no first token, and the transfer if it is not committed. Idempotent."""
+        if self._closed.is_set():
             return
-        self.closed.set()
+        self._closed.set()
         if not self._engine_ended.is_set():
-            self._abort_sequence()
+            self._pod.engine_loop.abort(self.seq.request_id)
         with self._lock:
             self._abandoned = True
-            early, self._held_pushes = self._held_pushes, []
+            held, self._held_pushes = self._held_pushes, []
             if self._transfer is not None:
                 self._transfer.abort("the prefill request ended")
-        for _, reading in early:
-            reading.release()
-        self._decided.set()
-
-    async def target_decided(self) -> None:
-        """Returns when there is a target, or there will be none."""
-        await self._decided.wait()
+        for _, pin in held:
+            pin.release()
+        self._target_decided.set()
 
     async def drained(self) -> None:
-        """Returns when neither the engine nor a posted write holds anything for this request any more."""
+        """Returns once neither the engine nor a posted write holds a block for this request."""
         await self._engine_ended.wait()
-        await self.target_decided()
-        if self._transfer_over is not None:
-            await self._transfer_over
+        await self._target_decided.wait()
+        if self._transfer_task is not None:
+            await self._transfer_task
         while self._open_pushes:
-            self._read_over.clear()
-            await self._read_over.wait()
+            self._push_released.clear()
+            await self._push_released.wait()
+
+    def _remaining_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._aio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -345,6 +442,6 @@ class PrefillHandOff:
         )
 
     def delivered_before_last_chunk(self) -> int:
-        """Blocks whose delivery precedes the end of the last chunk's compute, by the order of events."""
-        last = max((i for i, t in enumerate(self.history) if t.kind == "chunk"), default=0)
-        return max((t.value for t in self.history[:last] if t.kind == "delivered"), default=0)
+        """Blocks that were delivered before the last chunk was computed, by the order of `history`."""
+        last = max((i for i, entry in enumerate(self.history) if entry.kind == "chunk"), default=0)
+        return max((entry.value for entry in self.history[:last] if entry.kind == "delivered"), default=0)

@@ -66,14 +66,14 @@ class PrefixPuller:
             block_size=layout.block_size,
             salt=request.cache_salt,
         )
-        flight = self._pulls.get(hashes[-1])
-        if flight is None:
+        task = self._pulls.get(hashes[-1])
+        if task is None:
             work = self._pull_accounted(request.request_id, hashes, hint, deadline_s)
-            flight = self._pulls[hashes[-1]] = asyncio.get_running_loop().create_task(work)
-            flight.add_done_callback(lambda _: self._pulls.pop(hashes[-1]))
+            task = self._pulls[hashes[-1]] = asyncio.get_running_loop().create_task(work)
+            task.add_done_callback(lambda _: self._pulls.pop(hashes[-1]))
         else:
             metrics.count_pull("skipped", "shared")
-        return await asyncio.shield(flight)
+        return await asyncio.shield(task)
 
     async def _pull_accounted(
         self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
@@ -98,10 +98,10 @@ class PrefixPuller:
     ) -> tuple[str, str]:
         """Outcome and reason. Raises BatonError."""
         pod, pool = self._pod, self._pod.engine.pool
-        held = pool.match_prefix(hashes)
-        if held == len(hashes):
+        cached = pool.match_prefix(hashes)
+        if cached == len(hashes):
             return "skipped", "held"
-        tokens = (len(hashes) - held) * pool.block_size
+        tokens = (len(hashes) - cached) * pool.block_size
         compute_s, limit_s = pod.rates.prefill_s(tokens), pull_time_limit_s(pod.rates, tokens)
         if hint.seconds >= (compute_s or limit_s):
             return "skipped", "dear"
@@ -124,7 +124,7 @@ class PrefixPuller:
                 hashes=hashes,
                 first_block=first,
                 blocks=tuple(lease.blocks[first:]),
-                hold=lease.pin_for_write(first, len(hashes) - first),
+                pin=lease.pin_for_write(first, len(hashes) - first),
                 timeout_s=max(0.0, limit_s - (time.monotonic() - began)),
             )
             asked = time.monotonic()

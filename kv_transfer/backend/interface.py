@@ -1,8 +1,10 @@
-"""What moves bytes. A backend posts writes and reports what became of them; it has no time limits and no policy.
+"""Interface of the backends that move bytes between the pools of two processes.
 
-Lifecycle: start -> connect/write/poll/notifications... -> close, all on the one transfer thread that owns it. A write
-is PENDING until DONE or FAILED; only a terminal one may be released. DONE means that the bytes are in the peer's
-memory; the notification of a write arrives after its bytes, in no order with other notifications.
+    start --> connect / write / poll / notifications ... --> close        all on the transfer thread
+
+A write is PENDING until it is DONE or FAILED; only a terminal write may be released. DONE means that the bytes are in
+the peer's memory. The notification of a write arrives after its bytes, in no order with other notifications. A backend
+has no time limits and no policy.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 
 
 class WriteState(enum.Enum):
-    """Where a write is."""
+    """State of one write."""
 
     PENDING = "pending"
     DONE = "done"
@@ -25,73 +27,74 @@ class WriteState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What carries the payload to a peer (cma, tcp, shm, cuda_ipc, rdma, loopback, unknown) and how that is known.
+    """The transport that carries writes to a peer."""
 
-    source: "reported" by the transport library's own protocol selection for this agent, or "derived" from hosts and
-    settings.
-    """
-
+    #: cma, tcp, shm, cuda_ipc, rdma, loopback or unknown
     name: str
+    #: "reported" by the transport library's protocol selection for this agent, or "derived" from hosts and settings
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """Arrived from the agent `peer`."""
+    """A message from the agent `peer`."""
 
     peer: str
     payload: bytes
 
 
 class Backend(Protocol):
-    """One agent. Peers are known by their agent names; handles are opaque numbers."""
+    """One transfer agent. Peers are identified by agent names, writes by opaque handles."""
 
     @property
     def kind(self) -> str:
         """ "nixl" or "loopback"."""
 
     def start(self, name: str, memory: PoolMemory) -> None:
-        """Creates the agent under a name that was never used before and registers the pool. Raises TransferFailed."""
+        """Creates the agent and registers the pool. `name` must never have been used before. Raises TransferFailed."""
 
     def metadata(self) -> bytes:
-        """What a peer needs to connect."""
+        """Opaque bytes that a peer needs for `connect` and `add_peer`."""
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
-        """Makes the peer's pool writable. Raises TransferFailed, also if the metadata belongs to another agent."""
+        """Makes the peer's pool writable. Raises TransferFailed, also for the metadata of another agent."""
 
     def disconnect(self, peer: str) -> None:
-        """Forgets the peer and what was prepared for it, but for an introduction; unknown peers are fine. Call with no
-        write pending to it.
+        """Forgets the connection to a peer; `notify` still works after `add_peer`. Unknown peers are ignored.
+
+        No write to the peer may be pending.
         """
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        """Makes `notify` reach a peer that is not connected. Raises like connect."""
+        """Makes `notify` reach a peer that is not connected. Raises TransferFailed."""
 
     def remove_peer(self, peer: str) -> None:
-        """Takes introduce() back; a peer that is connected stays so."""
+        """Reverts `add_peer`. A connected peer stays connected."""
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        """Posts local[i] -> remote[i] (not empty), with a notification after the bytes (none if empty). May copy
-        inline; never raises for what the peer did: such a write is FAILED.
+        """Posts a write of block local[i] to block remote[i] for every i (at least one), and returns its handle.
+
+        A non-empty `notification` is sent after the bytes. The call may copy inline. It does not raise for a failure of
+        the peer; the write is FAILED then.
         """
 
     def notify(self, peer: str, payload: bytes) -> None:
-        """Sends a notification without bytes. Raises TransferFailed."""
+        """Sends a notification that belongs to no write. Raises TransferFailed."""
 
     def poll(self, handle: int) -> WriteState:
-        """Makes progress and says where the write is. May copy inline."""
+        """Makes progress and returns the state of a write. May copy inline."""
 
     def error(self, handle: int) -> str:
-        """Why a FAILED write failed."""
+        """The reason of a FAILED write."""
 
     def release(self, handle: int) -> None:
         """Forgets a terminal write."""
 
     def notifications(self) -> list[Notification]:
-        """Makes progress and takes what arrived."""
+        """Makes progress and returns the notifications that arrived since the last call."""
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        """What carries writes to a peer; meaningful after a first one."""
+        """The transport that carries writes to a peer. Meaningful after the first write."""
 
     def close(self) -> None:
-        """Ends the agent. Writes that are still pending stay with the process until it ends."""
+        """Ends the agent. Pending writes stay with the process until it ends."""

@@ -55,7 +55,7 @@ class _LoopbackAgent:
 class LoopbackFabric:
     """Connects LoopbackBackends. Faults are set at any time from any thread:
 
-    on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] drops it, [0, 0] doubles
+    on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] dropped it, [0, 0] doubles
     it, unequal delays reorder);
     transport: how its agents call what carries payload; on_write(source, peer, num_blocks) -> WriteFault. die(agent),
     freeze(agent) and thaw(agent) act on whole agents.
@@ -165,7 +165,7 @@ class LoopbackBackend:
         self._name = ""
         self._memory: PoolMemory | None = None
         self._peers: dict[str, PeerMemory] = {}
-        self._introduced: set[str] = set()
+        self._notified_peers: set[str] = set()
         self._writes: dict[int, _LoopbackWrite] = {}
         self._numbers = itertools.count(1)
 
@@ -186,10 +186,10 @@ class LoopbackBackend:
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         self._require(peer, metadata)
-        self._introduced.add(peer)
+        self._notified_peers.add(peer)
 
     def remove_peer(self, peer: str) -> None:
-        self._introduced.discard(peer)
+        self._notified_peers.discard(peer)
 
     def _require(self, peer: str, metadata: bytes) -> None:
         if metadata.decode() != peer:
@@ -210,7 +210,7 @@ class LoopbackBackend:
         return handle
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._peers and peer not in self._introduced:
+        if peer not in self._peers and peer not in self._notified_peers:
             raise TransferFailed(f"agent {peer} is not connected")
         self._fabric.notify(self._name, peer, payload)
 

@@ -1,8 +1,8 @@
 """The transfer agents of a tensor-parallel group's other ranks: rank 0 drives them over a channel each.
 
-RankAgent is rank 0's end, owned by its transfer thread; `serve_rank_backend` runs in the other process, on a thread of its own.
-Writes are posted without an answer; the rank polls them while any is pending and says what became of each, once. A rank
-that is gone posts nothing more: everything it had under way counts as ended by an error.
+RankAgent is rank 0's end, owned by its transfer thread; `serve_rank_backend` runs in the other process, on a thread of
+its own. Writes are posted without an answer; the rank polls them while any is pending and says what became of each,
+once. A rank that is gone posts nothing more: everything it had under way counts as ended by an error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Connections to pods that we write to: handshake, NIXL connection, probe; lazily, one flight per address, cached
-until they break.
+"""Connections to pods that this pod writes to: handshake, backend connection, probe.
 
-A connection belongs to one generation of a pod. It breaks when a write of it fails, its process ended or another
-generation answers; the next transfer then shakes hands anew. The broken one's agent is forgotten as soon as no write
-to it is pending.
+    connect() --> Handshake call --> backend.connect --> probe: write a random block, Probe call --> connected
+
+Connections are made on first use, one attempt per address at a time, and kept until they break. A connection belongs to
+one generation of a pod. It breaks when a write fails, when the peer's process ends or when another generation answers;
+the next transfer then repeats the handshake. The agent of a broken connection is forgotten once no write to it is
+pending.
 """
 
 from __future__ import annotations
@@ -33,24 +35,19 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
 UNREACHABLE_S = 3.0
-PROBE_WRITE_S = 10.0  # UCX connects lazily; a first write can take seconds
+PROBE_WRITE_S = 10.0  # UCX connects lazily: the first write can take seconds
 PROBE_TRIES = 8
-# What a rate is measured with: on a GPU long enough that the polls between do not count.
+#: Most bytes of the write that measures the rate. On a GPU it takes long enough that the time between polls is little.
 PROBE_BURST_BYTES: dict[MemoryKind, int] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
 PROBE_BURST_BLOCKS = 128
 NONCE_BYTES = 16
-PROCESS_CHECK_S = 0.1  # how often processes are looked at
-
-
+PROCESS_CHECK_S = 0.1
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class PeerConnection:
-    """One generation of a peer. notes: it takes commits as notes and answers by one. `broken`, `lost`, `in_flight` and
-    what follows it belong to the transfer thread. unheard: notes in a row that were not answered in time; notes_from:
-    when the next one may be tried.
-    """
+    """A connection to one generation of a peer."""
 
     pod: str
     generation: int
@@ -61,15 +58,24 @@ class PeerConnection:
     memory: PeerMemory
     metadata: bytes
     same_host: bool
+    #: Detects the end of the peer's process; None where that is not possible.
     watch: ProcessWatch | None
+    #: The peer takes commits as notifications and acknowledges them by one.
     accepts_commit_notifications: bool = False
     transport: str = ""
     transport_source: str = ""
+    #: Rate of the probe in 1e9 bytes per second.
     gb_s: float = 0.0
+    # The transfer thread owns what follows.
+    #: No new transfer may use the connection.
     broken: bool = False
+    #: The peer's process is proven to have ended.
     process_ended: bool = False
+    #: Posted writes.
     in_flight: int = 0
+    #: Commit notifications in a row that were not acknowledged in time.
     missed_acks: int = 0
+    #: No commit notification is sent before this time.
     notifications_resume_at: float = 0.0
 
     @property
@@ -78,8 +84,11 @@ class PeerConnection:
 
 
 class PeerConnector:
-    """Owned by the event loop; on_lost(connection) is called on the transfer thread when a connection's process is
-    proven gone.
+    """Makes and keeps connections. Owned by the event loop.
+
+    Args:
+        on_lost: called on the transfer thread when the process of a connection is proven to have ended.
+        allow_tcp: KV in GPU memory may travel over TCP or an unknown transport.
     """
 
     def __init__(
@@ -102,9 +111,11 @@ class PeerConnector:
         self._allow_tcp = allow_tcp
         self._connections: dict[str, PeerConnection] = {}
         self._attempts: dict[str, asyncio.Task[PeerConnection]] = {}
-        self._attached: list[PeerConnection] = []  # the transfer thread's: every agent that the backend knows
-        self._probing = asyncio.Lock()  # of this pod's probe block
-        self._next_look = 0.0
+        #: Connections that the backend knows. Owned by the transfer thread.
+        self._attached: list[PeerConnection] = []
+        #: Guards this pod's probe block.
+        self._probe_lock = asyncio.Lock()
+        self._next_process_check = 0.0
 
     @property
     def connecting(self) -> bool:
@@ -115,27 +126,27 @@ class PeerConnector:
         return tuple(c.stats for c in list(self._connections.values()) if not c.broken)
 
     async def connect(self, address: str, timeout_s: float, generation: int | None = None) -> PeerConnection:
-        """A connection that a probe went through, to `generation` if given.
+        """Returns a connection that passed its probe, to `generation` if given.
 
-        Raises LayoutMismatch, Unauthenticated, Unavailable, DeadlineExceeded, TransferFailed (another generation
-        lives there).
+        Raises LayoutMismatch, Unauthenticated, Unavailable, DeadlineExceeded, or TransferFailed if another generation
+        answers.
         """
         known = self._connections.get(address)
         if known is None or known.broken or (generation is not None and known.generation < generation):
-            flight = self._attempts.get(address)
-            if flight is None:
-                flight = self._attempts[address] = asyncio.create_task(self._establish(address))
-                flight.add_done_callback(lambda task: self._on_connected(address, task))
+            attempt = self._attempts.get(address)
+            if attempt is None:
+                attempt = self._attempts[address] = asyncio.create_task(self._establish(address))
+                attempt.add_done_callback(lambda task: self._on_connected(address, task))
             try:
-                known = await asyncio.wait_for(asyncio.shield(flight), timeout_s)
+                known = await asyncio.wait_for(asyncio.shield(attempt), timeout_s)
             except TimeoutError as e:
-                raise DeadlineExceeded(f"{address} did not connect in time") from e
+                raise DeadlineExceeded(f"the connection to {address} took longer than {timeout_s:.1f} s") from e
             except BatonError:
                 raise
             except Exception as e:
                 raise TransferFailed(f"connecting to {address} failed: {type(e).__name__}: {e}") from e
         if generation is not None and known.generation != generation:
-            raise TransferFailed(f"{known.pod} is at generation {known.generation}, the transfer at {generation}")
+            raise TransferFailed(f"{known.pod} has generation {known.generation}, the transfer needs {generation}")
         return known
 
     def _on_connected(self, address: str, task: asyncio.Task[PeerConnection]) -> None:
@@ -170,7 +181,7 @@ class PeerConnector:
         return connection
 
     async def _handshake(self, address: str, request: transfer_pb2.HandshakeRequest) -> transfer_pb2.HandshakeResponse:
-        """A pod that was just restarted may be refused by our channel's back-off for a moment: try for a while."""
+        """Retries for a while: gRPC's back-off may refuse a call to a pod that was just restarted."""
         until = self._clock() + UNREACHABLE_S
         while True:
             try:
@@ -187,7 +198,9 @@ class PeerConnector:
         elif answer.pool_memory == "VRAM":
             kind = "VRAM"
         else:
-            raise LayoutMismatch(f"unknown kind of memory {answer.pool_memory!r}", field="pool_memory")
+            raise LayoutMismatch(
+                f"invalid pool_memory {answer.pool_memory!r}: expected DRAM or VRAM", field="pool_memory"
+            )
         memory = PeerMemory(
             answer.pool_base,
             info.layout.block_bytes,
@@ -210,16 +223,15 @@ class PeerConnector:
         )
 
     async def _attach(self, connection: PeerConnection) -> None:
-        """Gives the backend the new agent, and takes the former one of this address away."""
+        """Connects the backend to the new agent, after the former connection to this address is marked as broken."""
         former = self._connections.pop(connection.address, None)
 
         def attach() -> bool:
             if former is not None:
                 self.mark_broken(former)
                 replaced = former.pod == connection.pod and former.generation < connection.generation
-                if (
-                    replaced and former.watch is None
-                ):  # the same identity lives on in a newer process at the same address
+                # A newer generation at the same address proves the end of a process that cannot be watched.
+                if replaced and former.watch is None:
                     self._mark_process_ended(former)
             if any(other.agent == connection.agent for other in self._attached):
                 return False
@@ -231,23 +243,25 @@ class PeerConnector:
             if await self._on_thread(attach):
                 return
             await asyncio.sleep(0.02)
-        raise Unavailable(f"writes over the former connection to {connection.pod} have not ended")
+        raise Unavailable(f"writes over the former connection to {connection.pod} have not ended within 1 s")
 
     async def _probe(self, connection: PeerConnection) -> None:
-        """Writes a random block until the peer confirms it; several initiators may share the peer's probe block. One
-        peer after the other, but only those that have taken a block: nobody waits for one that takes none.
+        """Writes random blocks until the peer confirms one, and measures the rate. Raises TransferFailed, Unavailable.
+
+        Several pods may share the peer's probe block, so a mismatch is retried. One probe at a time uses this pod's
+        probe block. The first write is outside the lock, so a peer that accepts no writes does not delay the others.
         """
-        await self._burst(connection, 1)
+        await self._time_probe_writes(connection, 1)
         for attempt in range(PROBE_TRIES):
             if attempt:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
-            async with self._probing:
+            async with self._probe_lock:
                 nonce = os.urandom(NONCE_BYTES)
                 data = nonce + os.urandom(self._memory.block_bytes - NONCE_BYTES)
                 await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))
                 most = PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes
                 burst = max(1, min(PROBE_BURST_BLOCKS, most))
-                seconds = await self._burst(connection, burst)
+                seconds = await self._time_probe_writes(connection, burst)
                 request = transfer_pb2.ProbeRequest(
                     pod=self._info().pod,
                     generation=self._info().generation,
@@ -266,13 +280,13 @@ class PeerConnector:
                 if self._memory.kind == "VRAM" and transport.name in ("tcp", "unknown") and not self._allow_tcp:
                     by = "TCP" if transport.name == "tcp" else "an unknown transport"
                     raise TransferFailed(
-                        f"device memory would travel to {connection.pod} over {by} (allow_tcp permits it)"
+                        f"KV in GPU memory would travel to {connection.pod} over {by}; allow_tcp permits that"
                     )
                 return
-        raise TransferFailed(f"a block written to {connection.pod} does not arrive intact")
+        raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
 
-    async def _burst(self, connection: PeerConnection, count: int) -> float:
-        """Seconds that a write of `count` times the probe block took. Raises TransferFailed, Unavailable."""
+    async def _time_probe_writes(self, connection: PeerConnection, count: int) -> float:
+        """Seconds of one write of `count` copies of the probe block. Raises TransferFailed, Unavailable."""
         ended: Future[float] = Future()
         mine, theirs = [self._memory.probe_block] * count, [connection.probe_block] * count
 
@@ -295,29 +309,28 @@ class PeerConnector:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
         except TimeoutError as e:
-            raise Unavailable(f"{connection.pod} takes no bytes") from e
+            raise Unavailable(f"a probe write to {connection.pod} did not end within {PROBE_WRITE_S:g} s") from e
 
-    # On the transfer thread.
-
+    # -- transfer thread ----------------------------------------------------------------------------------------------
     def mark_broken(self, connection: PeerConnection) -> None:
-        """The connection is not to be used again; its agent goes once no write to it is pending."""
+        """Ends the use of the connection. Its agent is forgotten once no write to it is pending."""
         connection.broken = True
 
     def _discard(self, connection: PeerConnection) -> None:
-        """The connection came to nothing; what the backend knows of it goes like that of a retired one."""
+        """Drops a connection that failed to establish."""
         self.mark_broken(connection)
         if connection not in self._attached:
             _close_watch(connection)
 
     def tick(self, now: float) -> None:
-        """Forgets broken connections' agents and looks whether peers' processes live."""
+        """Forgets the agents of broken connections and checks the peers' processes."""
         for connection in [c for c in self._attached if c.broken and not c.in_flight]:
             self._thread.backend.disconnect(connection.agent)
             self._attached.remove(connection)
             _close_watch(connection)
-        if now < self._next_look:
+        if now < self._next_process_check:
             return
-        self._next_look = now + PROCESS_CHECK_S
+        self._next_process_check = now + PROCESS_CHECK_S
         for connection in self._attached:
             if connection.watch is not None and connection.watch.ended():
                 self._mark_process_ended(connection)
@@ -329,10 +342,10 @@ class PeerConnector:
             self._on_lost(connection)
 
     async def close(self) -> None:
-        flights = list(self._attempts.values())
-        for flight in flights:
-            flight.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
+        attempts = list(self._attempts.values())
+        for attempt in attempts:
+            attempt.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
         self._thread.submit(self._close_watches)
 
     def _close_watches(self) -> None:
@@ -349,29 +362,30 @@ def _close_watch(connection: PeerConnection) -> None:
 
 
 def probe_digest(nonce: bytes, block: bytes) -> bytes:
-    """BLAKE2b-128 of a probe block, keyed with the bytes at its start."""
+    """BLAKE2b-128 of a probe block, keyed with the nonce at its start."""
     return hashlib.blake2b(block, digest_size=16, key=nonce).digest()
 
 
 def agent_name(info: transfer_pb2.InfoResponse) -> str:
-    """role-pod-generation: a name that no process ever had before."""
+    """role-pod-generation: unique over all processes, because a generation is never reused."""
     return f"{role_from_pb(info.role).value}-{info.pod}-{info.generation}"
 
 
 def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.InfoResponse) -> None:
-    """Raises LayoutMismatch that names the first field in which the peer differs, InvalidRequest for no pod at all."""
+    """Raises LayoutMismatch with the first field that differs, or InvalidRequest if the peer does not identify itself."""
     if not theirs.pod or not theirs.generation:
-        raise InvalidRequest("the peer does not say who it is", field="info")
+        raise InvalidRequest("the peer's info has no pod name or generation", field="info")
     if mine.protocol_version != theirs.protocol_version:
         raise LayoutMismatch(
-            f"protocol versions differ: {mine.protocol_version} here, {theirs.protocol_version} there",
+            f"protocol versions differ: {mine.protocol_version} on this pod, {theirs.protocol_version} on {theirs.pod}",
             field="protocol_version",
         )
     layout, other = layout_from_pb(mine.layout), layout_from_pb(theirs.layout)
     layout.require_equal(other)
     if mine.layout.block_bytes != theirs.layout.block_bytes:
         raise LayoutMismatch(
-            f"KV layouts differ in block_bytes: {mine.layout.block_bytes} here, {theirs.layout.block_bytes} there",
+            f"KV layouts differ in block_bytes: {mine.layout.block_bytes} on this pod, {theirs.layout.block_bytes} on "
+            f"{theirs.pod}",
             field="block_bytes",
         )
     if mine.fingerprint != theirs.fingerprint:

@@ -1,8 +1,8 @@
-"""Proof that a peer's process ended, where the kernel can give it: a pidfd of a process on this host.
+"""Proof that a peer's process ended, by a pidfd where the process is visible on this host.
 
-A pid alone proves nothing, because a peer in another container names a pid of its own namespace. So the watch exists
-only when the process behind the pid holds the listening socket of the peer's address, and the pidfd was opened before
-that was looked up.
+A pid alone proves nothing, because a peer in another container reports a pid of its own namespace. A watch therefore
+exists only if the process with that pid holds the listening socket of the peer's address. The pidfd is opened before
+that check.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LISTEN = "0A"
 
 
 class ProcessWatch:
-    """Owns a pidfd; close() gives it back. Idempotent; a closed watch proves nothing."""
+    """Owns a pidfd. A closed watch proves nothing."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd: int | None = pidfd
@@ -25,7 +25,7 @@ class ProcessWatch:
         self._poll.register(pidfd, select.POLLIN)
 
     def ended(self) -> bool:
-        """The process is gone; stays true until close()."""
+        """The process has ended. Stays true until close()."""
         return bool(self._poll.poll(0))
 
     @property
@@ -40,8 +40,8 @@ class ProcessWatch:
 
 
 def watch_process(pid: int, boot_id: str, address: str) -> ProcessWatch | None:
-    """A watch on the process that listens at `address` (host:port); None when it cannot be seen from here or is this
-    one.
+    """A watch on the process that listens at `address` (host:port). None if it is this process or not visible from
+    here.
     """
     if not pid or pid == os.getpid() or boot_id != host_boot_id():
         return None
@@ -53,7 +53,7 @@ def watch_process(pid: int, boot_id: str, address: str) -> ProcessWatch | None:
         if _listens(pid, int(address.rpartition(":")[2])):
             return ProcessWatch(pidfd)
     except (OSError, ValueError):
-        pass  # gone already, or not ours to look at: then there is no proof to be had
+        pass  # the process ended, or /proc is not readable: no proof is possible
     os.close(pidfd)
     return None
 

@@ -1,6 +1,7 @@
-"""Calls to other pods' Transfer service: one channel per address, every call but Info signed, errors as BatonError.
+"""Calls to the Transfer service of other pods: one channel per address, every call but Info signed, errors as
+BatonError.
 
-gRPC goes on dialling an address at which nobody lives any more: channels that nobody used for long are closed.
+gRPC keeps dialling an address where no pod answers, so channels without a call for UNUSED_S seconds are closed.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ class PeerRpcClient:
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._used: dict[str, float] = {}  # by address, when last
+        #: Time of the last call, by address.
+        self._used: dict[str, float] = {}
 
     async def info(self, address: str, timeout_s: float) -> transfer_pb2.InfoResponse:
-        """Who answers at `address`."""
+        """Info of the pod at `address`."""
         return await self._send(address, "Info", transfer_pb2.InfoRequest(), transfer_pb2.InfoResponse, timeout_s, ())
 
     async def call(
         self, address: str, name: str, request: Message, response: type[_Response], timeout_s: float
     ) -> _Response:
-        """A signed call. Raises the peer's BatonError, Unavailable or DeadlineExceeded."""
+        """Makes a signed call. Raises the peer's BatonError, Unavailable or DeadlineExceeded."""
         return await self._send(
             address, name, request, response, timeout_s, self._signer.sign(method_path(name), request)
         )
@@ -75,7 +77,7 @@ class PeerRpcClient:
         return answer
 
     def _take_unused(self) -> list[grpc.aio.Channel]:
-        """Takes out what nobody used for long."""
+        """Removes and returns the channels that were not used for UNUSED_S seconds."""
         since = time.monotonic() - UNUSED_S
         old = [address for address, used in self._used.items() if used < since]
         for address in old:

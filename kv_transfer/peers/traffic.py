@@ -1,6 +1,6 @@
-"""What this pod has exchanged with each other pod since its start, by the other's name: it outlives connections.
+"""KV traffic from this pod to each other pod, by the other pod's name. It outlives connections.
 
-Written on the transfer thread, read by any: a reader sees recent counts, not all of one moment.
+The transfer thread writes, any thread reads. A reader sees recent counts, not one consistent moment.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from collections.abc import Callable
 from common.pb import transfer_pb2
 from kv_transfer.messages import PairStats, PeerStats
 
-MAX_PAIRS = 1024  # names of pods that are gone are forgotten beyond this, the longest unused first
-RATE_DECAY = 0.9  # weight of what was moved before, per busy spell
-RATE_TTL_S = 120.0  # a rate begins afresh after so long without a write
+MAX_PAIRS = 1024  # beyond this the pod without traffic for the longest time is forgotten
+RATE_DECAY = 0.9  # weight of the older traffic, per busy period
+RATE_TTL_S = 120.0  # after this long without a write the rate starts again from zero
 
 
 class _RateMeter:
-    """The rate while something was under way, lately. Times are the caller's clock."""
+    """Recent rate of writes, measured while at least one is in flight. Times are the caller's clock."""
 
-    __slots__ = ("_bytes", "_since", "_under_way", "busy_s", "ended_at", "recent_bytes", "recent_s")
+    __slots__ = ("_bytes", "_in_flight", "_since", "busy_s", "ended_at", "recent_bytes", "recent_s")
 
     def __init__(self) -> None:
         self.busy_s = self.recent_s = 0.0
         self.recent_bytes = 0.0
         self.ended_at = float("-inf")
         self._since = 0.0
-        self._under_way = self._bytes = 0
+        self._in_flight = self._bytes = 0
 
     def begin(self, now: float) -> None:
-        if not self._under_way:
+        if not self._in_flight:
             self._since = now
             if now - self.ended_at >= RATE_TTL_S:
                 self.recent_bytes = self.recent_s = 0.0
-        self._under_way += 1
+        self._in_flight += 1
 
     def end(self, num_bytes: int, now: float) -> None:
-        self._under_way -= 1
+        self._in_flight -= 1
         self._bytes += num_bytes
-        if not self._under_way:
+        if not self._in_flight:
             seconds, self.ended_at = now - self._since, now
             self.busy_s += seconds
             self.recent_s = RATE_DECAY * self.recent_s + seconds
@@ -47,12 +47,12 @@ class _RateMeter:
 
     @property
     def gb_s(self) -> float:
-        """1e9 bytes per second; 0 while nothing was moved."""
+        """1e9 bytes per second; 0 before the first byte."""
         return self.recent_bytes / self.recent_s / 1e9 if self.recent_s > 0 else 0.0
 
 
 class PairTraffic:
-    """Counts of one other pod. `begin` and `end` go around every write."""
+    """Traffic to one other pod. `begin` and `end` enclose every write."""
 
     __slots__ = (
         "_clock",
@@ -77,7 +77,7 @@ class PairTraffic:
         self._meter.begin(self._clock())
 
     def end(self, blocks: int, num_bytes: int, *, pulled: bool) -> None:
-        """It is terminal; what it moved, zeros when it failed."""
+        """A write is terminal. blocks and num_bytes are 0 for a failed write. pulled: the write serves a pull."""
         self.blocks += blocks
         self.pulled_blocks += blocks if pulled else 0
         self.bytes += num_bytes
@@ -85,25 +85,26 @@ class PairTraffic:
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which something was under way."""
+        """Seconds with at least one write in flight."""
         return self._meter.busy_s
 
     @property
     def gb_s(self) -> float:
-        """1e9 bytes per second while something was written, lately; 0 before."""
+        """Recent rate in 1e9 bytes per second, while writes are in flight; 0 before the first."""
         return self._meter.gb_s
 
 
 class PairTrafficTable:
-    """See the top of this file."""
+    """PairTraffic of every other pod. get() runs on the transfer thread, stats() on any."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._pairs: dict[str, PairTraffic] = {}  # the last used at the end
+        #: By pod; the most recently used is the last.
+        self._pairs: dict[str, PairTraffic] = {}
 
     def get(self, pod: str) -> PairTraffic:
-        """The counts for this pod."""
+        """The traffic to this pod."""
         with self._lock:
             pair = self._pairs.pop(pod) if pod in self._pairs else PairTraffic(self._clock)
             self._pairs[pod] = pair
@@ -112,7 +113,7 @@ class PairTrafficTable:
             return pair
 
     def stats(self, peers: tuple[PeerStats, ...]) -> tuple[PairStats, ...]:
-        """Every pod that something was written to, or that is connected (peers), by name."""
+        """Every pod with traffic or in `peers` (the connected pods), sorted by name."""
         connected = {peer.pod: peer for peer in peers}
         with self._lock:
             pairs = dict(self._pairs)
@@ -141,7 +142,7 @@ class PairTrafficTable:
 
 
 def pair_to_pb(pair: PairStats) -> transfer_pb2.Pair:
-    """A pod's traffic with another one for the wire."""
+    """Converts to the wire format."""
     return transfer_pb2.Pair(
         pod=pair.pod,
         generation=pair.generation,

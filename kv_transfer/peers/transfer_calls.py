@@ -1,4 +1,4 @@
-"""What the state machines ask of other pods, as coroutines on the event loop; started from the transfer thread."""
+"""Calls that the transfer tables make to other pods: coroutines on the event loop, started from the transfer thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class TransferCalls:
-    """Owned by the event loop, but for spawn(). Every call raises BatonError and nothing else."""
+    """Every call raises BatonError and nothing else. Owned by the event loop, except run_on_loop()."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class TransferCalls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """On the event loop."""
+        """Event loop."""
         self._loop = asyncio.get_running_loop()
 
     def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs a coroutine on the event loop. Any thread; after close() nothing happens."""
+        """Runs a coroutine on the event loop. Any thread; no effect after close()."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin, work)
 
@@ -74,7 +74,7 @@ class TransferCalls:
         await self._rpc.call(target.address, "Open", request, transfer_pb2.OpenResponse, timeout_s)
 
     async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float:
-        """Seconds that it waited there for the last range."""
+        """Seconds that the commit waited on the receiver for the last range."""
         request = transfer_pb2.CommitRequest(
             transfer_id=transfer_id_to_pb(target.transfer_id),
             generation=self._info().generation,

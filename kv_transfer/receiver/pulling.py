@@ -1,9 +1,9 @@
-"""Pulls of cached blocks from other pods into this one, by the holder's push.
+"""Pulls of cached blocks from other pods into this pod. The holder pushes them. Event loop.
 
-    reserve -> Pull -> (Open, writes, Commit from the holder) -> complete       the receiver machine's rules
+    add to the table -> Pull call -> Open, writes, Commit by the holder -> complete       (receiver/state_machine.py)
 
-Invariant: the caller's hold is released exactly once, when no byte can land in its blocks any more, whatever becomes of
-the pull; that may be long after the pull has failed for the caller. Runs on the event loop.
+The caller's pin is released exactly once, when no byte can land in its blocks any more. That may be long after the pull
+failed for its caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kv_transfer.transfer_thread import TransferThread
 
 
 class PullReceiver:
-    """Pulls for one pod; target(first_block, blocks) makes a KvTarget with a new transfer id."""
+    """Pulls of one pod. target(first_block, blocks) makes a KvTarget with a new transfer id."""
 
     def __init__(
         self,
@@ -38,45 +38,46 @@ class PullReceiver:
         self._target = target
 
     def pull(self, holder: PrefixHolder, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
-        """Starts a task that lets the holder write the blocks. The task raises BatonError.
+        """Starts a task that asks the holder to write the blocks. The task raises BatonError.
 
-        The table of incoming transfers owns the hold as soon as this returns, and the task's end, however it comes,
-        releases the transfer. The coroutine owns nothing: a task that is cancelled before its first step never runs it,
-        so no `finally` in it would run either. Raises only before the hold has changed hands.
+        When this method returns, the table of incoming transfers owns the pin, and the end of the task releases the
+        transfer. The coroutine owns nothing, because a task that is cancelled before its first step never runs its
+        `finally` blocks. This method raises only before the table owns the pin.
         """
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
-        over.add_done_callback(lambda f: f.cancelled() or f.exception())  # seen, even if nobody waits any more
+        # Reads the exception, so that asyncio does not log it when the task was cancelled.
+        over.add_done_callback(lambda f: f.cancelled() or f.exception())
 
-        def tell(error: BatonError | None) -> None:
+        def end(error: BatonError | None) -> None:
             if not over.done():
                 over.set_exception(error) if error is not None else over.set_result(None)
 
         def ready(_: Commit) -> None:
-            loop.call_soon_threadsafe(tell, None)
+            loop.call_soon_threadsafe(end, None)
 
         def failed(error: BatonError) -> None:
-            loop.call_soon_threadsafe(tell, error)
+            loop.call_soon_threadsafe(end, error)
 
         target = self._target(wanted.first_block, wanted.blocks)
         transfer_id, deadline = target.transfer_id, self._clock() + wanted.timeout_s
         self._thread.submit(
             lambda: self._incoming.add(
-                transfer_id, wanted.request_id, wanted.first_block, wanted.blocks, wanted.hold, deadline, ready, failed
+                transfer_id, wanted.request_id, wanted.first_block, wanted.blocks, wanted.pin, deadline, ready, failed
             )
         )
 
         def release(_: asyncio.Task[PullResult]) -> None:
             self._thread.submit(lambda: self._incoming.release(transfer_id))  # after READY it has no effect
 
-        task = loop.create_task(self._pushed(holder, target, wanted, over))
+        task = loop.create_task(self._ask_holder(holder, target, wanted, over))
         task.add_done_callback(release)
         return task
 
-    async def _pushed(
+    async def _ask_holder(
         self, holder: PrefixHolder, target: KvTarget, wanted: WantedBlocks, over: asyncio.Future[None]
     ) -> PullResult:
-        """Asks the holder, and waits until the transfer is over."""
+        """Calls Pull and waits until the transfer is over."""
         answer = await self._calls.pull(holder.address, target, wanted)
         if not answer.blocks:
             return PullResult(0, answer.reason, answer.gb_s)

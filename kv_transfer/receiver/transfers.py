@@ -1,7 +1,7 @@
-"""Transfers into this pod: the table of receiver machines, and what their actions do.
+"""Transfers into this pod: the table of receiver machines, and the execution of their actions.
 
-Everything but reserve() runs on the transfer thread. A transfer leaves the table when it is READY or CLOSED; a
-bounded memory of committed ones answers a commit that is sent again.
+Every method but new_transfer_id runs on the transfer thread. A transfer leaves the table when it is READY or CLOSED.
+The receiver remembers a bounded number of committed transfers, to answer a repeated commit.
 """
 
 from __future__ import annotations
@@ -39,22 +39,25 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _REMEMBERED = 65536
-MAX_NOTIFICATION_PEERS = 1024  # pods on other hosts end unseen: beyond, the first one is answered by calls
+#: The end of a pod on another host is not visible. Beyond this number the oldest peer gets no more notifications.
+MAX_NOTIFICATION_PEERS = 1024
 _TICK_S = 0.01
-_LOOK_S = 0.1
-COMMIT_WAIT_S = 0.05  # that a commit waits for its last ranges before it is answered "not yet"
+_PROCESS_CHECK_S = 0.1
+#: Seconds that a commit waits for the last ranges before it is answered with Unavailable ("ask again").
+COMMIT_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _WaitingCommit:
-    """A commit that is not answered yet; None: it came as a note."""
+    """A commit without an answer."""
 
+    #: The call's answer; None for a commit notification.
     answer: Future[float] | None
     until: float
 
 
 class NotificationPeers(Protocol):
-    """Of the backend, what notes need."""
+    """The part of a backend that notifications need."""
 
     def add_peer(self, peer: str, metadata: bytes) -> None: ...
 
@@ -65,26 +68,34 @@ class NotificationPeers(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _IncomingTransfer:
+    """Entry of the table."""
+
     machine: ReceiverMachine
     request_id: str
     first_block: int
+    #: Physical blocks.
     blocks: tuple[int, ...]
-    hold: PinnedBlocks
+    pin: PinnedBlocks
     on_ready: Callable[[Commit], None]
     on_failed: Callable[[BatonError], None]
     waiting: list[_WaitingCommit] = field(default_factory=list)
-    asked_at: float = 0.0  # when the first commit came
+    #: The first commit arrived; 0 before.
+    asked_at: float = 0.0
 
 
 class TransferReceiver:
-    """ask_drain(transfer id, writer) is called on the transfer thread and answers by drained() or drain_failed();
-    agents: whom notes reach (the backend, once it is started).
+    """All incoming transfers of this pod.
+
+    Args:
+        ask_drain: starts a Drain call to the writer of a transfer. Its result comes as drained(), writer_replaced() or
+            drain_failed().
+        agents: the backend, once it is started.
     """
 
     def __init__(
         self,
         memory: PoolMemory,
-        drops: DroppedMessages,
+        dropped: DroppedMessages,
         clock: Callable[[], float],
         ask_drain: Callable[[TransferId, Writer], None],
         agents: Callable[[], NotificationPeers],
@@ -93,18 +104,21 @@ class TransferReceiver:
         self.received_blocks = 0
         self.damaged_transfers = 0
         self._memory = memory
-        self._drops = drops
+        self._dropped = dropped
         self._clock = clock
         self._ask_drain = ask_drain
         self._agents = agents
-        self._notification_peers: dict[str, None] = {}  # the last one at the end
+        #: Oldest first.
+        self._notification_peers: dict[str, None] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._table: dict[TransferId, _IncomingTransfer] = {}
+        #: Committed transfer -> the writer's generation.
         self._committed: OrderedDict[TransferId, int] = OrderedDict()
+        #: By agent; None for a process that cannot be watched.
         self._watches: dict[str, ProcessWatch | None] = {}
         self._next_tick = 0.0
-        self._next_look = 0.0
+        self._next_process_check = 0.0
 
     def new_transfer_id(self, generation: int) -> TransferId:
         """A transfer id that was never used. Any thread."""
@@ -117,15 +131,15 @@ class TransferReceiver:
         request_id: str,
         first_block: int,
         blocks: Sequence[int],
-        hold: PinnedBlocks,
+        pin: PinnedBlocks,
         deadline: float,
         on_ready: Callable[[Commit], None],
         on_failed: Callable[[BatonError], None],
     ) -> None:
-        """Blocks are reserved for a writer that is to come."""
+        """Adds a transfer that waits for its writer. See TransferNode.expect_transfer."""
         machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
         self._table[transfer_id] = _IncomingTransfer(
-            machine, request_id, first_block, tuple(blocks), hold, on_ready, on_failed
+            machine, request_id, first_block, tuple(blocks), pin, on_ready, on_failed
         )
 
     @property
@@ -135,7 +149,7 @@ class TransferReceiver:
 
     @property
     def poll_fast(self) -> bool:
-        """Bytes are coming that move only while this side polls, or a notification is overdue."""
+        """Bytes are arriving that move only while this side polls, or the notification of a range is overdue."""
         return any(
             ((writer := entry.machine.writer) is not None and writer.polled) or entry.machine.commit_waits_for_ranges
             for entry in self._table.values()
@@ -143,7 +157,7 @@ class TransferReceiver:
 
     @property
     def poll_hot(self) -> bool:
-        """A commit came just now, before the last bytes."""
+        """A commit arrived before the last bytes, less than HOT_POLL_LIMIT_S ago."""
         since = self._clock() - HOT_POLL_LIMIT_S
         return any(entry.machine.commit_waits_for_ranges and entry.asked_at > since for entry in self._table.values())
 
@@ -152,11 +166,11 @@ class TransferReceiver:
         return sum(entry.machine.num_quarantined for entry in list(self._table.values()))
 
     def is_watched(self, agent: str) -> bool:
-        """Whether watch() was called for this writer."""
+        """watch() was called for this writer."""
         return agent in self._watches
 
     def watch(self, agent: str, watch: ProcessWatch | None) -> None:
-        """How this writer's process can be seen to end; None when it cannot."""
+        """Sets how the end of this writer's process is detected; None: not at all. The first watch is kept."""
         if agent in self._watches:
             if watch is not None:
                 watch.close()
@@ -164,14 +178,16 @@ class TransferReceiver:
         self._watches[agent] = watch
 
     def add_peer(self, agent: str, metadata: bytes) -> bool:
-        """Whether this writer may send notes, and is answered by them. One that shakes hands again may have lost the
-        way to here, so answers may have lost the way back: they get a new one.
+        """Accepts commit notifications of this writer and acknowledges them. Returns whether that works.
+
+        A repeated handshake replaces the peer's metadata, because the old connection may be broken in this direction
+        too.
         """
         self.remove_peer(agent)
         try:
             self._agents().add_peer(agent, metadata)
         except TransferFailed as e:
-            _log.warning("%s cannot be told anything but by calls: %s", agent, e.message)
+            _log.warning("%s cannot be notified, its commits are answered by calls: %s", agent, e.message)
             return False
         self._notification_peers[agent] = None
         if len(self._notification_peers) > MAX_NOTIFICATION_PEERS:
@@ -179,13 +195,13 @@ class TransferReceiver:
         return True
 
     def remove_peer(self, agent: str) -> None:
-        """Nothing is said to this writer any more."""
+        """Sends no more notifications to this writer."""
         if agent in self._notification_peers:
             del self._notification_peers[agent]
             self._agents().remove_peer(agent)
 
     def forget_writer(self, agent: str) -> None:
-        """A writer that is gone, or has a successor. As long as there is a transfer of it, its process is watched."""
+        """Forgets a writer that ended or has a successor. Its process stays watched while it has a transfer here."""
         self.remove_peer(agent)
         watch = self._watches.get(agent)
         if watch is None or agent not in self._in_use():
@@ -194,28 +210,30 @@ class TransferReceiver:
                 watch.close()
 
     def _in_use(self) -> set[str]:
-        """Writers of transfers that are not over."""
+        """Agents of writers of open transfers."""
         return {entry.machine.writer.agent for entry in self._table.values() if entry.machine.writer is not None}
 
     def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:
-        """Raises UnknownTransfer: nothing may be written."""
+        """Raises UnknownTransfer if the writer may not write."""
         entry = self._table.get(transfer_id)
         if entry is None or entry.request_id != request_id:
-            self._drops.count("open_unknown")
-            raise UnknownTransfer(f"transfer {transfer_id} is not expected here")
+            self._dropped.count("open_unknown")
+            raise UnknownTransfer(f"transfer {transfer_id} of request {request_id} is not expected by this pod")
         entry.machine.open(writer, self._clock())
 
     def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[float]) -> None:
-        """Idempotent. The answer comes once every range is here, with the seconds that the first commit waited for
-        that; Unavailable where one takes longer than PATIENCE_S, else UnknownTransfer or TransferFailed: the KV will
-        not be used.
+        """Handles a Commit call. Idempotent.
+
+        The answer comes once every range arrived: the seconds that the first commit waited for them. Errors:
+        Unavailable if a range takes longer than COMMIT_WAIT_S; UnknownTransfer or TransferFailed if the KV will not be
+        used.
         """
         entry = self._table.get(transfer_id)
         if entry is None:
             if self._committed.get(transfer_id) == generation:
                 _resolve(answer, 0.0)
             else:
-                self._drops.count("commit_unknown")
+                self._dropped.count("commit_unknown")
                 _resolve(answer, UnknownTransfer(f"transfer {transfer_id} is over"))
             return
         try:
@@ -232,12 +250,13 @@ class TransferReceiver:
         entry.waiting.append(_WaitingCommit(answer, now + COMMIT_WAIT_S))
 
     def on_notification(self, peer: str, message: RangeWritten | CommitNotification) -> None:
-        """A range landed, or a commit came; what does not fit is dropped and counted. Of a commit that cannot be
-        answered well nothing is said: the call that follows it is told why.
+        """A range or a commit arrived. One that does not fit is dropped and counted.
+
+        A commit notification that fails gets no answer: the call that follows gets the error.
         """
         entry = self._table.get(message.transfer_id)
         if entry is None:
-            self._drops.count("notification_late")
+            self._dropped.count("notification_late")
             return
         machine = entry.machine
         if isinstance(message, RangeWritten):
@@ -252,7 +271,7 @@ class TransferReceiver:
             else:
                 self._wait(entry, None)
         if actions is None:
-            self._drops.count("notification_misfit")
+            self._dropped.count("notification_misfit")
         else:
             self._apply(entry, actions)
 
@@ -263,7 +282,7 @@ class TransferReceiver:
             self._apply(entry, entry.machine.shrink_to(num_blocks))
 
     def release(self, transfer_id: TransferId) -> None:
-        """The request is over for this pod; ids that are not there (any more) are fine."""
+        """The request is over on this pod. Unknown ids are ignored."""
         entry = self._table.get(transfer_id)
         if entry is not None:
             self._apply(entry, entry.machine.release(self._clock()))
@@ -279,7 +298,10 @@ class TransferReceiver:
             self._apply(entry, entry.machine.drain_failed(self._clock()))
 
     def writer_replaced(self, transfer_id: TransferId, writer: Writer) -> None:
-        """A newer generation answers at the writer's address: proof, unless the writer's process can be watched."""
+        """A newer generation answers at the writer's address.
+
+        That proves the writer's end, unless its process can be watched, which is the better proof.
+        """
         entry = self._table.get(transfer_id)
         if entry is None or entry.machine.writer != writer:
             return
@@ -299,9 +321,9 @@ class TransferReceiver:
                     f"{entry.machine.num_missing} blocks of transfer {entry.machine.transfer_id} have not arrived yet"
                 )
                 self._answer_all(entry, Unavailable(missing))
-        if now < self._next_look:
+        if now < self._next_process_check:
             return
-        self._next_look = now + _LOOK_S
+        self._next_process_check = now + _PROCESS_CHECK_S
         ended = {agent for agent, watch in self._watches.items() if watch is not None and watch.ended()}
         for entry in list(self._table.values()):
             if entry.machine.writer is not None and entry.machine.writer.agent in ended:
@@ -310,7 +332,7 @@ class TransferReceiver:
             self.forget_writer(agent)
 
     def close(self) -> None:
-        """This pod ends: whoever waits is told. What may still be written stays held until the process is gone."""
+        """This pod ends: fails every transfer. Blocks that may be written stay pinned until the process ends."""
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.release(self._clock()))
         for watch in self._watches.values():
@@ -323,7 +345,7 @@ class TransferReceiver:
         for action in actions:
             match action:
                 case FreeBlocks(blocks):
-                    release_pin(entry.hold, [entry.blocks[block - entry.first_block] for block in blocks])
+                    release_pin(entry.pin, [entry.blocks[block - entry.first_block] for block in blocks])
                 case CheckChecksums(commit):
                     error = self._mismatch(entry, commit)
                     self.damaged_transfers += error is not None
@@ -334,7 +356,7 @@ class TransferReceiver:
                     del self._table[machine.transfer_id]
                     self.received_transfers += 1
                     self.received_blocks += machine.num_blocks
-                    self._answer_all(entry)  # first: the writer waits, and what follows here takes a while
+                    self._answer_all(entry)  # before on_ready, which takes a while: the writer waits
                     _notify(entry.on_ready, commit)
                 case ReceiveFailed(error):
                     over = f"transfer {machine.transfer_id} is over: {error.message}"
@@ -347,7 +369,7 @@ class TransferReceiver:
             self._table.pop(machine.transfer_id, None)
 
     def _answer_all(self, entry: _IncomingTransfer, error: BatonError | None = None) -> None:
-        """error: not to notes, which are followed by calls that will hear it."""
+        """Answers every waiting commit. Commit notifications get no errors: the calls that follow get them."""
         waiting, entry.waiting = entry.waiting, []
         awaited_s = self._clock() - entry.asked_at
         if error is None and any(one.answer is None for one in waiting):
@@ -360,7 +382,7 @@ class TransferReceiver:
         writer = entry.machine.writer
         assert writer is not None, "a commit without a writer"
         if writer.agent not in self._notification_peers:
-            return  # a call follows
+            return  # the peer's call follows
         try:
             self._agents().notify(
                 writer.agent, CommittedNotification(entry.machine.transfer_id, int(awaited_s * 1e6)).pack()
@@ -384,13 +406,13 @@ class TransferReceiver:
 
 
 def _resolve(answer: Future[float], outcome: float | BatonError) -> None:
-    """Unless its caller has gone."""
+    """Completes a future unless its caller has left."""
     if answer.set_running_or_notify_cancel():
         answer.set_exception(outcome) if isinstance(outcome, BatonError) else answer.set_result(outcome)
 
 
 def _notify(callback: Callable[[_T], None], value: _T) -> None:
-    """A callback that fails must not end other transfers."""
+    """Calls a callback. Its failure must not end other transfers."""
     try:
         callback(value)
     except Exception:

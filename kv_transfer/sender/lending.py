@@ -1,6 +1,6 @@
-"""What this pod lends of its cache to pods that pull a prefix.
+"""Loans of cached blocks to pods that pull a prefix. Event loop.
 
-The blocks are held for reading until the transfer to the puller is over, by the sender's rules. Runs on the event loop.
+A loan is an outgoing transfer of pinned blocks. Its pin is released by the rules of the sender's state machine.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ _log = logging.getLogger(__name__)
 
 MAX_LOANS = 16
 
+#: Called with the block hashes from the start of a prompt and the first wanted logical block. Pins, for reading, the
+#: blocks from there on that this pod has; None if it has not the first one.
 LendCallback = Callable[[Sequence[bytes], int], PinnedBlocks | None]
 
 
 @dataclass(frozen=True, slots=True)
 class LendResult:
-    """blocks: how many, from the first wanted on. reason: none, or why there are fewer than wanted."""
+    """Answer to a Pull."""
 
+    #: This many blocks, from the first wanted one on, will be pushed.
     blocks: int
+    #: "none", or the reason why there are fewer than wanted: leaving, busy or absent.
     reason: str
 
 
 class PrefixLender:
-    """lend(hashes, first) holds, for reading, the blocks of this chain from logical block `first` on, as many as this
-    pod has from there; None for none.
-    """
+    """Lends cached blocks of this pod."""
 
     def __init__(self, outgoing: TransferSender, lend: LendCallback) -> None:
         self._outgoing = outgoing
@@ -48,38 +50,39 @@ class PrefixLender:
         return len(self._loans)
 
     def lend(self, request_id: str, target: KvTarget, hashes: Sequence[bytes], timeout_s: float) -> LendResult:
-        """Answers a Pull at once and begins to push. Raises InvalidRequest for one that makes no sense."""
+        """Answers a Pull at once and starts to push. Raises InvalidRequest if hashes and target do not match."""
         wanted = len(target.blocks)
         if not wanted or len(hashes) != target.first_block + wanted or any(len(h) != HASH_BYTES for h in hashes):
-            raise InvalidRequest("hashes and target do not fit each other", field="hashes")
+            expected = f"{target.first_block + wanted} hashes of {HASH_BYTES} bytes"
+            raise InvalidRequest(f"{len(hashes)} hashes for {wanted} blocks: expected {expected}", field="hashes")
         if self._closed:
             return LendResult(0, "leaving")
         if self.num_loans >= MAX_LOANS:
             return LendResult(0, "busy")
-        hold = self._lend(hashes, target.first_block)
-        if hold is None:
+        pin = self._lend(hashes, target.first_block)
+        if pin is None:
             return LendResult(0, "absent")
-        count = len(hold.blocks)
-        self._push(request_id, replace(target, blocks=target.blocks[:count]), hold, timeout_s)
+        count = len(pin.blocks)
+        self._push(request_id, replace(target, blocks=target.blocks[:count]), pin, timeout_s)
         return LendResult(count, "none" if count == wanted else "absent")
 
-    def _push(self, request_id: str, target: KvTarget, hold: PinnedBlocks, timeout_s: float) -> None:
-        blocks = tuple(hold.blocks)
+    def _push(self, request_id: str, target: KvTarget, pin: PinnedBlocks, timeout_s: float) -> None:
+        blocks = tuple(pin.blocks)
         end = target.first_block + len(blocks)
-        transfer = self._outgoing.start(target, request_id, end, timeout_s, lends=True)
-        transfer.push(target.first_block, blocks, hold)
+        transfer = self._outgoing.start(target, request_id, end, timeout_s, for_pull=True)
+        transfer.push(target.first_block, blocks, pin)
         transfer.finish((), ())
 
-        async def over() -> None:
+        async def wait_end() -> None:
             try:
                 await transfer.done()
             except BatonError as e:
-                _log.info("blocks lent to %s did not arrive: %s", target.pod, e, extra={"request_id": request_id})
+                _log.info("the loan to %s failed: %s", target.pod, e, extra={"request_id": request_id})
 
-        task = asyncio.get_running_loop().create_task(over())
+        task = asyncio.get_running_loop().create_task(wait_end())
         self._loans.add(task)
         task.add_done_callback(self._loans.discard)
 
     def close(self) -> None:
-        """Lends nothing any more; what is lent ends with the outgoing transfers. Idempotent."""
+        """Refuses new loans. Open ones end with the outgoing transfers. Idempotent."""
         self._closed = True

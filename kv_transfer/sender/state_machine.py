@@ -1,23 +1,16 @@
-"""The sending side of one transfer: a pure state machine, told the time, that owns every limit of its side.
+"""State machine of one transfer on the sending side. Pure: the caller passes the time and runs the returned actions.
 
-    CONNECTING --connected--> OPENING --acknowledged--> OPEN --finish--> COMMITTING --acknowledged--> DONE
-         |                       |                       |                       |
-         `-----------------------+-----------------------+-failure, abort, drain-'
-                                                         v
-                                       STOPPING --every posted piece terminal--> STOPPED
+    CONNECTING --connected--> OPENING --opened--> OPEN --finish--> COMMITTING --committed--> DONE
+         |                       |                  |                  |
+         '-----------------------+------------------+------------------+-- failure, abort, drain
+                                                    v
+                                                 STOPPING --every posted write ended--> STOPPED
 
-The commit is announced when so little is left to post that the call travels while the bytes do. The receiver
-acknowledges it only when every range's notification arrived; after a moment without the last of them it answers "not
-yet", and the commit is asked again. DONE needs the acknowledgement and the end of every piece. After RENOTIFY_AFTER
-such answers to a sender whose writes are all done a notification counts as lost, and one for everything goes with each
-further try, which then says the truth.
+The commit is sent while the last writes are in flight. The receiver refuses it with Unavailable until every range
+arrived, and it is sent again. A write cannot be recalled: its source blocks stay pinned until every write of the push
+ended, or until GRACE_S after proof that the peer's process ended.
 
-Nothing is posted before the receiver acknowledged the open, nor in STOPPING. A piece's source blocks are given back
-(Release of its push) only when every posted piece of the push is terminal, or after proof that the peer's process
-ended and a grace: an in-flight write cannot be recalled.
-
-Every method returns what is to be done, in order. Exactly one of Done and Failed is ever returned, exactly once; each
-push is released exactly once; Stopped follows Failed once nothing of the transfer is or will be under way.
+Each push is released exactly once. SendDone or SendFailed is returned exactly once. WritesStopped follows SendFailed.
 """
 
 from __future__ import annotations
@@ -31,9 +24,13 @@ from common.errors import BatonError, DeadlineExceeded, InternalError, TransferF
 from common.types import KvTarget
 from kv_transfer.messages import Commit
 
+#: Wait between proof that the peer's process ended and the release of blocks that its writes read.
 GRACE_S = 2.0
-OPEN_PATIENCE_S = 3.0  # how long an unreachable receiver may delay the open
+#: An unreachable receiver fails the transfer after this long in OPENING.
+OPEN_PATIENCE_S = 3.0
+#: Most of the grace that one tick uses up: time in which the transfer thread stood still does not count.
 _MAX_TICK_S = 0.25
+#: After so many refused commits with every write done, a range notification counts as lost and is sent again.
 RENOTIFY_AFTER = 2
 _OPEN_RETRY_S = 0.05
 _COMMIT_RETRY_S = 0.002
@@ -41,14 +38,21 @@ _MAX_RETRY_S = 1.0
 
 
 class SenderState(enum.Enum):
-    """Where the transfer is."""
+    """State of the transfer."""
 
+    #: Handshake and probe with the peer are under way.
     CONNECTING = "connecting"
+    #: The Open call is under way. Nothing is written before the receiver acknowledged it.
     OPENING = "opening"
+    #: Writes are posted as blocks are pushed.
     OPEN = "open"
+    #: The commit is sent; the last writes may still be in flight.
     COMMITTING = "committing"
+    #: The receiver acknowledged the commit and every write ended.
     DONE = "done"
+    #: Failed for the caller. Nothing more is posted, but posted writes may be in flight.
     STOPPING = "stopping"
+    #: Failed, and no write is in flight.
     STOPPED = "stopped"
 
 
@@ -57,7 +61,7 @@ _ENDED = (SenderState.DONE, SenderState.STOPPING, SenderState.STOPPED)
 
 @dataclass(frozen=True, slots=True)
 class BlockWrite:
-    """One bounded write: logical blocks [first, first + len(local)) from local to remote physical blocks."""
+    """One bounded write of logical blocks [first, first + len(local)), from local to remote physical blocks."""
 
     number: int
     push: int
@@ -68,50 +72,50 @@ class BlockWrite:
 
 @dataclass(frozen=True, slots=True)
 class SendOpen:
-    """Announce the transfer; report by opened() or call_failed()."""
+    """Announce the transfer to the receiver. The caller reports with opened() or call_failed()."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """Everything is posted, or about to be; report by committed() or call_failed()."""
+    """Send the commit. Every write is posted or about to be. The caller reports with committed() or call_failed()."""
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
 class RenotifyRanges:
-    """Tell the receiver again that every block was written."""
+    """Notify the receiver once more that every block was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleasePush:
-    """Give up the hold of this push."""
+    """Release the pin of this push."""
 
     push: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksDelivered:
-    """So many blocks are delivered in all."""
+    """Total number of blocks that are delivered so far."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
-    """The receiver has it all."""
+    """The receiver has every block and the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendFailed:
-    """It ended for the caller; posted pieces may still be under way."""
+    """The transfer failed for its caller. Posted writes may still be in flight."""
 
     error: BatonError
 
 
 @dataclass(frozen=True, slots=True)
 class WritesStopped:
-    """No write is or will be under way. clean: every one ended well."""
+    """No write is or will be in flight. clean: none of them failed."""
 
     clean: bool
 
@@ -122,34 +126,40 @@ SenderAction = (
 
 
 class SenderMachine:
-    """One outgoing transfer to `target`; pieces hold at most piece_blocks blocks, the first one of a push first_blocks
-    (None: as many), and each later one up to twice those before it: the first bytes move while more are posted. ahead:
-    pieces that may still be queued when the commit is announced.
+    """One outgoing transfer to `target`.
+
+    Args:
+        max_write_blocks: most blocks of one write.
+        first_write_blocks: most blocks of a push's first write (None: max_write_blocks). Each later write may be twice
+        as
+            large as the one before, so the first bytes move while more writes are posted.
+        commit_ahead: the commit is sent while at most this many writes are still queued.
     """
 
     def __init__(
         self,
         target: KvTarget,
         *,
-        piece_blocks: int,
+        max_write_blocks: int,
         deadline: float,
-        first_blocks: int | None = None,
-        ahead: int = 0,
+        first_write_blocks: int | None = None,
+        commit_ahead: int = 0,
     ) -> None:
         self.target = target
         self.state = SenderState.CONNECTING
         self.deadline = deadline
         self.delivered = 0
         self.clean = True
-        self._piece_blocks = piece_blocks
-        self._first_blocks = first_blocks or piece_blocks
-        self._commit_ahead = ahead
+        self._max_write_blocks = max_write_blocks
+        self._first_write_blocks = first_write_blocks or max_write_blocks
+        self._commit_ahead = commit_ahead
         self._first = target.first_block
         self._end = target.first_block + len(target.blocks)
         self._unpushed = set(range(self._first, self._end))
         self._queue: deque[BlockWrite] = deque()
         self._posted: dict[int, BlockWrite] = {}
-        self._left: dict[int, int] = {}  # push -> pieces of it that are queued or posted
+        #: Push -> number of its writes that are queued or posted.
+        self._num_unfinished: dict[int, int] = {}
         self._num_writes = 0
         self._commit: Commit | None = None
         self._calling = False
@@ -163,11 +173,11 @@ class SenderMachine:
 
     @property
     def ended(self) -> bool:
-        """It is over for the caller."""
+        """The transfer is over for its caller."""
         return self.state in _ENDED
 
     def connected(self, now: float) -> list[SenderAction]:
-        """The peer can be written to."""
+        """The connection to the peer passed its probe."""
         if self.state is not SenderState.CONNECTING:
             return []
         self.state, self._opening_since = SenderState.OPENING, now
@@ -181,7 +191,9 @@ class SenderMachine:
         return self._announce()
 
     def push(self, push: int, first: int, blocks: Sequence[int], now: float) -> list[SenderAction]:
-        """Local: physical `blocks` hold logical blocks from `first` on; what the receiver has already is skipped."""
+        """Physical `blocks` hold the logical blocks from `first` on. Blocks before the target's first block are
+        skipped.
+        """
         if self.ended and self.state is not SenderState.DONE:
             return [ReleasePush(push)]
         skip = max(0, self._first - first)
@@ -195,7 +207,7 @@ class SenderMachine:
         if not blocks:
             return [ReleasePush(push)]
         self._unpushed.difference_update(wanted)
-        start, size = 0, self._first_blocks
+        start, size = 0, self._first_write_blocks
         while start < len(blocks):
             local = tuple(blocks[start : start + size])
             at = first + start - self._first
@@ -203,20 +215,20 @@ class SenderMachine:
                 BlockWrite(self._num_writes, push, first + start, local, self.target.blocks[at : at + len(local)])
             )
             self._num_writes += 1
-            self._left[push] = self._left.get(push, 0) + 1
-            start, size = start + size, min(2 * size, self._piece_blocks)
+            self._num_unfinished[push] = self._num_unfinished.get(push, 0) + 1
+            start, size = start + size, min(2 * size, self._max_write_blocks)
         return []
 
     def next_write(self) -> BlockWrite | None:
-        """The next piece to post; from now on it counts as posted. Call `posted` when that was done."""
+        """Takes the next write to post; it counts as posted from now on. Call `posted` after posting it."""
         if self.state not in (SenderState.OPEN, SenderState.COMMITTING) or not self._queue:
             return None
-        piece = self._queue.popleft()
-        self._posted[piece.number] = piece
-        return piece
+        write = self._queue.popleft()
+        self._posted[write.number] = write
+        return write
 
     def posted(self) -> list[SenderAction]:
-        """What was taken has been given to the backend: the commit may be announced."""
+        """The taken writes were given to the backend, so the commit may be due."""
         if self.state is not SenderState.OPEN or self._commit is None or self._unpushed:
             return []
         if len(self._queue) > self._commit_ahead:
@@ -225,13 +237,13 @@ class SenderMachine:
         return self._call(SendCommit(self._commit))
 
     def write_ended(self, number: int, error: str | None, now: float) -> list[SenderAction]:
-        """A posted piece is terminal."""
-        piece = self._posted.pop(number, None)
-        if piece is None:  # already written off with its peer
+        """A posted write is terminal. error: the reason of its failure."""
+        write = self._posted.pop(number, None)
+        if write is None:  # the grace after the peer's end released it already
             return []
-        actions = self._settle(piece.push)
+        actions = self._settle(write.push)
         if error is None:
-            self.delivered += len(piece.local)
+            self.delivered += len(write.local)
             actions.append(BlocksDelivered(self.delivered))
             actions += self._complete()
         else:
@@ -240,14 +252,16 @@ class SenderMachine:
         return actions + self._stop()
 
     def finish(self, commit: Commit, now: float) -> list[SenderAction]:
-        """Local: the prompt's first tokens exist; the commit goes out once few blocks are to be posted."""
+        """The prompt's first tokens exist. The commit is sent once at most commit_ahead writes are queued."""
         if self._commit is not None and not self.ended:
             return self.fail(InternalError("finish was called twice"), now)
         self._commit = commit
         return self._announce()
 
     def _announce(self) -> list[SenderAction]:
-        """What is queued is posted first: its bytes take longer than the commit."""
+        """Sends the commit at once if no write is queued. Queued writes go first: their bytes take longer than the
+        commit.
+        """
         return [] if self._queue else self.posted()
 
     def committed(self, now: float) -> list[SenderAction]:
@@ -258,13 +272,15 @@ class SenderMachine:
         return self._complete()
 
     def _complete(self) -> list[SenderAction]:
-        if self.state is not SenderState.COMMITTING or not self._acknowledged or self._left:
+        if self.state is not SenderState.COMMITTING or not self._acknowledged or self._num_unfinished:
             return []
         self.state = SenderState.DONE
         return [SendDone()]
 
     def call_failed(self, error: BatonError, now: float) -> list[SenderAction]:
-        """Open or commit was not acknowledged: try again while that may help."""
+        """Open or Commit failed: is tried again after Unavailable and DeadlineExceeded, and ends the transfer
+        otherwise.
+        """
         self._calling = False
         if self.state not in (SenderState.OPENING, SenderState.COMMITTING):
             return []
@@ -275,13 +291,13 @@ class SenderMachine:
         if self.state is SenderState.OPENING and now - self._opening_since >= OPEN_PATIENCE_S:
             return self.fail(Unavailable(f"{self.target.pod} cannot be reached: {error.message}"), now)
         self._next_call = now + self._call_wait
-        if not self._left:  # else not all could have arrived
+        if not self._num_unfinished:  # with writes in flight the receiver has to refuse the commit
             self._call_wait = min(self._call_wait * 2, _MAX_RETRY_S)
             self._failed_calls += 1
         return []
 
     def fail(self, error: BatonError, now: float) -> list[SenderAction]:
-        """Ends it for the caller (abort, drain and failed connections come here too); idempotent."""
+        """Ends the transfer for its caller, also on abort, drain and a failed connection. Idempotent."""
         if self.ended:
             return []
         self.state = SenderState.STOPPING
@@ -291,14 +307,14 @@ class SenderMachine:
         return [*actions, SendFailed(error), *self._stop()]
 
     def peer_ended(self, now: float) -> list[SenderAction]:
-        """Proof that the peer's process ended: after a grace its pieces count as terminal."""
+        """The peer's process is proven to have ended: its posted writes count as terminal after GRACE_S."""
         actions = self.fail(TransferFailed(f"{self.target.pod} ended"), now)
         if self.state is SenderState.STOPPING and self._grace_left is None:
             self._grace_left, self._last_tick = GRACE_S, now
         return actions
 
     def tick(self, now: float) -> list[SenderAction]:
-        """Called often; what time alone brings about."""
+        """Applies the deadline, the grace and call retries. Called often."""
         elapsed, self._last_tick = now - self._last_tick, now
         if not self.ended and now >= self.deadline:
             return self.fail(DeadlineExceeded("the KV could not be handed over in time"), now)
@@ -316,7 +332,7 @@ class SenderMachine:
             return self._call(SendOpen())
         if self.state is SenderState.COMMITTING:
             assert self._commit is not None, "committing without a commit"
-            lost = self._failed_calls >= RENOTIFY_AFTER and self.target.blocks and not self._left
+            lost = self._failed_calls >= RENOTIFY_AFTER and self.target.blocks and not self._num_unfinished
             return [*([RenotifyRanges()] if lost else []), *self._call(SendCommit(self._commit))]
         return []
 
@@ -325,10 +341,10 @@ class SenderMachine:
         return [action]
 
     def _settle(self, push: int) -> list[SenderAction]:
-        self._left[push] -= 1
-        if self._left[push]:
+        self._num_unfinished[push] -= 1
+        if self._num_unfinished[push]:
             return []
-        del self._left[push]
+        del self._num_unfinished[push]
         return [ReleasePush(push)]
 
     def _stop(self) -> list[SenderAction]:

@@ -1,7 +1,6 @@
-"""Transfers out of this pod: the caller's handle, the table of sender machines, and what their actions do.
+"""Transfers out of this pod: the caller's handle, the table of sender machines, and the execution of their actions.
 
-OutgoingTransfer may be used from any thread; it only hands work over. Everything in Outgoing but start() runs on the
-transfer thread.
+Any thread may use an OutgoingTransfer. Every other method but TransferSender.start runs on the transfer thread.
 """
 
 from __future__ import annotations
@@ -42,27 +41,28 @@ from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S, TransferThread
 _log = logging.getLogger(__name__)
 
 CALL_S = 5.0
-COMMIT_NOTIFICATION_WAIT_S = 0.02  # that a commit's note waits for its acknowledgement before the call follows
-MAX_MISSED_ACKS, NOTIFICATION_PAUSE_S = (
-    3,
-    10.0,
-)  # notes in a row without an answer, after which all is called for a while
+#: Seconds that a commit notification waits for its acknowledgement before the Commit call follows.
+COMMIT_NOTIFICATION_WAIT_S = 0.02
+#: After so many unanswered commit notifications in a row the peer gets only calls for NOTIFICATION_PAUSE_S seconds.
+MAX_MISSED_ACKS = 3
+NOTIFICATION_PAUSE_S = 10.0
 _REMEMBERED = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class WriteLimits:
-    """How writes are cut. first, most: bytes of the first post of a push, and of one; window: posted ones per
-    connection.
-    """
+    """Sizes of writes."""
 
+    #: Most bytes of a push's first write.
     first_bytes: int
+    #: Most bytes of one write.
     max_bytes: int
+    #: Most posted writes per connection.
     max_in_flight: int
 
 
-# Host memory: a post may copy inline all that it is given. GPU: a post costs a tenth of a millisecond of this thread,
-# which has to be little beside the copy; what is posted cannot be recalled, and takes two milliseconds at most.
+# Host memory: posting a write may copy all of its bytes inline. GPU: posting a write takes a tenth of a millisecond of
+# this thread, which must be little beside the copy. A write cannot be recalled; 128 MiB take two milliseconds at most.
 DEFAULT_WRITE_LIMITS: dict[MemoryKind, WriteLimits] = {
     "DRAM": WriteLimits(8 << 20, 8 << 20, 4),
     "VRAM": WriteLimits(32 << 20, 128 << 20, 4),
@@ -70,7 +70,7 @@ DEFAULT_WRITE_LIMITS: dict[MemoryKind, WriteLimits] = {
 
 
 class ReceiverCalls(Protocol):
-    """What the event loop does for the machines. Coroutines raise BatonError."""
+    """Calls to the receiver on the event loop. The coroutines raise BatonError."""
 
     async def connect(self, target: KvTarget, timeout_s: float) -> PeerConnection: ...
 
@@ -79,56 +79,55 @@ class ReceiverCalls(Protocol):
     async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float: ...
 
     def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs a coroutine on the event loop; any thread."""
+        """Runs a coroutine on the event loop. Any thread."""
 
 
 class OutgoingTransfer:
-    """One prompt's KV on its way to decode.
-
-    on_progress(delivered blocks), if set, is called on the transfer thread after each delivered piece; it must not
-    block.
-    """
+    """The KV of one prompt on its way to a decode pod. Any thread."""
 
     def __init__(self, owner: TransferSender, target: KvTarget, num_prompt_blocks: int) -> None:
         self.target = target
+        #: Called on the transfer thread with the number of delivered blocks after each write. It must not block.
         self.on_progress: Callable[[int], None] | None = None
         self._owner = owner
         self._num_prompt_blocks = num_prompt_blocks
-        self.delivered_blocks = 0  # whose bytes are in the target's memory
-        self.outcome: Future[TransferReport] = Future()  # set by the owner, once
+        #: Blocks that are in the target's memory.
+        self.delivered_blocks = 0
+        #: The owner sets it once.
+        self.outcome: Future[TransferReport] = Future()
 
     @property
     def ended(self) -> bool:
-        """done() would return or raise at once."""
+        """done() would not wait."""
         return self.outcome.done()
 
-    def push(self, first_block: int, blocks: Sequence[int], hold: PinnedBlocks) -> None:
-        """Physical `blocks` hold the finished logical blocks from first_block on, and keep their content until `hold`
-        is released.
+    def push(self, first_block: int, blocks: Sequence[int], pin: PinnedBlocks) -> None:
+        """Sends the physical `blocks`, which hold the finished logical blocks from first_block on.
 
-        Blocks that the target has already are skipped. The hold is always released, at the latest when every posted
-        write of this push is terminal. Raises InvalidRequest for blocks outside the prompt (and releases the hold).
+        `pin` keeps them from reuse. It is released at the latest when every posted write of this push is terminal.
+        Blocks that the target already has are skipped. Raises InvalidRequest for blocks outside the prompt, and
+        releases the pin.
         """
         if first_block < 0 or first_block + len(blocks) > self._num_prompt_blocks:
-            release_pin(hold)
+            release_pin(pin)
             raise InvalidRequest(
                 f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self._num_prompt_blocks}",
                 field="first_block",
             )
-        self._owner.push(self, first_block, tuple(blocks), hold)
+        self._owner.push(self, first_block, tuple(blocks), pin)
 
     def finish(self, first_tokens: Sequence[int], finish_reasons: Sequence[FinishReason | None]) -> None:
-        """The last chunk's compute ended with these first tokens; the commit follows, and is acknowledged
-        once every block is there.
+        """The last chunk is computed. The commit with these first tokens follows; it is acknowledged once every block
+        arrived.
         """
         self._owner.finish(self, Commit(tuple(first_tokens), tuple(finish_reasons)), self.delivered_blocks)
 
     def abort(self, reason: str) -> None:
-        """Ends it: nothing more is posted, done() raises Cancelled. Idempotent; after the end nothing happens."""
+        """Ends the transfer: nothing more is posted, and done() raises Cancelled. Idempotent; no effect after the end."""
         self._owner.abort(self, Cancelled(reason))
 
     def set_delivered(self, blocks: int) -> None:
-        """The owner's: so many blocks are delivered in all."""
+        """For the owner: the number of delivered blocks."""
         self.delivered_blocks = blocks
         if self.on_progress is not None:
             try:
@@ -137,35 +136,55 @@ class OutgoingTransfer:
                 _log.exception("a transfer's progress callback failed")
 
     async def done(self) -> TransferReport:
-        """Waits until decode acknowledged the commit. Raises TransferFailed, DeadlineExceeded, LayoutMismatch,
-        Unavailable, Unauthenticated or Cancelled; source blocks may be held beyond that, until no write reads them.
+        """Waits until the decode pod acknowledged the commit.
+
+        Raises TransferFailed, DeadlineExceeded, LayoutMismatch, Unavailable, Unauthenticated or Cancelled. Source
+        blocks may stay pinned after that, until no write reads them.
         """
         return await asyncio.shield(asyncio.wrap_future(self.outcome))
 
 
 @dataclass(slots=True, eq=False)
 class _OutgoingTransferState:
+    """Entry of the table. The transfer thread owns it. Times are of the sender's clock."""
+
     transfer: OutgoingTransfer
     machine: SenderMachine
     request_id: str
+    #: The target asked for cached blocks.
     for_pull: bool
     connection: PeerConnection | None = None
-    holds: dict[int, PinnedBlocks] = field(default_factory=dict)
+    #: By push number.
+    pins: dict[int, PinnedBlocks] = field(default_factory=dict)
+    #: CRC-32 by logical block.
     checksums: dict[int, int] = field(default_factory=dict)
     delivered_before_finish: int = 0
+    #: finish() was called.
     finished_at: float = 0.0
+    #: The transfer thread handled finish().
     noticed_at: float = 0.0
+    #: The newest write was posted.
     posted_at: float = 0.0
+    #: The newest write ended.
     written_at: float = 0.0
+    #: The first commit was sent; 0 before.
     committed_at: float = 0.0
+    #: Seconds that the commit waited on the receiver for the last range.
     awaited_s: float = 0.0
-    unacknowledged_commit: Commit | None = None  # what a note said that is not acknowledged
+    #: The commit of a notification that is not acknowledged.
+    unacknowledged_commit: Commit | None = None
+    #: Answers to Drain calls.
     drains: list[Future[bool]] = field(default_factory=list)
 
 
 class TransferSender:
-    """All transfers of this pod as a sender. pieces: how writes are cut; None: as suits the memory. notes: see
-    TransferNode.
+    """All outgoing transfers of this pod.
+
+    Args:
+        checksums: commits carry a CRC-32 of every block.
+        fingerprint: of this pod's KV layout.
+        write_limits: sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
+        commit_notifications: see TransferNode.
     """
 
     def __init__(
@@ -178,8 +197,8 @@ class TransferSender:
         *,
         checksums: bool,
         fingerprint: Callable[[], str],
-        pieces: WriteLimits | None = None,
-        notes: bool = True,
+        write_limits: WriteLimits | None = None,
+        commit_notifications: bool = True,
     ) -> None:
         self.sent_blocks = 0
         self.sent_bytes = 0
@@ -192,30 +211,33 @@ class TransferSender:
         self._pairs = pairs
         self._checksums = checksums
         self._fingerprint = fingerprint
-        self._pieces = pieces or DEFAULT_WRITE_LIMITS[memory.kind]
-        self._commit_notifications = notes
+        self._write_limits = write_limits or DEFAULT_WRITE_LIMITS[memory.kind]
+        self._commit_notifications = commit_notifications
         self._pushes = 0
         self._table: dict[OutgoingTransfer, _OutgoingTransferState] = {}
-        # Ids are minted by receivers, so one is unique only together with its receiver's name.
+        #: By receiver and id: a receiver makes its ids, so an id is unique only together with the receiver's name.
         self._by_id: dict[tuple[str, TransferId], _OutgoingTransferState] = {}
-        # Ended or refused by a drain -> every write ended well.
+        #: Transfers that ended or that a drain refused -> whether every write succeeded.
         self._over: OrderedDict[tuple[str, TransferId], bool] = OrderedDict()
 
     def start(
-        self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float, *, lends: bool = False
+        self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float, *, for_pull: bool = False
     ) -> OutgoingTransfer:
-        """On the event loop: begins to connect and open in the background. lends: the blocks are cached ones that the
-        target asked for.
-        """
+        """Starts to connect and open in the background. Event loop. for_pull: the target asked for cached blocks."""
         transfer = OutgoingTransfer(self, target, num_prompt_blocks)
         deadline = self._clock() + deadline_s
         first, most = (
-            max(1, size // self._memory.block_bytes) for size in (self._pieces.first_bytes, self._pieces.max_bytes)
+            max(1, size // self._memory.block_bytes)
+            for size in (self._write_limits.first_bytes, self._write_limits.max_bytes)
         )
         machine = SenderMachine(
-            target, piece_blocks=most, first_blocks=first, deadline=deadline, ahead=self._pieces.max_in_flight
+            target,
+            max_write_blocks=most,
+            first_write_blocks=first,
+            deadline=deadline,
+            commit_ahead=self._write_limits.max_in_flight,
         )
-        entry = _OutgoingTransferState(transfer, machine, request_id, lends)
+        entry = _OutgoingTransferState(transfer, machine, request_id, for_pull)
         self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
 
         async def connect() -> None:
@@ -231,13 +253,12 @@ class TransferSender:
             self._calls.run_on_loop(connect)
         return transfer
 
-    # Any thread, through OutgoingTransfer.
-
-    def push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], hold: PinnedBlocks) -> None:
+    # -- any thread, through OutgoingTransfer -------------------------------------------------------------------------
+    def push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], pin: PinnedBlocks) -> None:
         if not self._thread.running:
-            release_pin(hold)
+            release_pin(pin)
             return
-        self._thread.submit(lambda: self._push(transfer, first, blocks, hold))
+        self._thread.submit(lambda: self._push(transfer, first, blocks, pin))
 
     def finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int) -> None:
         now = self._clock()
@@ -246,8 +267,7 @@ class TransferSender:
     def abort(self, transfer: OutgoingTransfer, error: BatonError) -> None:
         self._thread.submit(lambda: self._fail(transfer, error))
 
-    # On the transfer thread.
-
+    # -- transfer thread ----------------------------------------------------------------------------------------------
     @property
     def num_open(self) -> int:
         """Transfers that are not over."""
@@ -255,12 +275,12 @@ class TransferSender:
 
     @property
     def poll_fast(self) -> bool:
-        """A commit is under way: its call may be due again, and on some transports notifications leave by polls."""
+        """A commit is under way: its call may be due again, and on some transports notifications leave by polls only."""
         return any(entry.machine.state is SenderState.COMMITTING for entry in self._table.values())
 
     @property
     def poll_hot(self) -> bool:
-        """A commit went out just now."""
+        """A commit was sent less than HOT_POLL_LIMIT_S ago."""
         since = self._clock() - HOT_POLL_LIMIT_S
         return any(
             entry.machine.state is SenderState.COMMITTING and entry.committed_at > since
@@ -268,22 +288,24 @@ class TransferSender:
         )
 
     def post_writes(self) -> bool:
-        """Posts at most one piece of each transfer; whether it posted any."""
+        """Posts at most one write of each transfer. Returns whether it posted any."""
         posted = False
         for entry in list(self._table.values()):
             connection = entry.connection
-            if connection is None or connection.in_flight >= self._pieces.max_in_flight:
+            if connection is None or connection.in_flight >= self._write_limits.max_in_flight:
                 continue
-            piece = entry.machine.next_write()
-            if piece is not None:
+            write = entry.machine.next_write()
+            if write is not None:
                 posted = True
-                self._post(entry, connection, piece)
+                self._post(entry, connection, write)
                 self._apply(entry, entry.machine.posted())
         return posted
 
     def drain(self, pod: str, transfer_id: TransferId) -> Future[bool]:
-        """The receiver `pod` gave this transfer up: ends it. The result comes when no write of it is or will be under
-        way; whether all ended well.
+        """The receiver `pod` gave this transfer up: ends it.
+
+        The future completes once no write of the transfer is or will be in flight. Its result says whether every write
+        succeeded.
         """
         answer: Future[bool] = Future()
         key = (pod, transfer_id)
@@ -301,13 +323,13 @@ class TransferSender:
         return answer
 
     def peer_ended(self, connection: PeerConnection) -> None:
-        """The process that this connection led to is proven gone."""
+        """The process behind this connection is proven to have ended."""
         for entry in list(self._table.values()):
             if entry.connection is connection:
                 self._apply(entry, entry.machine.peer_ended(self._clock()))
 
     def on_committed(self, peer: str, message: CommittedNotification) -> None:
-        """The receiver has it all; what does not fit is of a transfer that the call's answer has ended."""
+        """The receiver acknowledged a commit. Ignored if the answer to the call already ended the transfer."""
         for entry in list(self._table.values()):
             connection = entry.connection
             if entry.machine.target.transfer_id != message.transfer_id or connection is None:
@@ -328,7 +350,7 @@ class TransferSender:
                 self._on_missed_ack(entry, entry.unacknowledged_commit, now)
 
     def close(self, error: BatonError) -> None:
-        """This pod ends: whoever waits is told."""
+        """This pod ends: fails every transfer with `error`."""
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.fail(error, self._clock()))
 
@@ -362,14 +384,14 @@ class TransferSender:
         else:
             self._apply(entry, entry.machine.connected(now))
 
-    def _push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], hold: PinnedBlocks) -> None:
+    def _push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], pin: PinnedBlocks) -> None:
         entry = self._table.get(transfer)
         if entry is None:
-            release_pin(hold)
+            release_pin(pin)
             return
         self._pushes += 1
-        entry.holds[self._pushes] = hold
-        if self._checksums:  # as finished: what changes before it is written is damage too
+        entry.pins[self._pushes] = pin
+        if self._checksums:  # taken now: a change between here and the write is damage too
             wanted = range(len(transfer.target.blocks))
             for index, block in enumerate(blocks, first):
                 if index - transfer.target.first_block in wanted:
@@ -387,24 +409,24 @@ class TransferSender:
         if entry is not None:
             self._apply(entry, entry.machine.fail(error, self._clock()))
 
-    def _post(self, entry: _OutgoingTransferState, connection: PeerConnection, piece: BlockWrite) -> None:
-        written = RangeWritten(entry.machine.target.transfer_id, piece.first, len(piece.local))
+    def _post(self, entry: _OutgoingTransferState, connection: PeerConnection, write: BlockWrite) -> None:
+        written = RangeWritten(entry.machine.target.transfer_id, write.first, len(write.local))
         pair = self._pairs.get(connection.pod)
 
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
-            moved = len(piece.local) if error is None else 0
+            moved = len(write.local) if error is None else 0
             pair.end(moved, moved * self._memory.block_bytes, pulled=entry.for_pull)
             self.sent_blocks += moved
             self.sent_bytes += moved * self._memory.block_bytes
             if error is not None:
                 connection.broken = True
             entry.written_at = self._clock()
-            self._apply(entry, entry.machine.write_ended(piece.number, error, entry.written_at))
+            self._apply(entry, entry.machine.write_ended(write.number, error, entry.written_at))
 
         connection.in_flight += 1
         pair.begin()
-        self._thread.write(connection.agent, piece.local, piece.remote, written.pack(), ended)
+        self._thread.write(connection.agent, write.local, write.remote, written.pack(), ended)
         entry.posted_at = self._clock()
 
     def _apply(self, entry: _OutgoingTransferState, actions: Sequence[SenderAction]) -> None:
@@ -420,7 +442,7 @@ class TransferSender:
                 case RenotifyRanges():
                     self._renotify(entry)
                 case ReleasePush(push):
-                    release_pin(entry.holds.pop(push))
+                    release_pin(entry.pins.pop(push))
                 case BlocksDelivered(blocks):
                     entry.transfer.set_delivered(blocks)
                 case SendDone():
@@ -443,19 +465,22 @@ class TransferSender:
                     self._forget(entry, clean=clean)
 
     def _commit(self, entry: _OutgoingTransferState, commit: Commit) -> None:
-        """By a note first, where the receiver polls often: a call passes through the event loops of both pods."""
+        """Commits by notification where the receiver polls often, else by call.
+
+        A call passes through the event loops of both pods.
+        """
         connection, first = entry.connection, not entry.committed_at
         assert connection is not None, "all is posted without a connection"
         entry.committed_at = entry.committed_at or self._clock()
-        takes_notes = (
+        use_notification = (
             self._commit_notifications
             and connection.accepts_commit_notifications
             and self._clock() >= connection.notifications_resume_at
         )
-        if first and takes_notes and self._needs_target_polls(entry) and not commit.checksums:
-            note = CommitNotification(entry.machine.target.transfer_id, commit)
+        if first and use_notification and self._needs_target_polls(entry) and not commit.checksums:
+            notification = CommitNotification(entry.machine.target.transfer_id, commit)
             try:
-                self._thread.backend.notify(connection.agent, note.pack())
+                self._thread.backend.notify(connection.agent, notification.pack())
             except TransferFailed as e:
                 _log.warning("%s cannot be notified: %s", connection.pod, e)
             else:
@@ -464,13 +489,21 @@ class TransferSender:
         self._call_commit(entry, commit)
 
     def _on_missed_ack(self, entry: _OutgoingTransferState, commit: Commit, now: float) -> None:
-        """The note has no answer: the call follows. Where none has one a note before each call would only delay it."""
+        """The commit notification was not acknowledged in time: calls Commit.
+
+        A peer that misses several in a row gets calls for a while, because each unanswered notification delays its
+        call.
+        """
         connection, entry.unacknowledged_commit = entry.connection, None
-        assert connection is not None, "a note without a connection"
+        assert connection is not None, "a commit notification without a connection"
         connection.missed_acks += 1
         if connection.missed_acks >= MAX_MISSED_ACKS:
             connection.missed_acks, connection.notifications_resume_at = 0, now + NOTIFICATION_PAUSE_S
-            _log.info("%s does not answer notes: for %.0f s it is called at once", connection.pod, NOTIFICATION_PAUSE_S)
+            _log.info(
+                "%s does not answer commit notifications: it gets calls for %.0f s",
+                connection.pod,
+                NOTIFICATION_PAUSE_S,
+            )
         self._call_commit(entry, commit)
 
     def _call_commit(self, entry: _OutgoingTransferState, commit: Commit) -> None:
@@ -482,8 +515,10 @@ class TransferSender:
         self._call(entry, call, entry.machine.committed)
 
     def _needs_target_polls(self, entry: _OutgoingTransferState) -> bool:
-        """Whether a write ends only while the target polls; so assumed of transports that are not known. From GPU to
-        GPU the bytes move by themselves, but UCX calls a write done when the target has answered, by its polls.
+        """Whether a write ends only while the target polls. Assumed of unknown transports.
+
+        From GPU to GPU the bytes move by themselves, but UCX reports the write as done when the target's polls have
+        answered.
         """
         if self._memory.kind == "VRAM":
             return True
@@ -508,7 +543,7 @@ class TransferSender:
         call: Callable[[float], Awaitable[None]],
         acknowledged: Callable[[float], list[SenderAction]],
     ) -> None:
-        """Makes a call on the event loop and tells the machine how it ended."""
+        """Makes a call on the event loop and reports its end to the machine."""
         machine = entry.machine
 
         async def work() -> None:
@@ -524,7 +559,7 @@ class TransferSender:
 
     def _call_failed(self, entry: _OutgoingTransferState, error: BatonError) -> None:
         if isinstance(error, UnknownTransfer) and error.field == "pod" and entry.connection is not None:
-            entry.connection.broken = True  # the peer has forgotten this pod: the next transfer shakes hands anew
+            entry.connection.broken = True  # the peer has forgotten this pod: the next transfer repeats the handshake
         self._apply(entry, entry.machine.call_failed(error, self._clock()))
 
     def _report(self, entry: _OutgoingTransferState) -> TransferReport:

@@ -143,7 +143,7 @@ class TestLocal:
             held = runtime.engine_loop.call(lambda: gate.wait(60))
             running = asyncio.create_task(cluster.generate(request([*prompt, 9], 2)))
             async with asyncio.timeout(30):
-                while not cluster.decode.service.active:
+                while not cluster.decode.service.num_active:
                     await asyncio.sleep(0.005)
             pool = runtime.engine.pool
             others = pool.lease([], pool.num_available())  # evicts all that can be
@@ -168,9 +168,9 @@ class TestLocal:
             launch, mixed = runner.launch, []
 
             def noted(items: list[Any], *more: Any) -> object:
-                decodes = [i for i in items if i.decode]
+                decodes = [i for i in items if i.is_decode]
                 if decodes:
-                    mixed.append(sum(i.num_new for i in items if not i.decode))
+                    mixed.append(sum(i.num_new for i in items if not i.is_decode))
                     time.sleep(0 if any(mixed) else 0.05)  # until the rest is there, some of the 90 steps later
                 return launch(items, *more)
 

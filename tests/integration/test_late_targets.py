@@ -18,7 +18,7 @@ from common.types import ValidRequest
 from common.wire import kv_target_from_pb, kv_target_to_pb, request_to_pb, token_from_pb
 from gateway.dispatch import attempt as leg_module
 from pod import requests
-from prefill_service import servicer
+from prefill_service import hand_off
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
 from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 from tests.rigs.pods.harness import CHUNK, Cluster, oracle, prompt_of, request, tiny_llama
@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("after", ["before", "", "progress", "first_token"])
 async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
-    monkeypatch.setattr(requests, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(requests, "RETRY_LIMIT_S", 30.0)
     async with Cluster.start(model_dir) as cluster:
         asked = request(PROMPT, 6)
         inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
@@ -47,7 +47,7 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pyt
         kinds: list[str] = []
         with translate_rpc_errors():
             if not after:
-                await until(lambda: cluster.prefill.service.active > 0)
+                await until(lambda: cluster.prefill.service.num_active > 0)
                 await cluster.prefill.prefill.SetTarget(told)
                 await cluster.prefill.prefill.SetTarget(told)  # again: nothing happens
             async for event in call:
@@ -72,7 +72,7 @@ async def test_a_prompt_that_gets_no_target_gives_everything_back(
 ) -> None:
     async with Cluster.start(model_dir) as cluster:
         for cancelled in (True, False):
-            monkeypatch.setattr(servicer, "TARGET_WAIT_S", 30.0 if cancelled else 2.0)
+            monkeypatch.setattr(hand_off, "SET_TARGET_TIMEOUT_S", 30.0 if cancelled else 2.0)
             asked = request(prompt_of(2 * CHUNK, seed=cancelled), 4)
             call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
             kinds: list[str] = []
@@ -121,13 +121,13 @@ async def test_only_the_first_target_counts_and_it_has_to_fit(model_dir: Path) -
         with pytest.raises(Unavailable):
             await tell()
         call = stub.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
-        await until(lambda: cluster.prefill.service.active > 0)
+        await until(lambda: cluster.prefill.service.num_active > 0)
         with pytest.raises(LayoutMismatch):
             await tell(fingerprint="00" * 16)
         with pytest.raises(InvalidRequest):
             await tell(blocks=target.blocks[1:])
         await tell()
-        if cluster.prefill.service.active:
+        if cluster.prefill.service.num_active:
             with pytest.raises((InvalidRequest, Unavailable)):
                 await tell(first_block=0, blocks=tuple(reversed(target.blocks)))
         kinds = [event.WhichOneof("event") async for event in call]

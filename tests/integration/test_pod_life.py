@@ -190,7 +190,7 @@ async def test_a_reset_that_waits_for_the_host_keeps_nobody_waiting() -> None:
     seen = threading.Event()
 
     class Pool:
-        def clear_cache(self) -> int:
+        def reset_prefix_cache(self) -> int:
             return 3 if seen.wait(20) else -1
 
         def cached_hashes(self) -> list[bytes]:

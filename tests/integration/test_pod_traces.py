@@ -27,7 +27,7 @@ def trace_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> InMemorySpan
     memory = InMemorySpanExporter()
     for pod in (*cluster.prefills, *cluster.decodes):
         pod.runtime.tracer = Tracer(SimpleSpanProcessor(memory), service="pod", instance=pod.runtime.name)
-        monkeypatch.setattr(pod.runtime, "trace", lambda _context: ATTEMPT)
+        monkeypatch.setattr(pod.runtime, "caller_span", lambda _context: ATTEMPT)
     return memory
 
 

@@ -47,13 +47,13 @@ def computed(pod: Pod) -> int:
 def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[PrefillHandOff]:
     """Those that begin there from now on."""
     begun: list[PrefillHandOff] = []
-    begin = pod.runtime._begin
+    begin = pod.service._start
 
     def noted(*args: Any) -> PrefillHandOff:
         begun.append(begin(*args))
         return begun[-1]
 
-    monkeypatch.setattr(pod.runtime, "_begin", noted)
+    monkeypatch.setattr(pod.service, "_start", noted)
     return begun
 
 
@@ -225,7 +225,7 @@ async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monk
 
         async def pull(_holder: PrefixHolder, wanted: WantedBlocks) -> PullResult:
             limits.append(wanted.timeout_s)
-            wanted.hold.release()
+            wanted.pin.release()
             raise DeadlineExceeded("too late")
 
         monkeypatch.setattr(second.runtime.transfer_node, "pull", pull)

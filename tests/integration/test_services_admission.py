@@ -102,7 +102,7 @@ class TestAdmission:
             raise Unavailable("the node is leaving")
 
         async with Cluster.start(model_dir) as cluster:
-            monkeypatch.setattr(cluster.decode.runtime.transfer_node, "reserve", refuse)
+            monkeypatch.setattr(cluster.decode.runtime.transfer_node, "expect_transfer", refuse)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(30)))
             await cluster.decode.settled()
@@ -141,7 +141,7 @@ class TestIsolation:
             gate = threading.Event()
             cluster.prefill.runtime.engine_loop.call(lambda: gate.wait(60))
             running = [asyncio.create_task(cluster.generate(r)) for r in (first, victim, last)]
-            await until(lambda: cluster.prefill.service.active == 3)
+            await until(lambda: cluster.prefill.service.num_active == 3)
             gate.set()
             a, failed, b = await asyncio.gather(*running, return_exceptions=True)
             assert isinstance(failed, InternalError)
@@ -204,7 +204,7 @@ class TestStreams:
         async with Cluster.start(model_dir) as cluster:
             await cluster.reserve(request(prompt_of(9)))
             running = asyncio.create_task(cluster.generate(request(prompt_of(9, seed=2), 100)))
-            await until(lambda: cluster.decode.service.active == 2)
+            await until(lambda: cluster.decode.service.num_active == 2)
             await cluster.streams[0].close()
             await cluster.decode.settled()
             running.cancel()

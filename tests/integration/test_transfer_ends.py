@@ -20,7 +20,7 @@ from common.wire import transfer_id_to_pb
 from kv_transfer import servicer
 from kv_transfer.memory import PeerMemory
 from kv_transfer.peers.process_watch import ProcessWatch
-from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakeHold, chunks, hand_over
+from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakePin, chunks, hand_over
 from tests.rigs.faulty_backend import WriteFaultPlan
 from tests.rigs.waiting import until
 
@@ -40,9 +40,9 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
         prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     incoming = decode.reserve("r", 0, range(8))
     transfer = prefill.node.start_transfer(incoming.target, "r", 8, 30.0)
-    hold = FakeHold(list(range(8)))
+    pin = FakePin(list(range(8)))
     if stage != "before open":
-        transfer.push(0, range(8), hold)
+        transfer.push(0, range(8), pin)
         await until(
             lambda: (
                 transfer.delivered_blocks == 8
@@ -54,12 +54,12 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     with pytest.raises(Cancelled):
         await transfer.done()
     if stage == "while writing":
-        assert not hold.free
-        prefill.let_go()
+        assert not pin.free
+        prefill.release_late_writes()
     if stage != "before open":
-        await until(lambda: hold.free)
+        await until(lambda: pin.free)
     decode.node.release(incoming.target.transfer_id)
-    await until(lambda: incoming.over and incoming.hold.free)
+    await until(lambda: incoming.over and incoming.pin.free)
     assert isinstance(incoming.failed[0], Cancelled)
     await until(lambda: prefill.node.stats().open_outgoing == 0)
     assert prefill.node.stats().failed_transfers == 0  # a client that leaves is nobody's failure
@@ -74,20 +74,20 @@ async def test_late_write_lands_in_quarantine_only(cluster: Cluster) -> None:
     prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(delay_s=600.0 if 20 in local else 0.0)
     incoming = decode.reserve("r", 0, [3, 4])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
-    transfer.push(0, [10], FakeHold([10]))
+    transfer.push(0, [10], FakePin([10]))
     await until(lambda: transfer.delivered_blocks == 1)
-    late = FakeHold([20])
+    late = FakePin([20])
     transfer.push(1, [20], late)
     await until(lambda: prefill.node.stats().pending_writes == 1)
     before = decode.digest([4])
     decode.node.release(incoming.target.transfer_id)
     await until(lambda: incoming.over)
-    await until(lambda: incoming.hold.left == {4})
+    await until(lambda: incoming.pin.left == {4})
     assert decode.node.stats().quarantined_blocks == 1
     with pytest.raises(TransferFailed):
         await transfer.done()
-    prefill.let_go()
-    while incoming.hold.left:
+    prefill.release_late_writes()
+    while incoming.pin.left:
         assert not late.free or decode.digest([4]) != before
         await asyncio.sleep(0.01)
     assert decode.digest([4]) == prefill.digest([20]) != before
@@ -100,13 +100,13 @@ async def test_reservation_that_nobody_opens_expires(cluster: Cluster) -> None:
     incoming = decode.reserve("r", 0, [1, 2], deadline_s=0.05)
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
-    hold = FakeHold([1, 2])
-    transfer.push(0, [1, 2], hold)
+    pin = FakePin([1, 2])
+    transfer.push(0, [1, 2], pin)
     with pytest.raises(TransferFailed):
         await transfer.done()
-    await until(lambda: hold.free)
+    await until(lambda: pin.free)
     assert decode.node.stats().dropped["open_unknown"] == 1
 
 
@@ -114,12 +114,12 @@ async def test_deadline_of_an_open_transfer(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, range(4), deadline_s=0.5)
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
-    transfer.push(0, [0, 1], FakeHold([0, 1]))
+    transfer.push(0, [0, 1], FakePin([0, 1]))
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
     with pytest.raises(TransferFailed):
         await transfer.done()
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_sender_deadline(cluster: Cluster) -> None:
@@ -129,7 +129,7 @@ async def test_sender_deadline(cluster: Cluster) -> None:
     with pytest.raises(DeadlineExceeded):
         await transfer.done()
     decode.node.release(incoming.target.transfer_id)
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_drain_before_open_refuses_the_open(cluster: Cluster) -> None:
@@ -141,7 +141,7 @@ async def test_drain_before_open_refuses_the_open(cluster: Cluster) -> None:
     with pytest.raises(TransferFailed):
         await prefill.node.start_transfer(incoming.target, "r", 1, 30.0).done()
     decode.node.release(incoming.target.transfer_id)
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_decode_restarts_under_its_name(cluster: Cluster, unused_tcp_port: int) -> None:
@@ -165,16 +165,16 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=60.0)
     incoming = decode.reserve("r", 0, [1, 2])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 60.0)
-    transfer.push(0, [1, 2], FakeHold([1, 2]))
+    transfer.push(0, [1, 2], FakePin([1, 2]))
     await until(lambda: prefill.node.stats().pending_writes == 1)
     await prefill.crash()
     decode.node.release(incoming.target.transfer_id)
     await until(lambda: incoming.over)
     await asyncio.sleep(0.3)
-    assert incoming.hold.left == {1, 2}
+    assert incoming.pin.left == {1, 2}
     again = await cluster.start("prefill-0", Role.PREFILL, port=unused_tcp_port)
     again.fill(4)
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
     await hand_over(again, decode, 5)
     request = transfer_pb2.CommitRequest(
         transfer_id=transfer_id_to_pb(incoming.target.transfer_id), generation=prefill.generation
@@ -187,7 +187,7 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port
 async def test_a_writer_that_was_forgotten_for_others_shakes_hands_anew(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servicer, "MOST_WRITERS", 2)
+    monkeypatch.setattr(servicer, "MAX_WRITERS", 2)
     decode = await cluster.start("decode-0", Role.DECODE)
     first, busy, last = [await cluster.start(f"prefill-{number}", Role.PREFILL) for number in range(3)]
     for seed, prefill in enumerate((busy, first, busy, last)):
@@ -202,7 +202,7 @@ async def test_a_writer_that_was_forgotten_for_others_shakes_hands_anew(
     assert decode.node.stats().dropped["unknown_pod"] == 1
     await hand_over(first, decode, 5)
     decode.node.release(incoming.target.transfer_id)
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_reservations_expire_in_the_order_of_their_deadlines(cluster: Cluster) -> None:
@@ -213,7 +213,7 @@ async def test_reservations_expire_in_the_order_of_their_deadlines(cluster: Clus
             request_id=f"r{number}",
             first_block=0,
             blocks=[number],
-            hold=FakeHold([number]),
+            pin=FakePin([number]),
             deadline_s=deadline_s,
             on_ready=lambda _commit: None,
             on_failed=lambda _error, number=number: order.append(number),
@@ -239,7 +239,7 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
         incoming = decode.reserve(f"r{number}", 0, home)
         transfer = prefill.node.start_transfer(incoming.target, f"r{number}", count, 30.0)
         for start, length in chunks(rng, 0, count):
-            transfer.push(start, source[start : start + length], FakeHold(source[start : start + length]))
+            transfer.push(start, source[start : start + length], FakePin(source[start : start + length]))
         transfer.finish([1], [None])
         if rng.random() < 0.5:
             await asyncio.sleep(rng.random() * 0.3)
@@ -253,7 +253,7 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
             decode.node.release(incoming.target.transfer_id)
         else:
             outcomes["failed"] += 1
-        await until(lambda: incoming.hold.free)
+        await until(lambda: incoming.pin.free)
         free.extend(home)
 
     await asyncio.gather(*(request(number) for number in range(60)))
@@ -299,12 +299,12 @@ async def test_decode_is_gone(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     target = decode.reserve("r", 0, [1]).target
     await decode.crash()
-    hold = FakeHold([1])
+    pin = FakePin([1])
     transfer = prefill.node.start_transfer(target, "r", 1, 5.0)
-    transfer.push(0, [1], hold)
+    transfer.push(0, [1], pin)
     with pytest.raises((Unavailable, TransferFailed)):
         await transfer.done()
-    await until(lambda: hold.free)
+    await until(lambda: pin.free)
 
 
 async def test_stop_lets_running_transfers_end(cluster: Cluster) -> None:
@@ -313,7 +313,7 @@ async def test_stop_lets_running_transfers_end(cluster: Cluster) -> None:
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=0.3)
     incoming = decode.reserve("r", 0, [1])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
-    transfer.push(0, [1], FakeHold([1]))
+    transfer.push(0, [1], FakePin([1]))
     transfer.finish([1], [None])
     await prefill.node.stop(30.0)
     assert (await transfer.done()).blocks == 1

@@ -17,7 +17,7 @@ from kv_transfer.backend.interface import Backend, Notification, WriteState
 from kv_transfer.backend.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
 from kv_transfer.notifications import RangeWritten, parse_notification
-from tests.integration.transfer_pods import Cluster, FakeHold, hand_over
+from tests.integration.transfer_pods import Cluster, FakePin, hand_over
 from tests.rigs.faulty_backend import WriteFaultPlan
 from tests.rigs.waiting import until
 
@@ -60,7 +60,7 @@ async def test_the_sender_is_not_done_before_every_range_arrived(cluster: Cluste
     decode.backend.on_notification = lambda _n: (0.2,)
     incoming = decode.reserve("r", 0, range(4))
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
-    transfer.push(0, range(4), FakeHold(list(range(4))))
+    transfer.push(0, range(4), FakePin(list(range(4))))
     transfer.finish([1], [None])
     await transfer.done()
     await until(lambda: incoming.over)  # the acknowledgement goes first
@@ -73,13 +73,13 @@ async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> 
     incoming = decode.reserve("r", 0, range(4), deadline_s=1.0)
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     for block in range(4):
-        transfer.push(block, [block], FakeHold([block]))
+        transfer.push(block, [block], FakePin([block]))
     transfer.finish([1], [None])
     with pytest.raises(TransferFailed):
         await transfer.done()
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
-    await until(lambda: incoming.hold.free)  # the writer answered Drained
+    await until(lambda: incoming.pin.free)  # the writer answered Drained
 
 
 async def test_failed_write(cluster: Cluster) -> None:
@@ -87,14 +87,14 @@ async def test_failed_write(cluster: Cluster) -> None:
     prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(fail="cable cut" if 2 in local else None)
     incoming = decode.reserve("r", 0, range(4))
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
-    holds = [FakeHold([block]) for block in range(4)]
-    for block, hold in enumerate(holds):
-        transfer.push(block, [block], hold)
+    pins = [FakePin([block]) for block in range(4)]
+    for block, pin in enumerate(pins):
+        transfer.push(block, [block], pin)
     with pytest.raises(TransferFailed, match="cable cut"):
         await transfer.done()
-    await until(lambda: all(hold.free for hold in holds))
+    await until(lambda: all(pin.free for pin in pins))
     decode.node.release(incoming.target.transfer_id)
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
     await hand_over(prefill, decode, 4)
 
@@ -104,7 +104,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     await prefill.node.connect(decode.address)
     incoming = decode.reserve("good", 0, range(4))
     transfer = prefill.node.start_transfer(incoming.target, "good", 4, 30.0)
-    transfer.push(0, range(4), FakeHold(list(range(4))))
+    transfer.push(0, range(4), FakePin(list(range(4))))
     transfer.finish([1], [None])
     await transfer.done()
     await until(lambda: bool(incoming.ready))  # the acknowledgement goes first
@@ -112,7 +112,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=1)
     incoming = decode.reserve("bad", 0, range(4))
     transfer = prefill.node.start_transfer(incoming.target, "bad", 4, 30.0)
-    transfer.push(0, range(4), FakeHold(list(range(4))))
+    transfer.push(0, range(4), FakePin(list(range(4))))
     transfer.finish([1], [None])
     with pytest.raises(TransferFailed):
         await transfer.done()
@@ -120,7 +120,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     assert "block 1" in incoming.failed[0].message
     assert isinstance(incoming.failed[0], BlockDamaged)
     assert decode.node.stats().damaged_transfers == 1
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluster: Cluster) -> None:
@@ -136,13 +136,13 @@ async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluste
     prefill.backend.on_write = change
     incoming = decode.reserve("r", 1, [4, 5])
     transfer = prefill.node.start_transfer(incoming.target, "r", 3, 30.0)
-    transfer.push(0, [6, 7, 8], FakeHold([6, 7, 8]))
+    transfer.push(0, [6, 7, 8], FakePin([6, 7, 8]))
     transfer.finish([1], [None])
     with pytest.raises(TransferFailed):
         await transfer.done()
     await until(lambda: incoming.over)  # the acknowledgement goes first
     assert "block 2" in incoming.failed[0].message
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_damage_goes_unnoticed_without_checksums(cluster: Cluster) -> None:
@@ -152,7 +152,7 @@ async def test_damage_goes_unnoticed_without_checksums(cluster: Cluster) -> None
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=0)
     incoming = decode.reserve("r", 0, [9])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
-    transfer.push(0, [5], FakeHold([5]))
+    transfer.push(0, [5], FakePin([5]))
     transfer.finish([1], [None])
     await transfer.done()
     await until(lambda: incoming.over)
@@ -182,11 +182,11 @@ async def test_a_poll_that_raises_fails_its_write_and_nothing_else() -> None:
         incoming = decode.reserve("r", 0, range(4))
         transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
         Broken.breaks = 1
-        transfer.push(0, range(4), FakeHold(list(range(4))))
+        transfer.push(0, range(4), FakePin(list(range(4))))
         with pytest.raises(TransferFailed, match="no such handle"):
             await transfer.done()
         decode.node.release(incoming.target.transfer_id)
-        await until(lambda: incoming.hold.free)
+        await until(lambda: incoming.pin.free)
         await hand_over(prefill, decode, 2)
         assert prefill.node.alive
         await prefill.node.stop()

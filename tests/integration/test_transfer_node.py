@@ -20,7 +20,7 @@ from common.wire import transfer_id_to_pb
 from kv_transfer.backend.interface import Backend, Transport
 from kv_transfer.backend.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
-from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakeHold, hand_over
+from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakePin, hand_over
 from tests.rigs.waiting import until
 
 
@@ -68,9 +68,9 @@ async def test_blocks_are_delivered_before_the_prompt_is_computed(cluster: Clust
     progress: list[int] = []
     transfer.on_progress = progress.append
     for start in (0, 2, 4):
-        transfer.push(start, [start, start + 1], FakeHold([start, start + 1]))
+        transfer.push(start, [start, start + 1], FakePin([start, start + 1]))
     await until(lambda: transfer.delivered_blocks == 6)
-    transfer.push(6, [6, 7], FakeHold([6, 7]))
+    transfer.push(6, [6, 7], FakePin([6, 7]))
     transfer.finish([1], [FinishReason.STOP])
     report = await transfer.done()
     assert 6 <= report.delivered_before_finish <= 8
@@ -114,21 +114,21 @@ async def test_nothing_to_push(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 4, [])
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
-    hold = FakeHold([1, 2, 3, 4])
-    transfer.push(0, [1, 2, 3, 4], hold)
+    pin = FakePin([1, 2, 3, 4])
+    transfer.push(0, [1, 2, 3, 4], pin)
     transfer.finish([3], [None])
     assert (await transfer.done()).blocks == 0
-    assert hold.free
+    assert pin.free
     await until(lambda: len(incoming.ready) == 1)
 
 
 async def test_a_push_outside_the_prompt_is_refused(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     transfer = prefill.node.start_transfer(decode.reserve("r", 0, [1, 2]).target, "r", 2, 30.0)
-    hold = FakeHold([5, 6])
+    pin = FakePin([5, 6])
     with pytest.raises(InvalidRequest):
-        transfer.push(1, [5, 6], hold)
-    assert hold.free
+        transfer.push(1, [5, 6], pin)
+    assert pin.free
     transfer.abort("the test is over")
 
 
@@ -198,7 +198,7 @@ async def test_commit_is_idempotent(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, [1])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
-    transfer.push(0, [1], FakeHold([1]))
+    transfer.push(0, [1], FakePin([1]))
     transfer.finish([1], [None])
     await transfer.done()
     await until(lambda: incoming.over)

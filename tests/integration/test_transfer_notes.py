@@ -18,13 +18,13 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.messages import Commit
 from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten, parse_notification
 from kv_transfer.sender import transfers
-from tests.integration.transfer_pods import Cluster, FakeHold, Incoming, Pod, hand_over
+from tests.integration.transfer_pods import Cluster, FakePin, Incoming, Pod, hand_over
 from tests.rigs.faulty_backend import WriteFaultPlan
 from tests.rigs.waiting import until
 
 
 class PolledNixl(NixlBackend):
-    def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
+    def transport(self, peer: str, *, same_host: bool) -> Transport:
         return Transport("tcp", "reported")
 
 
@@ -80,13 +80,13 @@ async def send(
 ) -> Incoming:
     incoming = decode.reserve(request_id, 0, range(blocks))
     transfer = prefill.node.start_transfer(incoming.target, request_id, blocks, 30.0)
-    hold = FakeHold(list(range(blocks)))
-    transfer.push(0, range(blocks), hold)
+    pin = FakePin(list(range(blocks)))
+    transfer.push(0, range(blocks), pin)
     transfer.finish(tokens, [None] * (len(tokens) - 1) + [FinishReason.LENGTH])
     report = await transfer.done()
     await until(lambda: incoming.over)
-    await until(lambda: hold.free)
-    assert incoming.hold_was_free == [True]
+    await until(lambda: pin.free)
+    assert incoming.pin_was_free == [True]
     assert prefill.node.stats().open_outgoing == 0
     assert 0 <= report.parts.noticed_s <= report.exposed_s
     assert 0 < report.parts.committed_s <= report.exposed_s
@@ -96,7 +96,7 @@ async def send(
 @pytest.mark.parametrize("tokens", [(5,), (1, 2, 3)])
 async def test_no_call_is_made(cluster: Cluster, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(prefill, monkeypatch)
     incoming = await send(prefill, decode, tokens=tokens)
     assert incoming.ready == [Commit(tokens, (None,) * (len(tokens) - 1) + (FinishReason.LENGTH,))]
@@ -107,7 +107,7 @@ async def test_no_call_is_made(cluster: Cluster, tokens: tuple[int, ...], monkey
 
 async def test_nothing_is_sent_and_only_the_commit_goes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(prefill, monkeypatch)
     incoming = decode.reserve("r", 4, [])
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
@@ -164,11 +164,11 @@ async def test_an_acknowledgement_of_what_was_not_committed_is_nobodys(cluster: 
     prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(delay_s=0.3 if 1 in local else 0.0)
     incoming = decode.reserve("r", 0, [1, 2])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
-    transfer.push(0, [0], FakeHold([0]))
+    transfer.push(0, [0], FakePin([0]))
     await until(lambda: transfer.delivered_blocks == 1)
     said = CommittedNotification(incoming.target.transfer_id, 0)
     await told(prefill, lambda: prefill.node._outgoing.on_committed(decode.agent, said))
-    transfer.push(1, [1], FakeHold([1]))
+    transfer.push(1, [1], FakePin([1]))
     lose(decode, CommitNotification)
     transfer.finish([7], [None])
     await told(prefill, lambda: prefill.node._outgoing.on_committed("prefill-stranger-1", said))
@@ -182,7 +182,7 @@ async def test_a_stranger_commits_nothing(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster)
     incoming = decode.reserve("r", 0, [1])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
-    transfer.push(0, [0], FakeHold([0]))
+    transfer.push(0, [0], FakePin([0]))
     await until(lambda: transfer.delivered_blocks == 1)
     note = CommitNotification(incoming.target.transfer_id, Commit((9,), (None,)))
     await told(decode, lambda: decode.node._incoming.on_notification("prefill-stranger-1", note))
@@ -197,7 +197,7 @@ async def test_a_commit_of_what_was_given_up_is_told_so_by_the_call(cluster: Clu
     prefill, decode = await pair(cluster)
     incoming = decode.reserve("r", 0, [1, 2])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
-    transfer.push(0, [0, 1], FakeHold([0, 1]))
+    transfer.push(0, [0, 1], FakePin([0, 1]))
     await until(lambda: transfer.delivered_blocks == 2)
     decode.node.release(incoming.target.transfer_id)
     await until(lambda: incoming.over)
@@ -205,7 +205,7 @@ async def test_a_commit_of_what_was_given_up_is_told_so_by_the_call(cluster: Clu
     with pytest.raises(TransferFailed):
         await transfer.done()
     assert incoming.ready == []
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,14 +214,14 @@ async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatc
     second = await cluster.start("pod-1", Role.PREFILL, checksums=False)
     first.fill(1)
     second.fill(2)
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(first, monkeypatch), Calls(second, monkeypatch)
     for seed in range(3):
         await hand_over(first, second, seed)
         await hand_over(second, first, 10 + seed)
     assert [made.made for made in calls] == [[], []]
     await told(first, lambda: first.node._incoming.remove_peer(second.agent))
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 0.02)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 0.02)
     await hand_over(first, second, 20)
     await hand_over(second, first, 21)
 
@@ -241,7 +241,7 @@ async def test_a_connection_that_breaks_leaves_the_other_way_its_notes(
     (connection,) = connector._connections.values()
     await told(first, lambda: connector.mark_broken(connection))
     await until(lambda: connection not in connector._attached)
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(second, monkeypatch)
     await hand_over(second, first, 2)
     assert calls.made == []
@@ -252,7 +252,7 @@ async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = await pair(cluster)
-    notify, dismiss, broken = decode.backend.notify, decode.backend.remove_peer, [prefill.agent]
+    notify, remove_peer, broken = decode.backend.notify, decode.backend.remove_peer, [prefill.agent]
 
     def fail(peer: str, payload: bytes) -> None:
         if peer in broken:
@@ -261,17 +261,17 @@ async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
 
     def mend(peer: str) -> None:
         broken.clear()
-        dismiss(peer)
+        remove_peer(peer)
 
     monkeypatch.setattr(decode.backend, "notify", fail)
-    monkeypatch.setattr(decode.backend, "dismiss", mend)
+    monkeypatch.setattr(decode.backend, "remove_peer", mend)
     calls = Calls(prefill, monkeypatch)
     await hand_over(prefill, decode, 1)
     assert len(calls.made) == 1
     connector = prefill.node._connector
     (connection,) = connector._connections.values()
     await told(prefill, lambda: connector.mark_broken(connection))
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     await hand_over(prefill, decode, 2)
     assert len(calls.made) == 1
 
@@ -288,7 +288,7 @@ async def test_where_no_note_is_answered_all_is_called_for_a_while(
     (connection,) = prefill.node._connector._connections.values()
     connection.notifications_resume_at = 0.0  # a while later, and they are answered again
     prefill.backend.on_notification = lambda _: (0.0,)
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     await send(prefill, decode, "again")
     assert (len(noted), len(calls.made)) == (transfers.MAX_MISSED_ACKS + 1, transfers.MAX_MISSED_ACKS + 2)
 
@@ -303,7 +303,7 @@ async def test_notes_go_on_where_some_are_answered(cluster: Cluster, monkeypatch
             await send(prefill, decode, f"r{i}")
         prefill.backend.on_notification = lambda _: (0.0,)
         with monkeypatch.context() as patient:
-            patient.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+            patient.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
             await send(prefill, decode, "heard")
     assert (len(noted), len(calls.made)) == (2 * lost + 2, 2 * lost)
 
@@ -314,7 +314,7 @@ async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypat
     await prefill.crash()
     again = await cluster.start("prefill-0", Role.PREFILL, checksums=False)
     again.fill(3)
-    monkeypatch.setattr(transfers, "NOTE_PATIENCE_S", 30.0)
+    monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(again, monkeypatch)
     await hand_over(again, decode, 2)
     assert calls.made == []

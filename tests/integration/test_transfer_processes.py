@@ -20,7 +20,7 @@ from common.types import KvTarget, Role, TransferId
 from kv_transfer.peers.process_watch import watch_process
 from kv_transfer.receiver import state_machine
 from kv_transfer.sender.transfers import OutgoingTransfer
-from tests.integration.transfer_pods import LAYOUT, Cluster, FakeHold, Pod
+from tests.integration.transfer_pods import LAYOUT, Cluster, FakePin, Pod
 from tests.rigs.waiting import until
 
 
@@ -102,7 +102,7 @@ async def hosts() -> AsyncIterator[Hosts]:
 
 async def send(prefill: Pod, target: KvTarget, request_id: str, deadline_s: float = 30.0) -> OutgoingTransfer:
     transfer = prefill.node.start_transfer(target, request_id, len(target.blocks), deadline_s)
-    transfer.push(0, target.blocks, FakeHold(list(target.blocks)))
+    transfer.push(0, target.blocks, FakePin(list(target.blocks)))
     transfer.finish([1], [None])
     return transfer
 
@@ -116,7 +116,7 @@ async def outcome(transfer: OutgoingTransfer) -> BatonError | None:
 
 
 async def start_writer(decode: Pod, writer: Child, request_id: str, blocks: list[int], deadline_s: float) -> Any:
-    """The child opens a transfer to decode and holds its writes back for ever."""
+    """The child opens a transfer to decode and pins its writes back for ever."""
     incoming = decode.reserve(request_id, 0, blocks, deadline_s)
     await writer.ask(
         "send",
@@ -147,16 +147,16 @@ async def test_decode_is_killed(hosts: Hosts, unused_tcp_port: int) -> None:
     prefill = await hosts.start("prefill-0", Role.PREFILL)
     target = await decode.reserve("r", list(range(8)))
     transfer = prefill.node.start_transfer(target, "r", 8, 60.0)
-    holds = [FakeHold([block]) for block in range(8)]
+    pins = [FakePin([block]) for block in range(8)]
     for block in range(4):
-        transfer.push(block, [block], holds[block])
+        transfer.push(block, [block], pins[block])
     await until(lambda: transfer.delivered_blocks == 4)
     await decode.end()
     for block in range(4, 8):
-        transfer.push(block, [block], holds[block])
+        transfer.push(block, [block], pins[block])
     transfer.finish([1], [None])
     assert isinstance(await outcome(transfer), TransferFailed)
-    await until(lambda: all(hold.free for hold in holds))
+    await until(lambda: all(pin.free for pin in pins))
     again = await hosts.child(Role.DECODE, "decode-0", unused_tcp_port)
     assert await outcome(await send(prefill, await again.reserve("s", [1, 2]), "s")) is None
 
@@ -166,7 +166,7 @@ async def test_decode_is_killed_before_the_commit(hosts: Hosts) -> None:
     decode = await hosts.child(Role.DECODE, "decode-0")
     prefill = await hosts.start("prefill-0", Role.PREFILL)
     transfer = prefill.node.start_transfer(await decode.reserve("r", [1]), "r", 1, 60.0)
-    transfer.push(0, [1], FakeHold([1]))
+    transfer.push(0, [1], FakePin([1]))
     await until(lambda: transfer.delivered_blocks == 1)
     await decode.end()
     transfer.finish([1], [None])
@@ -181,9 +181,9 @@ async def test_prefill_is_killed(hosts: Hosts) -> None:
     await writer.end()
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], TransferFailed)
-    assert incoming.hold.left == {1, 2, 3}
+    assert incoming.pin.left == {1, 2, 3}
     assert decode.node.stats().quarantined_blocks == 3
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
     assert decode.node.stats().quarantined_blocks == 0
 
 
@@ -197,9 +197,9 @@ async def test_prefill_is_frozen(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) 
     await until(lambda: incoming.over)
     monkeypatch.setattr(state_machine, "GRACE_S", 0.2)
     await asyncio.sleep(1.0)  # longer than the grace after a proof
-    assert incoming.hold.left == {1, 2, 3}
+    assert incoming.pin.left == {1, 2, 3}
     writer.send_signal(signal.SIGKILL)
-    await until(lambda: incoming.hold.free)
+    await until(lambda: incoming.pin.free)
 
 
 async def test_decode_is_frozen(hosts: Hosts) -> None:
@@ -208,10 +208,10 @@ async def test_decode_is_frozen(hosts: Hosts) -> None:
     await prefill.node.connect(decode.address)
     target = await decode.reserve("r", [1, 2])
     transfer = prefill.node.start_transfer(target, "r", 2, 3.0)
-    transfer.push(0, [1], FakeHold([1]))
+    transfer.push(0, [1], FakePin([1]))
     await until(lambda: transfer.delivered_blocks == 1)
     decode.send_signal(signal.SIGSTOP)
-    late = FakeHold([2])
+    late = FakePin([2])
     transfer.push(1, [2], late)
     transfer.finish([1], [None])
     assert isinstance(await outcome(transfer), DeadlineExceeded)

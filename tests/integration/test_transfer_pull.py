@@ -22,7 +22,7 @@ from common.kv_layout import KVLayout
 from common.types import Role
 from kv_transfer.messages import PrefixHolder, PullResult, WantedBlocks
 from kv_transfer.sender.lending import MAX_LOANS
-from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakeHold, Pod
+from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakePin, Pod
 from tests.rigs.faulty_backend import WriteFaultPlan
 from tests.rigs.waiting import until
 
@@ -43,7 +43,7 @@ def holder(pod: Pod) -> PrefixHolder:
 
 
 async def two(cluster: Cluster, *, blocks: int = 20, checksums: bool = False) -> tuple[Pod, Pod]:
-    """A pod that holds a chain of so many blocks, and one that holds nothing."""
+    """A pod that pins a chain of so many blocks, and one that pins nothing."""
     owner = await cluster.start("decode-0", Role.DECODE, checksums=checksums)
     puller = await cluster.start("prefill-0", Role.PREFILL, checksums=checksums)
     owner.fill(1)
@@ -54,17 +54,17 @@ async def two(cluster: Cluster, *, blocks: int = 20, checksums: bool = False) ->
 
 async def pull(
     owner: Pod, puller: Pod, *, first: int = 0, total: int = 20, timeout_s: float = 20.0
-) -> tuple[PullResult, FakeHold, WantedBlocks]:
+) -> tuple[PullResult, FakePin, WantedBlocks]:
     wanted = ask(first, total, timeout_s)
-    assert isinstance(wanted.hold, FakeHold)
-    return await puller.node.pull(holder(owner), wanted), wanted.hold, wanted
+    assert isinstance(wanted.pin, FakePin)
+    return await puller.node.pull(holder(owner), wanted), wanted.pin, wanted
 
 
 def ask(first: int, total: int, timeout_s: float = 20.0) -> WantedBlocks:
     blocks = tuple(random.Random(first).sample(range(NUM_BLOCKS), total - first))
-    hold = FakeHold(list(blocks))
+    pin = FakePin(list(blocks))
     return WantedBlocks(
-        request_id="r", hashes=chain(total), first_block=first, blocks=blocks, hold=hold, timeout_s=timeout_s
+        request_id="r", hashes=chain(total), first_block=first, blocks=blocks, pin=pin, timeout_s=timeout_s
     )
 
 
@@ -77,7 +77,7 @@ async def at_rest(*pods: Pod) -> None:
     """Nothing of an earlier pull is left. A pull may return before its mover has polled the last write, so a test that
     waits for a write of its second pull calls this after the first one.
     """
-    await until(lambda: all(hold.free for pod in pods for hold in pod.lent))
+    await until(lambda: all(pin.free for pod in pods for pin in pod.lent))
     for pod in pods:
         await until(lambda: pod.node.stats().pending_writes == 0)  # noqa: B023
         await until(lambda: pod.node.stats().loans == 0)  # noqa: B023
@@ -88,9 +88,9 @@ async def at_rest(*pods: Pod) -> None:
 async def test_missing_blocks_arrive_and_nothing_else_changes(cluster: Cluster, checksums: bool) -> None:
     owner, puller = await two(cluster, checksums=checksums)
     before = puller.digest(range(NUM_BLOCKS))
-    got, hold, wanted = await pull(owner, puller, first=7)
+    got, pin, wanted = await pull(owner, puller, first=7)
     assert (got.blocks, got.reason) == (13, "none")
-    assert hold.free
+    assert pin.free
     assert_same(owner, puller, wanted, 13)
     after = puller.digest(range(NUM_BLOCKS))
     assert all(after[b] == before[b] for b in range(NUM_BLOCKS) if b not in wanted.blocks)
@@ -105,9 +105,9 @@ async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster) ->
     owner, puller = await two(cluster)
     for lost in chain(20)[15:]:
         del owner.cache[lost]
-    got, hold, wanted = await pull(owner, puller, first=3)
+    got, pin, wanted = await pull(owner, puller, first=3)
     assert (got.blocks, got.reason) == (12, "absent")
-    assert hold.free
+    assert pin.free
     assert_same(owner, puller, wanted, 12)
     await at_rest(owner, puller)
 
@@ -115,9 +115,9 @@ async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster) ->
 async def test_a_holder_that_lost_everything_refuses(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     owner.cache.clear()
-    got, hold, _ = await pull(owner, puller)
+    got, pin, _ = await pull(owner, puller)
     assert (got.blocks, got.reason) == (0, "absent")
-    await until(lambda: hold.free)
+    await until(lambda: pin.free)
     await at_rest(owner, puller)
 
 
@@ -128,9 +128,9 @@ async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: C
     wanted = ask(1, 20, 1.5)
     with pytest.raises(BatonError):
         await puller.node.pull(holder(owner), wanted)
-    assert isinstance(wanted.hold, FakeHold)
-    assert not wanted.hold.free  # bytes may trail behind an error
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    assert isinstance(wanted.pin, FakePin)
+    assert not wanted.pin.free  # bytes may trail behind an error
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
     assert next(p for p in owner.node.pair_stats() if p.pod == "prefill-0").failures == 1
     assert puller.node.stats().pending_writes == 0
@@ -144,7 +144,7 @@ async def test_damage_fails_the_pull(cluster: Cluster) -> None:
     with pytest.raises(TransferFailed, match=r"damaged|gave the transfer up"):
         await puller.node.pull(holder(owner), wanted)
     assert puller.node.stats().damaged_transfers == 1
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
 
@@ -157,10 +157,10 @@ async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Clust
     before = puller.digest(wanted.blocks)
     with pytest.raises(DeadlineExceeded):
         await puller.node.pull(holder(owner), wanted)
-    assert isinstance(wanted.hold, FakeHold)
-    assert not wanted.hold.free
-    owner.let_go()
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    assert isinstance(wanted.pin, FakePin)
+    assert not wanted.pin.free
+    owner.release_late_writes()
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     assert puller.digest(wanted.blocks) != before
     await at_rest(owner, puller)
 
@@ -176,10 +176,10 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster) -
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling
-    assert isinstance(wanted.hold, FakeHold)
-    assert not wanted.hold.free
-    owner.let_go()
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    assert isinstance(wanted.pin, FakePin)
+    assert not wanted.pin.free
+    owner.release_late_writes()
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
 
@@ -190,8 +190,8 @@ async def test_a_pull_that_is_cancelled_before_its_first_step_frees_its_blocks(c
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling
-    assert isinstance(wanted.hold, FakeHold)
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    assert isinstance(wanted.pin, FakePin)
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     assert not owner.lent, "the holder was asked"
     await at_rest(owner, puller)
 
@@ -209,7 +209,7 @@ async def test_a_caller_that_is_cancelled_before_it_waits_frees_its_blocks(clust
 
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(caller())
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     assert not owner.lent, "the holder was asked"
     await at_rest(owner, puller)
 
@@ -230,7 +230,7 @@ async def test_a_pull_that_cannot_start_frees_its_blocks(
     wanted = ask(0, 8, 600.0)
     with pytest.raises(RuntimeError, match="a bug"):
         await puller.node.pull(holder(owner), wanted)
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
 
@@ -240,8 +240,8 @@ async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster) -> None:
     wanted = ask(0, 8, 2.0)
     with pytest.raises((Unavailable, DeadlineExceeded, TransferFailed)):
         await puller.node.pull(holder(owner), wanted)
-    assert isinstance(wanted.hold, FakeHold)
-    await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]
+    assert isinstance(wanted.pin, FakePin)
+    await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     cluster.pods.remove(owner)
 
 
@@ -252,10 +252,10 @@ async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster) -> None:
     asked = [ask(0, 4) for _ in range(MAX_LOANS + 4)]
     for i, one in enumerate(asked):  # every one into blocks of its own
         blocks = tuple(range(4 * i, 4 * i + 4))
-        asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, hold=FakeHold(list(blocks)))
+        asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, pin=FakePin(list(blocks)))
     pulls = [puller.node.pull(holder(owner), one) for one in asked]
     await until(lambda: sum(pull.done() for pull in pulls) == 4)
-    owner.let_go()
+    owner.release_late_writes()
     got = await asyncio.gather(*pulls)
     assert sorted(g.reason for g in got) == ["busy"] * 4 + ["none"] * MAX_LOANS
     for one, g in zip(asked, got, strict=True):
@@ -274,8 +274,8 @@ async def test_other_layouts_and_strangers_are_refused(cluster: Cluster) -> None
             await pod.node.pull(holder(owner), wanted)
         if error is LayoutMismatch:
             assert refused.value.field == "fingerprint"
-        assert isinstance(wanted.hold, FakeHold)
-        await until(lambda: wanted.hold.free)  # type: ignore[attr-defined]  # noqa: B023
+        assert isinstance(wanted.pin, FakePin)
+        await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]  # noqa: B023
     assert not owner.lent
 
 
@@ -293,7 +293,7 @@ async def test_equal_ids_of_two_receivers_are_two_transfers() -> None:
         assert incoming[0].target.transfer_id == incoming[1].target.transfer_id
         for i, one in enumerate(incoming):
             transfer = source.node.start_transfer(one.target, "r", 2, 20.0)
-            transfer.push(0, [10 + i, 20 + i], FakeHold([10 + i, 20 + i]))
+            transfer.push(0, [10 + i, 20 + i], FakePin([10 + i, 20 + i]))
             transfer.finish([7], [None])
             await transfer.done()
         for i, home in enumerate(homes):
@@ -313,7 +313,7 @@ async def test_every_pair_of_three_and_three_is_counted_by_itself() -> None:
             blocks = list(range(10 * i, 10 * i + 1 + j))
             one = homes[j].reserve(f"r{i}{j}", 0, blocks)
             transfer = sources[i].node.start_transfer(one.target, f"r{i}{j}", len(blocks), 20.0)
-            transfer.push(0, blocks, FakeHold(blocks))
+            transfer.push(0, blocks, FakePin(blocks))
             transfer.finish([7], [None])
             await transfer.done()
 

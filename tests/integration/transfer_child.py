@@ -19,7 +19,7 @@ from common.wire import layout_to_pb, role_to_pb
 from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import host_pool
 from kv_transfer.node import TransferNode
-from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, FakeHold, Incoming, Pod
+from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, FakePin, Incoming, Pod
 from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
 
 
@@ -71,7 +71,7 @@ async def main(role: Role, name: str, port: int) -> None:
                 blocks = tuple(order["blocks"])
                 target = KvTarget(transfer_id, order["pod"], order["address"], 0, blocks, LAYOUT.fingerprint)
                 transfer = node.start_transfer(target, order["id"], len(blocks), 60.0)
-                transfer.push(0, blocks, FakeHold(list(blocks)))
+                transfer.push(0, blocks, FakePin(list(blocks)))
                 transfer.finish([1], [None])
                 sending[order["id"]] = asyncio.create_task(outcome(transfer.done()))
                 say({})
@@ -81,7 +81,7 @@ async def main(role: Role, name: str, port: int) -> None:
                     {
                         "ready": [i for i, got in incoming.items() if got.ready],
                         "failed": [i for i, got in incoming.items() if got.failed],
-                        "held": {i: sorted(got.hold.left) for i, got in incoming.items()},
+                        "held": {i: sorted(got.pin.left) for i, got in incoming.items()},
                         "pending": stats.pending_writes,
                         "sent": {i: task.result() for i, task in sending.items() if task.done()},
                     }

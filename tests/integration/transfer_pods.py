@@ -1,4 +1,4 @@
-"""Pods for transfer tests: a node, its gRPC server, a small pool, and holds that complain about misuse."""
+"""Pods for transfer tests: a node, its gRPC server, a small pool, and pins that complain about misuse."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NUM_BLOCKS = 128
 
 
 @dataclass(eq=False)
-class FakeHold:
+class FakePin:
     """Counts what was released; releasing a block that it does not have fails the test."""
 
     blocks: list[int]
@@ -56,10 +56,10 @@ class Incoming:
     """One reservation and what became of it."""
 
     target: KvTarget
-    hold: FakeHold
+    pin: FakePin
     ready: list[Commit] = field(default_factory=list)
     failed: list[BatonError] = field(default_factory=list)
-    hold_was_free: list[bool] = field(default_factory=list)
+    pin_was_free: list[bool] = field(default_factory=list)
 
     @property
     def committed(self) -> list[Commit]:
@@ -85,16 +85,16 @@ class Pod:
     clock: Clock = field(default_factory=Clock)  # of `backend`: writes held back are due by it
     address: str = ""
     cache: dict[bytes, int] = field(default_factory=dict)
-    lent: list[FakeHold] = field(default_factory=list)
+    lent: list[FakePin] = field(default_factory=list)
 
-    def lend(self, hashes: Sequence[bytes], first: int) -> FakeHold | None:
+    def lend(self, hashes: Sequence[bytes], first: int) -> FakePin | None:
         blocks = [self.cache[h] for h in itertools.takewhile(self.cache.__contains__, hashes)][first:]
         if not blocks:
             return None
-        self.lent.append(FakeHold(blocks))
+        self.lent.append(FakePin(blocks))
         return self.lent[-1]
 
-    def let_go(self) -> None:
+    def release_late_writes(self) -> None:
         """Whatever `backend` held back is due now, and what is posted from now on goes at once."""
         self.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
         self.clock.ahead_s += 3600.0
@@ -108,19 +108,19 @@ class Pod:
         return [hashlib.blake2b(self.memory.read_block(block)).digest() for block in blocks]
 
     def reserve(self, request_id: str, first: int, blocks: Sequence[int], deadline_s: float = 30.0) -> Incoming:
-        hold = FakeHold(list(blocks))
+        pin = FakePin(list(blocks))
         place = KvTarget(TransferId(0, 0), self.name, self.address, first, tuple(blocks), self.layout.fingerprint)
-        incoming = Incoming(place, hold)
+        incoming = Incoming(place, pin)
 
         def on_ready(commit: Commit) -> None:
-            incoming.hold_was_free.append(hold.free)
+            incoming.pin_was_free.append(pin.free)
             incoming.ready.append(commit)
 
         transfer_id = self.node.expect_transfer(
             request_id=request_id,
             first_block=first,
             blocks=blocks,
-            hold=hold,
+            pin=pin,
             deadline_s=deadline_s,
             on_ready=on_ready,
             on_failed=incoming.failed.append,
@@ -225,18 +225,18 @@ async def hand_over(
     home = home or rng.sample(range(NUM_BLOCKS), num_blocks)
     incoming = decode.reserve(f"r{seed}", first, home[first:])
     transfer = prefill.node.start_transfer(incoming.target, f"r{seed}", num_blocks, 30.0)
-    holds = []
+    pins = []
     for start, count in chunks(rng, 0, num_blocks):
-        holds.append(FakeHold(source[start : start + count]))
-        transfer.push(start, source[start : start + count], holds[-1])
+        pins.append(FakePin(source[start : start + count]))
+        transfer.push(start, source[start : start + count], pins[-1])
         if rng.random() < 0.5:
             await asyncio.sleep(0.001)
     transfer.finish([7], [None])
     report = await transfer.done()
     await until(lambda: incoming.over)
     assert incoming.committed == [Commit((7,), (None,))]
-    assert incoming.hold_was_free == [True]
-    assert all(hold.free for hold in holds)
+    assert incoming.pin_was_free == [True]
+    assert all(pin.free for pin in pins)
     assert report.blocks == num_blocks - first
     assert report.bytes == report.blocks * LAYOUT.block_bytes
     assert decode.digest(home[first:]) == prefill.digest(source[first:])

@@ -36,7 +36,7 @@ async def test_channels_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPa
         made.append(Channel(address))
         return made[-1]
 
-    monkeypatch.setattr(rpc_client, "channel", channel)
+    monkeypatch.setattr(rpc_client, "open_channel", channel)
     rpc = PeerRpcClient(Signer(b"secret", "prefill-0", 1))
     for address in ("gone", "used", "used"):
         assert (await rpc.info(address, 1.0)).pod == address

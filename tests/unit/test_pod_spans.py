@@ -24,11 +24,11 @@ def recorded(**fields: Any) -> list[ReadableSpan]:
     tracer = Tracer(SimpleSpanProcessor(memory), service="prefill", instance="p")
     seq = SimpleNamespace(request_id="r", prompt_len=40, cached_tokens=8, preemptions=0)
     noted: dict[str, Any] = {
-        "arrived": 10.0,
-        "fetched": None,
+        "arrived_at": 10.0,
+        "pulled_from": None,
         "pushes": {},
-        "ended_with": None,
-        "trace": [],
+        "outcome": None,
+        "history": [],
         "target": SimpleNamespace(pod="decode-0"),
         "delivered_before_last_chunk": lambda: 1,
     }
@@ -47,8 +47,8 @@ def times(spans: list[ReadableSpan], since: ReadableSpan) -> dict[str, tuple[flo
 
 def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
     spans = recorded(
-        fetched=("prefill-1", 10.25),
-        trace=[
+        pulled_from=("prefill-1", 10.25),
+        history=[
             HandOffEvent("chunk", 24, 11.0, 10.5),
             HandOffEvent("delivered", 1, 11.2),
             HandOffEvent("chunk", 40, 11.5, 11.0),
@@ -56,7 +56,7 @@ def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
             HandOffEvent("end", 2, 12.0),
         ],
         pushes={0: Push(1, 11.0, 11.2), 1: Push(1, 11.5, 11.9)},
-        ended_with=TransferReport(2, 4096, 1, 0.5, "cma"),
+        outcome=TransferReport(2, 4096, 1, 0.5, "cma"),
     )
     root = spans[-1]
     assert root.name == "prefill.request"
@@ -80,9 +80,9 @@ def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
 
 def test_one_that_failed_in_between_says_so_and_its_push_ends_with_it() -> None:
     spans = recorded(
-        trace=[HandOffEvent("chunk", 24, 11.0, 10.5), HandOffEvent("end", 0, 12.0)],
+        history=[HandOffEvent("chunk", 24, 11.0, 10.5), HandOffEvent("end", 0, 12.0)],
         pushes={0: Push(1, 11.0)},
-        ended_with=TransferFailed("the peer is gone"),
+        outcome=TransferFailed("the peer is gone"),
     )
     failed = {span.name for span in spans if not span.status.is_ok and span.status.description == "the peer is gone"}
     assert failed == {"prefill.request", "transfer.hand_off"}
@@ -90,4 +90,4 @@ def test_one_that_failed_in_between_says_so_and_its_push_ends_with_it() -> None:
 
 
 def test_one_that_never_ran_is_one_span() -> None:
-    assert [span.name for span in recorded(trace=[HandOffEvent("end", 0, 12.0)])] == ["prefill.request"]
+    assert [span.name for span in recorded(history=[HandOffEvent("end", 0, 12.0)])] == ["prefill.request"]

@@ -43,7 +43,7 @@ def kinds(actions: list[SenderAction]) -> list[str]:
 
 def sender(blocks: int = 4, deadline: float = 100.0) -> SenderMachine:
     target = KvTarget(ID, "decode-0", "127.0.0.1:1", 0, tuple(range(blocks)), "f")
-    return SenderMachine(target, piece_blocks=2, deadline=deadline)
+    return SenderMachine(target, max_write_blocks=2, deadline=deadline)
 
 
 def test_nothing_is_posted_before_the_open_is_acknowledged() -> None:
@@ -101,7 +101,7 @@ def test_the_commit_travels_while_the_last_bytes_do() -> None:
 
 def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
     target = KvTarget(ID, "decode-0", "127.0.0.1:1", 0, tuple(range(6)), "f")
-    machine = SenderMachine(target, piece_blocks=2, deadline=100.0, ahead=2)
+    machine = SenderMachine(target, max_write_blocks=2, deadline=100.0, commit_ahead=2)
     machine.connected(0.0)
     machine.opened(0.0)
     machine.push(1, 0, [10, 11, 12, 13, 14, 15], 0.0)
@@ -151,7 +151,7 @@ class SenderMachineTest(RuleBasedStateMachine):
         target = KvTarget(ID, "decode-0", "127.0.0.1:1", 2, tuple(range(100, 100 + blocks)), "f")
         self.ahead = ahead
         self.machine = SenderMachine(
-            target, piece_blocks=piece, first_blocks=1 + piece // 3, deadline=50.0, ahead=ahead
+            target, max_write_blocks=piece, first_write_blocks=1 + piece // 3, deadline=50.0, commit_ahead=ahead
         )
         self.now = 0.0
         self.next_block = 0

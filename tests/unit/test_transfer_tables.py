@@ -52,7 +52,7 @@ class Agents:
         self.told.append(peer)
 
 
-class Hold:
+class FakePin:
     blocks: Sequence[int] = (3,)
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
@@ -73,7 +73,7 @@ class Calls:
 
     async def open(self) -> None: ...
 
-    def spawn(self, work: Callable[[], Awaitable[None]]) -> None: ...
+    def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None: ...
 
 
 def receiving(now: Now, agents: Agents) -> TransferReceiver:
@@ -83,7 +83,7 @@ def receiving(now: Now, agents: Agents) -> TransferReceiver:
 def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
     now = Now()
     table = receiving(now, Agents())
-    table.add(ID, "r", 0, [3], Hold(), now() + 60.0, lambda _: None, lambda _: None)
+    table.add(ID, "r", 0, [3], FakePin(), now() + 60.0, lambda _: None, lambda _: None)
     table.open_transfer(ID, "r", WRITER)
     assert not table.poll_hot
     answer: Future[float] = Future()
@@ -91,10 +91,10 @@ def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
     assert table.poll_hot
     now.s += HOT_POLL_LIMIT_S + 0.01
     table.commit(ID, 7, COMMIT, Future())  # asked again
-    assert (table.awaited, table.attentive) == (False, True)
-    table.notified(WRITER.agent, RangeWritten(ID, 0, 1))
+    assert (table.poll_hot, table.poll_fast) == (False, True)
+    table.on_notification(WRITER.agent, RangeWritten(ID, 0, 1))
     assert answer.result(0) > HOT_POLL_LIMIT_S
-    assert not table.attentive
+    assert not table.poll_fast
 
 
 def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
@@ -112,10 +112,10 @@ def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
     transfer.finish([1], [None])
     assert table.poll_hot
     now.s += HOT_POLL_LIMIT_S + 0.01
-    assert (table.awaited, table.attentive) == (False, True)
+    assert (table.poll_hot, table.poll_fast) == (False, True)
     table._apply(entry, entry.machine.committed(now()))
     assert transfer.ended
-    assert not table.attentive
+    assert not table.poll_fast
 
 
 def test_of_many_writers_that_came_the_first_are_forgotten() -> None:
@@ -139,7 +139,7 @@ def test_a_forgotten_writer_gets_no_note() -> None:
     for number, forgotten in enumerate((False, True)):
         transfer_id = TransferId(5, number)
         assert table.add_peer(WRITER.agent, b"good")
-        table.add(transfer_id, "r", 0, [3], Hold(), 200.0, lambda _: None, lambda _: None)
+        table.add(transfer_id, "r", 0, [3], FakePin(), 200.0, lambda _: None, lambda _: None)
         table.open_transfer(transfer_id, "r", WRITER)
         table.on_notification(WRITER.agent, CommitNotification(transfer_id, COMMIT))
         if forgotten:
@@ -164,7 +164,7 @@ def test_a_forgotten_writer_whose_transfer_goes_on_is_watched_until_it_is_over()
     now, watch = Now(), Watch()
     table, as_watch = receiving(now, Agents()), watch
     failed: list[Exception] = []
-    table.add(ID, "r", 0, [3], Hold(), now() + 60.0, lambda _: None, failed.append)
+    table.add(ID, "r", 0, [3], FakePin(), now() + 60.0, lambda _: None, failed.append)
     table.watch(WRITER.agent, as_watch)  # type: ignore[arg-type]
     table.open_transfer(ID, "r", WRITER)
     table.forget_writer(WRITER.agent)

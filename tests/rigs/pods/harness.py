@@ -87,7 +87,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def oracle(model_dir: Path, **engine: Any) -> LLM:
     """The same engine in this process, without transfers: what the tokens should be."""
     return LLM(
-        model_dir, block_size=BLOCK, num_blocks=256, max_model_len=MAX_LEN, token_budget=CHUNK, threads=1, **engine
+        model_dir, block_size=BLOCK, num_blocks=256, max_model_len=MAX_LEN, chunk_tokens=CHUNK, threads=1, **engine
     )
 
 
@@ -145,9 +145,9 @@ class Pod(PodClient):
         while True:
             counts = pool.counts()
             pool.check_integrity()
-            if self.service.active == 0 and counts.free + counts.cached == counts.total:
+            if self.service.num_active == 0 and counts.free + counts.cached == counts.total:
                 return
-            assert time.monotonic() < end, f"{self.runtime.name} still holds {counts}, {self.service.active} requests"
+            assert time.monotonic() < end, f"{self.runtime.name} still holds {counts}, {self.service.num_active} requests"
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
