@@ -1,13 +1,14 @@
-"""What admission costs: a key looked up, a request let through, its limits taken in Valkey; how soon one is refused.
+"""Measures admission: the cost of its steps, the latency of refusals, and the effect of the TTFT forecast.
 
     .venv/bin/python benchmarks/admission.py --out benchmarks/results/admission.json
 
-All in one process, its client too, on one core; but for Valkey. The refusals are 64 a second for REFUSED_S over HTTP,
-while as many streams as the gateway lets through hold all there is: from sending to the answer, as a client sees it.
+Gateway and client run in one process on one core; Valkey has its own process. The steps are the look-up of a key, a
+turn of the queue, a request through the gate, and the limits of a key in Valkey. Refusals are measured at the client
+over HTTP, 64 per second for REFUSED_S, while running streams use all capacity.
 
-And what the forecast of first tokens is worth: prompts of PROMPT tokens come for LOAD_S to a pod that computes RATE
-tokens a second, and none may wait longer than MAX_TTFT_S. `within`: fewer than it can compute; `beyond`: twice as many;
-`cached`: as many again, whose beginnings it has. refused: the share of them; ttft: of those that were not.
+For the forecast, prompts of PROMPT tokens arrive for LOAD_S at a pod that computes RATE tokens per second, with a limit
+of MAX_TTFT_S. `within`: 80% of the pod's rate. `beyond`: twice the rate. `cached`: twice the rate, with prefixes in the
+pod's cache. refused is a share of the requests; ttft is of the admitted ones.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ from tests.rigs.pods.rated_pod import RatedPod
 
 REFUSED_PER_S, REFUSED_S, RUNNING = 64, 10, 8
 RATE, PROMPT, LOAD_S, MAX_TTFT_S = 4000.0, 200, 15.0, 4.0
-LOADS = {"within": (0.8, 0), "beyond": (2.0, 0), "cached": (2.0, 160)}  # of the pod's rate, tokens that it has
+#: Arrival rate as a share of the pod's rate, and cached tokens of each prompt.
+LOADS = {"within": (0.8, 0), "beyond": (2.0, 0), "cached": (2.0, 160)}
 
 
 class _Idle:
-    """Pods without a queue."""
+    """A queue forecast of pods without a queue."""
 
     measured = True
 
@@ -60,7 +62,7 @@ class _Idle:
 
 
 def each_us(call: Callable[[], object], times: int = 20_000) -> float:
-    """Microseconds of one call, the least of five rounds."""
+    """Returns the microseconds of one call, the least of five rounds."""
     rounds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -77,7 +79,7 @@ def key_us() -> float:
 
 
 def turn_us() -> float:
-    """One request in, the next one out, with 512 of 16 tenants and 3 priorities waiting."""
+    """Measures taking a request from the queue and adding one, with 512 requests of 16 tenants and 3 priorities."""
     queue = FairQueue()
     for i in range(512):
         queue.add(QueueEntry(f"t{i % 16}", 1.0, i % 3, 100, 200))
@@ -106,7 +108,7 @@ async def gate_us() -> float:
 
 
 async def take_ms() -> float:
-    """Median of taking a request from all four limits of a key."""
+    """Returns the median time of reserving a request in all four limits of a key."""
     most = 10**9
     limits = KeyLimits(requests_per_minute=most, tokens_per_minute=most, tokens_per_day=most, concurrent=most)
     caller, times = Caller(tenant="t", key_id="k", limits=limits), []
@@ -127,7 +129,7 @@ async def take_ms() -> float:
 
 
 async def refused_ms() -> dict[str, float]:
-    """Milliseconds until a 429 while nothing is free."""
+    """Measures the milliseconds until a 429 while all capacity and the queue are full."""
     times: list[float] = []
     async with fake_cluster() as cluster:
         cluster.decodes[0].faults.stall_after = 1
@@ -157,7 +159,7 @@ async def refused_ms() -> dict[str, float]:
 
 
 async def load(share: float, shared: int) -> dict[str, float]:
-    """Answers under a steady load: how many were refused, how soon, and when the others began."""
+    """Sends requests at `share` of the pod's rate, with `shared` cached tokens each. Returns refusals and TTFT."""
     per_s, began = share * RATE / PROMPT, asyncio.get_running_loop().time
     first_s: list[float] = []
     refused_s: list[float] = []
@@ -192,7 +194,7 @@ async def load(share: float, shared: int) -> dict[str, float]:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="result file")
     out = parser.parse_args().out
     metrics: dict[str, object] = {"key_us": key_us(), "queue_turn_us": turn_us(), "gate_us": await gate_us()}
     metrics |= {"limits_ms": await take_ms(), **await refused_ms()}

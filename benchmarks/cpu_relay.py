@@ -1,10 +1,10 @@
-"""What the walking system is worth on two CPU cores, each figure against its baseline in the same run.
+"""Measures the whole system on two CPU cores, each metric with its baseline in the same run.
 
-- speedup_vs_transformers: output tokens/s of 16 concurrent streams (128 in, 64 out) through gateway, prefill, decode,
-  over `transformers` generate one request at a time.
-- relay_ttft_overhead_ms_p50: first token of a 128-token prompt through the whole relay, minus the in-process engine's;
-  concurrency 1, pairs in turn, median of the differences.
-- index_lookup_ms_p50: look-up of a 250-block prompt against the running Redis, with the pods' own entries in it.
+- speedup_vs_transformers: output tokens/s of 16 concurrent streams (128 tokens in, 64 out) through gateway, prefill and
+  decode, over `generate` of transformers with one request at a time.
+- relay_ttft_overhead_ms_p50: time to first token of a 128-token prompt through all processes, minus that of the
+  in-process engine. Concurrency is 1; the two are measured in turn; median of the differences.
+- index_lookup_ms_p50: look-up of a 250-block prompt in the stack's Redis, beside the pods' own entries.
 
     python benchmarks/cpu_relay.py --out benchmarks/results/cpu_relay.json
 """
@@ -28,7 +28,7 @@ from benchmarks.support import local_stack, report
 from cli.demo.model import demo_model
 from common.settings.configs import UpConfig
 from common.types import PodLoad, Role, SamplingParams
-from engine.llm import LLM  # before anything imports torch: engine/__init__.py sets how OpenMP waits
+from engine.llm import LLM  # must be imported before torch: engine/__init__.py sets OMP_WAIT_POLICY
 from loadtest.client.base import RequestDraft
 from loadtest.client.rest_client import RestClient
 from loadtest.config import LoadConfig
@@ -40,16 +40,17 @@ from prefix_index.reader import IndexReader
 from prefix_index.records import PodRecord
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
-VOCAB = (100, 49_000)  # token ids of prompts
+#: Range of the token ids in prompts.
+VOCAB = (100, 49_000)
 
 
 def prompts(count: int, seed: int) -> list[TextPiece]:
-    """Unique random prompts: no prefix is shared, so nothing is served from a cache."""
+    """Returns unique random prompts. They share no prefix, so no cache helps."""
     return [TextPiece(f"{seed}-{number}".encode(), PROMPT) for number in range(count)]
 
 
 def transformers_tokens_s(model_dir: Path, count: int) -> float:
-    """Output tokens/s of generate(), one request at a time, in a process of its own with OpenMP's default policy."""
+    """Measures output tokens/s of generate(), one request at a time, in a process with OpenMP's default wait policy."""
     env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     argv = [sys.executable, __file__, "--transformers-only", str(model_dir), "--baseline", str(count)]
     done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -57,13 +58,13 @@ def transformers_tokens_s(model_dir: Path, count: int) -> float:
 
 
 def generate_one_by_one(model_dir: Path, count: int) -> float:
-    """What transformers_tokens_s runs."""
+    """Runs in the child process of `transformers_tokens_s`. Returns output tokens/s."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # as ignore_eos
+    model.generation_config.eos_token_id = None  # ignore_eos
     batch = [prompt.ids(*VOCAB) for prompt in prompts(count, 1)]
     run = {"do_sample": False, "min_new_tokens": OUTPUT, "max_new_tokens": OUTPUT, "pad_token_id": 0}
     with torch.inference_mode():
@@ -75,13 +76,13 @@ def generate_one_by_one(model_dir: Path, count: int) -> float:
 
 
 class Relay:
-    """A client of the gateway: the load generator's."""
+    """Sends requests to the gateway with the load generator's client."""
 
     def __init__(self, client: RestClient) -> None:
         self._client = client
 
     async def stream(self, prompt: TextPiece, output: int) -> RequestRecord:
-        """One greedy answer of so many tokens. Raises RuntimeError when it fails."""
+        """Requests a greedy answer of `output` tokens. RuntimeError if it fails."""
         turn = Turn((PromptMessage("user", (prompt,)),), output)
         record = RequestRecord("", 0, 0, PROMPT, output, time.perf_counter())
         await self._client.send(await self._client.build(RequestDraft(turn, {}, "", "", "")), record)
@@ -90,13 +91,13 @@ class Relay:
         return record
 
     async def first_token_s(self, prompt: TextPiece) -> float:
-        """Seconds to the first token."""
+        """Returns the seconds to the first token."""
         record = await self.stream(prompt, 1)
         assert record.ttft_s is not None
         return record.ttft_s
 
     async def tokens_s(self, batch: list[TextPiece]) -> float:
-        """Output tokens/s of concurrent streams."""
+        """Returns the output tokens/s of concurrent streams."""
         begin = time.perf_counter()
         answers = await asyncio.gather(*(self.stream(prompt, OUTPUT) for prompt in batch))
         return sum(answer.tokens for answer in answers) / (time.perf_counter() - begin)
@@ -109,24 +110,24 @@ def engine_ttft(llm: LLM, prompt: TextPiece) -> float:
     return time.perf_counter() - begin
 
 
-async def lookup_ms(redis: str, fingerprint_of: PodRecord, count: int = 500) -> float:
-    """Median time of looking up a chain of 250 blocks that a pod holds, beside whatever else is in the index."""
+async def lookup_ms(redis: str, record: PodRecord, count: int = 500) -> float:
+    """Returns the median time of looking up a chain of 250 blocks that the pod of `record` holds."""
     chain = [os.urandom(16) for _ in range(250)]
-    index = IndexPublisher(redis, fingerprint_of, lambda: chain, PodLoad)
+    index = IndexPublisher(redis, record, lambda: chain, PodLoad)
     await index.start()
     now = 0.0
     reader = IndexReader(redis, clock=lambda: now)
     times: list[float] = []
-    pods = [(fingerprint_of.pod, fingerprint_of.generation)]
+    pods = [(record.pod, record.generation)]
     deadline = time.monotonic() + 10
-    while (await reader.lookup(fingerprint_of.scope, chain, pods))[fingerprint_of.pod] < len(chain):
-        assert time.monotonic() < deadline, "the index did not take the chain"
+    while (await reader.lookup(record.scope, chain, pods))[record.pod] < len(chain):
+        assert time.monotonic() < deadline, "the chain is not in the index after 10 s"
         await asyncio.sleep(0.05)
         now += 2 * CACHE_S
     for _ in range(count):
-        now += 2 * CACHE_S  # every look-up goes to Redis: none is answered from what an earlier one brought
+        now += 2 * CACHE_S  # expires the reader's cache, so every look-up goes to Redis
         begin = time.perf_counter()
-        await reader.lookup(fingerprint_of.scope, chain, pods)
+        await reader.lookup(record.scope, chain, pods)
         times.append((time.perf_counter() - begin) * 1e3)
     await index.stop()
     await reader.close()
@@ -170,10 +171,10 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--baseline", type=int, default=6, help="requests that transformers generates one by one")
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--baseline", type=int, default=6, help="requests of the transformers baseline")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of 16 concurrent streams")
-    parser.add_argument("--pairs", type=int, default=21, help="pairs of first tokens, engine and relay in turn")
+    parser.add_argument("--pairs", type=int, default=21, help="pairs of first tokens, engine and whole system in turn")
     parser.add_argument("--transformers-only", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.transformers_only:

@@ -1,25 +1,10 @@
-"""The engine against the limits of its card: decode steps, time to first token, offline throughput.
+"""Measures the engine against the limits of its GPU: decode steps, time to first token, offline throughput.
 
     python benchmarks/engine.py --out benchmarks/results/engine-h100.json
 
-Everything goes through what a pod runs: EngineLoop on its thread, the scheduler, the sampler. The model has the shape
-of Llama-3.1-8B (bf16, random weights made on the device; the script writes the config into a temporary directory). One
-engine with a pod's defaults serves the decode and TTFT rows, one with those of `LLM` the offline row. `--shape tiny` is
-for a CPU: it shows that the script works, not how fast anything is.
-
-- decode_ms_RxC: median time between the results of successive steps that decode R rows and nothing else; the rows'
-  context, averaged over the measured steps, is C. The limit is all weights and that KV, read once at copy speed.
-- ttft_ms_N: from adding a request of N tokens to an idle engine until its token is on the host; median, no prompt is
-  seen twice. The limit is the FLOP of a prefill over the measured rates of the
-  model's largest matrix product and of cuDNN's attention.
-- handed_ms_N: the same of a prompt that a prefill pod computes, whose last chunk is short; busy_ms_N: mean time from
-  one's first token to the next one's when several are there; launch_ms_N: what the engine's thread takes to launch a
-  step of those, in which other threads wait for the interpreter; median. With _graphs: an engine whose chunks are
-  graphs (chunk_graphs).
-- offline_out_tok_s: all requests are there at the start; output tokens over the time until the last one ends.
-- host_wait_ms: median time of a step minus that of its CUDA graph replayed back to back, worst of the decode points.
-- sampling_ratio: steps with temperature, top-p and penalties on over greedy steps, worst of the decode points.
-- copy_gb_s: a copy of 4 GiB on the device, bytes read and written.
+All requests go through the code that a pod runs: EngineLoop on its thread, scheduler and sampler. The model has the
+shape of Llama-3.1-8B with random bf16 weights. An engine with a pod's default settings serves the decode and TTFT
+metrics, an engine with the settings of `LLM` the offline metric. `--shape tiny` checks on a CPU that the script works.
 """
 
 from __future__ import annotations
@@ -51,13 +36,33 @@ from benchmarks.support.shapes import GOALS, HOST_WAIT_BAR_MS, SAMPLING_BAR, SHA
 from common.errors import BatonError
 from common.types import SamplingParams, ValidRequest
 from engine.config import EngineConfig
-from engine.engine import Engine, StepResult
+from engine.engine import Engine
 from engine.llm import for_throughput
 from engine.loop import EngineLoop
+from engine.schedule.outputs import StepResult
+
+METRICS = """
+Metrics, all medians unless stated otherwise:
+
+- decode_ms_RxC: time between the results of successive steps that only decode R rows, with a mean context of C tokens
+  over the rows and the measured steps. Limit: one read of all weights and this KV at copy speed.
+- ttft_ms_N: from adding a request of N tokens to an idle engine until its token is on the host. No prompt occurs twice.
+  Limit: the FLOP of a prefill at the measured rates of the model's largest matrix product and of cuDNN's attention.
+- handed_ms_N: as ttft_ms_N for a prompt that a prefill pod hands off (its last chunk is short).
+- busy_ms_N: mean time between the first tokens of several prompts that are queued together.
+- launch_ms_N: time in which the engine's thread launches a step of these prompts; other threads wait for the
+  interpreter in this time. The suffix _graphs means an engine with chunk_graphs.
+- offline_out_tok_s: output tokens over the time until the last of the requests, all queued at the start, has ended.
+- host_wait_ms: time of a step minus the time of its CUDA graph replayed back to back, worst decode point.
+- sampling_ratio: time of steps with temperature, top-p and penalties over greedy steps, worst decode point.
+- copy_gb_s: a copy of 4 GiB on the device, bytes read and written.
+"""
 
 WAIT_S = 120.0
-SLACK = 8  # steps between a change (all rows decode, a replay) and the first step that counts
-AROUND = 16  # steps on either side of the replays that they are compared with
+#: Steps between a change (all rows decode, a replay) and the first step that counts.
+SLACK = 8
+#: Steps before and after the replays that are compared with them.
+AROUND = 16
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
 )
@@ -70,9 +75,9 @@ def never(_result: StepResult) -> bool:
 
 
 class Driver:
-    """Runs requests through the pods' loop and notes when each step's results were on the host.
+    """Runs requests through EngineLoop and records when the results of each step were on the host.
 
-    One batch at a time: `begin`, `wait` as often as need be, `end`.
+    It runs one batch at a time: `begin`, then `wait` any number of times, then `end`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -107,7 +112,7 @@ class Driver:
     def begin(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], *, hand_off: bool = False
     ) -> float:
-        """Adds all requests; when it began to."""
+        """Adds all requests. Returns the time before the first one."""
         self.seen.clear()
         self._idle.clear()
         self._left = len(prompts)
@@ -119,7 +124,7 @@ class Driver:
         return began
 
     def wait(self, enough: Condition | None = None) -> None:
-        """Until a step meets the condition, which all later ones meet too; without one, until all requests ended."""
+        """Waits until a step meets the condition, which all later steps must meet too. None: until all requests end."""
         if enough is None:
             self._wait(self._idle)
             return
@@ -129,25 +134,25 @@ class Driver:
         self._enough = never
 
     def end(self) -> None:
-        """Aborts what still runs, and waits for the step that is on the device."""
+        """Aborts running requests and waits for the step that is on the device."""
         for name in self._names:
             self.loop.abort(name)
         self._wait(self._idle)
         until = time.monotonic() + WAIT_S
         while self.loop.call(lambda: self.engine.has_work).result(WAIT_S):
             if time.monotonic() > until:
-                raise SystemExit(f"the engine still works {WAIT_S:.0f} s after its requests ended")
+                raise SystemExit(f"the engine still has work {WAIT_S:.0f} s after its requests ended")
             time.sleep(0.001)
 
     def _wait(self, event: threading.Event) -> None:
         if not event.wait(WAIT_S):
-            raise SystemExit(f"nothing came of the requests within {WAIT_S:.0f} s")
+            raise SystemExit(f"the requests did not get there within {WAIT_S:.0f} s")
         if self._errors:
             raise SystemExit(f"the engine failed: {self._errors[0]}")
 
 
 class Prompts:
-    """Random prompts, none like another."""
+    """Unique random prompts."""
 
     def __init__(self, vocab_size: int) -> None:
         self._rng = random.Random(0)
@@ -159,11 +164,15 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Seconds of the measured steps, the rows' mean context over them; what the replays took, and steps around them."""
+    """Measured decode steps."""
 
+    #: Seconds of each step.
     times: list[float]
+    #: Mean context of the rows over these steps.
     context: float
+    #: Seconds of a replay of the step's graph. None: without graphs.
     replay_s: float | None
+    #: Seconds of the steps just before and after the replays.
     around: list[float]
 
     @property
@@ -176,17 +185,17 @@ class DecodeRun:
 
 
 def context_of(result: StepResult) -> float:
-    """Mean tokens that the rows of a decode step read."""
+    """Returns the mean number of tokens that the rows of a decode step read."""
     return sum(output.computed for output in result.outputs) / len(result.outputs)
 
 
 def decode_run(
     driver: Driver, prompts: list[list[int]], sampling: Sequence[SamplingParams], context: int, steps: int
 ) -> DecodeRun:
-    """Decodes until the rows' mean context is well past `context`; takes the `steps` steps around it.
+    """Decodes until the mean context is well past `context`, and returns the `steps` steps around that context.
 
-    Rows whose prompts came first are ahead by then, which is why contexts are averaged over rows too. The replays come
-    later, between steps that they are compared with: a graph's time grows with the context.
+    Contexts are averaged over the rows, because rows with earlier prompts are ahead. The graph is replayed later and
+    compared with the steps around the replays, because its time grows with the context.
     """
     rows = len(prompts)
 
@@ -220,18 +229,18 @@ def decode_run(
 
 
 def ttft_s(driver: Driver, prompt: list[int], *, hand_off: bool = False) -> float:
-    """Seconds from adding the prompt until its token is on the host."""
+    """Returns the seconds from adding the prompt until its token is on the host."""
     began = driver.begin([prompt], [SamplingParams(temperature=0.0, max_tokens=1)], hand_off=hand_off)
     driver.wait()
-    took = driver.seen[-1][0] - began
+    elapsed = driver.seen[-1][0] - began
     driver.end()
-    return took
+    return elapsed
 
 
 @contextmanager
 def launches(driver: Driver) -> Iterator[list[float]]:
-    """Seconds that each step launched meanwhile took the engine's thread."""
-    runner, taken = driver.engine.runner, list[float]()
+    """Collects the seconds in which the engine's thread launches each step inside the block."""
+    runner, times = driver.engine.runner, list[float]()
     launch = runner.launch
 
     def timed(*args: Any) -> Any:
@@ -239,37 +248,40 @@ def launches(driver: Driver) -> Iterator[list[float]]:
         try:
             return launch(*args)
         finally:
-            taken.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - began)
 
     runner.launch = timed  # type: ignore[method-assign]
     try:
-        yield taken
+        yield times
     finally:
-        del runner.launch  # the class's is there again
+        del runner.launch  # restores the method of the class
 
 
 def busy_s(driver: Driver, prompts: list[list[int]]) -> tuple[float, float]:
-    """Seconds between the first tokens of prompts that are all there, mean, and to launch a step of theirs, median."""
-    with launches(driver) as taken:
+    """Runs prompts that are queued together.
+
+    Returns the mean seconds between their first tokens, and the median seconds to launch one of their steps.
+    """
+    with launches(driver) as times:
         driver.begin(prompts, [SamplingParams(temperature=0.0, max_tokens=1)] * len(prompts), hand_off=True)
         driver.wait()
         at = [when for when, result in driver.seen for output in result.outputs if output.tokens]
         driver.end()
-    return (at[-1] - at[0]) / (len(at) - 1), statistics.median(taken)
+    return (at[-1] - at[0]) / (len(at) - 1), statistics.median(times)
 
 
 def offline_s(driver: Driver, prompts: list[list[int]], output: int) -> float:
-    """Seconds until the last of the requests has ended."""
+    """Returns the seconds until the last of the requests has ended."""
     began = driver.begin(prompts, [SamplingParams(temperature=0.0, max_tokens=output)] * len(prompts))
     driver.wait()
-    took = driver.seen[-1][0] - began
+    elapsed = driver.seen[-1][0] - began
     driver.end()
-    return took
+    return elapsed
 
 
 @dataclass(slots=True)
 class GoalTable:
-    """Prints each figure beside its goal and its limit, and keeps both for the result file."""
+    """Prints each metric with its goal and its limit, and keeps them for the result file."""
 
     goals: dict[str, Goal]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -280,7 +292,7 @@ class GoalTable:
         print(f"{'':<22}{'measured':>10}" + "".join(f"{c:>9}" for c in columns), flush=True)
 
     def line(self, name: str, value: float, limit: float, note: str = "", **more: float) -> None:
-        """limit: the least time, or the highest rate, that the device allows."""
+        """Adds a metric. limit: the least time, or the highest rate, that the device allows."""
         share = value / limit if name.endswith("tok_s") else limit / value
         self.metrics[name] = round(value, 3)
         goal = self.goals.get(name)
@@ -298,13 +310,13 @@ class GoalTable:
         )
 
     def plain(self, name: str, value: float) -> None:
-        """A figure without bar and limit."""
+        """Adds a metric without bar and limit."""
         self.metrics[name] = round(value, 4)
         self.rows.append({"name": name, "value": round(value, 4)})
         print(f"{name:<22}{value:>10.3f}", flush=True)
 
     def worst(self, name: str, values: Sequence[float], bar: float) -> None:
-        """The worst of figures that have a bar and no limit; the bar holds where the goals do."""
+        """Adds the worst of several values, with a bar and without a limit. The bar applies if there are goals."""
         value = max(values)
         self.metrics[name] = round(value, 4)
         self.rows.append({"name": name, "value": round(value, 4), "bar": bar})
@@ -319,14 +331,14 @@ def measure_decode(
     waits: list[float] = []
     ratios: list[float] = []
     for rows, context in shape.decode:
-        # While the other rows' prompts run, a row decodes: on average for half of those steps.
+        # While the prompts of the other rows run, a row already decodes, on average in half of these steps.
         ahead = rows * context // budget // 2
         batch = prompts.make(rows, max(context - shape.steps // 2 - 2 * SLACK - ahead, 1))
         tokens = 2 * ahead + 2 * shape.steps + 8 * (SLACK + AROUND)
-        plain = [SamplingParams(temperature=0.0, max_tokens=tokens)] * rows
-        drawn = [dataclasses.replace(SAMPLED, seed=i, max_tokens=tokens) for i in range(rows)]
-        greedy = decode_run(driver, batch, plain, context, shape.steps)
-        sampled = decode_run(driver, batch, drawn, context, shape.steps)  # the prefix cache has the prompts
+        greedy_params = [SamplingParams(temperature=0.0, max_tokens=tokens)] * rows
+        sampled_params = [dataclasses.replace(SAMPLED, seed=i, max_tokens=tokens) for i in range(rows)]
+        greedy = decode_run(driver, batch, greedy_params, context, shape.steps)
+        sampled = decode_run(driver, batch, sampled_params, context, shape.steps)  # the prompts are in the prefix cache
         ratios.append(sampled.median_s / greedy.median_s)
         more = {
             "context": greedy.context,
@@ -375,9 +387,10 @@ def measure_offline(
     shape: BenchmarkShape, driver: Driver, prompts: Prompts, cost: StepCost, ceiling: Ceilings, table: GoalTable
 ) -> None:
     count, prompt, output = shape.offline
-    took = offline_s(driver, prompts.make(count, prompt), output)
+    elapsed = offline_s(driver, prompts.make(count, prompt), output)
     limit = count * output / cost.offline_s(count, prompt, output, ceiling)
-    table.line("offline_out_tok_s", count * output / took, limit, f"{count} x ({prompt} -> {output}), {took:.1f} s")
+    note = f"{count} x ({prompt} -> {output}), {elapsed:.1f} s"
+    table.line("offline_out_tok_s", count * output / elapsed, limit, note)
 
 
 PARTS = {"decode": measure_decode, "ttft": measure_ttft, "handed": measure_handed, "offline": measure_offline}
@@ -385,12 +398,12 @@ PARTS = {"decode": measure_decode, "ttft": measure_ttft, "handed": measure_hande
 
 @contextmanager
 def running(config: EngineConfig) -> Iterator[Driver]:
-    """An engine on its thread."""
+    """Runs an engine on its thread."""
     driver = Driver(Engine(config))
     driver.loop.start()
     try:
         driver.loop.call(driver.engine.warm_up).result(WAIT_S)
-        driver.begin([[0, 0]], [SamplingParams(temperature=0.0, max_tokens=2)])  # as a pod does before it is ready
+        driver.begin([[0, 0]], [SamplingParams(temperature=0.0, max_tokens=2)])  # a pod does so before it is ready
         driver.wait()
         driver.end()
         yield driver
@@ -399,13 +412,13 @@ def running(config: EngineConfig) -> Iterator[Driver]:
 
 
 def engine_settings(pairs: list[str]) -> dict[str, Any]:
-    """EngineConfig's fields from NAME=VALUE; a value of the wrong kind is the engine's to refuse."""
+    """Parses fields of EngineConfig from NAME=VALUE. The engine checks the types of the values."""
     known = {f.name for f in fields(EngineConfig)}
     settings: dict[str, Any] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")
         if name not in known:
-            raise SystemExit(f"--engine {name}: not a field of EngineConfig ({', '.join(sorted(known))})")
+            raise SystemExit(f"--engine {name} is not a field of EngineConfig; fields are {', '.join(sorted(known))}")
         try:
             settings[name] = json.loads(value)
         except ValueError:
@@ -414,11 +427,13 @@ def engine_settings(pairs: list[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="leave the other parts out")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS), help="parts to run")
     parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")
     args = parser.parse_args(argv)
     began = time.perf_counter()
@@ -450,25 +465,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         budgets: dict[str, int] = {}
         table.head()
         graphed = dataclasses.replace(config, chunk_graphs=max(shape.handed))
-        for made, parts in (
+        for engine_config, parts in (
             (config, ("decode", "ttft", "handed")),
             (graphed, ("handed",)),
             (for_throughput(config), ("offline",)),
         ):
-            wanted = [part for part in args.only if part in parts]
-            if not wanted:
+            chosen = [part for part in args.only if part in parts]
+            if not chosen:
                 continue
             starting = time.perf_counter()
-            with running(made) as driver:
+            with running(engine_config) as driver:
                 limits, layout = driver.engine.scheduler.config, driver.engine.layout
                 ready_s = time.perf_counter() - starting
-                budgets |= {f"{part}_token_budget": limits.chunk_tokens for part in wanted}
-                budgets |= {f"{part}_most_tokens": limits.max_step_tokens for part in wanted}
+                budgets |= {f"{part}_token_budget": limits.chunk_tokens for part in chosen}
+                budgets |= {f"{part}_most_tokens": limits.max_step_tokens for part in chosen}
                 print(
-                    f"ready after {ready_s:.1f} s, {limits.chunk_tokens} tokens a step, at most {limits.max_step_tokens}"
+                    f"ready after {ready_s:.1f} s, {limits.chunk_tokens} tokens per step beside decoding rows,"
+                    f" at most {limits.max_step_tokens}"
                 )
                 cost = StepCost(shape.config, dtype.itemsize, layout.block_bytes // layout.block_size)
-                for part in wanted:
+                for part in chosen:
                     PARTS[part](shape, driver, prompts, cost, ceiling, table)
             del driver, limits, layout
             gc.unfreeze()

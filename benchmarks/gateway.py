@@ -1,27 +1,12 @@
-"""What streaming costs a gateway: CPU per token, latency added, memory of idle streams.
-
-Three processes: the gateway as `baton gateway` starts it, pods that compute nothing (step_pods.py) behind real gRPC,
-and a client that reads server-sent events (sse_client.py). 256 streams of chat completions, one token per stream and
-step, from 8 decode pods of 32 streams each whose steps are spread evenly over time, as those of pods that know nothing
-of each other are. All figures are of the time in which all streams run, unless they say otherwise.
-
-- cpu_us_per_token: CPU time of the gateway's process, all threads, user and system, over the tokens that clients got.
-  tok_s_per_core is its inverse. cpu_us_per_token_whole: the same from before the first request to after the last
-  answer, so that HTTP, validation, routing and hand-off count as well.
-- added_ms_p50, added_ms_p99: from the moment at which a pod gives a token to gRPC until the client has read the event
-  that holds it, nothing subtracted: two sockets, the gateway, and its queue behind the other tokens of the step. At
-  half load: the rate of tokens that takes half a core at 40 us a token. added_ms_p99_whole: of all tokens, those too
-  that came while the gateway took in 256 new requests at once.
-- one_pod_*: the same rate from a single decode pod, the worst case: all 256 tokens of a step come at the same instant,
-  and the last one waits for all others.
-- idle_mib: resident memory of a gateway that holds 10,000 streams which began and stand still; idle_kib_per_stream is
-  what each adds.
-
-The figures are those of the run with the least CPU per token (`--runs`); all runs are in `rows`, with the load average
-at the time. Where the machine does other work, `chrt -r 5` before the command keeps that from taking turns between
-these processes; it gives some 4% less CPU per token on a quiet machine, too.
+"""Measures the cost of streaming in a gateway: CPU per token, added latency, memory of idle streams.
 
     python benchmarks/gateway.py --out benchmarks/results/gateway.json
+
+Three processes run: the gateway as `baton gateway` starts it, pods that compute nothing (support/step_pods.py) behind
+real gRPC, and a client that reads server-sent events (support/sse_client.py). 256 chat streams get one token per step
+from 8 decode pods with 32 streams each. The steps of the pods are spread evenly over time, because real pods are not
+synchronised. On a machine with other load, `chrt -r 5` before the command keeps other processes from interrupting the
+measured ones. It reduces CPU per token by 4% on an idle machine too.
 """
 
 from __future__ import annotations
@@ -53,42 +38,63 @@ from cli.stack.process import ChildProcess, PortLease
 from common.process.tether import tether_command
 from loadtest.slo import percentile
 
+METRICS = """
+Metrics, of the time in which all streams run unless stated otherwise:
+
+- cpu_us_per_token: CPU time of the gateway's process (all threads, user and system) over the tokens that clients got.
+  tok_s_per_core is the inverse. cpu_us_per_token_whole is from before the first request to after the last answer, so it
+  includes HTTP, validation, routing and hand-off.
+- added_ms_p50, added_ms_p99: from the moment at which a pod gives a token to gRPC until the client has read its event.
+  This is two sockets, the gateway, and the time behind other tokens of the step, at half load (tokens at a rate that
+  takes half a core at 40 us per token). added_ms_p99_whole is of all tokens, also those that arrive while the gateway
+  admits 256 new requests at once.
+- one_pod_*: the same rate from one decode pod. This is the worst case: all 256 tokens of a step arrive at once, and the
+  last token waits for all others.
+- idle_mib: resident memory of a gateway with 10,000 streams that have begun and get no tokens. idle_kib_per_stream: the
+  memory that a stream adds.
+
+The metrics are from the run with the least CPU per token (--runs). `rows` has all runs, with the load average.
+"""
+
 SUPPORT = Path(__file__).resolve().parent / "support"
 MODEL = "bench"
 STREAMS = 256
 IDLE_STREAMS = 10_000
-HALF_LOAD = 12_500  # tokens a second
+#: Tokens per second.
+HALF_LOAD = 12_500
 DECODES = 8
 READY_S = 60.0
-SETTLE_S = 0.5  # after the last stream began, before the window opens
+#: Time between the start of the last stream and the start of the measured window.
+SETTLE_S = 0.5
 PACKAGES = ("grpcio", "uvicorn", "uvloop", "httptools", "orjson", "fastapi", "protobuf")
 
 
 @dataclass(frozen=True)
 class GatewayUnderTest:
-    """A running gateway over step pods. emitted: the file that the pods write at their end."""
+    """A running gateway over step pods."""
 
     gateway: psutil.Process
     port: int
     pods: subprocess.Popen[str]
+    #: The file with token times that the pods write when they end.
     emitted: Path
 
     def cpu_s(self) -> float:
-        """CPU seconds that the gateway has used."""
+        """Returns the CPU seconds that the gateway has used."""
         times = self.gateway.cpu_times()
         return float(times.user + times.system)
 
     def end_pods(self) -> dict[str, list[float]]:
-        """Ends the pods; when token 1, 2, ... of each request left."""
+        """Ends the pods. Returns the times at which token 1, 2, ... of each request were sent, by request id."""
         self.pods.send_signal(signal.SIGTERM)
         self.pods.wait(30)
-        found: dict[str, list[float]] = orjson.loads(self.emitted.read_bytes())
-        return found
+        times: dict[str, list[float]] = orjson.loads(self.emitted.read_bytes())
+        return times
 
 
 @contextmanager
 def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[GatewayUnderTest]:
-    """Starts pods and gateway, and ends them."""
+    """Runs pods and a gateway for the block."""
     model, emitted = demo_model(), tmp / "emitted.json"
     argv = [sys.executable, str(SUPPORT / "step_pods.py"), "--decodes", str(decodes), "--step-ms", str(step_ms)]
     argv += ["--model", str(model), "--emitted", str(emitted), *(["--stall"] if stall else [])]
@@ -120,17 +126,17 @@ def _until_ready(gateway: ChildProcess, port: int, decodes: int) -> None:
         if not gateway.alive or time.monotonic() > deadline:
             raise RuntimeError("the gateway did not start:\n" + "\n".join(gateway.tail()))
         time.sleep(0.1)
-    time.sleep(1.0)  # the first pods make it ready; the others' streams open meanwhile
+    time.sleep(1.0)  # the gateway is ready with the first pods; the streams to the others open in this time
 
 
 def client(port: int, *flags: str) -> subprocess.Popen[str]:
-    """A client process; its stdin ends it when it is idle."""
+    """Starts a client process. With --idle it ends when its stdin is closed."""
     argv = [sys.executable, str(SUPPORT / "sse_client.py"), "--port", str(port), "--model", MODEL, *flags]
     return subprocess.Popen(tether_command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dict[str, Any]:
-    """One run: `streams` streams that together get `rate` tokens a second from `decodes` pods for some seconds."""
+    """Runs `streams` streams that get `rate` tokens per second in total from `decodes` pods. Returns the row."""
     step_s = streams / rate
     tokens = int(seconds / step_s)
     with tempfile.TemporaryDirectory() as folder:
@@ -147,37 +153,37 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
                 time.sleep(max(0.0, 0.6 * (begun + seconds - window)))
                 cpu, window_end = running.cpu_s() - cpu, time.monotonic()
                 reader.wait(10 * seconds + 60)
-            whole = running.cpu_s() - begin_cpu
+            total_cpu = running.cpu_s() - begin_cpu
             rss = running.gateway.memory_info().rss
             sent = running.end_pods()
         answers = orjson.loads(out.read_bytes())
-    odd = [a for a in answers if a["finish"] != "length" or sum(size for _, size in a["chunks"]) != tokens]
-    assert not odd, f"{len(odd)} streams did not get all their tokens: {odd[0]['finish']}"
+    failed = [a for a in answers if a["finish"] != "length" or sum(size for _, size in a["chunks"]) != tokens]
+    assert not failed, f"{len(failed)} streams did not get all their tokens: {failed[0]['finish']}"
     chunks = [(at, size, a["id"]) for a in answers for at, size in a["chunks"]]
     inside = [size for at, size, _ in chunks if window <= at < window_end]
-    each = [(at, 1e3 * delay) for a in answers for at, delay in delays(a["chunks"], sent[a["id"]])]
-    added = sorted(delay for at, delay in each if window <= at < window_end)
-    whole_added = sorted(delay for _, delay in each)
+    all_delays = [(at, 1e3 * delay) for a in answers for at, delay in delays(a["chunks"], sent[a["id"]])]
+    added = sorted(delay for at, delay in all_delays if window <= at < window_end)
+    added_whole = sorted(delay for _, delay in all_delays)
     return {
         "streams": streams,
         "decode_pods": decodes,
         "tokens_per_stream": tokens,
         "tok_s": round(sum(inside) / (window_end - window)),
         "cpu_us_per_token": round(1e6 * cpu / sum(inside), 2),
-        "cpu_us_per_token_whole": round(1e6 * whole / (streams * tokens), 2),
+        "cpu_us_per_token_whole": round(1e6 * total_cpu / (streams * tokens), 2),
         "tokens_per_chunk": round(sum(inside) / len(inside), 3),
         "added_ms_p50": round(percentile(added, 0.5), 3),
         "added_ms_p90": round(percentile(added, 0.9), 3),
         "added_ms_p99": round(percentile(added, 0.99), 3),
         "added_ms_max": round(added[-1], 3),
-        "added_ms_p99_whole": round(percentile(whole_added, 0.99), 3),
+        "added_ms_p99_whole": round(percentile(added_whole, 0.99), 3),
         "rss_mib": round(rss / 2**20, 1),
         "load_average": round(os.getloadavg()[0], 2),
     }
 
 
 def delays(chunks: list[tuple[float, int]], sent: list[float]) -> Iterator[tuple[float, float]]:
-    """When each token came and its seconds from pod to client; not of the first, which comes from prefill."""
+    """Yields (arrival time, seconds from pod to client) of each token, except the first, which comes from prefill."""
     index = 0
     for at, size in chunks:
         for token in range(index, index + size):
@@ -187,7 +193,7 @@ def delays(chunks: list[tuple[float, int]], sent: list[float]) -> Iterator[tuple
 
 
 def idle(streams: int) -> dict[str, Any]:
-    """Memory of streams that began and stand still."""
+    """Measures the memory of streams that have begun and get no tokens."""
     with tempfile.TemporaryDirectory() as folder, stack(Path(folder), decodes=2, step_ms=20, stall=True) as running:
         before = running.gateway.memory_info().rss
         with client(running.port, "--streams", str(streams), "--tokens", "1000", "--idle") as reader:
@@ -202,7 +208,7 @@ def idle(streams: int) -> dict[str, Any]:
             rss = running.gateway.memory_info().rss
             reader.stdin.close()
             reader.wait(60)
-    assert alive == streams, f"{alive} of {streams} streams stand"
+    assert alive == streams, f"{alive} of {streams} streams are open"
     return {
         "streams": streams,
         "idle_mib": round(rss / 2**20, 1),
@@ -212,14 +218,16 @@ def idle(streams: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=STREAMS)
-    parser.add_argument("--rate", type=float, default=HALF_LOAD, help="tokens a second of all streams together")
+    parser.add_argument("--rate", type=float, default=HALF_LOAD, help="tokens per second of all streams together")
     parser.add_argument("--decodes", type=int, default=DECODES, help="decode pods")
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--seconds", type=float, default=12.0, help="duration of a run")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--idle", type=int, default=IDLE_STREAMS, help="idle streams; 0 leaves them out")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--idle", type=int, default=IDLE_STREAMS, help="idle streams; 0: skip this part")
+    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     rows = []
     for decodes in [args.decodes] * args.runs + [1]:
@@ -231,10 +239,10 @@ def main() -> None:
     metrics = {name: best[name] for name in names}
     metrics["tok_s_per_core"] = round(1e6 / best["cpu_us_per_token"])
     metrics |= {f"one_pod_{name}": one[name] for name in ("cpu_us_per_token", "added_ms_p50", "added_ms_p99")}
-    still = idle(args.idle) if args.idle else {}
-    metrics |= {name: still[name] for name in ("idle_mib", "idle_kib_per_stream") if still}
+    idle_row = idle(args.idle) if args.idle else {}
+    metrics |= {name: idle_row[name] for name in ("idle_mib", "idle_kib_per_stream") if idle_row}
     print(json.dumps(metrics, indent=2))
-    report.write(args.out, "gateway", metrics, *PACKAGES, rows=rows, idle=still)
+    report.write(args.out, "gateway", metrics, *PACKAGES, rows=rows, idle=idle_row)
 
 
 if __name__ == "__main__":

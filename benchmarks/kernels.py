@@ -1,12 +1,12 @@
-"""Every GPU kernel against its limit (bytes over copy bandwidth, or FLOP over the rate of a large matrix product) and
-float64.
+"""Measures the time and the error of every GPU kernel.
 
     python benchmarks/kernels.py --out benchmarks/results/kernels-h100.json
 
-Shapes are those of Llama-3.1-8B (32 query heads, 8 kv heads, head dim 128, hidden 4096) in bf16, block size 16. A
-time is the median of CUDA-graph replays of several launches over different layers or weights, so neither launches nor
-the L2 cache flatter it; cuDNN's and torch's are timed the same way. The error is ||out - ref|| / ||ref|| against
-float64, on random inputs, outputs poisoned with NaN.
+The limit of a kernel is bytes over copy bandwidth, or FLOP over the rate of a large matrix product. Shapes are those of
+Llama-3.1-8B (32 query heads, 8 kv heads, head dim 128, hidden 4096) in bf16 with block size 16. A time is the median of
+CUDA graph replays of several launches over different layers or weights, so it contains neither launch overhead nor hits
+in the L2 cache. cuDNN and torch are timed in the same way. The error is ||out - ref|| / ||ref|| against float64 on
+random inputs, with outputs that are NaN before the launch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEVICE = torch.device("cuda")
 
 
 def seconds(launch: Callable[[int], object], launches: int = 16, repeats: int = 15) -> float:
-    """Median seconds of one launch(i), i = 0..launches, inside a replayed graph."""
+    """Returns the median seconds of one launch(i), i = 0..launches - 1, in a replayed graph."""
     for i in range(2):
         launch(i)
     torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def normal(*shape: int) -> Tensor:
 
 @dataclass
 class Report:
-    """Rows of the table and metrics of the JSON, against ceilings measured at the start on the same card."""
+    """Prints the rows of the table and collects the metrics, with limits that were measured on the same card."""
 
     copy_gb_s: float
     matmul_tflop_s: float
@@ -119,7 +119,7 @@ class Report:
 
 
 def ceilings() -> Report:
-    """Copy: the better of two plain copies of 4 GiB, bytes read and written. Matrix product: 8192^3 in bf16."""
+    """Measures the limits: the better of two copies of 4 GiB (bytes read and written), and a product 8192^3 in bf16."""
     copy = copy_seconds(2**32, DEVICE)
     a, b = normal(8192, 8192), normal(8192, 8192)
     matmul = median_seconds(lambda: a @ b, DEVICE)
@@ -130,7 +130,7 @@ def ceilings() -> Report:
 
 
 class Pool:
-    """A pool of random KV with room for `tokens` tokens, block tables in random order; fp8: e4m3 with scales."""
+    """A pool of random KV for `tokens` tokens, with blocks in random order. fp8: e4m3 with scales."""
 
     def __init__(self, tokens: int, *, fp8: bool = False) -> None:
         blocks = tokens // BLOCK
@@ -153,7 +153,7 @@ class Pool:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in one layer, with the scales."""
+        """Bytes of one token in one layer, with scales."""
         scales = self._layers[0].scales
         return 2 * KV_HEADS * (DIM * self.itemsize + (0 if scales is None else scales.element_size()))
 
@@ -161,7 +161,7 @@ class Pool:
         return self._layers[i % LAYERS]
 
     def numbers(self, table: Tensor) -> Tensor:
-        """[2, kv_heads, tokens, D] of the blocks in layer 0."""
+        """Returns the keys and values of blocks in layer 0, [2, kv_heads, tokens, D]."""
         layer, blocks = self.layer(0), table.long()
         both = layer.kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)
         if layer.scales is None:
@@ -173,7 +173,7 @@ class Pool:
         return self._order[: seqs * count].view(seqs, count).contiguous()
 
     def reference(self, q: Tensor, table: Tensor, length: int) -> Tensor:
-        """Causal attention, in float64, of q [T, heads, D], the last T tokens of `length`, over layer 0."""
+        """Causal attention over layer 0 in float64. q: [T, heads, D], the last T of `length` tokens."""
         both = self.numbers(table)[:, :, :length].double()
         out = torch.empty(q.shape, dtype=torch.float64, device=DEVICE)
         key = torch.arange(length, device=DEVICE)
@@ -291,7 +291,7 @@ def small(report: Report, pool: Pool, rows: int) -> None:
 
 
 def vectors(report: Report, n: int, k: int, end: str) -> None:
-    """GEMV as a decode step of one sequence uses it, and cuBLAS beside it."""
+    """Measures the GEMV of a decode step with one sequence, and cuBLAS for comparison."""
     copies = max(2, int(1e9 // (n * k * 2)))
     weights = [normal(n, k) for _ in range(copies)]
     x, norm, residual = normal(1, k), normal(k), normal(1, n)
@@ -324,7 +324,7 @@ SHAPES = [None, (16, 128, 8), (32, 128, 4), (32, 256, 4), (64, 64, 5), (64, 128,
 
 
 def few(report: Report, rows: int, n: int, k: int, end: str) -> None:
-    """The product for a few rows, in every shape of tile that fits, and cuBLAS with the passes that it needs beside."""
+    """Measures the skinny GEMM in every tile shape that fits, and cuBLAS with the extra kernels that it needs."""
     copies = max(2, int(1e9 // (n * k * 2)))
     weights = [normal(n, k) for _ in range(copies)]
     x, residual = normal(rows, k), normal(rows, n)
@@ -357,7 +357,7 @@ def few(report: Report, rows: int, n: int, k: int, end: str) -> None:
 
 
 def residual_add(report: Report, rows: int, k: int) -> None:
-    """A product whose result joins the residual stream and is normed: added by cuBLAS, and by the norm."""
+    """Measures a product, its residual add and the next norm, with the add in cuBLAS and in the norm."""
     x, weight, residual, scale = normal(rows, k), normal(HIDDEN, k), normal(rows, HIDDEN), normal(HIDDEN)
     flop = 2 * rows * k * HIDDEN
 
@@ -395,7 +395,7 @@ def sampling(report: Report, rows: int, kind: str) -> None:
     report.bytes("sample", f"{rows} rows, {kind}", time_s, rows * VOCAB * 4, None, f"sample_{rows}_{kind}")
 
 
-LINEARS = [  # outputs, inputs, what is fused in at one row, and at a few
+LINEARS = [  # outputs, inputs, fused operations with one row, fused operations with a few rows
     (6144, HIDDEN, "norm", "plain"),
     (HIDDEN, HIDDEN, "residual", "residual"),
     (2 * INNER, HIDDEN, "norm, gated", "gated"),
@@ -440,7 +440,7 @@ PARTS = ("decode", "decode_fp8", "prefill", "small", "one_row", "few_rows", "res
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     args = parser.parse_args()
     torch.manual_seed(0)

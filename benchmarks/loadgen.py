@@ -1,14 +1,14 @@
-"""Whether the load generator can be believed: what it measures, against a server that knows when it sent what.
+"""Measures the accuracy of the load generator against a server that records when it sent each token.
 
-The generator (`baton loadtest`'s own runner, client and progress line) and a timing server (timing_server.py) run on a
-core each. 500 requests leave 10 ms apart, each for 400 tokens at 20 a second; what is counted is the time in which all
-500 streams run: 10,000 tokens a second. Two rows: streams that are `apart` (each has its own beat), and all `in step`,
-as the tokens of one engine step come, which is harder: 500 events in one moment.
+The generator (runner, client and progress line of `baton loadtest`) and the server (support/timing_server.py) run on
+one core each. 500 requests are sent 10 ms apart, each for 400 tokens at 20 tokens per second. Only the time in which
+all 500 streams run counts: 10,000 tokens per second. There are two rows: `apart`, with a schedule for each stream, and
+`in step`, with the tokens of all streams at the same moments, as an engine step sends them. The metrics are:
 
-- timing_error_p99_ms: of the worse row: from the server's send() of a token to the time that the generator gives to it.
-- gap_error_p99_ms: measured less real time between two tokens, without the sign. send_error_p99_ms: how late requests
-  left. ttft_error_p99_ms: measured less real time to the first token (the server's: from having read the request).
-- cpu_share: of the generator's core while all streams run and 500 are opened.
+- timing_error_p99_ms: from the server's send() of a token to the time that the generator records; the worse row.
+- gap_error_p99_ms: absolute error of the time between two tokens. send_error_p99_ms: delay of sending a request.
+  ttft_error_p99_ms: absolute error of the time to the first token (the server's starts when it has read the request).
+- cpu_share: share of the generator's core while all streams run and while they are opened.
 
     python benchmarks/loadgen.py --out benchmarks/results/loadgen.json
 """
@@ -47,7 +47,7 @@ STARTS_PER_S = 100
 
 @dataclass(frozen=True)
 class Cores:
-    """One for each of the two processes; the same where there is only one."""
+    """The CPU cores of the two processes; the same core if there is only one."""
 
     generator: int
     server: int
@@ -60,43 +60,43 @@ class Cores:
 
 @contextlib.contextmanager
 def timing_server(core: int, *, beat: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Its port, and what it tells at its end, which is there when the block is left."""
+    """Runs a timing server. Yields its port and a dict that has its recorded times after the block."""
     argv = [sys.executable, str(SUPPORT / "timing_server.py"), "--rate", str(RATE), *(["--beat"] if beat else [])]
-    told: dict[str, Any] = {}
+    times: dict[str, Any] = {}
     with subprocess.Popen(tether_command(argv), stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         os.sched_setaffinity(server.pid, {core})
         try:
-            yield orjson.loads(server.stdout.readline())["port"], told
+            yield orjson.loads(server.stdout.readline())["port"], times
             server.send_signal(signal.SIGTERM)
-            told.update(orjson.loads(server.stdout.read()))
+            times.update(orjson.loads(server.stdout.read()))
         finally:
             server.kill()
 
 
 def measure(cores: Cores, streams: int, tokens: int, *, beat: bool) -> dict[str, Any]:
-    """One row."""
+    """Measures one row."""
     load = min(os.getloadavg()[0], 99.0)
-    with timing_server(cores.server, beat=beat) as (port, told):
+    with timing_server(cores.server, beat=beat) as (port, times):
         flags = {"url": f"http://127.0.0.1:{port}", "rate": str(STARTS_PER_S), "arrivals": "constant"}
         flags |= {"requests": str(streams), "output_tokens": str(tokens), "input_tokens": "64"}
         run = run_sync(LoadConfig.of(flags), watch=lambda run: progress.show(run, sys.stderr))
-    return {"mode": "in step" if beat else "apart", **errors(run, told), "load_average": round(load, 2)}
+    return {"mode": "in step" if beat else "apart", **errors(run, times), "load_average": round(load, 2)}
 
 
-def errors(run: LoadRun, told: dict[str, Any]) -> dict[str, Any]:
-    """What the generator's times are off by, in ms."""
+def errors(run: LoadRun, times: dict[str, Any]) -> dict[str, Any]:
+    """Returns the errors of the generator's times in ms. times: from the server, by request id."""
     failed = [r for r in run.records if not r.ok]
     assert not failed, f"{len(failed)} streams failed: {failed[0].error} {failed[0].message}"
     begin, end = max(r.event_times[0] for r in run.records), min(r.ended_s for r in run.records)
     stamps, gaps, firsts = [], [], []
     for record in run.records:
-        real = told[record.request_id]["sent"]
+        real = times[record.request_id]["sent"]
         assert len(real) == len(record.event_times), "a token is missing"
         inside = [(seen, sent) for seen, sent in zip(record.event_times, real, strict=True) if begin <= sent < end]
         stamps += [1e3 * (seen - sent) for seen, sent in inside]
         gaps += [1e3 * abs((b[0] - a[0]) - (b[1] - a[1])) for a, b in pairwise(inside)]
-        first = real[0] - told[record.request_id]["read_at"]
+        first = real[0] - times[record.request_id]["read_at"]
         firsts.append(1e3 * abs((record.event_times[0] - record.sent_s) - first))
     lags = [1e3 * r.lag_s for r in run.records]
     return {
@@ -117,8 +117,8 @@ def errors(run: LoadRun, told: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=STREAMS)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each stream, at 20 a second")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of each stream, at 20 per second")
+    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     cores = Cores.of_this_process()
     os.sched_setaffinity(0, {cores.generator})

@@ -1,25 +1,14 @@
-"""Online serving, disaggregated and aggregated: open-loop Poisson arrivals through the real gateway.
+"""Measures online serving, disaggregated and aggregated: open-loop Poisson arrivals through the real gateway.
 
     python benchmarks/pd_online.py --out benchmarks/results/pd_online-h100x2.json
 
-`pd` is one prefill and one decode pod, `agg` two pods that do both; each pod has a GPU of its own. Both modes get the
-same arrivals (fixed seed) and prompts of the same lengths, unique ones; local prefill is off; clocks are the client's.
-Milliseconds; metrics of `agg` have that prefix.
+`pd` is one prefill and one decode pod; `agg` is two pods with both roles. Each pod has its own GPU. Both modes get the
+same arrivals (fixed seed) and unique prompts of the same lengths. Local prefill is off. Times are from the client.
 
-- NAME_ttft_p50, p99: from when a request was due until its first token was there.
-- NAME_ttft_..._over_fcfs: that, less the same percentile of a replay in which the same arrivals are computed one after
-  another, first come first served, each in the idle prefill time (of two servers with `agg`). The idle prefill time is
-  the pod's own: from the first chunk's start until the token was on the host, median of requests before the run that
-  follow each other, on a card that others have warmed up (its clock falls with the power that prompts draw).
-- NAME_ttft_..._over_computed, in rows: the same where each takes the time that it took the pod, idle or not, as far as
-  the gateway keeps that (the latest requests): what is not the card's pace.
-- NAME_gap12: from token 1, which prefill sends, to token 2, decode's first. NAME_itl: between all later tokens; rows
-  have it with gap12 too.
-
-The result is written after each load. `--add FILE` takes the modes and loads that this run leaves out from an earlier
-result on the same card; rows have their commits. `--budget S` makes the last loads shorter, so that all of them end in
-time, and `--at-most r2=50 agg.r2=20` single ones; rows tell.
-`--shape tiny --device cpu` is for a CPU: it shows that the script works, not how fast anything is.
+The result file is written after each load. `--add FILE` takes the other modes and loads from an earlier result on the
+same card; each row has its commit. `--budget S` shortens the last loads so that all end in time, and
+`--at-most r2=50 agg.r2=20` shortens single loads; the rows have the seconds. `--shape tiny --device cpu` checks on a
+CPU that the script works.
 """
 
 from __future__ import annotations
@@ -53,18 +42,36 @@ from benchmarks.support.pd_stack import (
 )
 from loadtest.slo import percentile
 
+METRICS = """
+Metrics in milliseconds; those of `agg` have the prefix agg_:
+
+- NAME_ttft_p50, p99: from the time at which a request was due until its first token arrived.
+- NAME_ttft_..._over_fcfs: this minus the same percentile of a replay. The replay computes the same arrivals one after
+  another, first come first served, each in the idle prefill time (on two servers for `agg`). The idle prefill time is
+  from the start of the first chunk until the token was on the host, by the pod's clock: the median of sequential
+  requests before the load, after others have warmed up the card, because the clock rate of the card depends on power.
+- NAME_ttft_..._over_computed (in rows): the same, but each request takes the compute time that it had at the pod, if
+  the gateway still has it (it keeps the latest requests). This excludes changes of the card's speed.
+- NAME_gap12: from token 1, which prefill sends, to token 2, the first of decode. NAME_itl: between all later tokens;
+  rows have it with gap12 included too.
+"""
+
 SEED = 7
 IDLE_WARM_UP, IDLE_REQUESTS = 8, 16
 SETTLE_S = 1.0
-QUEUED_S = 0.01  # a request that waited longer at the prefill pod found others there
-SLOWEST = 4  # calls whose timelines a row has
-TIMELINES = 250  # of the latest requests; the gateway keeps 256
-TAIL_S, SHORTEST_S = 15.0, 5.0  # a load's last answers and the end of the pods; no load is shorter
+#: A request that waits longer than this at the prefill pod was behind other requests.
+QUEUED_S = 0.01
+#: Number of slowest calls with timelines in a row.
+SLOWEST = 4
+#: Number of latest requests with timelines. The gateway keeps 256.
+TIMELINES = 250
+#: Time for the last answers of a load and the end of the pods, and the shortest load.
+TAIL_S, SHORTEST_S = 15.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineLoad:
-    """Ends with `requests` or with the arrivals of `seconds`, whichever comes first."""
+    """A load point. It ends after `requests` requests or `seconds` seconds of arrivals."""
 
     name: str
     rate: float
@@ -74,12 +81,12 @@ class OnlineLoad:
     seconds: float
 
     def arrivals(self) -> list[float]:
-        """Seconds from the start; the same at every call."""
+        """Returns the arrival times in seconds from the start, the same at every call."""
         rng, at = random.Random(f"{SEED}-{self.name}"), 0.0
-        found: list[float] = []
-        while len(found) < self.requests and (at := at + rng.expovariate(self.rate)) < self.seconds:
-            found.append(at)
-        return found
+        times: list[float] = []
+        while len(times) < self.requests and (at := at + rng.expovariate(self.rate)) < self.seconds:
+            times.append(at)
+        return times
 
 
 LOADS = {
@@ -96,7 +103,7 @@ LOADS = {
         OnlineLoad("r07_15000", 0.7, 150, 4, 2, 10.0),
     ),
 }
-# What a load's row gives to the metrics.
+#: Fields of a load's row that become metrics.
 SHOWN = {
     "r2": ("ttft_p50", "itl_p99"),
     "r5": ("ttft_p50_over_fcfs", "ttft_p99_over_fcfs", "itl_p99", "itl_p999", "gap12_p50", "gap12_p99"),
@@ -106,28 +113,28 @@ SHOWN = {
 
 
 def replay(arrivals: Sequence[float], services_s: Sequence[float], servers: int) -> list[float]:
-    """TTFT of each arrival, which takes so long, when the servers take them first come first served."""
-    free = [0.0] * servers
-    found = []
+    """Returns the TTFT of each arrival with its service time, if `servers` servers work first come first served."""
+    free_at = [0.0] * servers
+    ttfts = []
     for at, service_s in zip(arrivals, services_s, strict=True):
-        soonest = min(range(servers), key=free.__getitem__)
-        free[soonest] = max(free[soonest], at) + service_s
-        found.append(free[soonest] - at)
-    return found
+        server = min(range(servers), key=free_at.__getitem__)
+        free_at[server] = max(free_at[server], at) + service_s
+        ttfts.append(free_at[server] - at)
+    return ttfts
 
 
 async def idle(client: StackClient, shape: str, load: OnlineLoad) -> dict[str, Any]:
-    """Requests of this length one after another while nothing else runs; the first ones warm up and do not count."""
+    """Measures requests of this load's length one after another on idle pods. Warm-up requests do not count."""
     answers = [
         await client.ask(prompt, 4)
         for prompt in prompts(shape, IDLE_WARM_UP + IDLE_REQUESTS, load.prompt, seed=f"{SEED}-{load.name}-idle")
     ]
     counted = answers[IDLE_WARM_UP:]
-    found = parts(counted, await timelines(client, counted))
+    measured = parts(counted, await timelines(client, counted))
     return {
         "ttft": spread([a.ttft_s for a in counted]),
         "gap12": spread([a.gap12_s for a in counted]),
-        "compute_s": found["compute"]["p50"] / 1e3 if "compute" in found else None,
+        "compute_s": measured["compute"]["p50"] / 1e3 if "compute" in measured else None,
     }
 
 
@@ -135,77 +142,84 @@ Timeline = dict[str, dict[str, Any]]
 
 
 async def timelines(client: StackClient, answers: Sequence[TimedAnswer]) -> list[Timeline]:
-    """What the gateway noted of these requests; {} of those that it keeps no more."""
-    await asyncio.sleep(0.1)  # a hand-off's report may come after the last token
-    late = max(0, len(answers) - TIMELINES)
-    return [{}] * late + [await client.timeline(answer) for answer in answers[late:]]
+    """Returns the gateway's events of each request, {} for requests that the gateway no longer has."""
+    await asyncio.sleep(0.1)  # the report of a hand-off may arrive after the last token
+    dropped = max(0, len(answers) - TIMELINES)
+    return [{}] * dropped + [await client.timeline(answer) for answer in answers[dropped:]]
 
 
 def call_s(events: Timeline) -> float:
-    """What asking the prefill pod took beside queue and compute there."""
+    """Returns the time of the call to the prefill pod without queue and compute there."""
     first = events.get("first_token", {})
     return first["t"] - events["prefill"]["t"] - first["queue_s"] - first["compute_s"] if "queue_s" in first else 0.0
 
 
-def parts(answers: Sequence[TimedAnswer], told: Sequence[Timeline]) -> dict[str, dict[str, float]]:
-    """What gateway and pods noted. queue and compute: at the prefill pod; compute_queued: of those that waited for
-    others there; exposed: of the hand-off, and its parts. And what else the time to the first token was: admit, at the
-    gateway; reserve, routing and the decode pod; call, to the prefill pod and back; client, from when it was due to the
-    gateway and back.
+def parts(answers: Sequence[TimedAnswer], events_of: Sequence[Timeline]) -> dict[str, dict[str, float]]:
+    """Returns the spread of the parts of all requests, from the events of gateway and pods.
+
+    The parts of the time to first token:
+
+        client    from the due time to the gateway, and from the gateway to the client
+        admit     admission in the gateway
+        reserve   routing, and the Reserve call to the decode pod
+        call      to the prefill pod and back
+        queue, compute    at the prefill pod; compute_queued: compute of requests that waited behind others
+
+    exposed and exposed_*: the exposed time of the hand-off and its parts.
     """
-    found: dict[str, list[float]] = {}
-    for answer, events in zip(answers, told, strict=True):
-        noted: dict[str, float] = {}
+    times: dict[str, list[float]] = {}
+    for answer, events in zip(answers, events_of, strict=True):
+        request: dict[str, float] = {}
         first = events.get("first_token", {})
         if "queue_s" in first:
-            noted |= {"queue": first["queue_s"], "compute": first["compute_s"]}
+            request |= {"queue": first["queue_s"], "compute": first["compute_s"]}
             if first["queue_s"] > QUEUED_S:
-                noted["compute_queued"] = first["compute_s"]
-            noted |= {"call": call_s(events), "client": answer.ttft_s - first["t"]}
-            noted |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
+                request["compute_queued"] = first["compute_s"]
+            request |= {"call": call_s(events), "client": answer.ttft_s - first["t"]}
+            request |= {"admit": events["admitted"]["t"], "reserve": events["prefill"]["t"] - events["admitted"]["t"]}
         if "handed_off" in events:
-            noted["exposed"] = events["handed_off"]["exposed_s"]
-            pieces = events["handed_off"]["parts"].items()
-            noted |= {f"exposed_{name.removesuffix('_s')}": seconds for name, seconds in pieces}
-        for name, seconds in noted.items():
-            found.setdefault(name, []).append(seconds)
-    return {name: spread(seconds) for name, seconds in found.items()}
+            request["exposed"] = events["handed_off"]["exposed_s"]
+            exposed_parts = events["handed_off"]["parts"].items()
+            request |= {f"exposed_{name.removesuffix('_s')}": seconds for name, seconds in exposed_parts}
+        for name, seconds in request.items():
+            times.setdefault(name, []).append(seconds)
+    return {name: spread(seconds) for name, seconds in times.items()}
 
 
 async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[float], list[TimedAnswer], list[str]]:
-    """Sends everything when it is due; arrivals and answers in their order, and what failed."""
+    """Sends all requests when they are due. Returns arrivals and answers in order, and the errors."""
     arrivals = load.arrivals()
-    made = prompts(shape, len(arrivals), load.prompt, seed=f"{SEED}-{load.name}")
+    batch = prompts(shape, len(arrivals), load.prompt, seed=f"{SEED}-{load.name}")
     gc.collect()
     gc.freeze()
     begin = time.perf_counter() + 0.5
     try:
         ended = await asyncio.gather(
-            *(client.ask(p, load.output, due=begin + at) for p, at in zip(made, arrivals, strict=True)),
+            *(client.ask(p, load.output, due=begin + at) for p, at in zip(batch, arrivals, strict=True)),
             return_exceptions=True,
         )
     finally:
         gc.unfreeze()
     failed = [repr(answer) for answer in ended if isinstance(answer, BaseException)]
-    kept = [(at, a) for at, a in zip(arrivals, ended, strict=True) if isinstance(a, TimedAnswer)]
-    return [at for at, _ in kept], [a for _, a in kept], failed
+    succeeded = [(at, a) for at, a in zip(arrivals, ended, strict=True) if isinstance(a, TimedAnswer)]
+    return [at for at, _ in succeeded], [a for _, a in succeeded], failed
 
 
 def row(
     load: OnlineLoad,
     arrivals: Sequence[float],
     answers: Sequence[TimedAnswer],
-    told: Sequence[Timeline],
+    events_of: Sequence[Timeline],
     service_s: float,
     servers: int,
 ) -> dict[str, Any]:
-    """service_s: the idle prefill time."""
+    """Returns the row of a load. service_s: the idle prefill time; servers: pods that prefill."""
     ttft = [a.ttft_s for a in answers]
-    took = [events.get("first_token", {}).get("compute_s", service_s) for events in told]
-    fcfs, computed = replay(arrivals, [service_s] * len(answers), servers), replay(arrivals, took, servers)
+    compute_s = [events.get("first_token", {}).get("compute_s", service_s) for events in events_of]
+    fcfs, computed = replay(arrivals, [service_s] * len(answers), servers), replay(arrivals, compute_s, servers)
     gap12 = [a.gap12_s for a in answers]
     itl = [gap for a in answers for gap in a.gaps_s]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         **asdict(load),
         "requests": len(answers),
         "took_s": round(max(a.at[-1] for a in answers) - min(a.due for a in answers), 1),
@@ -220,8 +234,9 @@ def row(
     }
     for name, share in (("p50", 0.5), ("p99", 0.99)):
         for against, times in (("fcfs", fcfs), ("computed", computed)):
-            found[f"ttft_{name}_over_{against}"] = round(ms(percentile(ttft, share)) - ms(percentile(times, share)), 3)
-    return found
+            over = ms(percentile(ttft, share)) - ms(percentile(times, share))
+            result[f"ttft_{name}_over_{against}"] = round(over, 3)
+    return result
 
 
 def metrics_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -254,22 +269,23 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 service_s = service.get(load.prompt, quiet["ttft"]["p50"] / 1e3)
                 left = args.budget - TAIL_S - (time.perf_counter() - began)
                 if left < SHORTEST_S:
-                    print(f"{mode} {load.name}: no time is left", flush=True)
+                    print(f"{mode} {load.name}: skipped, --budget is used up", flush=True)
                     continue
                 most = args.at_most.get(f"{mode}.{load.name}", args.at_most.get(load.name, math.inf))
                 played = replace(load, seconds=min(load.seconds, args.seconds, most, left))
                 arrivals, answers, failed = await play(client, args.shape, played)
                 for failure in failed[:5]:
                     print(failure, flush=True)
-                told = await timelines(client, answers)
-                rows.append({"mode": mode, **row(played, arrivals, answers, told, service_s, 2 if aggregated else 1)})
+                events_of = await timelines(client, answers)
+                servers = 2 if aggregated else 1
+                rows.append({"mode": mode, **row(played, arrivals, answers, events_of, service_s, servers)})
                 rows[-1] |= {"failed": len(failed), "idle_ttft": quiet["ttft"], "idle_gap12": quiet["gap12"]}
                 rows[-1] |= {
                     "connections": connections,
                     "commit": report.commit(),
-                    "pods_said": parts(answers, told),
-                    "slowest_calls": sorted(told, key=call_s)[-SLOWEST:],
-                    "retried": sum("retry" in events for events in told),
+                    "pods_said": parts(answers, events_of),
+                    "slowest_calls": sorted(events_of, key=call_s)[-SLOWEST:],
+                    "retried": sum("retry" in events for events in events_of),
                 }
                 print(json.dumps(rows[-1]), flush=True)
                 write(args, rows)
@@ -278,7 +294,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The result so far; its metrics."""
+    """Writes the result so far. Returns its metrics."""
     rows = [*earlier(args.add, rows), *rows]
     metrics = metrics_of(rows)
     report.write(args.out, "pd_online", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, rows=rows)
@@ -286,29 +302,36 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def earlier(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of an earlier result that these do not replace; each has its commit."""
+    """Returns the rows of an earlier result that `rows` do not replace, each with its commit."""
     if path is None:
         return []
-    found = json.loads(path.read_text())
-    if found["card"].partition(",")[0] != report.card().partition(",")[0]:  # a CPU's threads are this process's affair
-        raise SystemExit(f"{path} is of another card")
-    now = {(r["mode"], r["name"]) for r in rows}
-    return [{"commit": found["commit"]} | r for r in found["rows"] if (r["mode"], r["name"]) not in now]
+    result = json.loads(path.read_text())
+    # The name of a CPU is followed by the number of threads, which may differ.
+    if result["card"].partition(",")[0] != report.card().partition(",")[0]:
+        raise SystemExit(f"--add {path}: this result is from another card, {result['card']}")
+    replaced = {(r["mode"], r["name"]) for r in rows}
+    return [{"commit": result["commit"]} | r for r in result["rows"] if (r["mode"], r["name"]) not in replaced]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--add", type=Path, metavar="FILE")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="earlier result to take the other rows from")
     parser.add_argument("--shape", choices=LOADS, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--allow-tcp", action="store_true", help="whatever carries the KV")
-    parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="of the pods: chunk-graphs=8192")
+    parser.add_argument("--allow-tcp", action="store_true", help="accept TCP as transport of the KV")
+    parser.add_argument(
+        "--flags", nargs="+", default=[], metavar="NAME=VALUE", help="flags of the pods, for example chunk-graphs=8192"
+    )
     parser.add_argument("--modes", choices=("pd", "agg"), nargs="+", default=["pd", "agg"])
     parser.add_argument("--loads", choices=SHOWN, nargs="+", default=list(SHOWN))
-    parser.add_argument("--seconds", type=float, default=math.inf, help="shorter runs of each load; the rows tell")
-    parser.add_argument("--at-most", nargs="+", default=[], metavar="[MODE.]LOAD=SECONDS", help="the same of one load")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds that all of it may take")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="longest duration of each load")
+    parser.add_argument(
+        "--at-most", nargs="+", default=[], metavar="[MODE.]LOAD=SECONDS", help="longest duration of one load"
+    )
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all loads together")
     args = parser.parse_args(argv)
     args.at_most = {name: float(seconds) for name, _, seconds in (one.partition("=") for one in args.at_most)}
     rows = asyncio.run(measure(args))

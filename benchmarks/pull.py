@@ -1,26 +1,9 @@
-"""What pulling cached KV blocks from another pod costs.
+"""Measures pulling cached KV blocks from another pod.
 
     python benchmarks/pull.py --out benchmarks/results/pull-cpu.json
     python benchmarks/pull.py --device cuda --out benchmarks/results/pull-h200.json
 
-`bare`: two processes that run what pods run for transfers (TransferNode, gRPC between them), scattered blocks of which
-no two are neighbours. A pull is measured at the puller from asking to blocks that may be published, so the calls
-between the pods are in it; median of --repeats pulls after a first one that connects. By transport:
-
-- push_ms_N: N blocks, default transport. On a CPU they have SmolLM2's size in float32 (720 KiB, 16 tokens)
-  and go over CMA; on a GPU that of an 8B model in bfloat16 (2 MiB), over cuda_ipc.
-- push_gb_s: of the largest pull. first_push_ms: with handshake, connection and probe.
-- rows has blocks of 64 KiB too, and on a CPU TCP.
-
-`pods` (on a CPU only when --only says so): two prefill pods, to which the requests go directly. One holds the prefix,
-the other pulls it. From sending a prompt of N + 16 tokens to its first token, by the client's clock,
-median of --pod-repeats prompts of which none was seen before:
-
-- ttft_computed_ms_N: by the holder, which computes all of it.
-- ttft_push_ms_N: by a pod that is told who holds the first N tokens.
-- ttft_cached_ms_N: by a pod that has them. What a pull itself takes is the difference to this.
-
-Where there is one GPU all processes share it: what moves there is read from, and written to, the same memory.
+With one GPU all processes share it, so KV is read from and written to the same memory.
 """
 
 from __future__ import annotations
@@ -59,6 +42,25 @@ from kv_transfer.memory import PoolMemory, device_pool, host_pool
 from kv_transfer.messages import PrefixHolder, WantedBlocks
 from kv_transfer.node import TransferNode
 
+METRICS = """
+`bare`: two processes with the pods' transfer code (TransferNode, gRPC between them) and scattered blocks. A pull is
+measured at the puller, from the call until its blocks may be published, so it includes the calls between the pods. Each
+value is the median of --repeats pulls after a first one, which connects.
+
+- push_ms_N: N blocks over the default transport. On a CPU blocks have the size of SmolLM2 in float32 (720 KiB, 16
+  tokens) and go over CMA. On a GPU they have the size of an 8B model in bfloat16 (2 MiB) and go over cuda_ipc.
+- push_gb_s: the rate of the largest pull. first_push_ms: a pull with handshake, connection and probe.
+- The rows have blocks of 64 KiB too, and TCP on a CPU.
+
+`pods` (on a CPU only with --only): two prefill pods that get requests directly. The holder has the prefix, the puller
+pulls it. Times are from sending a prompt of N + 16 tokens to its first token, on the client's clock, median of
+--pod-repeats new prompts.
+
+- ttft_computed_ms_N: the holder computes the whole prompt.
+- ttft_push_ms_N: the puller gets the hint that the holder has the first N tokens.
+- ttft_cached_ms_N: the puller has the prefix in its cache. A pull takes the difference to ttft_push_ms_N.
+"""
+
 SECRET = b"one benchmark"
 SMALL = KVLayout("small", "r0", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
 SMOLLM2 = KVLayout("smollm2-shape", "r0", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
@@ -68,12 +70,16 @@ TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
 @dataclass(frozen=True)
 class PullSizes:
-    """What moves on one kind of device. The first layout and transport are those of the metrics."""
+    """Sizes for one kind of device. The metrics are of the first layout and the first transport."""
 
     layouts: tuple[KVLayout, ...]
+    #: Numbers of blocks.
     counts: tuple[int, ...]
+    #: Environment variables of each transport.
     transports: dict[str, dict[str, str]]
-    shape: str  # of the pods' model
+    #: Shape of the pods' model.
+    shape: str
+    #: The pods' --kv-memory.
     kv_memory: str
 
 
@@ -82,46 +88,49 @@ PLANS = {
     "cuda": PullSizes((LLAMA_8B, SMALL), (1, 8, 64, 256, 512), {"default": {}}, "llama-3.1-8b", "6G"),
 }
 PREFIXES = {"llama-3.1-8b": (1024, 4096, 8192), "tiny": (64, 512)}
-SUFFIX = 16  # tokens after the prefix
+#: Tokens after the prefix.
+SUFFIX = 16
 CALL_S = 60.0
-CONNECTS = 10  # a first pull may take longer to connect than the pod gives it
+#: Tries until a pull succeeds. The first pull may need longer to connect than the pod's time limit.
+CONNECTS = 10
 
 
 @dataclass(eq=False)
 class FreePin:
-    """A hold that nobody else looks at."""
+    """Pinned blocks without an owner."""
 
     blocks: Sequence[int]
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Nothing is reused here."""
+        """Does nothing: no block is reused here."""
 
 
 @dataclass
 class PullPeer:
-    """One pod's transfers."""
+    """The transfer code of one pod."""
 
     node: TransferNode
     server: RpcServer
     memory: PoolMemory
     address: str = ""
-    places: list[int] = field(default_factory=list)
+    #: The blocks that it lends: block i of a chain is blocks[i].
+    blocks: list[int] = field(default_factory=list)
 
     def lend(self, hashes: Sequence[bytes], first: int) -> FreePin | None:
-        """Whoever asks for a chain of n hashes gets the first n places."""
-        return FreePin(self.places[first : len(hashes)])
+        """Lends blocks first .. n for any chain of n hashes."""
+        return FreePin(self.blocks[first : len(hashes)])
 
     async def stop(self) -> None:
         await self.node.stop(1.0)
         await self.server.stop(0)
 
 
-async def begin(name: str, role: Role, layout: KVLayout, device: str) -> PullPeer:
-    """Starts a side with scattered blocks, the i-th of which says i: a puller need not know where the holder has it."""
+async def start_peer(name: str, role: Role, layout: KVLayout, device: str) -> PullPeer:
+    """Starts a peer with scattered blocks. Block i contains the number i, so the puller can check its content."""
     most = max(PLANS[device].counts)
     count = 2 * most + 8
-    make = host_pool if device == "cpu" else device_pool
-    memory, generation = make(count, layout.block_bytes), time.time_ns() // 1_000_000
+    make_pool = host_pool if device == "cpu" else device_pool
+    memory, generation = make_pool(count, layout.block_bytes), time.time_ns() // 1_000_000
     info = transfer_pb2.InfoResponse(
         protocol_version=PROTOCOL_VERSION,
         pod=name,
@@ -139,61 +148,61 @@ async def begin(name: str, role: Role, layout: KVLayout, device: str) -> PullPee
         memory=memory,
         info=lambda: info,
         signer=Signer(SECRET, name, generation),
-        address=lambda: side.address,
-        lend=lambda hashes, first: side.lend(hashes, first),  # noqa: PLW0108 - side comes after the node
-        allow_tcp=True,  # a slow transport is a result
+        address=lambda: peer.address,
+        lend=lambda hashes, first: peer.lend(hashes, first),  # noqa: PLW0108 - peer is defined after the node
+        allow_tcp=True,  # measures slow transports too
     )
-    side = PullPeer(node, server, memory)
-    side.places = random.Random(1).sample(range(0, count, 2), most)
-    for number, block in enumerate(side.places):
+    peer = PullPeer(node, server, memory)
+    peer.blocks = random.Random(1).sample(range(0, count, 2), most)
+    for number, block in enumerate(peer.blocks):
         memory.write_block(block, content(number) * (layout.block_bytes // len(content(number))))
     server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
     await node.start()
-    side.address = f"127.0.0.1:{await server.start()}"
-    return side
+    peer.address = f"127.0.0.1:{await server.start()}"
+    return peer
 
 
 def content(number: int) -> bytes:
-    """What a lent block repeats; none is zero, as are those that it is pulled into."""
+    """Returns the bytes that lent block `number` repeats. They are never zero, the content of unwritten blocks."""
     return (number + 1).to_bytes(4, "big")
 
 
 async def hold(layout: KVLayout, device: str) -> None:
-    """The child: lends until its input ends."""
+    """Main function of the child process: lends blocks until stdin ends."""
     die_with_parent()
-    side = await begin("holder", Role.DECODE, layout, device)
-    sys.stdout.write(json.dumps({"address": side.address}) + "\n")
+    peer = await start_peer("holder", Role.DECODE, layout, device)
+    sys.stdout.write(json.dumps({"address": peer.address}) + "\n")
     sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
-    await side.stop()
+    await peer.stop()
 
 
-async def pull(side: PullPeer, holder: PrefixHolder, count: int) -> float:
-    """Seconds of one pull of `count` blocks; their content is checked."""
-    places = [block + 1 for block in side.places[:count]]
-    for place in (places[0], places[-1]):
-        side.memory.write_block(place, bytes(side.memory.block_bytes))
+async def pull(peer: PullPeer, holder: PrefixHolder, count: int) -> float:
+    """Pulls `count` blocks and checks their content. Returns the seconds."""
+    blocks = [block + 1 for block in peer.blocks[:count]]
+    for block in (blocks[0], blocks[-1]):
+        peer.memory.write_block(block, bytes(peer.memory.block_bytes))
     wanted = WantedBlocks(
         request_id="r",
         hashes=[i.to_bytes(16, "big") for i in range(1, count + 1)],
         first_block=0,
-        blocks=places,
-        pin=FreePin(places),
+        blocks=blocks,
+        pin=FreePin(blocks),
         timeout_s=60.0,
     )
     began = time.perf_counter()
-    got = await side.node.pull(holder, wanted)
+    result = await peer.node.pull(holder, wanted)
     seconds = time.perf_counter() - began
-    assert got.blocks == count, got
+    assert result.blocks == count, result
     for number in (0, count - 1):
-        came = side.memory.read_block(places[number])
-        if came[:4] != content(number) or came[-4:] != content(number):
-            raise RuntimeError(f"block {number} of {count} arrived as {came[:4].hex()}...{came[-4:].hex()}")
+        data = peer.memory.read_block(blocks[number])
+        if data[:4] != content(number) or data[-4:] != content(number):
+            raise RuntimeError(f"block {number} of {count} arrived as {data[:4].hex()}...{data[-4:].hex()}")
     return seconds
 
 
 async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) -> list[dict[str, Any]]:
-    """One process pair; rows of every count. gpu: the holder's."""
+    """Measures one pair of processes. Returns a row for each number of blocks. gpu: the holder's GPU."""
     rows = []
     env = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
     argv = [sys.executable, __file__, "--device", device, "--hold", layout.model]
@@ -201,11 +210,11 @@ async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) 
     assert child.stdin is not None
     assert child.stdout is not None
     address = json.loads(await child.stdout.readline())["address"]
-    side, holder = await begin("puller", Role.PREFILL, layout, device), PrefixHolder("holder", 0, address)
+    peer, holder = await start_peer("puller", Role.PREFILL, layout, device), PrefixHolder("holder", 0, address)
     try:
-        first_s = await pull(side, holder, 1)
+        first_s = await pull(peer, holder, 1)
         for count in PLANS[device].counts:
-            seconds = [await pull(side, holder, count) for _ in range(repeats)]
+            seconds = [await pull(peer, holder, count) for _ in range(repeats)]
             median = statistics.median(seconds)
             rows.append(
                 {
@@ -217,27 +226,28 @@ async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) 
                     "gb_s": round(count * layout.block_bytes / median / 1e9, 3),
                 }
             )
-        carried_by = (await side.node.connect(address)).transport
+        carried_by = (await peer.node.connect(address)).transport
     finally:
         child.stdin.close()
         await child.wait()
-        await side.stop()
+        await peer.stop()
     return [{**row, "carried_by": carried_by} for row in rows]
 
 
 def bare_rows(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Of all layouts, in a process whose environment chooses the transport. Holder and puller each have a GPU of their
-    own where there are two.
+    """Measures all layouts in this process, over the transport that its environment selects.
+
+    Holder and puller have different GPUs if there are two.
     """
-    mine, theirs = shared_out(2, () if device == "cpu" else visible_gpus())
-    if mine is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = mine[0].id
-    gpu = None if theirs is None else theirs[0].id
+    own_gpu, holder_gpu = shared_out(2, () if device == "cpu" else visible_gpus())
+    if own_gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu[0].id
+    gpu = None if holder_gpu is None else holder_gpu[0].id
     return [row for layout in PLANS[device].layouts for row in asyncio.run(measure(layout, device, repeats, gpu))]
 
 
 def of_transport(name: str, device: str, repeats: int) -> list[dict[str, Any]]:
-    """Rows of one transport: UCX reads its settings when its process starts, so in a process of their own."""
+    """Measures one transport in a child process, because UCX reads its settings when a process starts."""
     argv = [sys.executable, __file__, "--device", device, "--rows", "--repeats", str(repeats)]
     env = {**os.environ, **PLANS[device].transports[name]}
     done = subprocess.run(argv, env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -245,7 +255,7 @@ def of_transport(name: str, device: str, repeats: int) -> list[dict[str, Any]]:
 
 
 class PodCaller:
-    """Prompts for one prefill pod, of which nobody takes the KV: each ends with its first token."""
+    """Sends prompts to one prefill pod. Each ends with its first token, so its KV is not handed off."""
 
     def __init__(self, pod: bare_pods.BarePod) -> None:
         self.pod = pod
@@ -253,19 +263,19 @@ class PodCaller:
         self._calls = 0
 
     async def holds(self, tokens: int) -> prefill_pb2.PullHint:
-        """The hint that this pod holds a prefix."""
+        """Returns the hint that this pod has a prefix of `tokens` tokens."""
         info = await transfer_pb2_grpc.TransferStub(self._channel).Info(transfer_pb2.InfoRequest())
         blocks = tokens // info.layout.block_size
         return prefill_pb2.PullHint(pod=info.pod, generation=info.generation, address=self.pod.address, blocks=blocks)
 
     async def ttft(self, prompt: Sequence[int], hint: prefill_pb2.PullHint | None = None) -> tuple[float, int]:
-        """Seconds to the first token, and how many tokens of the prompt were not computed."""
+        """Returns the seconds to the first token, and the number of prompt tokens that were not computed."""
         self._calls += 1
         params = SamplingParams(temperature=0.0, max_tokens=1)
-        asked = request_to_pb(ValidRequest(f"{self.pod.name}-{self._calls}", "bench", tuple(prompt), params))
+        request = request_to_pb(ValidRequest(f"{self.pod.name}-{self._calls}", "bench", tuple(prompt), params))
         began = time.perf_counter()
         call = prefill_pb2_grpc.PrefillStub(self._channel).Prefill(
-            prefill_pb2.PrefillRequest(request=asked, pull=hint), timeout=CALL_S
+            prefill_pb2.PrefillRequest(request=request, pull=hint), timeout=CALL_S
         )
         try:
             async for event in call:
@@ -280,12 +290,12 @@ class PodCaller:
 
 
 async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: int) -> list[dict[str, Any]]:
-    """Rows of every length and way."""
+    """Measures all prefix lengths in all ways. Returns a row for each length and way."""
     holder, puller = PodCaller(pods["holder"]), PodCaller(pods["puller"])
     rows: list[dict[str, Any]] = []
 
     async def once(prefix: list[int], seed: str) -> dict[str, tuple[float, int]]:
-        """Every way that this prefix can come to a pod, and the tokens that were there."""
+        """Gets this prefix in every way. Returns the seconds and the cached tokens of each way."""
         tails = prompts(shape, 3, SUFFIX, seed)
         hint = await holder.holds(len(prefix))
         return {
@@ -296,18 +306,18 @@ async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: 
 
     try:
         for attempt in range(CONNECTS):
-            took = await once(prompts(shape, 1, PREFIXES[shape][0], f"connect-{attempt}")[0], f"connect-{attempt}")
-            if took["push"][1]:
+            results = await once(prompts(shape, 1, PREFIXES[shape][0], f"connect-{attempt}")[0], f"connect-{attempt}")
+            if results["push"][1]:
                 break
         for length in PREFIXES[shape]:
             times: dict[str, list[float]] = {}
             for number, prefix in enumerate(prompts(shape, repeats + 1, length, "measured")):
-                took = await once(prefix, f"{length}-{number}")
-                for way, (seconds, there) in took.items():
-                    wanted = 0 if way == "computed" else length
-                    if there != wanted:
-                        raise RuntimeError(f"of {length} tokens {there} were there ({way}), not {wanted}")
-                    if number:  # the first of a length is not like the others
+                results = await once(prefix, f"{length}-{number}")
+                for way, (seconds, cached) in results.items():
+                    expected = 0 if way == "computed" else length
+                    if cached != expected:
+                        raise RuntimeError(f"{way}: {cached} of {length} tokens were cached, expected {expected}")
+                    if number:  # the first prompt of a length warms up
                         times.setdefault(way, []).append(seconds)
             rows += [{"prefix": length, "way": way, "ttft": spread(seconds)} for way, seconds in times.items()]
     except (grpc.aio.AioRpcError, RuntimeError) as error:
@@ -319,9 +329,9 @@ async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: 
 
 
 def pod_rows(device: str, shape: str, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows, and what carried the KV."""
+    """Measures two pods. Returns the rows and the pods' log lines about connections."""
     limit = min(CONFIGS[shape]["max_position_embeddings"], max(PREFIXES[shape]) + 1024)
-    every = {
+    flags = {
         "role": "prefill",
         "served-name": "bench",
         "load-format": "dummy",
@@ -332,19 +342,23 @@ def pod_rows(device: str, shape: str, repeats: int) -> tuple[list[dict[str, Any]
     }
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
         make_model(Path(folder), shape)
-        with bare_pods.running(Path(folder), {"holder": every, "puller": every}, device=device) as pods:
+        with bare_pods.running(Path(folder), {"holder": flags, "puller": flags}, device=device) as pods:
             rows = asyncio.run(measure_pods(pods, shape, repeats))
             return rows, [f"{pod.name} {line}" for pod in pods.values() for line in bare_pods.connections(pod.process)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--device", choices=PLANS, default="cpu")
-    parser.add_argument("--only", choices=("bare", "pods"), nargs="+", help="default: bare, on a GPU both")
-    parser.add_argument("--shape", choices=PREFIXES, help="of the pods' model; default: an 8B one on a GPU, else tiny")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--pod-repeats", type=int, default=7)
+    parser.add_argument(
+        "--only", choices=("bare", "pods"), nargs="+", help="parts to run; default: bare, on a GPU both"
+    )
+    parser.add_argument("--shape", choices=PREFIXES, help="model of the pods; default: 8B on a GPU, else tiny")
+    parser.add_argument("--repeats", type=int, default=30, help="pulls between the bare processes")
+    parser.add_argument("--pod-repeats", type=int, default=7, help="prompts of each length and way")
     parser.add_argument("--hold", metavar="LAYOUT", help=argparse.SUPPRESS)
     parser.add_argument("--rows", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -382,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(args: argparse.Namespace, metrics: dict[str, float], more: dict[str, Any]) -> None:
-    """The result so far."""
+    """Writes the result so far."""
     if args.device != "cpu":
         more = {"gpus": len(visible_gpus()), **more}
     report.write(args.out, f"pull-{args.device}", metrics, "torch", "nixl-cu13", "grpcio", **more)

@@ -133,7 +133,7 @@ def herd(gateways: int = 2, burst: int = 64) -> float:
     trace = WorkloadTrace("herd", FLAT_BLOCK, tuple(requests))
     cluster = SimulatedCluster(replace(spec_of(PODS, "cost", "fifo"), gateways=gateways), trace)
     cluster.run()
-    prompts = [member.prompts for member in cluster.members]
+    prompts = [pod.prompts for pod in cluster.pods]
     return max(prompts) * PODS / burst
 
 

@@ -1,9 +1,9 @@
-"""Pods without a gateway: processes of `baton serve` on this machine, each with flags of its own.
+"""Starts pods without a gateway: processes of `baton serve` on this machine, each with its own flags.
 
     with running(model, {"holder": {"role": "prefill"}, "puller": {"role": "prefill"}}) as pods:
-        stub = PrefillStub(channel(pods["holder"].address))
+        stub = PrefillStub(open_channel(pods["holder"].address))
 
-Where there are GPUs, each has one of its own as long as there are enough, in their order; else they share.
+Each pod gets its own GPU, in order. If there are more pods than GPUs, pods share GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class BarePod:
-    """One of them, ready."""
+    """A running pod that is ready."""
 
     name: str
     address: str
@@ -40,7 +40,7 @@ class BarePod:
 
 
 def connections(process: ChildProcess) -> list[str]:
-    """What a pod's log says of connections that it made: `connected to NAME generation G over TRANSPORT ...`."""
+    """Returns the log lines about connections of a pod: `connected to NAME generation G over TRANSPORT ...`."""
     begin = "connected to"
     return [line[line.index(begin) :] for line in process.tail(4000) if begin in line]
 
@@ -49,33 +49,41 @@ def connections(process: ChildProcess) -> list[str]:
 def running(
     model: Path, pods: Mapping[str, Mapping[str, str]], *, device: str, start_s: float = START_S
 ) -> Iterator[dict[str, BarePod]]:
-    """Ready within start_s. pods: flags of `baton serve` by name. Logs are printed when the block fails. Call it from a
-    thread that outlives it, and where no event loop runs. RuntimeError when a pod ends, or is not ready in time.
+    """Runs pods for the block and prints their logs if the block fails.
+
+    Call it outside an event loop, in a thread that lives longer than the block.
+
+    Args:
+        pods: flags of `baton serve` by pod name.
+        start_s: time in which all pods must be ready.
+
+    Raises:
+        RuntimeError: a pod ends, or is not ready in time.
     """
     secret = secrets.token_hex(16)
-    places = shared_out(len(pods), () if device == "cpu" else visible_gpus())
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    gpus = shared_out(len(pods), () if device == "cpu" else visible_gpus())
+    base_env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-pods-")))
-        made: dict[str, BarePod] = {}
-        for (name, flags), place in zip(pods.items(), places, strict=True):
+        started: dict[str, BarePod] = {}
+        for (name, flags), gpu in zip(pods.items(), gpus, strict=True):
             port = stack.enter_context(PortLease())
-            every = {"model": str(model), "name": name, "port": str(port.port), "device": device}
-            every |= {"log-level": "info", "log-format": "text"}
-            argv = [f"--{flag}={value}" for flag, value in {**every, **flags}.items()]
-            env = ours | {"BATON_SECRET": secret} | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place[0].id})
+            common = {"model": str(model), "name": name, "port": str(port.port), "device": device}
+            common |= {"log-level": "info", "log-format": "text"}
+            argv = [f"--{flag}={value}" for flag, value in {**common, **flags}.items()]
+            env = base_env | {"BATON_SECRET": secret} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu[0].id})
             process = ChildProcess(
                 name, [sys.executable, "-P", "-m", "cli", "serve", *argv], log=logs / f"{name}.log", env=env
             )
-            made[name] = BarePod(name, port.address, process)
-        stack.callback(_stop, made)
+            started[name] = BarePod(name, port.address, process)
+        stack.callback(_stop, started)
         try:
-            for pod in made.values():
+            for pod in started.values():
                 pod.process.start()
-            _await_ready(made, start_s)
-            yield made
+            _await_ready(started, start_s)
+            yield started
         except BaseException:
-            for pod in made.values():
+            for pod in started.values():
                 print(f"--- {pod.name}", *pod.process.tail(60), sep="\n", flush=True)
             raise
 
@@ -85,14 +93,14 @@ def _await_ready(pods: Mapping[str, BarePod], start_s: float) -> None:
     for pod in pods.values():
         while not asyncio.run(probes.grpc_ready(pod.address)):
             if not pod.process.alive:
-                raise RuntimeError(f"{pod.name} ended with {pod.process.exit_code}")
+                raise RuntimeError(f"{pod.name} ended with exit code {pod.process.exit_code}")
             if time.monotonic() > until:
                 raise RuntimeError(f"{pod.name} is not ready after {start_s:.0f} s")
             time.sleep(POLL_S)
 
 
 def _stop(pods: Mapping[str, BarePod]) -> None:
-    """They are killed at once: nobody waits for what they do."""
+    """Kills the pods without letting them drain: their running requests do not matter."""
     for pod in pods.values():
         if pod.process.alive:
             pod.process.kill(STOP_S)

@@ -1,4 +1,4 @@
-"""What a device does at best, measured, and the least time that a step of a model takes on it."""
+"""Measured limits of a device, and the least time that they allow for a step of a model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from benchmarks.support.shapes import BenchmarkShape
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device does at best, measured; of attention, causal over one long prompt."""
+    """Measured limits of a device."""
 
     copy_gb_s: float
     matmul_tflop_s: float
+    #: Causal attention over one long prompt.
     attention_tflop_s: float
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median of single runs, after some for the clocks, which are low on an idle card."""
+    """Returns the median time of a run. Some runs before it raise the clocks, which are low on an idle card."""
     for _ in range(10):
         run()
     times = []
@@ -43,7 +44,7 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_seconds(nbytes: int, device: torch.device) -> float:
-    """By the driver's copy or by a kernel, whichever is faster."""
+    """Returns the time to copy nbytes, the faster of the driver's copy and a kernel."""
     source = torch.randint(0, 255, (nbytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return min(
@@ -54,7 +55,7 @@ def copy_seconds(nbytes: int, device: torch.device) -> float:
 
 @torch.inference_mode()
 def ceilings(shape: BenchmarkShape, device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measured before the engine takes the memory."""
+    """Measures the limits. Call it before the engine allocates the device's memory."""
     config = shape.config
     copy_s = copy_seconds(shape.copy_bytes, device)
     rows, hidden, inner = shape.chunk_tokens, config["hidden_size"], 2 * config["intermediate_size"]
@@ -81,7 +82,7 @@ def ceilings(shape: BenchmarkShape, device: torch.device, dtype: torch.dtype) ->
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Bytes and FLOP of a model's steps. Each weight is read once a step; of the embedding only a few rows are."""
+    """Bytes and FLOP of a model's steps. A step reads each weight once, and only a few rows of the embedding."""
 
     config: dict[str, Any]
     itemsize: int
@@ -107,18 +108,18 @@ class StepCost:
         return size
 
     def decode_s(self, tokens_in_cache: float, ceiling: Ceilings) -> float:
-        """Least time of a step whose rows have that many tokens together."""
+        """Returns the least time of a decode step whose rows have tokens_in_cache tokens in total."""
         weights = (self._layer_weights + self._head_weights) * self.itemsize
         return (weights + tokens_in_cache * self.kv_bytes_per_token) / (ceiling.copy_gb_s * 1e9)
 
     def prefill_s(self, length: int, ceiling: Ceilings) -> float:
-        """Least time to the first token of one prompt."""
+        """Returns the least time to the first token of one prompt."""
         matmul = 2 * (length * self._layer_weights + self._head_weights)
         attention = 2 * self.config["num_hidden_layers"] * self._query_size * length * length
         time_s: float = matmul / (ceiling.matmul_tflop_s * 1e12) + attention / (ceiling.attention_tflop_s * 1e12)
         return time_s
 
     def offline_s(self, count: int, prompt: int, output: int, ceiling: Ceilings) -> float:
-        """Least time of a batch of equal requests: all prompts, then all rows decode together."""
+        """Returns the least time of `count` equal requests: all prompts, then decode steps with all rows."""
         decode = sum(self.decode_s(count * (prompt + i), ceiling) for i in range(1, output))
         return count * self.prefill_s(prompt, ceiling) + decode

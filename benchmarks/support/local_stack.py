@@ -1,4 +1,4 @@
-"""The processes of `baton up` on this machine, for as long as a benchmark needs them."""
+"""Runs the processes of `baton up` on this machine for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ async def running(
     env: Mapping[str, str] = os.environ,
     gateway: Path | None = None,
 ) -> AsyncIterator[Stack]:
-    """A stack that is ready within start_s; the end of each process's log is printed when the block fails.
+    """Runs a stack for the block, and prints the end of each process's log if the block fails.
 
-    `gateway` is a script that runs as the gateway, with the arguments of `python -m common.cli`.
+    Args:
+        start_s: time in which the stack must be ready.
+        gateway: script that runs instead of `baton gateway`, with the arguments of `python -m cli`.
     """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
         stack = Stack.plan(config, model_dir, Path(logs), pod_flags=pod_flags, env=env, say=print)

@@ -1,8 +1,8 @@
-"""What the benchmarks of the hand-over run: a whole Baton with random weights, a client that notes when tokens come.
+"""A whole Baton with random weights, and a client that records token times, for the benchmarks of the hand-over.
 
-The model has the shape of Llama-3.1-8B with 49,152 tokens. `tiny` is for a CPU: it shows that a benchmark works;
-`small` has heads that GPU kernels like. The tokenizer is made up: prompts are token ids and answers have ignore_eos, so
-only its size matters. Requests go through the real gateway by gRPC; clocks are the client's.
+The model has the shape of Llama-3.1-8B with 49,152 tokens. `tiny` checks on a CPU that a benchmark works. `small` has
+heads that the GPU kernels support. The tokenizer is synthetic: prompts are token ids and requests have ignore_eos, so
+only its size matters. Requests go through the real gateway by gRPC. All times are from the client's clock.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from loadtest.slo import percentile
 MODEL = "bench"
 START_S = 300.0
 MESSAGE_BYTES = 64 << 20
-FLAGS = {"local-prefill": "off"}  # of pods: decode computes no prompt
+#: Flags of the pods: decode pods compute no prompt.
+FLAGS = {"local-prefill": "off"}
 
 
 def flags_of(pairs: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE of each, as `baton serve` takes them."""
+    """Parses flags of `baton serve` from NAME=VALUE."""
     return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
@@ -63,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def make_model(directory: Path, shape: str) -> None:
-    """config.json and a byte-level tokenizer in which every token is a word."""
+    """Writes config.json and a byte-level tokenizer in which every token is a word."""
     config = CONFIGS[shape]
     (directory / "config.json").write_text(json.dumps(config))
     vocab = {f"Ġ{_word(number)}": number for number in range(config["vocab_size"])}
@@ -84,21 +85,23 @@ def _word(number: int) -> str:
 
 
 def prompts(shape: str, count: int, length: int, seed: int | str) -> list[list[int]]:
-    """Random token ids, none like another, nor like those of another seed."""
+    """Returns unique random prompts. Prompts of different seeds differ too."""
     rng, size = random.Random(f"{seed}-{length}"), CONFIGS[shape]["vocab_size"]
     return [rng.choices(range(size), k=length) for _ in range(count)]
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """due: when the request was to be sent; at: when each token came, the first from prefill; time.perf_counter().
-    ids: the tokens. sent_late_s: how much later than due the client sent it.
-    """
+    """An answer with the time of each token. Times are from time.perf_counter()."""
 
     request_id: str
+    #: When the request was to be sent.
     due: float
+    #: When each token arrived. The first token comes from prefill.
     at: list[float] = field(default_factory=list)
+    #: The tokens.
     ids: list[int] = field(default_factory=list)
+    #: Delay of sending after `due`.
     sent_late_s: float = 0.0
 
     @property
@@ -107,27 +110,28 @@ class TimedAnswer:
 
     @property
     def gap12_s(self) -> float:
-        """From token 1 to token 2: the hand-over, and the first decode step."""
+        """Time from token 1 to token 2: the hand-over and the first decode step."""
         return self.at[1] - self.at[0]
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between all later tokens."""
+        """Times between all later tokens."""
         return [b - a for a, b in zip(self.at[1:], self.at[2:], strict=False)]
 
 
 class StackClient:
-    """Of one gateway. asked: all answers, those that are still coming too."""
+    """Client of one gateway."""
 
     def __init__(self, stack: Stack) -> None:
-        self.asked: list[TimedAnswer] = []
+        #: All answers, running ones included.
+        self.answers: list[TimedAnswer] = []
         options = [("grpc.max_send_message_length", MESSAGE_BYTES), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
         self._channel = grpc.aio.insecure_channel(stack.grpc_address, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._debug = httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1"))
 
     async def ask(self, prompt: Sequence[int], tokens: int, *, due: float | None = None) -> TimedAnswer:
-        """One greedy answer of so many tokens, sent when it is due (None: now). Raises RuntimeError when it fails."""
+        """Requests a greedy answer of `tokens` tokens at the time `due` (None: now). RuntimeError if it fails."""
         request = inference_pb2.GenerateRequest(
             model=MODEL,
             tokens=inference_pb2.TokenPrompt(ids=prompt),
@@ -139,7 +143,7 @@ class StackClient:
             await asyncio.sleep(due - time.perf_counter())
         now = time.perf_counter()
         answer = TimedAnswer("", now if due is None else due, sent_late_s=0.0 if due is None else now - due)
-        self.asked.append(answer)
+        self.answers.append(answer)
         try:
             async for message in self._stub.Generate(request):
                 now = time.perf_counter()
@@ -149,13 +153,13 @@ class StackClient:
         except grpc.aio.AioRpcError as e:
             raise RuntimeError(f"a request failed: {e.code().name}: {e.details()}") from e
         if len(answer.at) != tokens:
-            raise RuntimeError(f"{len(answer.at)} tokens came, not {tokens}")
+            raise RuntimeError(f"an answer has {len(answer.at)} tokens, expected {tokens}")
         return answer
 
     async def timeline(self, answer: TimedAnswer) -> dict[str, dict[str, Any]]:
-        """What the gateway noted of the request: the last event of each name."""
-        found = (await self._debug.get(f"/debug/requests/{answer.request_id}")).raise_for_status().json()
-        return {event["event"]: event for event in found["events"]}
+        """Returns the gateway's events of the request by name; the last one if a name occurs several times."""
+        timeline = (await self._debug.get(f"/debug/requests/{answer.request_id}")).raise_for_status().json()
+        return {event["event"]: event for event in timeline["events"]}
 
     async def close(self) -> None:
         await self._channel.close()
@@ -172,7 +176,7 @@ async def running(
     dtype: str = "auto",
     flags: dict[str, str] | None = None,
 ) -> AsyncIterator[tuple[Stack, StackClient]]:
-    """One prefill and one decode pod, or two pods that do both, each on a GPU of its own; and a client."""
+    """Runs one prefill and one decode pod (aggregated: two pods with both roles), each on its own GPU, and a client."""
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
         directory = Path(folder)
         make_model(directory, shape)
@@ -201,7 +205,7 @@ async def running(
 
 
 def transport_of(stack: Stack) -> list[str]:
-    """What the prefill pods' logs say about their connections."""
+    """Returns the pods' log lines about their connections."""
     return [line for spec in stack.specs for line in connections(spec.process)]
 
 
@@ -210,7 +214,7 @@ def ms(seconds: float) -> float:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds: p50, p90, p99, p99.9, mean and the largest."""
+    """Returns p50, p90, p99, p99.9, mean and maximum in milliseconds, and the count."""
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-    found = {name: ms(percentile(seconds, share)) for name, share in shares.items()}
-    return found | {"mean": ms(statistics.fmean(seconds)), "max": ms(max(seconds)), "count": len(seconds)}
+    percentiles = {name: ms(percentile(seconds, share)) for name, share in shares.items()}
+    return percentiles | {"mean": ms(statistics.fmean(seconds)), "max": ms(max(seconds)), "count": len(seconds)}

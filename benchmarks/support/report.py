@@ -1,4 +1,4 @@
-"""The one shape of every result file: what ran, on which commit and card, with which versions, and the figures."""
+"""Writes the result file of a benchmark: metrics, command, commit, hardware and package versions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commit() -> str:
-    """BATON_COMMIT where it is set: a copy of the tree, on a GPU machine, cannot tell. Else the commit that is checked
-    out, with `-dirty` when tracked files other than results differ from it; empty outside git.
+    """Returns the commit that is measured.
+
+    This is BATON_COMMIT if set (a copy of the tree on a GPU machine has no git history), otherwise git's HEAD, with
+    `-dirty` if tracked files other than results differ from it. Empty outside git.
     """
-    if told := os.environ.get("BATON_COMMIT"):
-        return told
+    if from_env := os.environ.get("BATON_COMMIT"):
+        return from_env
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     differs = [*git, "diff", "--quiet", "HEAD", "--", ".", ":(exclude)benchmarks/results"]
@@ -29,7 +31,7 @@ def commit() -> str:
 
 
 def card() -> str:
-    """Name of the GPU, or of the processor where there is none."""
+    """Returns the name of the GPU, or of the processor if there is no GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -41,7 +43,7 @@ def card() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of Python and of the packages named; absent ones are left out."""
+    """Returns the versions of Python and of those of the packages that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -52,7 +54,12 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def write(out: Path | None, name: str, metrics: Mapping[str, object], *packages: str, **more: object) -> None:
-    """Writes the result file (nothing when out is None); `more` goes in beside the metrics (rows, settings)."""
+    """Writes the result file, nothing if out is None.
+
+    Args:
+        packages: whose versions are recorded.
+        more: further keys of the file, beside the metrics (rows, settings).
+    """
     if out is None:
         return
     result = {

@@ -1,4 +1,4 @@
-"""Models that the engine is measured with, the points at which, and what must come out on one H100."""
+"""Models and measuring points of the engine benchmarks, and the goals on one H100."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkShape:
-    """A model and what is measured on it. handed: prompts that are handed off; offline: requests, their prompt and
-    output lengths.
-    """
+    """A model and its measuring points."""
 
+    #: config.json
     config: dict[str, Any]
+    #: (rows, context) of the decode points.
     decode: tuple[tuple[int, int], ...]
+    #: Prompt lengths for the time to first token.
     ttft: tuple[int, ...]
+    #: Lengths of prompts that a prefill pod hands off.
     handed: tuple[int, ...]
+    #: Requests, prompt length and output length of the offline throughput.
     offline: tuple[int, int, int]
+    #: Tokens of a step that also decodes.
     chunk_tokens: int
     block_size: int
+    #: Decode steps that are measured.
     steps: int
+    #: Repeats of the other measurements.
     repeats: int
+    #: Size of the copy that measures the bandwidth.
     copy_bytes: int
 
 
@@ -91,10 +98,13 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What must hold, what is wanted, and what vLLM 0.25.1 does on an H100 80GB HBM3."""
+    """Goal of a metric on an H100 80GB HBM3."""
 
+    #: Must hold.
     bar: float
+    #: Is wanted.
     aim: float
+    #: Result of vLLM 0.25.1 on the same card.
     vllm: float
 
 

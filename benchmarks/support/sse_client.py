@@ -1,9 +1,10 @@
-"""Many clients that read server-sent events, at the least cost: sockets that note when bytes came and read them later.
+"""Reads many streams of server-sent events at low cost: it records the arrival times of bytes and parses them later.
 
-The load generator (loadtest/) parses what comes at once, which takes CPU from the gateway that is measured here; and it
-knows neither the gateway's own ids nor how much text an event held.
+The load generator (loadtest/) parses events on arrival, which would take CPU from the gateway under test. It also does
+not record the gateway's request ids and the amount of text per event.
 
-Lifecycle: connect and send, a burst at a time -> read until every stream ended (or stands, `--idle`) -> print JSON.
+The client connects and sends in bursts, reads until every stream has ended (with `--idle`: until stdin ends), and
+writes JSON.
 
     python benchmarks/support/sse_client.py --port 8000 --model smollm2 --streams 256 --tokens 500
 """
@@ -24,19 +25,20 @@ import uvloop
 
 
 class SseStream(asyncio.Protocol):
-    """One request on a connection of its own. at, size: when how many bytes came."""
+    """One request on its own connection."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
         self.begun = asyncio.Event()
         self.ended = asyncio.Event()
         self.data = bytearray()
+        #: Arrival time and size of each piece of data.
         self.at = array("d")
         self.size = array("q")
         self._transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        """Nothing yet."""
+        """Keeps the transport; the request is sent by `send`."""
         self._transport = transport
 
     def send(self) -> None:
@@ -44,7 +46,7 @@ class SseStream(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Notes, and looks for the end only."""
+        """Records the data and looks for the end of the stream."""
         self.at.append(time.monotonic())
         self.size.append(len(data))
         self.data += data
@@ -54,33 +56,33 @@ class SseStream(asyncio.Protocol):
             self.ended.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Over, in order or not."""
+        """Marks the stream as ended, with or without an error."""
         self.begun.set()
         self.ended.set()
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self._transport.close()
 
     def events(self) -> list[tuple[float, dict[str, Any]]]:
-        """All events with the time at which the last byte of each came."""
+        """Returns all events with the arrival time of their last byte."""
         ends: list[int] = []
         total = 0
         for size in self.size:
             total += size
             ends.append(total)
-        found, at, piece = [], 0, 0
+        events, at, piece = [], 0, 0
         while (at := self.data.find(b"data: {", at)) >= 0:
             end = self.data.index(b"\n\n", at)
             while ends[piece] < end + 2:
                 piece += 1
-            found.append((self.at[piece], orjson.loads(self.data[at + 6 : end])))
+            events.append((self.at[piece], orjson.loads(self.data[at + 6 : end])))
             at = end
-        return found
+        return events
 
 
 def request_bytes(path: str, model: str, tokens: int, number: int) -> bytes:
-    """A POST for one stream; every prompt is another."""
+    """Returns the HTTP request of stream `number`, with a unique prompt."""
     prompt = f"Stream {number}: say the alphabet."
     body: dict[str, Any] = {"model": model, "max_tokens": tokens, "stream": True, "ignore_eos": True}
     body |= (
@@ -92,7 +94,7 @@ def request_bytes(path: str, model: str, tokens: int, number: int) -> bytes:
 
 
 async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
-    """One connection per request."""
+    """Opens one connection per request."""
     loop = asyncio.get_running_loop()
 
     async def one(request: bytes) -> SseStream:
@@ -102,7 +104,7 @@ async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Prints when all began, and then what each stream got."""
+    """Runs all streams. Prints the time at which all have begun, and writes the records of all streams to --out."""
     requests = [request_bytes(args.path, args.model, args.tokens, i) for i in range(args.streams)]
     streams: list[SseStream] = []
     for at in range(0, len(requests), args.burst):
@@ -116,7 +118,7 @@ async def run(args: argparse.Namespace) -> None:
     if args.idle:
         alive = sum(not s.ended.is_set() for s in streams)
         print(json.dumps({"alive": alive}), flush=True)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until whoever started us is done
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the parent closes stdin
     else:
         for stream in streams:
             await stream.ended.wait()
@@ -126,7 +128,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def _record(stream: SseStream) -> dict[str, Any]:
-    """id: the gateway's id; chunks: (time, characters) of each event that holds text; finish: why it ended."""
+    """Returns the gateway's request id, (time, characters) of each text event, and the finish reason or error."""
     chunks: list[tuple[float, int]] = []
     request_id = finish = None
     for at, event in stream.events():
@@ -148,9 +150,14 @@ def main() -> None:
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--burst", type=int, default=64, help="requests that are sent before the first answers begin")
+    parser.add_argument(
+        "--burst",
+        type=int,
+        default=64,
+        help="requests that are sent together; the next burst follows their first events",
+    )
     parser.add_argument("--idle", action="store_true", help="hold the streams open until stdin ends")
-    parser.add_argument("--out", type=Path, help="file for what each stream got")
+    parser.add_argument("--out", type=Path, help="file for the records of all streams")
     uvloop.run(run(parser.parse_args()))
 
 

@@ -1,8 +1,9 @@
-"""Pods that compute nothing: what a gateway sees of one prefill pod and several decode pods, over real gRPC.
+"""Simulates one prefill pod and several decode pods over real gRPC, without computing anything.
 
-Lifecycle: start -> prints one JSON line with the addresses -> steps until SIGTERM -> writes when each token left.
-A decode pod sends one message per step for all of its sequences, as a real one does; steps of different pods are spread
-evenly over a step's time. Every token is one printable ASCII letter, so the characters of an answer count its tokens.
+It prints one JSON line with the pods' addresses, steps until SIGTERM, and writes the time at which each token was sent.
+A decode pod sends one message per step for all its sequences, as a real pod does. The steps of different pods are
+spread evenly over the duration of a step. Every token is one ASCII letter, so the number of characters of an answer is
+its number of tokens.
 
     python benchmarks/support/step_pods.py --decodes 8 --step-ms 20 --model DIR --emitted FILE
 """
@@ -46,24 +47,26 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def letters(model: Path) -> list[int]:
-    """Ids of tokens that are one letter each."""
+    """Returns the ids of the tokens a to z."""
     raw = Tokenizer.from_file(str(model / "tokenizer.json"))
     return [raw.token_to_id(letter) for letter in LETTERS]
 
 
 @dataclass
 class StepSequence:
-    """One request that decodes. sent: time.monotonic() at which the pod gave token 1, 2, ... to its stream."""
+    """One decoding request."""
 
     gateway_id: str
     request_id: str
     max_tokens: int
-    generated: int = 1  # prefill sent the first
+    #: Tokens sent, with the first token, which prefill sends.
+    generated: int = 1
+    #: time.monotonic() at which the pod gave token 1, 2, ... to its stream.
     sent: array[float] = field(default_factory=lambda: array("d"))
 
 
 class _Pod(transfer_pb2_grpc.TransferServicer):
-    """What every pod answers."""
+    """Common part of the pods: a gRPC server that answers Info."""
 
     service = ""
 
@@ -96,7 +99,13 @@ class _Pod(transfer_pb2_grpc.TransferServicer):
 
 
 class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
-    """A decode pod. phase: when its steps begin, as a share of a step. stall: sequences go no further than token 1."""
+    """A decode pod.
+
+    Args:
+        phase: start of its steps, as a share of a step.
+        ids: token ids that it sends in turn.
+        stall: send no tokens.
+    """
 
     def __init__(self, name: str, step_s: float, phase: float, ids: list[int], *, stall: bool) -> None:
         super().__init__(name, Role.DECODE)
@@ -114,7 +123,7 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
 
     @property
     def held(self) -> int:
-        """Requests that it holds."""
+        """Number of reserved and running requests."""
         return len(self._reserved) + len(self._running)
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:  # type: ignore[override]
@@ -139,7 +148,7 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
         return decode_pb2.DecodeAbortResponse()
 
     def commit(self, request_id: str) -> None:
-        """The hand-off is complete: the sequence runs from the next step on."""
+        """Completes the hand-off: the sequence decodes from the next step on."""
         sequence = self._reserved.pop(request_id, None)
         if sequence is not None and sequence.max_tokens > 1:
             self._running[request_id] = sequence
@@ -175,7 +184,7 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
         return delta
 
     async def run(self) -> None:
-        """Steps on a fixed beat; a step that comes late is not made up for."""
+        """Steps at fixed times. A step that is missed is skipped."""
         begin = time.monotonic() + self._phase * self._step_s
         number = 0
         while True:
@@ -190,7 +199,7 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
 
 
 class StepPrefill(_Pod, prefill_pb2_grpc.PrefillServicer):
-    """The prefill pod: the first token at once, and a hand-off that moves nothing."""
+    """The prefill pod. It sends the first token immediately, and its hand-off moves no KV."""
 
     def __init__(self, name: str, ids: list[int]) -> None:
         super().__init__(name, Role.PREFILL)
@@ -222,7 +231,7 @@ async def _drop(messages: Any) -> None:
 
 
 def emitted(sequences: Iterable[StepSequence]) -> dict[str, list[float]]:
-    """When token 1, 2, ... of each of the gateway's requests left, by the gateway's id of the request."""
+    """Returns the times at which token 1, 2, ... of each request were sent, by the gateway's request id."""
     return {s.request_id.split("-", 1)[0]: list(s.sent) for s in sequences}
 
 
@@ -253,9 +262,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decodes", type=int, default=8)
     parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--stall", action="store_true", help="nothing after the first token")
+    parser.add_argument("--stall", action="store_true", help="send no tokens after the first")
     parser.add_argument("--model", type=Path, required=True, help="directory with tokenizer.json")
-    parser.add_argument("--emitted", type=Path, help="file for the times at which tokens left")
+    parser.add_argument("--emitted", type=Path, help="file for the times at which tokens were sent")
     uvloop.run(serve(parser.parse_args()))
 
 

@@ -1,15 +1,15 @@
-"""A server of known timing: it answers chat completions with streams of tokens and remembers when it sent each.
+"""A server with known timing: it streams chat completions and records when it sent each token.
 
-One process that only waits, and sends from a socket of its own for each stream, at once: what it notes before send() is
-when the bytes are on their way. time.perf_counter() is one clock for all processes of a machine (CLOCK_MONOTONIC).
+The server does nothing else, and each stream has its own socket, so the time before send() is the time at which the
+bytes leave. time.perf_counter() is one clock for all processes of a machine (CLOCK_MONOTONIC).
 
-Lifecycle: listen -> print {"port": N} -> serve -> at SIGTERM print, by request id, when it had read the request and
-when it sent each token.
+It prints {"port": N} and serves until SIGTERM. Then it prints, by request id, the time at which it had read the request
+and the times at which it sent each token.
 
     python benchmarks/support/timing_server.py --rate 20 --beat
 
---beat sends one token of every stream at the same moment, as an engine's steps do; otherwise each stream has a beat of
-its own, from its request on.
+With --beat it sends one token of every stream at the same moment, as the steps of an engine do. Without it, each stream
+has its own schedule, which starts with its request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any
 import orjson
 
 MODEL = "timing"
-FIRST_S = 0.05  # from a request to its first token
+#: Time from a request to its first token.
+FIRST_S = 0.05
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
@@ -37,15 +38,15 @@ HEAD = (
 
 
 def chunk(data: bytes) -> bytes:
-    """One HTTP chunk."""
+    """Encodes one HTTP chunk."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def event(delta: dict[str, Any], finish: str | None, **more: Any) -> bytes:
-    """One event of a chat, about as long as a gateway's."""
+    """Encodes one chat event, about as long as an event of the gateway."""
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-    told = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1_700_000_000}
-    return b"data: " + orjson.dumps({**told, "model": MODEL, "choices": [choice], **more}) + b"\n\n"
+    head = {"id": "chatcmpl-0123456789abcdef", "object": "chat.completion.chunk", "created": 1_700_000_000}
+    return b"data: " + orjson.dumps({**head, "model": MODEL, "choices": [choice], **more}) + b"\n\n"
 
 
 TOKEN = chunk(event({"content": " word"}, None))
@@ -53,16 +54,18 @@ TOKEN = chunk(event({"content": " word"}, None))
 
 @dataclass(slots=True)
 class Stream:
-    """sent: when each token left."""
+    """One streamed answer."""
 
     connection: socket.socket
     tokens: int
+    #: When the request had been read.
     read_at: float
+    #: When each token was sent.
     sent: array[float] = field(default_factory=lambda: array("d"))
 
 
 class TimingServer:
-    """See above. step_s: between two tokens of a stream."""
+    """The server. step_s is the time between two tokens of a stream."""
 
     def __init__(self, step_s: float, *, beat: bool) -> None:
         self._step_s = step_s
@@ -80,11 +83,11 @@ class TimingServer:
         self._running = True
 
     def stop(self) -> None:
-        """Ends serve()."""
+        """Makes serve() return."""
         self._running = False
 
     def serve(self) -> None:
-        """Until stop(). It never sleeps while something is due soon: it has a core of its own."""
+        """Serves until stop(). Polls without sleeping while a token is due soon; the server has its own core."""
         while self._running:
             wait_s = self._due[0][0] - time.perf_counter() if self._due else 0.05
             for number, _ in self._poll.poll(wait_s - 0.002 if wait_s > 0.003 else 0, 64):
@@ -94,8 +97,8 @@ class TimingServer:
                 if self._send(stream):
                     heapq.heappush(self._due, (due + self._step_s, number, stream))
 
-    def told(self) -> dict[str, Any]:
-        """By request id."""
+    def times(self) -> dict[str, Any]:
+        """Returns the recorded times by request id."""
         return {key: {"read_at": s.read_at, "sent": list(s.sent)} for key, s in self._streams.items()}
 
     def _ready(self, number: int) -> None:
@@ -138,7 +141,7 @@ class TimingServer:
         heapq.heappush(self._due, (due, self._number, stream))
 
     def _send(self, stream: Stream) -> bool:
-        """The next token; whether one follows."""
+        """Sends the next token. Returns whether another token follows."""
         last = len(stream.sent) + 1 == stream.tokens
         data = TOKEN
         if last:
@@ -156,13 +159,13 @@ class TimingServer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=20.0, help="tokens of a stream per second")
-    parser.add_argument("--beat", action="store_true", help="all streams in step")
+    parser.add_argument("--beat", action="store_true", help="send the tokens of all streams at the same moments")
     args = parser.parse_args()
     server = TimingServer(1 / args.rate, beat=args.beat)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     print(orjson.dumps({"port": server.port}).decode(), flush=True)
     server.serve()
-    sys.stdout.buffer.write(orjson.dumps(server.told()))
+    sys.stdout.buffer.write(orjson.dumps(server.times()))
 
 
 if __name__ == "__main__":
