@@ -180,7 +180,7 @@ async def test_bookings_add_up_are_shared_and_end(rig: Rig, monkeypatch: pytest.
     await second.unbook(SCOPE, "p", "a")
     await second.unbook(SCOPE, "p", "never")
     assert await book(rig.reader, "p", "b", 60) == 60
-    monkeypatch.setattr(reader, "BOOKING_S", 0.05)
+    monkeypatch.setattr(reader, "BOOKING_TTL_S", 0.05)
     await book(rig.reader, "p", "short", 1_000)
     monkeypatch.undo()
 

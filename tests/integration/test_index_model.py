@@ -224,7 +224,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[In
     for name, value in {
         "BATCH_S": 0.002,
         "HEARTBEAT_S": 0.03,
-        "SLICE": 7,
+        "MAX_BATCH_BLOCKS": 7,
         "MAX_PENDING": 40,
         "SWEEP_S": 0,
         "_MIN_BACKOFF_S": 0.01,

@@ -68,7 +68,7 @@ async def test_stores_and_evictions_from_an_engine_thread_converge(rig: Rig) -> 
 
 async def test_more_changes_than_are_kept_become_a_snapshot(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "MAX_PENDING", 50)
-    monkeypatch.setattr(publisher, "SLICE", 30)
+    monkeypatch.setattr(publisher, "MAX_BATCH_BLOCKS", 30)
     blocks = chain(4, 120)
     async with rig.pod() as pool:
         pool.store(blocks)

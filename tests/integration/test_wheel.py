@@ -19,6 +19,7 @@ PACKAGES = [
     "common",
     "engine",
     "kv_transfer",
+    "prefix_index",
     "pod",
     "prefill_service",
     "decode_service",
@@ -75,7 +76,9 @@ def test_only_the_packages_are_in_it(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == set(PACKAGES)
-    assert any(name.endswith(".lua") for name in names)
+    scripts = {str(file.relative_to(ROOT)) for package in PACKAGES for file in (ROOT / package).rglob("*.lua")}
+    assert scripts
+    assert scripts <= set(names)
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
 
 

@@ -157,7 +157,7 @@ for name in ("cli.app", "cli.probes", "cli.service", "common.logs", "common.mode
 for name in sys.argv[2:]:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, name + "."):
-        if not module.name.endswith("__main__") and not module.name.startswith(("engine.kernels.", "engine.models.foreign")):
+        if not module.name.endswith("__main__") and not module.name.startswith(("engine.kernels.", "engine.models.hf")):
             try:
                 importlib.import_module(module.name)
             except ImportError as e:

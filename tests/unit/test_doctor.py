@@ -70,6 +70,6 @@ async def test_tcp_between_processes_of_one_host_is_told_unless_it_was_asked_for
 
 
 async def test_it_knows_what_a_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "host_memory", lambda: MemoryUsage(used=0, limit=4 << 30, free=1 << 30))
+    monkeypatch.setattr(doctor, "memory_usage", lambda: MemoryUsage(used=0, limit=4 << 30, free=1 << 30))
     finding = await doctor._check_memory()
     assert (finding.level, finding.detail.partition(",")[0]) == (Level.WARN, "1.0 of 4.0 GiB memory free")

@@ -1,48 +1,257 @@
-"""Who may import whom: every module of a package is imported in a process that must not have loaded these."""
+"""Who may import whom: by the source of every module, and by the libraries that a package loads.
+
+The source is read without running it, so imports inside functions, imports for type checkers only and module names in
+strings count too. The second half imports each package in a process of its own and looks at what that loaded.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-OURS = {
-    "common",
-    "engine",
-    "kv_transfer",
-    "pod",
-    "prefill_service",
-    "decode_service",
-    "gateway",
-    "simulator",
-    "loadtest",
-    "cli",
+ROOT = Path(__file__).parents[2]
+
+_POD = {"common", "engine", "kv_transfer", "prefix_index", "pod"}
+#: For each package the packages that it may import, besides itself.
+PACKAGES: dict[str, set[str]] = {
+    "common": set(),
+    "engine": {"common"},
+    "kv_transfer": {"common"},
+    "prefix_index": {"common"},
+    "pod": _POD - {"pod"},
+    "prefill_service": _POD,
+    "decode_service": _POD,
+    "gateway": {"common", "prefix_index"},
+    "loadtest": {"common"},
+    "simulator": {"common", "engine", "prefix_index", "gateway", "loadtest"},
 }
+PACKAGES["cli"] = set(PACKAGES)
+
+#: The rooms of a package, lowest first. A module may import its own line and the lines before it.
+ROOMS = {
+    "common": [
+        "errors block_hash",
+        "types kv_layout redis.url tracing.context",
+        "redis tracing grammar grammar_limits process model logs telemetry",
+        "settings wire auth pb",
+        "rpc",
+    ],
+    "prefix_index": [
+        "records",
+        "store",
+        "pending_changes lookup_cache generation pipelined_connection",
+        "publisher reader",
+    ],
+    "kv_transfer": [
+        "memory",
+        "messages notifications",
+        "backend",
+        "transfer_thread probe",
+        "peers",
+        "sender receiver",
+        "servicer",
+        "node",
+    ],
+    "pod": [
+        "engine_config gpu index_entry limits rates requests",
+        "health metrics peer_discovery services",
+        "transfer_backend rank worker",
+        "runtime",
+    ],
+    "loadtest": ["slo workload recipes", "config run", "client", "runner report", "progress sweep", "__main__"],
+    "cli": ["exits gpus options probes", "service", "demo", "stack batch", "doctor", "commands", "app", "__main__"],
+    "engine": [
+        "config device cuda_graphs progress",
+        "kv",
+        "kernels",
+        "attention",
+        "models",
+        "parallel",
+        "sampling",
+        "schedule",
+        "speculation",
+        "step",
+        "engine",
+        "loop",
+        "llm",
+    ],
+    "gateway": [
+        "telemetry",
+        "text.tools",
+        "text",
+        "pods",
+        "routing",
+        "dispatch",
+        "admission",
+        "serving",
+        "api.http",
+        "api.openai",
+        "api.openai.responses",
+        "api.grpc",
+        "api.docs",
+        "dashboard",
+        "app server",
+    ],
+}
+
+#: Entry points, like scripts: `python -m loadtest` is `baton loadtest`.
+ENTRY_POINTS = {"loadtest.__main__"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One module of ours that another one names."""
+
+    importer: str
+    imported: str
+    line: int
+    #: The name is in a string: code of, or the command line of, another process.
+    in_string: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.importer.replace('.', '/')}.py:{self.line} imports {self.imported}"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name of every module, packages included, and its file."""
+    found = {}
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def _module(name: str) -> str | None:
+    """The module that a dotted name is, or is in; None for other people's."""
+    while name and name not in modules():
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
+    """Dotted names that a module imports, or that its strings hold (`python -m`, `python -c`, import_module).
+
+    With the line, and whether the name is in a string.
+    """
+    docstrings = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from ((alias.name, node.lineno, False) for alias in node.names)
+            case ast.ImportFrom():
+                assert not node.level, "imports are absolute"
+                yield from ((f"{node.module}.{alias.name}", node.lineno, False) for alias in node.names)
+            case ast.Expr(value=ast.Constant()):
+                docstrings.add(node.value)
+            case ast.Constant(value=str(text)) if node not in docstrings:
+                if text in modules() and "." in text:
+                    yield text, node.lineno, True
+                yield from (
+                    (f"{m[1]}.{m[2] or ''}", node.lineno, True)
+                    for m in re.finditer(r"(?:^|[\n;])\s*(?:from|import) ([\w.]+)(?: import (\w+))?", text)
+                )
+
+
+@cache
+def imports() -> list[Import]:
+    """All imports between our modules."""
+    return [
+        Import(name, imported, line, in_string)
+        for name, file in modules().items()
+        for text, line, in_string in _names(ast.parse(file.read_text()))
+        if (imported := _module(text)) and imported != name
+    ]
+
+
+def room(module: str) -> int | None:
+    """The line of ROOMS that a module is on, by its longest prefix; None when it is on none."""
+    package, _, inside = module.partition(".")
+    fits = [
+        (len(prefix), number)
+        for number, line in enumerate(ROOMS[package])
+        for prefix in line.split()
+        if f"{inside}.".startswith(f"{prefix}.")
+    ]
+    return max(fits)[1] if fits else None
+
+
+def test_a_package_names_no_package_above_or_beside_it() -> None:
+    wrong = []
+    for entry in imports():
+        package, other = (name.partition(".")[0] for name in (entry.importer, entry.imported))
+        if other not in PACKAGES[package] | {package} and entry.importer not in ENTRY_POINTS:
+            wrong.append(str(entry))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_room_names_no_room_above_it(package: str) -> None:
+    wrong = []
+    for entry in imports():
+        if not entry.importer.startswith(f"{package}.") or not entry.imported.startswith(f"{package}."):
+            continue
+        mine, other = room(entry.importer), room(entry.imported)
+        if mine is not None and other is not None and other > mine:
+            wrong.append(str(entry))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_every_module_has_a_room(package: str) -> None:
+    packages = {name for name, file in modules().items() if file.name == "__init__.py"}
+    assert [
+        name for name in modules() if name.startswith(f"{package}.") and room(name) is None and name not in packages
+    ] == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    needs: dict[str, set[str]] = {name: set() for name in modules()}
+    for entry in imports():
+        if not entry.in_string:
+            needs[entry.importer].add(entry.imported)
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
 ML = {"torch", "transformers", "triton"}
 NETWORK = {"grpc", "redis", "fastapi", "uvicorn"}
 NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
 
-FORBIDDEN = {
-    "common": ML | NIXL | (OURS - {"common"}),
-    "engine": NETWORK | NIXL | (OURS - {"common", "engine"}),
-    "kv_transfer": ML | (OURS - {"common", "kv_transfer"}),
-    "pod": OURS - {"common", "engine", "kv_transfer", "pod"},
-    "prefill_service": OURS - {"common", "engine", "kv_transfer", "pod", "prefill_service"},
-    "decode_service": OURS - {"common", "engine", "kv_transfer", "pod", "decode_service"},
-    "gateway": ML | NIXL | (OURS - {"common", "gateway"}),
-    "simulator": ML | NIXL | {"grpc", "fastapi", "uvicorn"} | (OURS - {"common", "engine", "gateway", "simulator"}),
+#: Libraries that no module of a package may load when it is imported.
+FORBIDDEN_LIBRARIES = {
+    "common": ML | NIXL,
+    "engine": NETWORK | NIXL,
+    "kv_transfer": ML,
+    "prefix_index": ML | NIXL | {"grpc", "fastapi", "uvicorn"},
+    "pod": set(),
+    "prefill_service": set(),
+    "decode_service": set(),
+    "gateway": ML | NIXL,
+    "loadtest": ML | NIXL | {"redis", "fastapi", "uvicorn"},
+    "simulator": ML | NIXL | {"grpc", "fastapi", "uvicorn"},
     "cli": ML | NIXL,
-    "loadtest": ML | NIXL | {"redis", "fastapi", "uvicorn"} | (OURS - {"common", "loadtest"}),
 }
 
-# They load when a CUDA device is used; everything else has to do without triton.
+#: Modules that load on machines with a CUDA device only; all others load without triton.
 NEEDS_TRITON = ["engine.kernels.", "engine.step.decode_step", "engine.sampling.device_sampler", "engine.models.fused"]
 
-# One process forks a child for each package, so that torch is read once: of what a package may load, the children of
-# the second half find torch loaded. Prints {package: names of the top-level modules that are loaded, or an error}.
+# One process forks a child for each package, so that torch is read once: the children of packages that may load torch
+# find it loaded. Prints {package: names of the top-level modules that are loaded, or an error}.
 IMPORT_ALL = """
 import importlib, json, os, pkgutil, sys, traceback
 def load(package, blocked):
@@ -53,22 +262,22 @@ def load(package, blocked):
     ]:
         importlib.import_module(name)
     return sorted({name.partition(".")[0] for name, module in sys.modules.items() if module is not None})
-def in_a_child(*what):
+def in_a_child(*args):
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
-            said = load(*what)
+            answer = load(*args)
         except BaseException:
-            said = traceback.format_exc()[-2000:]
+            answer = traceback.format_exc()[-2000:]
         with open(writer, "w") as out:
-            json.dump(said, out)
+            json.dump(answer, out)
         os._exit(0)
     os.close(writer)
-    with open(reader) as answer:
-        said = json.load(answer)
+    with open(reader) as pipe:
+        answer = json.load(pipe)
     os.waitpid(child, 0)
-    return said
+    return answer
 bare, with_torch, needs_triton = json.loads(sys.argv[1])
 found = {package: in_a_child(package, []) for package in bare}
 sys.modules["triton"] = None
@@ -85,17 +294,18 @@ def run(source: str, *argv: str) -> Any:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, Any]:
-    with_torch = [package for package in FORBIDDEN if "torch" not in FORBIDDEN[package]]
-    bare = [package for package in FORBIDDEN if package not in with_torch]
+    with_torch = [package for package in PACKAGES if "torch" not in FORBIDDEN_LIBRARIES[package]]
+    bare = [package for package in PACKAGES if package not in with_torch]
     found: dict[str, Any] = run(IMPORT_ALL, json.dumps([bare, with_torch, NEEDS_TRITON]))
     return found
 
 
-@pytest.mark.parametrize("package", FORBIDDEN)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_does_not_load_what_is_above_or_beside_it(package: str, loaded: dict[str, Any]) -> None:
     assert isinstance(loaded[package], list), loaded[package]
     assert package in loaded[package]
-    assert not set(loaded[package]) & FORBIDDEN[package]
+    packages_above = set(PACKAGES) - PACKAGES[package] - {package}
+    assert not set(loaded[package]) & (FORBIDDEN_LIBRARIES[package] | packages_above)
 
 
 def test_the_command_line_is_quick_because_it_imports_little() -> None:

@@ -140,7 +140,7 @@ def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory(monkeypa
     with planned({"port": 0}, gpus=GPUS) as stack:
         first, second = sizes(stack)
     assert 0 < first == second <= psutil.virtual_memory().total // 4
-    monkeypatch.setattr(stack_module, "host_memory", lambda: MemoryUsage(used=0, limit=10 << 30, free=8 << 30))
+    monkeypatch.setattr(stack_module, "memory_usage", lambda: MemoryUsage(used=0, limit=10 << 30, free=8 << 30))
     with planned({"port": 0}, gpus=GPUS) as stack:
         assert sizes(stack) == [2 << 30] * 2
     with planned({"port": 0, "host_cache": "1GiB"}, gpus=GPUS) as stack:

@@ -60,7 +60,7 @@ def test_the_endpoint() -> None:
 def logged(code: str) -> list[dict[str, object]]:
     """Runs code in a process of its own (logging is global there) and reads its stderr."""
     setup = (
-        "import asyncio, logging; from common.logs import bind, get_logger, setup_logs; setup_logs('info', 'json')\n"
+        "import asyncio, logging; from common.logs import log_context, get_logger, setup_logs; setup_logs('info', 'json')\n"
     )
     run = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout == ""
@@ -69,7 +69,7 @@ def logged(code: str) -> list[dict[str, object]]:
 
 def test_both_kinds_of_loggers_carry_the_request_id() -> None:
     lines = logged("""
-with bind(request_id="r1"):
+with log_context(request_id="r1"):
     get_logger("a").info("hello", tokens=3)
     logging.getLogger("b").warning("n = %d", 7, extra={"pod": "p"})
     async def task():
