@@ -1,6 +1,7 @@
-"""The virtual clock: what happens next, in order of time, and of scheduling among equal times.
+"""The event queue of a simulation, with virtual time.
 
-Invariant: `now` never goes back, and a run depends on nothing but what was scheduled.
+Actions run in order of their time; equal times keep the order in which they were scheduled. Invariant: `now` never
+goes back, and a run depends only on the scheduled actions.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """now: seconds since the start of the simulation."""
-
     def __init__(self) -> None:
+        #: Seconds since the start of the simulation.
         self.now = 0.0
+        #: Actions that have run.
         self.events = 0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
 
     def time(self) -> float:
-        """`now`, as a function for code that takes a clock."""
+        """Returns `now`, for code that takes a clock function."""
         return self.now
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
-        """Runs an action at a time; now if that time is past."""
+        """Runs an action at a time, or now if that time has passed."""
         self._scheduled += 1
         heapq.heappush(self._due, (max(when, self.now), self._scheduled, action))
 
@@ -31,7 +32,7 @@ class VirtualClock:
         self.call_at(self.now + seconds, action)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Runs actions until the condition, evaluated before each action, holds or no action is left."""
+        """Runs actions until `until()`, evaluated before each action, is true or no action is left."""
         due = self._due
         while due and not until():
             when, _, action = heapq.heappop(due)

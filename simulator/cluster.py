@@ -1,6 +1,6 @@
-"""Runs a trace against a cluster of simulated pods and gateways, with faults.
+"""Runs a trace on a cluster of simulated pods and gateways, with faults.
 
-Invariant: every request of the trace ends exactly once, done or refused; the run stops when all have.
+Invariant: every request of the trace ends exactly once, done or refused. The run stops when all have ended.
 """
 
 from __future__ import annotations
@@ -27,39 +27,42 @@ MAX_PODS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFault:
-    """At a time, for a while: a pod is dead (and then starts under its name with nothing), or, without a pod, the index
-    is away.
-    """
+    """An outage from `at_s` for `for_s` seconds."""
 
     at_s: float
     for_s: float
+    #: Name of a pod that dies and restarts with an empty cache; "" is an outage of the index.
     pod: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """prefill, decode: pods; without decode pods a request ends with its first token.
-
-    lag_s: what a change takes to reach the index beyond the publisher's batching. report_s: how often a gateway polls
-    the pods. pull: prefill pods fetch prefixes from other pods. overhead_s: of the gateway, per request. warm_s: what
-    arrives earlier is left out of the summary's times and rates.
-    """
+    """A cluster to simulate."""
 
     rates: HardwareRates
+    #: Number of prefill pods.
     prefill: int
+    #: Number of decode pods. With 0 a request ends with its first token.
     decode: int = 0
     gateways: int = 1
     policy: str = "cost"
+    #: Prefill pods pull prefixes from other pods.
     pull: bool = False
     block_size: int = 512
     chunk_tokens: int = 2048
-    prefill_blocks: int = 0  # 0: what the rates' KV memory holds
+    #: KV blocks of a pod; 0 takes as many as the KV memory of `rates` holds.
+    prefill_blocks: int = 0
     decode_blocks: int = 0
+    #: Sequences that a pod runs at once.
     prefill_seqs: int = 64
     decode_seqs: int = 256
+    #: Delay of a change on its way to the index, on top of the publisher's batching.
     lag_s: float = 0.0
+    #: Period in which a gateway polls the pods.
     report_s: float = 0.5
+    #: Time that the gateway adds to a request.
     overhead_s: float = 0.001
+    #: Requests that arrive earlier do not count in the summary's times and rates.
     warm_s: float = 0.0
     seed: int = 0
     faults: tuple[SimulatedFault, ...] = field(default=())
@@ -84,19 +87,20 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """outcomes: in order of arrival. busy: share of the run that each pod computed, by name."""
-
     summary: RunSummary
+    #: In order of arrival.
     outcomes: tuple[RequestOutcome, ...]
+    #: Share of the run in which each pod computed, by name.
     busy: dict[str, float]
+    #: Actions that the clock ran.
     events: int
 
 
 class SimulatedCluster:
-    """One run."""
+    """One run of a trace."""
 
     def __init__(self, spec: ClusterSpec, trace: WorkloadTrace, index: SimIndex | None = None) -> None:
-        """The cluster runs on the index's clock; None makes an index with a clock of its own."""
+        """The cluster uses the clock of `index`; None creates an index with its own clock."""
         if trace.block_size != spec.block_size:
             raise ConfigError(f"the trace has blocks of {trace.block_size} tokens", field="block_size")
         self.index = SimIndex(VirtualClock(), lag_s=spec.lag_s) if index is None else index
@@ -105,13 +109,13 @@ class SimulatedCluster:
         self._trace = trace
         names = [("prefill", Role.PREFILL, i) for i in range(spec.prefill)]
         names += [("decode", Role.DECODE, i) for i in range(spec.decode)]
-        self.members = [
+        self.pods = [
             SimulatedPod(self.index, f"{kind}-{i}", role, spec.rates, spec.shape(role)) for kind, role, i in names
         ]
         self.gateways = [
             SimulatedGateway(
                 self.index,
-                self.members,
+                self.pods,
                 policy=spec.policy,
                 seed=spec.seed * 1000 + i,
                 block_size=spec.block_size,
@@ -120,7 +124,7 @@ class SimulatedCluster:
             )
             for i in range(spec.gateways)
         ]
-        self.flights: list[SimulatedRequest] = []
+        self.requests: list[SimulatedRequest] = []
         self._left = len(trace.requests)
 
     def run(self, stop: Callable[[RequestOutcome], bool] | None = None) -> SimulationResult:
@@ -128,50 +132,50 @@ class SimulatedCluster:
         began = time.process_time()
         stopped = False
 
-        def ended(flight: SimulatedRequest) -> None:
+        def on_end(request: SimulatedRequest) -> None:
             nonlocal stopped
             self._left -= 1
-            stopped = stopped or (stop is not None and stop(flight.outcome))
+            stopped = stopped or (stop is not None and stop(request.outcome))
 
-        self._launch(ended)
+        self._schedule_arrivals(on_end)
         for i, gateway in enumerate(self.gateways):
             self._poll(gateway, self._spec.report_s * i / len(self.gateways))
         for fault in self._spec.faults:
-            self._plan_fault(fault)
+            self._schedule_fault(fault)
         self.clock.run(lambda: self._left == 0 or stopped)
-        outcomes = tuple(flight.outcome for flight in self.flights)
-        prefills = [m for m in self.members if m.role is Role.PREFILL]
+        outcomes = tuple(request.outcome for request in self.requests)
+        prefills = [pod for pod in self.pods if pod.role is Role.PREFILL]
         summary = summarise(
             [outcome for outcome in outcomes if outcome.arrival_s >= self._spec.warm_s],
-            [m.prompts for m in prefills],
-            computed_tokens=sum(m.total_computed_tokens for m in prefills),
+            [pod.prompts for pod in prefills],
+            computed_tokens=sum(pod.total_computed_tokens for pod in prefills),
             sim_s=self.clock.now,
             cpu_s=time.process_time() - began,
         )
-        busy = {m.name: m.pod.busy_s / max(self.clock.now, 1e-9) for m in self.members}
+        busy = {pod.name: pod.process.busy_s / max(self.clock.now, 1e-9) for pod in self.pods}
         return SimulationResult(summary, outcomes, busy, self.clock.events)
 
     def check(self) -> None:
-        """Every pool adds up, and no live pod holds blocks of requests that ended. Raises InternalError, or asserts."""
-        for member in self.members:
-            if member.alive:
-                member.pod.pool.check_integrity()
-                assert member.pod.pool.counts().leased == 0, f"{member.name}: {member.pod.pool.counts()}"
+        """Checks after a run that no live pod holds blocks of ended requests. Raises an error or asserts."""
+        for pod in self.pods:
+            if pod.alive:
+                pool = pod.process.pool
+                pool.check_integrity()
+                assert pool.counts().leased == 0, f"{pod.name}: {pool.counts()}"
 
-    def _launch(self, ended: Callable[[SimulatedRequest], None]) -> None:
-        """Arrivals schedule one another, so that the heap stays small."""
-        requests = self._trace.requests
+    def _schedule_arrivals(self, on_end: Callable[[SimulatedRequest], None]) -> None:
+        """Each arrival schedules the next one, so that the clock's heap stays small."""
+        arrivals = self._trace.requests
 
         def arrive(i: int) -> None:
-            request = requests[i]
             gateway = self.gateways[i % len(self.gateways)]
-            flight = SimulatedRequest(self.clock, gateway, f"r{i}", request, self._spec.block_size, ended)
-            self.flights.append(flight)
-            self.clock.call_at(self.clock.now, lambda: gateway.route(flight))
-            if i + 1 < len(requests):
-                self.clock.call_at(requests[i + 1].arrival_s, lambda: arrive(i + 1))
+            request = SimulatedRequest(self.clock, gateway, f"r{i}", arrivals[i], self._spec.block_size, on_end)
+            self.requests.append(request)
+            self.clock.call_at(self.clock.now, lambda: gateway.route(request))
+            if i + 1 < len(arrivals):
+                self.clock.call_at(arrivals[i + 1].arrival_s, lambda: arrive(i + 1))
 
-        self.clock.call_at(requests[0].arrival_s, lambda: arrive(0))
+        self.clock.call_at(arrivals[0].arrival_s, lambda: arrive(0))
 
     def _poll(self, gateway: SimulatedGateway, delay_s: float) -> None:
         def poll() -> None:
@@ -180,16 +184,16 @@ class SimulatedCluster:
 
         self.clock.call_after(delay_s, poll)
 
-    def _plan_fault(self, fault: SimulatedFault) -> None:
+    def _schedule_fault(self, fault: SimulatedFault) -> None:
         if not fault.pod:
-            self.clock.call_at(fault.at_s, lambda: self._index_away(True))
-            self.clock.call_at(fault.at_s + fault.for_s, lambda: self._index_away(False))
+            self.clock.call_at(fault.at_s, lambda: self._set_index_away(True))
+            self.clock.call_at(fault.at_s + fault.for_s, lambda: self._set_index_away(False))
             return
-        member = next((m for m in self.members if m.name == fault.pod), None)
-        if member is None:
-            raise ConfigError(f"there is no pod {fault.pod} that could fail", field="faults")
-        self.clock.call_at(fault.at_s, member.kill)
-        self.clock.call_at(fault.at_s + fault.for_s, member.restart)
+        pod = next((pod for pod in self.pods if pod.name == fault.pod), None)
+        if pod is None:
+            raise ConfigError(f"faults: there is no pod {fault.pod!r}", field="faults")
+        self.clock.call_at(fault.at_s, pod.kill)
+        self.clock.call_at(fault.at_s + fault.for_s, pod.restart)
 
-    def _index_away(self, away: bool) -> None:
+    def _set_index_away(self, away: bool) -> None:
         self.index.away = away

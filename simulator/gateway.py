@@ -1,7 +1,7 @@
-"""A gateway of the simulated cluster: the real policy and its bookkeeping over views that reports and polls refresh.
+"""A gateway of the simulated cluster: the real routing policy over simulated pods.
 
-It knows only what a gateway can know: reports are as old as the last poll, a dead pod is noticed by a failed call or
-by the poll, and what pods hold comes from the index, which may be late, away or wrong.
+The gateway knows only as much as a real one: a pod's load is as old as the last poll, a dead pod is noticed by a failed
+call or by a poll, and the index that says which blocks pods hold may be late, away or wrong.
 """
 
 from __future__ import annotations
@@ -25,29 +25,35 @@ from simulator.pod import SimulatedPod
 from simulator.policies import INFORMED, make_policy
 from simulator.request import Route, SimulatedRequest
 
-LINGER_S = 0.2  # a computed prompt stays predicted until the pod's batch has reached the index
-KEY_BLOCKS = 4
-RETRY_S = 0.05
-MAX_TRIES = 5
+#: A computed prompt counts as in flight until the pod's next batch has reached the index.
+INFLIGHT_LINGER_S = 0.2
+
+#: Blocks that the prefix key covers.
+PREFIX_KEY_BLOCKS = 4
+
+#: Pause before a request is routed again.
+RETRY_PAUSE_S = 0.05
+
+#: Pause before a request looks for pods again while there are none, and how often it does.
+NO_PODS_PAUSE_S = 1.0
+MAX_ATTEMPTS = 5
 
 
 @dataclass(slots=True)
 class _KnownPod:
-    """One pod as this gateway knows it."""
+    """One pod as this gateway knows it, which may be out of date."""
 
-    member: SimulatedPod
+    pod: SimulatedPod
     view: PodView
     generation: int
     alive: bool = True
 
 
 class SimulatedGateway:
-    """One gateway. overhead_s: what it adds to a request before a pod sees it."""
-
     def __init__(
         self,
         index: SimIndex,
-        members: Sequence[SimulatedPod],
+        pods: Sequence[SimulatedPod],
         *,
         policy: str,
         seed: int,
@@ -55,6 +61,12 @@ class SimulatedGateway:
         overhead_s: float,
         pull: bool = False,
     ) -> None:
+        """
+        Args:
+            policy: One of simulator.policies.POLICIES.
+            overhead_s: Seconds from the routing of a request until its pods see it.
+            pull: Prefill pods pull prefixes from other pods.
+        """
         self._clock = index.clock
         self._reader = index.reader()
         self._approx = ApproxIndex(clock=index.clock.time)
@@ -66,24 +78,24 @@ class SimulatedGateway:
         self._informed = policy in INFORMED
         self._rendezvous: RoutingPolicy = RendezvousHash(rng)
         self._inflight = InFlightPrompts()
-        self._known = {member.name: _KnownPod(member, _view(member), member.generation) for member in members}
-        self._decodes = any(member.role is Role.DECODE for member in members)
+        self._known = {pod.name: _KnownPod(pod, _view(pod), pod.generation) for pod in pods}
+        self._decodes = any(pod.role is Role.DECODE for pod in pods)
         self._usable: dict[Role, list[PodView]] = {}
-        self._pairs: list[tuple[str, int]] = []
+        self._generations: list[tuple[str, int]] = []
         self._refresh()
 
     def poll(self) -> None:
         """Reads the load and the generation of every pod."""
         now, changed = self._clock.now, False
         for known in self._known.values():
-            member = known.member
-            if member.alive != known.alive or (member.alive and member.generation != known.generation):
+            pod = known.pod
+            if pod.alive != known.alive or (pod.alive and pod.generation != known.generation):
                 changed = True
-                known.alive = member.alive
-                if member.alive and member.generation != known.generation:
-                    known.view, known.generation = _view(member), member.generation
-            if member.alive:
-                known.view.apply_report(member.pod.load(), now)
+                known.alive = pod.alive
+                if pod.alive and pod.generation != known.generation:
+                    known.view, known.generation = _view(pod), pod.generation
+            if pod.alive:
+                known.view.apply_report(pod.process.load(), now)
         if changed:
             self._refresh()
         for views in self._usable.values():
@@ -91,81 +103,82 @@ class SimulatedGateway:
 
     def _refresh(self) -> None:
         alive = [known for known in self._known.values() if known.alive]
-        self._usable = {role: [k.view for k in alive if k.member.role is role] for role in (Role.PREFILL, Role.DECODE)}
-        self._pairs = [(k.member.name, k.generation) for k in alive]
+        self._usable = {role: [k.view for k in alive if k.pod.role is role] for role in (Role.PREFILL, Role.DECODE)}
+        self._generations = [(k.pod.name, k.generation) for k in alive]
 
-    def route(self, flight: SimulatedRequest) -> None:
-        """Chooses, reserves and books; the pods see it overhead_s later."""
-        demand, policy = self._demand(flight)
+    def route(self, request: SimulatedRequest) -> None:
+        """Chooses the pods, reserves on the decode pod and books; the pods see the request overhead_s later."""
+        routing_request, policy = self._routing_request(request)
         now = self._clock.now
-        prefills = policy.rank_prefill_pods(demand, self._usable[Role.PREFILL], now)
+        prefills = policy.rank_prefill_pods(routing_request, self._usable[Role.PREFILL], now)
         if not prefills:
-            self._refuse_or_wait(flight)
+            self._refuse_or_wait(request)
             return
         decode: SimulatedPod | None = None
         decode_view: PodView | None = None
-        answer: DecodeSequence | None = None
+        sequence: DecodeSequence | None = None
         if self._decodes:
-            found = self._reserve(flight, policy.rank_decode_pods(demand, self._usable[Role.DECODE], now))
-            if found is None:
-                self._refuse_or_wait(flight)
+            options = policy.rank_decode_pods(routing_request, self._usable[Role.DECODE], now)
+            reserved = self._reserve(request, options)
+            if reserved is None:
+                self._refuse_or_wait(request)
                 return
-            decode, decode_view, answer = found
-        option = self._book(flight, policy, prefills)
-        member = self._known[option.view.name].member
-        option.view.prefill_bookings.add(flight.request_id, option.missing_tokens, now)
-        self._inflight.add(flight.request_id, option.view.name, flight.block_hashes)
-        holder = self._known[option.pull_offer.holder].member if option.pull_offer else None
-        choice = Route(member, option.view, decode, decode_view, answer, option.hit_tokens, holder, option.pull_offer)
-        self._clock.call_after(self._overhead_s, lambda: self._send(flight, choice))
+            decode, decode_view, sequence = reserved
+        option = self._book(request, policy, prefills)
+        prefill = self._known[option.view.name].pod
+        option.view.prefill_bookings.add(request.request_id, option.missing_tokens, now)
+        self._inflight.add(request.request_id, option.view.name, request.block_hashes)
+        offer = option.pull_offer
+        holder = self._known[offer.holder].pod if offer else None
+        route = Route(prefill, option.view, decode, decode_view, sequence, option.hit_tokens, holder, offer)
+        self._clock.call_after(self._overhead_s, lambda: self._send(request, route))
 
-    def _demand(self, flight: SimulatedRequest) -> tuple[RoutingRequest, RoutingPolicy]:
-        """What is known of the prompt, and the policy for that: the home of its first blocks when nothing is."""
+    def _routing_request(self, request: SimulatedRequest) -> tuple[RoutingRequest, RoutingPolicy]:
+        """Looks up the prompt's hits. Returns rendezvous hashing as the policy if no source knows the prompt."""
         size = self._block_size
-        usable = flight.block_hashes[: matchable_blocks(flight.prompt_len, size)]
-        key = usable[min(len(usable), KEY_BLOCKS) - 1] if usable else b""
+        usable = request.block_hashes[: matchable_blocks(request.prompt_len, size)]
+        key = usable[min(len(usable), PREFIX_KEY_BLOCKS) - 1] if usable else b""
         policy, affinity = self._policy, ""
         try:
-            found = self._reader.lookup(usable, self._pairs)
+            hits = self._reader.lookup(usable, self._generations)
         except IndexUnavailable:
-            found = self._approx.lookup(usable, self._pairs)
+            hits = self._approx.lookup(usable, self._generations)
             affinity = key.hex()
-            if self._informed and not any(found.values()):
+            if self._informed and not any(hits.values()):
                 policy = self._rendezvous
-        soon = self._inflight.match_blocks(usable)
-        demand = RoutingRequest(
-            prompt_len=flight.prompt_len,
-            max_tokens=flight.output_len,
-            device_hits={pod: blocks * size for pod, blocks in found.items() if blocks},
-            inflight_hits={pod: blocks * size for pod, blocks in soon.items()},
+        inflight = self._inflight.match_blocks(usable)
+        routing_request = RoutingRequest(
+            prompt_len=request.prompt_len,
+            max_tokens=request.output_len,
+            device_hits={pod: blocks * size for pod, blocks in hits.items() if blocks},
+            inflight_hits={pod: blocks * size for pod, blocks in inflight.items()},
             affinity=affinity,
             prefix_key=key,
         )
-        if self._pull and demand.device_hits:
-            demand = replace(demand, pull_offers=self._pulls(demand))
-        return demand, policy
+        if self._pull and routing_request.device_hits:
+            routing_request = replace(routing_request, pull_offers=self._offer_pulls(routing_request))
+        return routing_request, policy
 
-    def _pulls(self, demand: RoutingRequest) -> dict[str, PullOffer]:
-        """What prefill pods could fetch from any pod."""
+    def _offer_pulls(self, request: RoutingRequest) -> dict[str, PullOffer]:
+        """Returns the prefixes that prefill pods could pull, from prefill or decode pods."""
         pods = [known for known in self._known.values() if known.alive]
-        rates = pods[0].member.rates
-        pair_rates = {known.member.name: rates.link_byte_s for known in pods}
+        rates = pods[0].pod.rates
+        pair_rates = {known.pod.name: rates.link_byte_s for known in pods}
         for known in pods:
-            known.view.pulls, known.view.pair_rates = known.member.role is Role.PREFILL, pair_rates
+            known.view.pulls, known.view.pair_rates = known.pod.role is Role.PREFILL, pair_rates
             known.view.pull_s = rates.link_latency_s
-        able, holders = self._usable[Role.PREFILL], [known.view for known in pods]
-        return offer_pulls(
-            demand.device_hits, demand.expected_hits(), able, holders, int(rates.kv_bytes * self._block_size)
-        )
+        pullers, holders = self._usable[Role.PREFILL], [known.view for known in pods]
+        block_bytes = int(rates.kv_bytes * self._block_size)
+        return offer_pulls(request.device_hits, request.expected_hits(), pullers, holders, block_bytes)
 
-    def _book(self, flight: SimulatedRequest, policy: RoutingPolicy, options: Sequence[PodOption]) -> PodOption:
-        """The option to take: the atomic choice among gateways, where the policy heeds what others booked."""
+    def _book(self, request: SimulatedRequest, policy: RoutingPolicy, options: Sequence[PodOption]) -> PodOption:
+        """Returns the option to use: the atomic choice in the index if the policy counts what other gateways booked."""
         offered = options if policy.uses_shared_bookings else options[:1]
         now = self._clock.now
         candidates = [
             BookingCandidate(
                 o.view.name,
-                # The ledger adds what everybody booked since the report, this gateway included.
+                # The index adds the bookings of all gateways since the report, those of this gateway included.
                 o.cost_s - (o.view.prefill_bookings.unreported_booked + o.view.foreign_tokens) * o.unit_cost_s,
                 o.unit_cost_s,
                 o.load_units,
@@ -174,98 +187,101 @@ class SimulatedGateway:
             for o in offered
         ]
         try:
-            reserved = self._reader.reserve(flight.request_id, candidates)
+            reserved = self._reader.reserve(request.request_id, candidates)
         except IndexUnavailable:
             return offered[0]
         for option, booked in zip(offered, reserved.booked, strict=True):
             option.view.foreign_tokens = max(0, booked - option.view.prefill_bookings.unreported_booked)
         return offered[reserved.chosen]
 
-    def _unbook(self, flight: SimulatedRequest, choice: Route) -> None:
-        """Ends the booking on the prefill pod; while the index is away, the booking stays until it expires."""
+    def _unbook(self, request: SimulatedRequest, route: Route) -> None:
+        """Ends the booking on the prefill pod. While the index is away, the booking stays until it expires."""
         with suppress(IndexUnavailable):
-            self._reader.unbook(choice.prefill.name, flight.request_id)
+            self._reader.unbook(route.prefill.name, request.request_id)
 
     def _reserve(
-        self, flight: SimulatedRequest, options: Sequence[PodOption]
+        self, request: SimulatedRequest, options: Sequence[PodOption]
     ) -> tuple[SimulatedPod, PodView, DecodeSequence] | None:
-        """The first decode pod with room."""
+        """Reserves on the first decode pod that has room; None if no pod has."""
         for option in options:
-            member = self._known[option.view.name].member
-            if not member.alive:
-                self._mark_lost(member)
+            pod = self._known[option.view.name].pod
+            if not pod.alive:
+                self._mark_lost(pod)
                 continue
-            answer = member.decode.reserve(flight.prompt_len, flight.output_len, flight.block_hashes, flight.on_decoded)
-            if answer is not None:
-                option.view.decode_bookings.add(flight.request_id, flight.prompt_len, self._clock.now)
-                return member, option.view, answer
+            sequence = pod.decode.reserve(
+                request.prompt_len, request.output_len, request.block_hashes, request.on_decoded
+            )
+            if sequence is not None:
+                option.view.decode_bookings.add(request.request_id, request.prompt_len, self._clock.now)
+                return pod, option.view, sequence
         return None
 
-    def _send(self, flight: SimulatedRequest, choice: Route) -> None:
-        decode = choice.decode
-        if choice.prefill.alive and (decode is None or decode.alive):
-            flight.start(choice)
+    def _send(self, request: SimulatedRequest, route: Route) -> None:
+        """Starts the attempt, or another one if a pod of the route has died."""
+        decode = route.decode
+        if route.prefill.alive and (decode is None or decode.alive):
+            request.start(route)
             return
-        flight.outcome.attempts += 1
-        self.release_bookings(flight, choice)
-        if decode is not None and choice.answer is not None and decode.alive:
-            decode.decode.cancel(choice.answer)
-        for member in (choice.prefill, decode):
-            if member is not None and not member.alive:
-                self._mark_lost(member)
-        self.retry(flight)
+        request.outcome.attempts += 1
+        self.release_bookings(request, route)
+        if decode is not None and route.sequence is not None and decode.alive:
+            decode.decode.cancel(route.sequence)
+        for pod in (route.prefill, decode):
+            if pod is not None and not pod.alive:
+                self._mark_lost(pod)
+        self.retry(request)
 
-    def _mark_lost(self, member: SimulatedPod) -> None:
-        """A call failed: it is not used until a poll finds it again."""
-        known = self._known[member.name]
+    def _mark_lost(self, pod: SimulatedPod) -> None:
+        """A call failed: the pod is not used until a poll finds it alive."""
+        known = self._known[pod.name]
         if known.alive:
             known.alive = False
             self._refresh()
 
-    def retry(self, flight: SimulatedRequest) -> None:
-        """Routes a request anew after a pod died under it."""
+    def retry(self, request: SimulatedRequest) -> None:
+        """Routes a request again after one of its pods died."""
         for known in self._known.values():
-            if known.alive and not known.member.alive:
-                self._mark_lost(known.member)
-        self._clock.call_after(RETRY_S, lambda: self.route(flight))
+            if known.alive and not known.pod.alive:
+                self._mark_lost(known.pod)
+        self._clock.call_after(RETRY_PAUSE_S, lambda: self.route(request))
 
-    def _refuse_or_wait(self, flight: SimulatedRequest) -> None:
-        """429 while all decode pods are full; while there are no pods at all it waits for some."""
-        flight.outcome.attempts += 1
-        if self._usable[Role.PREFILL] or flight.outcome.attempts >= MAX_TRIES:
-            flight.refuse()
+    def _refuse_or_wait(self, request: SimulatedRequest) -> None:
+        """Refuses while all decode pods are full (429). While there are no pods at all, the request waits."""
+        request.outcome.attempts += 1
+        if self._usable[Role.PREFILL] or request.outcome.attempts >= MAX_ATTEMPTS:
+            request.refuse()
         else:
-            self._clock.call_after(1.0, lambda: self.route(flight))
+            self._clock.call_after(NO_PODS_PAUSE_S, lambda: self.route(request))
 
-    def progress(self, flight: SimulatedRequest, choice: Route, left: int) -> None:
-        """A chunk is done."""
-        choice.prefill_view.prefill_bookings.shrink(flight.request_id, left)
+    def progress(self, request: SimulatedRequest, route: Route, tokens_left: int) -> None:
+        """Shrinks the booking: a chunk is computed."""
+        route.prefill_view.prefill_bookings.shrink(request.request_id, tokens_left)
 
-    def first_token(self, flight: SimulatedRequest, choice: Route) -> None:
-        """Its prompt is computed."""
-        choice.prefill_view.prefill_bookings.remove(flight.request_id)
-        self._unbook(flight, choice)
-        for member in (choice.prefill, choice.decode):
-            if member is not None:
-                self._approx.record(member.name, member.generation, flight.block_hashes)
-        self._clock.call_after(LINGER_S, lambda: self._inflight.remove(flight.request_id))
+    def first_token(self, request: SimulatedRequest, route: Route) -> None:
+        """Ends the booking on the prefill pod: the prompt is computed."""
+        route.prefill_view.prefill_bookings.remove(request.request_id)
+        self._unbook(request, route)
+        for pod in (route.prefill, route.decode):
+            if pod is not None:
+                self._approx.record(pod.name, pod.generation, request.block_hashes)
+        self._clock.call_after(INFLIGHT_LINGER_S, lambda: self._inflight.remove(request.request_id))
 
-    def release_bookings(self, flight: SimulatedRequest, choice: Route) -> None:
-        """The attempt is over, however it ended."""
-        choice.prefill_view.prefill_bookings.remove(flight.request_id)
-        if choice.decode_view is not None:
-            choice.decode_view.decode_bookings.remove(flight.request_id)
-        if flight.outcome.ttft_s is None:
-            self._inflight.remove(flight.request_id)
-            self._unbook(flight, choice)
+    def release_bookings(self, request: SimulatedRequest, route: Route) -> None:
+        """Returns all bookings of an attempt that is over."""
+        route.prefill_view.prefill_bookings.remove(request.request_id)
+        if route.decode_view is not None:
+            route.decode_view.decode_bookings.remove(request.request_id)
+        if request.outcome.ttft_s is None:
+            self._inflight.remove(request.request_id)
+            self._unbook(request, route)
 
 
-def _view(member: SimulatedPod) -> PodView:
-    shape = member.shape
+def _view(pod: SimulatedPod) -> PodView:
+    shape = pod.shape
     return PodView(
-        member.name,
+        pod.name,
         block_size=shape.block_size,
         max_request_tokens=shape.capacity,
         num_blocks=shape.num_blocks,
-        role=member.role,
+        role=pod.role,
     )

@@ -1,92 +1,103 @@
 """A pod of the simulated cluster under its stable name, through deaths and restarts.
 
-Lifecycle: start (generation 1) -> kill -> restart (next generation, empty cache) -> ... A gateway only learns of a
-death by a failed call or its next poll; the index only by the lease.
+Lifecycle: start (generation 1) -> kill -> restart (next generation, empty cache) -> ... A gateway notices a death by a
+failed call or its next poll; the index notices it when the lease expires.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from common.types import Role
 from simulator.decode_pod import SimulatedDecodePod
 from simulator.hardware_rates import HardwareRates
 from simulator.index import SimIndex, SimPublisher
 from simulator.prefill_pod import PodShape, SimulatedPrefillPod
-from simulator.request import SimulatedRequest
+
+
+class PodUser(Protocol):
+    """A request that runs on a pod."""
+
+    def on_pod_lost(self, pod: SimulatedPod) -> None:
+        """The pod has died."""
+
+
+class NetworkLink:
+    """A network adapter that sends one transfer after another. Times in seconds."""
+
+    __slots__ = ("busy_s", "free_at")
+
+    def __init__(self) -> None:
+        #: When everything given to the link has been sent.
+        self.free_at = 0.0
+        self.busy_s = 0.0
+
+    def send(self, now: float, seconds: float) -> float:
+        """Queues a transfer that takes `seconds`. Returns when it is done."""
+        self.free_at = max(now, self.free_at) + seconds
+        self.busy_s += seconds
+        return self.free_at
 
 
 class SimulatedPod:
-    """flights: the requests that are lost when it dies. prompts: how many it was given."""
-
     def __init__(self, index: SimIndex, name: str, role: Role, rates: HardwareRates, shape: PodShape) -> None:
         self.name = name
         self.role = role
         self.shape = shape
         self.rates = rates
+        #: Number of the process, from 1.
         self.generation = 0
-        self.requests: dict[str, SimulatedRequest] = {}
+        #: Requests that are lost when the pod dies, by id.
+        self.requests: dict[str, PodUser] = {}
+        #: Prompts that the pod was given.
         self.prompts = 0
-        self._computed_before = 0
         self.link = NetworkLink()
+        self._computed_before = 0
         self._index = index
-        self._publisher, self.pod = self._begin()
+        self._publisher, self.process = self._start_process()
 
     @property
     def alive(self) -> bool:
-        return self.pod.alive
+        return self.process.alive
 
     @property
     def prefill(self) -> SimulatedPrefillPod:
-        assert isinstance(self.pod, SimulatedPrefillPod)
-        return self.pod
+        assert isinstance(self.process, SimulatedPrefillPod)
+        return self.process
 
     @property
     def decode(self) -> SimulatedDecodePod:
-        assert isinstance(self.pod, SimulatedDecodePod)
-        return self.pod
+        assert isinstance(self.process, SimulatedDecodePod)
+        return self.process
 
-    def _begin(self) -> tuple[SimPublisher, SimulatedPrefillPod | SimulatedDecodePod]:
+    def _start_process(self) -> tuple[SimPublisher, SimulatedPrefillPod | SimulatedDecodePod]:
         """Starts a process of the next generation."""
         self.generation += 1
         self.link = NetworkLink()
         publisher = self._index.publisher(self.name, self.generation)
         kind = SimulatedPrefillPod if self.role is Role.PREFILL else SimulatedDecodePod
-        pod = kind(self._index.clock, self.rates, self.shape, stored=publisher.stored, evicted=publisher.evicted)
-        publisher.start(pod.pool.cached_hashes)
-        return publisher, pod
+        process = kind(self._index.clock, self.rates, self.shape, stored=publisher.stored, evicted=publisher.evicted)
+        publisher.start(process.pool.cached_hashes)
+        return publisher, process
 
     def kill(self) -> None:
-        """The process dies: its requests learn it, its cache is gone, its index entries stay until they expire."""
-        if not self.pod.alive:
+        """Ends the process. Its requests are notified, its cache is lost, its index entries stay until they expire."""
+        if not self.process.alive:
             return
-        self.pod.kill()
+        self.process.kill()
         self._publisher.stop()
-        flights, self.requests = list(self.requests.values()), {}
-        for flight in flights:
-            flight.on_pod_lost(self)
+        requests, self.requests = list(self.requests.values()), {}
+        for request in requests:
+            request.on_pod_lost(self)
+
+    def restart(self) -> None:
+        """Starts a new process under the same name."""
+        assert not self.process.alive
+        self._computed_before = self.total_computed_tokens
+        self._publisher, self.process = self._start_process()
 
     @property
     def total_computed_tokens(self) -> int:
-        """By this process and those before it."""
-        return self._computed_before + (self.pod.computed_tokens if isinstance(self.pod, SimulatedPrefillPod) else 0)
-
-    def restart(self) -> None:
-        """A new process under the same name."""
-        assert not self.pod.alive
-        self._computed_before = self.total_computed_tokens
-        self._publisher, self.pod = self._begin()
-
-
-class NetworkLink:
-    """free_at: when everything given to it has been sent. Seconds."""
-
-    __slots__ = ("busy_s", "free_at")
-
-    def __init__(self) -> None:
-        self.free_at = 0.0
-        self.busy_s = 0.0
-
-    def send(self, now: float, seconds: float) -> float:
-        """Takes `seconds` of the link from now on, behind what it still sends; when that is done."""
-        self.free_at = max(now, self.free_at) + seconds
-        self.busy_s += seconds
-        return self.free_at
+        """Prompt tokens that all processes of this name computed."""
+        process = self.process
+        return self._computed_before + (process.computed_tokens if isinstance(process, SimulatedPrefillPod) else 0)

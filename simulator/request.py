@@ -1,38 +1,67 @@
-"""One request on its way through the simulated cluster; the steps of gateway/dispatch/attempt.py without the messages.
+"""One request on its way through the simulated cluster: the steps of gateway/dispatch/attempt.py without messages.
 
-reserve on a decode pod -> prefill, its chunks travel as they are done -> first token -> decode -> end. Without decode
-pods it ends with its first token. When a pod dies under it, it is routed anew: the whole prompt, and what was
-generated so far as a part of it.
+    reserve on a decode pod -> prefill, each chunk's KV is sent when it is computed -> first token -> decode -> end
+
+Without decode pods a request ends with its first token. If one of its pods dies, the request is routed again: with the
+whole prompt, followed by the tokens that were generated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from loadtest.workload.trace import WorkloadRequest
-from simulator.clock import VirtualClock
-from simulator.outcome import RequestOutcome
-from simulator.prefill_pod import PromptSequence
-
-if TYPE_CHECKING:
-    from simulator.gateway import SimulatedGateway
-    from simulator.pod import SimulatedPod
 from dataclasses import dataclass
+from typing import Protocol
 
 from gateway.pods.view import PodView
 from gateway.routing.policy import PullOffer
+from loadtest.workload.trace import WorkloadRequest
+from simulator.clock import VirtualClock
 from simulator.decode_pod import DecodeSequence
+from simulator.outcome import RequestOutcome
 from simulator.pod import SimulatedPod
+from simulator.prefill_pod import PromptSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The pods of one attempt."""
+
+    prefill: SimulatedPod
+    prefill_view: PodView
+    #: The decode pod and its reservation; all three None in a cluster without decode pods.
+    decode: SimulatedPod | None
+    decode_view: PodView | None
+    sequence: DecodeSequence | None
+    #: Prompt tokens that the prefill pod is expected to hold, after a pull if there is one.
+    expected_hit_tokens: int
+    #: The pod to pull a prefix from first, and the offer.
+    holder: SimulatedPod | None = None
+    pull: PullOffer | None = None
+
+
+class RequestOwner(Protocol):
+    """The gateway of a request."""
+
+    def retry(self, request: SimulatedRequest) -> None:
+        """Routes the request again."""
+
+    def progress(self, request: SimulatedRequest, route: Route, tokens_left: int) -> None:
+        """A chunk is computed; so many prompt tokens are left."""
+
+    def first_token(self, request: SimulatedRequest, route: Route) -> None:
+        """The prompt is computed."""
+
+    def release_bookings(self, request: SimulatedRequest, route: Route) -> None:
+        """The attempt is over."""
 
 
 class SimulatedRequest:
-    """Ends once: outcome.done or outcome.refused, and on_end is called."""
+    """Ends exactly once: with outcome.done or outcome.refused, and a call of `on_end`."""
 
     def __init__(
         self,
         clock: VirtualClock,
-        gateway: SimulatedGateway,
+        gateway: RequestOwner,
         request_id: str,
         request: WorkloadRequest,
         block_size: int,
@@ -47,153 +76,141 @@ class SimulatedRequest:
         self._gateway = gateway
         self._block_size = block_size
         self._on_end = on_end
-        self._choice: Route | None = None
+        #: The pods of the current attempt, None between attempts.
+        self._route: Route | None = None
         self._prompt: PromptSequence | None = None
-        self._sent = 0  # prompt tokens whose KV is on its way to the decode pod or there
-        self._first_at: float | None = None
-        self._resumed_tokens = 0  # tokens of the answer that came before a decode pod died
+        #: Prompt tokens whose KV the decode pod holds, or that were given to the link.
+        self._sent = 0
+        self._first_token_at: float | None = None
+        #: Output tokens from attempts that ended with a dead decode pod; they belong to the prompt now.
+        self._resumed_tokens = 0
 
-    def start(self, choice: Route) -> None:
-        """Goes to the pods that were chosen."""
-        self._choice = choice
+    def start(self, route: Route) -> None:
+        """Starts an attempt on the pods of the route."""
+        self._route = route
         self.outcome.attempts += 1
-        self.outcome.expected_hit_tokens = choice.expected_hit_tokens
-        prefill = choice.prefill
+        self.outcome.expected_hit_tokens = route.expected_hit_tokens
+        prefill = route.prefill
         prefill.prompts += 1
         prefill.requests[self.request_id] = self
-        if choice.decode is not None and choice.answer is not None:
-            choice.decode.requests[self.request_id] = self
-            self._sent = choice.answer.cached_blocks * self._block_size
+        if route.decode is not None and route.sequence is not None:
+            route.decode.requests[self.request_id] = self
+            self._sent = route.sequence.cached_blocks * self._block_size
         self._prompt = PromptSequence(
             f"{self.request_id}.{self.outcome.attempts}",
             self.prompt_len,
             self.block_hashes,
             self._block_size,
             self._on_chunk,
-            self._on_first,
+            self._on_first_token,
         )
-        if choice.pull is not None and choice.holder is not None and choice.holder.alive:
-            self._fetch(choice, choice.holder, choice.pull.tokens // self._block_size)
+        if route.pull is not None and route.holder is not None and route.holder.alive:
+            self._pull(route, route.holder, route.pull.tokens // self._block_size)
         else:
             prefill.prefill.add(self._prompt)
 
-    def _fetch(self, choice: Route, holder: SimulatedPod, blocks: int) -> None:
-        """The prompt is queued once what the holder really has of it is there."""
-        prompt, pool, rates = self._prompt, choice.prefill.prefill.pool, holder.rates
+    def _pull(self, route: Route, holder: SimulatedPod, blocks: int) -> None:
+        """Sends the blocks that the holder really has, then queues the prompt on the prefill pod."""
+        prompt, pool, rates = self._prompt, route.prefill.prefill.pool, holder.rates
         assert prompt is not None
-        chain = list(self.block_hashes[: holder.pod.pool.match_prefix(self.block_hashes[:blocks])])
-        missing = max(0, len(chain) - pool.match_prefix(chain)) * self._block_size
-        there = holder.link.send(self._clock.now, missing * rates.kv_bytes / rates.link_byte_s) + rates.link_latency_s
+        held = list(self.block_hashes[: holder.process.pool.match_prefix(self.block_hashes[:blocks])])
+        missing = max(0, len(held) - pool.match_prefix(held)) * self._block_size
+        sent_at = holder.link.send(self._clock.now, missing * rates.kv_bytes / rates.link_byte_s)
 
-        def fetched() -> None:
-            if self._choice is not choice:
+        def on_pulled() -> None:
+            if self._route is not route:
                 return  # a pod died meanwhile
-            choice.prefill.prefill.add_prefix(chain)
-            choice.prefill.prefill.add(prompt)
+            route.prefill.prefill.add_prefix(held)
+            route.prefill.prefill.add(prompt)
 
-        self._clock.call_at(there, fetched)
+        self._clock.call_at(sent_at + rates.link_latency_s, on_pulled)
+
+    def _on_chunk(self, tokens_left: int, _: int) -> None:
+        route, prompt = self._route, self._prompt
+        assert route is not None
+        assert prompt is not None
+        self._gateway.progress(self, route, tokens_left)
+        if route.decode is not None and tokens_left:
+            self._send_kv(route, prompt.computed)
+
+    def _send_kv(self, route: Route, computed: int) -> float:
+        """Queues the KV up to token `computed` on the prefill pod's link. Returns when it is sent."""
+        new, self._sent = max(0, computed - self._sent), max(self._sent, computed)
+        rates = route.prefill.rates
+        return route.prefill.link.send(self._clock.now, new * rates.kv_bytes / rates.link_byte_s)
+
+    def _on_first_token(self) -> None:
+        route, prompt, now = self._route, self._prompt, self._clock.now
+        assert route is not None
+        assert prompt is not None
+        self.outcome.hit_tokens = prompt.cached_tokens
+        if self._first_token_at is None:
+            self._first_token_at = now
+            self.outcome.ttft_s = now - self.outcome.arrival_s
+        self._gateway.first_token(self, route)
+        if route.decode is None:
+            route.prefill.prefill.release(prompt)
+            self._end()
+            return
+        arrival = self._send_kv(route, self.prompt_len) + route.prefill.rates.link_latency_s
+        self._clock.call_at(arrival, lambda: self._on_handed_off(route, prompt))
+
+    def _on_handed_off(self, route: Route, prompt: PromptSequence) -> None:
+        """The decode pod has all KV of the prompt."""
+        route.prefill.prefill.release(prompt)
+        if self._route is not route:
+            return  # a pod died meanwhile
+        route.prefill.requests.pop(self.request_id, None)
+        assert route.decode is not None
+        assert route.sequence is not None
+        route.decode.decode.join(route.sequence)
+
+    def on_decoded(self, _: int) -> None:
+        """The decode pod has produced the last token."""
+        self._end()
 
     def refuse(self) -> None:
-        """Nobody takes it."""
+        """Ends the request without an answer: no pod takes it."""
         self.outcome.refused = True
         self._on_end(self)
 
-    def on_pod_lost(self, member: SimulatedPod) -> None:
-        """A pod that it needs has died."""
-        choice, prompt = self._choice, self._prompt
-        assert choice is not None
+    def on_pod_lost(self, pod: SimulatedPod) -> None:
+        """Ends the attempt, because one of its pods has died, and starts another."""
+        route, prompt = self._route, self._prompt
+        assert route is not None
         self._release()
-        if member is not choice.prefill and prompt is not None:
-            choice.prefill.prefill.cancel(prompt)
-        if choice.decode is not None and choice.answer is not None:
-            if member is choice.decode:
-                self._resume(choice.decode.decode.progress(choice.answer))
+        if pod is not route.prefill and prompt is not None:
+            route.prefill.prefill.cancel(prompt)
+        if route.decode is not None and route.sequence is not None:
+            if pod is route.decode:
+                self._resume(route.decode.decode.progress(route.sequence))
             else:
-                choice.decode.decode.cancel(choice.answer)
+                route.decode.decode.cancel(route.sequence)
         self._gateway.retry(self)
 
-    def _resume(self, got: int) -> None:
-        """What the dead decode pod had answered becomes a part of the prompt."""
-        first = 1 if self._first_at is not None and self._resumed_tokens == 0 else 0
-        got = min(self.output_len - 1, got + first)
-        self._resumed_tokens += got
-        self.prompt_len += got
-        self.output_len -= got
+    def _resume(self, decoded: int) -> None:
+        """Moves the tokens that the dead decode pod generated from the output to the prompt."""
+        from_prefill = 1 if self._first_token_at is not None and self._resumed_tokens == 0 else 0
+        generated = min(self.output_len - 1, decoded + from_prefill)
+        self._resumed_tokens += generated
+        self.prompt_len += generated
+        self.output_len -= generated
 
     def _release(self) -> None:
-        """Leaves the pods and returns the bookings; idempotent."""
-        choice, self._choice, self._prompt = self._choice, None, None
-        if choice is None:
+        """Leaves the pods and returns the bookings. Idempotent."""
+        route, self._route, self._prompt = self._route, None, None
+        if route is None:
             return
-        choice.prefill.requests.pop(self.request_id, None)
-        if choice.decode is not None:
-            choice.decode.requests.pop(self.request_id, None)
-        self._gateway.release_bookings(self, choice)
-
-    def _on_chunk(self, left: int, _: int) -> None:
-        choice, prompt = self._choice, self._prompt
-        assert choice is not None
-        assert prompt is not None
-        self._gateway.progress(self, choice, left)
-        if choice.decode is not None and left:
-            self._send(choice, prompt.computed)
-
-    def _send(self, choice: Route, computed: int) -> float:
-        """Queues the KV up to `computed` on the pod's link; when it is there."""
-        new, self._sent = max(0, computed - self._sent), max(self._sent, computed)
-        rates = choice.prefill.rates
-        return choice.prefill.link.send(self._clock.now, new * rates.kv_bytes / rates.link_byte_s)
-
-    def _on_first(self) -> None:
-        choice, prompt, now = self._choice, self._prompt, self._clock.now
-        assert choice is not None
-        assert prompt is not None
-        self.outcome.hit_tokens = prompt.cached_tokens
-        if self._first_at is None:
-            self._first_at = now
-            self.outcome.ttft_s = now - self.outcome.arrival_s
-        self._gateway.first_token(self, choice)
-        if choice.decode is None:
-            choice.prefill.prefill.release(prompt)
-            self._end()
-            return
-        there = self._send(choice, self.prompt_len) + choice.prefill.rates.link_latency_s
-        self._clock.call_at(there, lambda: self._handed_off(choice, prompt))
-
-    def _handed_off(self, choice: Route, prompt: PromptSequence) -> None:
-        choice.prefill.prefill.release(prompt)
-        if self._choice is not choice:
-            return  # a pod died meanwhile
-        choice.prefill.requests.pop(self.request_id, None)
-        assert choice.decode is not None
-        assert choice.answer is not None
-        choice.decode.decode.join(choice.answer)
-
-    def on_decoded(self, _: int) -> None:
-        """The decode pod has produced its last token."""
-        self._end()
+        route.prefill.requests.pop(self.request_id, None)
+        if route.decode is not None:
+            route.decode.requests.pop(self.request_id, None)
+        self._gateway.release_bookings(self, route)
 
     def _end(self) -> None:
         self._release()
-        assert self._first_at is not None
+        assert self._first_token_at is not None
         tokens = self.outcome.output_len
-        if tokens > 1 and self._clock.now > self._first_at:
-            self.outcome.mean_itl_s = (self._clock.now - self._first_at) / (tokens - 1)
+        if tokens > 1 and self._clock.now > self._first_token_at:
+            self.outcome.mean_itl_s = (self._clock.now - self._first_token_at) / (tokens - 1)
         self.outcome.done = True
         self._on_end(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where an attempt runs. promised: prompt tokens that the prefill pod is thought to hold, after a pull if there is
-    one: what `holder` has of them comes from there first.
-    """
-
-    prefill: SimulatedPod
-    prefill_view: PodView
-    decode: SimulatedPod | None
-    decode_view: PodView | None
-    answer: DecodeSequence | None
-    expected_hit_tokens: int
-    holder: SimulatedPod | None = None
-    pull: PullOffer | None = None

@@ -1,18 +1,16 @@
-"""Routing policies against each other on simulated pods: a recorded trace, and a made one of another kind.
-
-A pod computes 8,000 prompt tokens a second and caches 4,000 blocks of 512; cost policy, prompts in flight, scheduler
-and block cache are the product's. Two kinds of pods: `fifo` computes one prompt after another (the figures under
-"metrics"), `chunked` shares its steps among prompts as the engine's scheduler does: round robin gains most by it.
-
-- hit_rate_cost, ttft_p50_ratio_vs_rr, ttft_p99_ratio_vs_rr: `cost` with 8 pods; ratios to round robin.
-  hit_rate_stale10: every change reaches the index 10 s late; hit_rate_unlimited: caches without a limit.
-- rows: all policies, 4 to 64 pods with the load of each pod kept, both traces; 256 and 1,024 pods with the made one.
-- faults: pods that die and come back under their names, an index that is away.
-- herd: two gateways, 64 equal requests at once: prompts of the fullest pod over its share.
-
-What a decision costs as pods and index grow to 10M blocks: scale.py.
+"""Compares routing policies on simulated pods, with a recorded and a generated trace.
 
     python benchmarks/routing/sim.py --out benchmarks/results/routing_sim.json --plot docs/routing.svg
+
+A pod computes 8,000 prompt tokens per second and caches 4,000 blocks of 512. Cost policy, scheduler and block cache are
+the product's code. `fifo` pods compute one prompt after another ("metrics" are of these); `chunked` pods share steps
+among prompts as the engine's scheduler does, which helps round robin most.
+
+- hit_rate_cost, ttft_p50_ratio_vs_rr, ttft_p99_ratio_vs_rr: `cost` with 8 pods; ratios to round robin.
+  hit_rate_stale10: changes reach the index 10 s late. hit_rate_unlimited: caches without a limit.
+- rows: all policies, both traces, 4 to 64 pods with the same load per pod; 256 and 1,024 pods with the generated trace.
+- faults: pods that die and restart with the same name, and an index that is not available.
+- herd: 64 equal requests at once to two gateways; prompts of the fullest pod over its fair share.
 """
 
 from __future__ import annotations
@@ -34,18 +32,22 @@ from simulator.cluster import ClusterSpec, SimulatedCluster, SimulatedFault, Sim
 from simulator.hardware_rates import FLAT_8K
 
 DEFAULT_TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
-PODS = 8  # what the trace's own rate is for
+#: Number of pods at the trace's own rate.
+PODS = 8
 BLOCKS, UNLIMITED = 4_000, 200_000
 POLICIES = ("round_robin", "least_loaded", "cost")
 SIZES = (4, 8, 16, 64)
-LARGE = ((256, 90.0), (1024, 30.0))  # pods, seconds of the made trace
-AGENT_REQUESTS = 0.9  # per second and pod: as much work as the recorded trace's
-KINDS = {"fifo": 1, "chunked": 64}  # sequences that a pod's steps share
+#: Pods, and seconds of the generated trace.
+LARGE = ((256, 90.0), (1024, 30.0))
+#: Requests per second and pod of the generated trace. They are as much work as those of the recorded trace.
+AGENT_REQUESTS = 0.9
+#: Sequences that share the steps of a pod.
+KINDS = {"fifo": 1, "chunked": 64}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One way to run: the trace and how many requests of it at most."""
+    """Runs simulations and collects their rows."""
 
     trace: WorkloadTrace
     rows: list[dict[str, object]]
@@ -53,7 +55,7 @@ class Bench:
     def run(
         self, trace: WorkloadTrace, label: str, pods: int, policy: str, kind: str = "fifo", **more: object
     ) -> SimulationResult:
-        """Runs one simulation and enters it as a row."""
+        """Runs one simulation and adds its row."""
         spec = replace(spec_of(pods, policy, kind), **more)  # type: ignore[arg-type]
         cluster = SimulatedCluster(spec, trace)
         result = cluster.run()
@@ -67,7 +69,7 @@ def spec_of(pods: int, policy: str, kind: str) -> ClusterSpec:
 
 
 def row_of(label: str, kind: str, spec: ClusterSpec, result: SimulationResult) -> dict[str, object]:
-    """What goes into the result file, and is printed."""
+    """Prints the row of a simulation and returns it for the result file."""
     s = result.summary
     busy = sum(result.busy.values()) / len(result.busy)
     row = {
@@ -100,13 +102,13 @@ def row_of(label: str, kind: str, spec: ClusterSpec, result: SimulationResult) -
 
 
 def acceptance(bench: Bench) -> dict[str, float]:
-    """The figures under "metrics"."""
+    """Runs the simulations of the metrics. Returns the metrics."""
     trace = bench.trace
     metrics: dict[str, float] = {"ideal_hit_rate": round(trace.ideal_hit_rate(), 4)}
     for kind in KINDS:
         suffix = "" if kind == "fifo" else f"_{kind}"
-        found = {policy: bench.run(trace, trace.name, PODS, policy, kind).summary for policy in POLICIES}
-        rr, cost = found["round_robin"], found["cost"]
+        summaries = {policy: bench.run(trace, trace.name, PODS, policy, kind).summary for policy in POLICIES}
+        rr, cost = summaries["round_robin"], summaries["cost"]
         metrics |= {
             f"hit_rate_cost{suffix}": round(cost.hit_rate, 4),
             f"hit_rate_rr{suffix}": round(rr.hit_rate, 4),
@@ -125,7 +127,7 @@ def acceptance(bench: Bench) -> dict[str, float]:
 
 
 def herd(gateways: int = 2, burst: int = 64) -> float:
-    """Prompts of the fullest of 8 pods over its share, when equal requests come at once to several gateways."""
+    """Sends equal requests at once to several gateways. Returns the prompts of the fullest of 8 pods over its share."""
     requests = [
         WorkloadRequest(1.0, 2_000, 1, tuple(synthetic_block_hash("herd", i, j) for j in range(3)))
         for i in range(burst)
@@ -141,7 +143,7 @@ FLAT_BLOCK = 512
 
 
 def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
-    """More pods, each with the same load; then the made trace, and on it very many pods."""
+    """Runs more pods with the same load per pod, on both traces; the sizes `large` on the generated trace only."""
     trace = bench.trace
     for pods in SIZES:
         faster = trace.sped_up(pods / PODS)
@@ -150,20 +152,20 @@ def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
                 bench.run(faster, trace.name, pods, policy)
     small = [(pods, min(1_800.0, trace.duration_s) if pods <= 2 * PODS else 600.0) for pods in SIZES]
     for pods, seconds in (*small, *large):
-        made = AgentWorkload(rate=pods * AGENT_REQUESTS, seconds=seconds).trace()
+        generated = AgentWorkload(rate=pods * AGENT_REQUESTS, seconds=seconds).trace()
         for policy in POLICIES:
-            bench.run(made, made.name, pods, policy, warm_s=seconds / 2)
+            bench.run(generated, generated.name, pods, policy, warm_s=seconds / 2)
 
 
 def collapse(bench: Bench) -> None:
-    """The longest match alone: one block heads every prompt of the recorded trace."""
+    """Runs routing by the longest match alone. All prompts of the recorded trace share one block, so it collapses."""
     head = bench.trace.first(2_000)
     for policy in ("prefix_only", *POLICIES):
         bench.run(head, f"{head.name}, first {len(head.requests)}", PODS, policy)
 
 
 def faults(bench: Bench) -> list[dict[str, object]]:
-    """What each fault costs: the trace's first half hour, with and without."""
+    """Runs the first half of the trace with and without each fault. Returns a row for each fault."""
     head = bench.trace.first(len(bench.trace.requests) // 2)
     end = head.duration_s
     cases = {
@@ -175,10 +177,10 @@ def faults(bench: Bench) -> list[dict[str, object]]:
         "the index is away for 300 s": (SimulatedFault(end * 0.3, 300.0),),
         "the index is never there": (SimulatedFault(0.0, end * 2),),
     }
-    found = []
+    rows: list[dict[str, object]] = []
     for name, planned in cases.items():
         s = bench.run(head, f"fault: {name}", PODS, "cost", faults=planned, gateways=2).summary
-        found.append(
+        rows.append(
             {
                 "fault": name,
                 "refused": s.refused,
@@ -188,29 +190,31 @@ def faults(bench: Bench) -> list[dict[str, object]]:
                 "ttft_p99_s": round(s.ttft_p99_s, 4),
             }
         )
-    return found
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=1_000_000, help="the first so many only")
-    parser.add_argument("--small", action="store_true", help="without the rows for 256 and 1,024 pods")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path, help="an SVG of TTFT by policy as pods grow")
+    parser.add_argument(
+        "--requests", type=int, default=1_000_000, help="number of requests from the start of the trace"
+    )
+    parser.add_argument("--small", action="store_true", help="skip the rows for 256 and 1,024 pods")
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--plot", type=Path, help="SVG file for TTFT by policy and number of pods")
     args = parser.parse_args()
     try:
         trace = load_trace(args.trace).first(args.requests)
     except ConfigError as error:
-        parser.error(f"{error.message}; --trace names another (kvcache-ai/Mooncake, FAST25-release/traces)")
+        parser.error(f"{error.message}; give a trace with --trace (kvcache-ai/Mooncake, FAST25-release/traces)")
     bench = Bench(trace, [])
     metrics = acceptance(bench)
     grow(bench, () if args.small else LARGE)
     collapse(bench)
-    broken = faults(bench)
+    fault_rows = faults(bench)
     for name, value in metrics.items():
         print(f"{name:40} {value}")
-    report.write(args.out, "routing_sim", metrics, rows=bench.rows, faults=broken)
+    report.write(args.out, "routing_sim", metrics, rows=bench.rows, faults=fault_rows)
     if args.plot is not None:
         plot.write(args.plot, bench.rows)
 

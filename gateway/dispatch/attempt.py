@@ -1,13 +1,16 @@
-"""One attempt of one request: a reservation on a decode pod and, unless that computes the prompt itself, a prefill.
+"""One attempt of a request: a reservation on a decode pod and, unless that pod computes the prompt, a prefill.
 
-Lifecycle: `open` reserves and starts the prefill, before the answer to Reserve where that can be foreseen: the pod is
-told then where the KV goes, and no token leaves here before. `outlet` gives tokens in order until the end; `close`
-gives back whatever is still held, on every path: bookings, the route of the tokens, and, unless the sequence ended by
-itself, the sequence on both pods. Each reservation has an id of its own, so an abort of one can never hit the next.
+    gateway               decode pod            prefill pod
+       |------ Reserve ------->|                     |
+       |------ Prefill ----------------------------->|  sent before the answer if a KvTarget is expected,
+       |<----- KvTarget -------|                     |  and cancelled if Reserve has another outcome
+       |------ SetTarget --------------------------->|
+       |<----- first token --------------------------|
+       |                       |<===== KV ===========|  hand-off
+       |<----- HandedOff ----------------------------|
+       |<----- tokens ---------|                     |
 
-The prefill's event stream outlives the answer when the answer was complete: cancelling it before the hand-off is
-acknowledged would abort the request on the pods, and their caches would lose it. An answer can be complete with token 1
-and its hand-off fail: then the decode pod is freed by whichever comes last, close or the end of the prefill.
+Reserve has two other outcomes: Local, the decode pod computes the prompt itself, and Rejected, it has no room.
 """
 
 from __future__ import annotations
@@ -44,162 +47,229 @@ from common.wire import (
 )
 from gateway.dispatch.token_queue import TokenQueue
 from gateway.pods.pod import Pod
-from gateway.routing.placement import Placement, RemotePrefillCost
+from gateway.routing.placement import Placement
 from gateway.routing.router import RoutingPlan
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.timeline import Timeline
 
-RESERVE_TIMEOUT_S = 5.0  # a decode pod answers at once or is not well
-HANDOFF_GRACE_S = 2.0  # prefill vanished after token 1: decode may have everything already
+#: A decode pod answers Reserve at once. One that takes longer is skipped.
+RESERVE_TIMEOUT_S = 5.0
+
+#: Wait after the prefill pod vanished behind the first token: the decode pod may have all KV already and go on.
+HAND_OFF_GRACE_S = 2.0
+
+#: Tokens, their alternatives counted too, that may wait for a client before its request is ended.
+MAX_PENDING_TOKENS = 8192
+
+#: Error text of a request whose deadline has passed.
 DEADLINE_MESSAGE = "the request's time is over"
-MAX_PENDING = 8192  # tokens, alternatives counted, that a client may be behind by before its request is ended
 
 _log = logging.getLogger(__name__)
 
+#: Starts a background task that may outlive the attempt.
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
-class Attempt:
-    """One attempt. blamed: addresses to avoid in the next one; cached_tokens: the prompt's real cache hit.
+@dataclasses.dataclass(slots=True, eq=False)
+class _Prefill:
+    """The Prefill call of one reservation. The call may outlive the attempt, so it keeps its own pods and request."""
 
-    proposed, accepted: drafts that the decode pod verified, and those of them that were right. prompt_logprobs: in the
-    order of the prompt, complete with the first token. A request with output goes on behind it, and its sequence has
-    the number that it had before. layout: fingerprint of the pods that took it.
+    request: ValidRequest
+    placement: Placement
+    prefill_pod: Pod
+    decode_pod: Pod
+    #: The blocks on the decode pod that the KV goes to. Cancelled if Reserve gave no KvTarget.
+    kv_target: asyncio.Future[types_pb2.KvTarget]
+    task: asyncio.Task[None] | None = None
+    first_token_received: bool = False
+    #: The prefill pod reported that the decode pod has all KV.
+    handed_off: bool = False
+
+
+class Attempt:
+    """Reserves, starts the prefill, and gives the tokens of both pods in order through `token_queue`.
+
+    Lifecycle: `start`, read `token_queue`, `close`. `close` releases everything on every path: the bookings, the
+    subscription to the decode pod's tokens and, unless it ended there by itself, the sequence on both pods.
+
+    Each reservation has a request id of its own, so an abort of one reservation never ends the next.
+
+    The Prefill call outlives `close` if the answer is complete: a cancel before the hand-off is acknowledged would
+    abort the request on both pods, and the caches would lose the prompt. If that hand-off then fails, an abort frees
+    the blocks on the decode pod; it is sent by `close` or by the end of the Prefill call, the later of the two.
     """
 
     def __init__(
         self,
         plan: RoutingPlan,
         *,
-        attempt: int,
-        avoid: frozenset[str],
+        number: int,
+        avoided_pods: frozenset[str],
         deadline: float,
         gateway_id: str,
         metrics: GatewayMetrics,
         timeline: Timeline,
         spawn: Spawn,
     ) -> None:
+        """
+        Args:
+            plan: The request and its routing. Output tokens in the request are from earlier attempts.
+            number: Number of the attempt, from 1.
+            avoided_pods: Addresses that are used only if there are no others.
+            deadline: time.monotonic() at which the attempt fails.
+        """
+        request, sampling = plan.request, plan.request.sampling
+        #: The ordered tokens of this attempt, by sample.
+        self.token_queue = TokenQueue(
+            sampling.n, MAX_PENDING_TOKENS // (1 + (sampling.logprobs or 0)), request.output_ids
+        )
+        #: Addresses that the next attempt should avoid.
+        self.blamed_pods: set[str] = set()
+        #: KV layout fingerprint of the pods that took the attempt; None before.
+        self.layout_fingerprint: str | None = None
+        #: Prompt tokens that were in a cache; known with the first token.
+        self.cached_tokens = 0
+        #: Draft tokens that the decode pod verified, and those of them that were right.
+        self.drafts_proposed = self.drafts_accepted = 0
+        #: In the order of the prompt; complete with the first token.
+        self.prompt_logprobs: list[PromptLogprobs] = []
+
         self._plan = plan
-        self._attempt = attempt
-        self._avoid = avoid
+        self._number = number
+        self._avoided_pods = avoided_pods
         self._deadline = deadline
         self._gateway_id = gateway_id
         self._metrics = metrics
         self._timeline = timeline
         self._spawn = spawn
-        self._request: ValidRequest = plan.request
-        sampling = plan.request.sampling
-        self._first_index = len(plan.request.output_ids)  # tokens before the first that this attempt gives
-        self.token_queue = TokenQueue(
-            sampling.n, MAX_PENDING // (1 + (sampling.logprobs or 0)), plan.request.output_ids
-        )
-        # Its tokens have nothing but their ids.
-        self._ids_only = sampling.n == 1 and not plan.request.child and sampling.logprobs is None
-        self._tokens_from_pb = tokens_without_logprobs_from_pb if self._ids_only else tokens_from_pb
-        self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
+        self._trace = None if timeline.trace is None else timeline.trace.new_attempt(number)
+        self._metadata = None if self._trace is None else self._trace.metadata
+        self._deadline_timer: asyncio.TimerHandle | None = None
+
+        #: The request under the id of the current reservation.
+        self._request: ValidRequest = request
+        #: The current reservation: its bookings and its decode pod. None when released.
         self._placement: Placement | None = None
         self._decode: Pod | None = None
-        self._decode_responded = False
-        self._prefill_task: asyncio.Task[None] | None = None
-        self._kv_target: asyncio.Future[types_pb2.KvTarget] | None = (
-            None  # where a prefill's KV goes, once Reserve said so
-        )
-        self._timer: asyncio.TimerHandle | None = None
+        self._prefill: _Prefill | None = None
+        #: A Prefill call ended without a confirmed hand-off, and the decode pod has sent nothing.
         self._hand_off_failed = False
+        #: The decode pod has sent something for this request, so it has the KV.
+        self._decode_responded = False
+        #: When the prefill pod began to compute the prompt; time.monotonic().
         self._computing_since = timeline.start
-        self._trace = None if timeline.trace is None else timeline.trace.new_attempt(attempt)
-        self._metadata = None if self._trace is None else self._trace.metadata
-        self.blamed_pods: set[str] = set()
-        self.layout_fingerprint: str | None = None
-        self.cached_tokens = 0
-        self.drafts_proposed = self.drafts_accepted = 0
-        self.prompt_logprobs: list[PromptLogprobs] = []
+
+        #: Index of the first token that this attempt gives.
+        self._first_index = len(request.output_ids)
+        #: Each token has nothing but its id, and there is one sequence, number 0.
+        self._ids_only = sampling.n == 1 and not request.child and sampling.logprobs is None
+        self._tokens_from_pb = tokens_without_logprobs_from_pb if self._ids_only else tokens_from_pb
+        self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
 
     # -- reserve
 
     async def start(self) -> None:
-        """Raises Overloaded when every decode pod is full, InvalidRequest for what can never be served, or why not."""
-        late = DeadlineExceeded(DEADLINE_MESSAGE)
-        self._timer = asyncio.get_running_loop().call_later(timeout_until(self._deadline), self.fail, late)
+        """Reserves on a decode pod and starts the prefill. Tries the next decode pod if one rejects or fails.
+
+        Raises:
+            Overloaded: No decode pod has room.
+            InvalidRequest: The request can never be served.
+            BatonError: The error of the last decode pod, or Unavailable if there is no pod to ask.
+        """
+        self._deadline_timer = asyncio.get_running_loop().call_later(
+            timeout_until(self._deadline), self.fail, DeadlineExceeded(DEADLINE_MESSAGE)
+        )
         tried: set[str] = set()
         rejections: list[decode_pb2.Rejected] = []
-        last: BatonError | None = None
+        last_error: BatonError | None = None
         while (placement := await self._place(tried)) is not None:
             pod = placement.decode
             tried.add(pod.address)
             if placement.expects_target:
                 self._start_prefill(placement)
             try:
-                answer = await self._reserve(pod, placement.remote_prefill_cost())
+                answer = await self._reserve(placement)
             except BatonError as e:
                 self._cancel_prefill()
-                if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):  # this gateway knows its model
+                # ModelNotFound is the pod's failure: the gateway has checked the model's name.
+                if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):
                     raise
-                _log.info("reserve on %s failed: %s", pod.name, e)
-                if self._trace is not None:
-                    self._trace.on_reserve_answer(pod.name, "failed", e.message)
-                self._release_decode(abort=True)
-                self.blamed_pods.add(pod.address)
-                pod.recheck()
-                last = e
+                self._on_reserve_failed(pod, e)
+                last_error = e
                 continue
             if self._trace is not None:
                 self._trace.on_reserve_answer(pod.name, answer.WhichOneof("outcome") or "nothing")
             if answer.HasField("rejected"):
-                self._cancel_prefill()
-                self._release_decode(abort=False)
-                self._metrics.rejections.labels("decode").inc()
-                self._timeline.mark("rejected", pod=pod.name, reason=answer.rejected.reason)
+                self._on_rejected(pod, answer.rejected)
                 rejections.append(answer.rejected)
                 continue
             self._on_reserved(placement, answer)
             return
         if rejections:
-            wait = min(max(r.retry_after_s, 0.1) for r in rejections)
-            raise Overloaded(f"no decode pod has room: {rejections[-1].reason}", retry_after_s=wait)
-        raise last or Unavailable("no prefill and decode pods are ready for this request", retry_after_s=1.0)
+            wait_s = min(max(r.retry_after_s, 0.1) for r in rejections)
+            raise Overloaded(f"no decode pod has room: {rejections[-1].reason}", retry_after_s=wait_s)
+        raise last_error or Unavailable("no prefill and decode pods are ready for this request", retry_after_s=1.0)
 
     async def _place(self, tried: set[str]) -> Placement | None:
-        request_id = f"{self._plan.request.request_id}-{self._attempt}.{len(tried) + 1}"
+        """Chooses and books the pods of the next reservation. Returns None if all decode pods were tried."""
+        request_id = f"{self._plan.request.request_id}-{self._number}.{len(tried) + 1}"
         with self._metrics.routing.labels("place").time():
-            self._placement = await self._plan.place(request_id, self._avoid, tried)
+            self._placement = placement = await self._plan.place(request_id, self._avoided_pods, tried)
         self._request = dataclasses.replace(self._plan.request, request_id=request_id)
-        if self._trace is not None and (placed := self._placement) is not None:
-            prefill = None if placed.prefill is None else placed.prefill.name
-            self._trace.on_placed(placed.decode.name, prefill, placed.predicted_hit_tokens)
-        return self._placement
+        if self._trace is not None and placement is not None:
+            prefill = None if placement.prefill is None else placement.prefill.name
+            self._trace.on_placed(placement.decode.name, prefill, placement.predicted_hit_tokens)
+        return placement
 
-    async def _reserve(self, pod: Pod, elsewhere: RemotePrefillCost | None) -> decode_pb2.ReserveResponse:
-        self._decode = pod
+    async def _reserve(self, placement: Placement) -> decode_pb2.ReserveResponse:
+        """Asks the decode pod for a reservation. Raises BatonError."""
+        remote_cost = placement.remote_prefill_cost()
+        self._decode = pod = placement.decode
         pod.subscribe(self._request.request_id, self)
         message = decode_pb2.ReserveRequest(request=request_to_pb(self._request), gateway_id=self._gateway_id)
-        if elsewhere is not None:
-            message.remote.queue_s, message.remote.compute_s = elsewhere.queue_s, elsewhere.compute_s
-            message.remote.hand_off_s, message.remote.tokens_per_s = elsewhere.hand_off_s, elsewhere.tokens_per_s
+        if remote_cost is not None:
+            message.remote.queue_s, message.remote.compute_s = remote_cost.queue_s, remote_cost.compute_s
+            message.remote.hand_off_s, message.remote.tokens_per_s = remote_cost.hand_off_s, remote_cost.tokens_per_s
         try:
-            # The call's own deadline is the request's: the pod plans with it. Its answer is due much earlier.
+            # The RPC carries the request's deadline, because the pod plans with it. The answer is due much earlier.
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
                 with translate_rpc_errors():
                     return await pod.decode.Reserve(
                         message, timeout=timeout_until(self._deadline), metadata=self._metadata
                     )
         except TimeoutError as e:
-            raise Unavailable(f"decode pod {pod.name} does not answer") from e
+            raise Unavailable(f"decode pod {pod.name} did not answer Reserve within {RESERVE_TIMEOUT_S:g} s") from e
+
+    def _on_reserve_failed(self, pod: Pod, error: BatonError) -> None:
+        """The decode pod did not answer, or with an error: it may have reserved all the same."""
+        _log.info("reserve on %s failed: %s", pod.name, error)
+        if self._trace is not None:
+            self._trace.on_reserve_answer(pod.name, "failed", error.message)
+        self._release_decode(abort=True)
+        self.blamed_pods.add(pod.address)
+        pod.recheck()
+
+    def _on_rejected(self, pod: Pod, rejected: decode_pb2.Rejected) -> None:
+        """The decode pod has no room."""
+        self._cancel_prefill()
+        self._release_decode(abort=False)
+        self._metrics.rejections.labels("decode").inc()
+        self._timeline.mark("rejected", pod=pod.name, reason=rejected.reason)
 
     def _on_reserved(self, placement: Placement, answer: decode_pb2.ReserveResponse) -> None:
-        kind = answer.WhichOneof("outcome")
-        pod = placement.decode
+        """The decode pod computes the prompt itself (local), or gave the blocks for its KV (target)."""
+        outcome, pod = answer.WhichOneof("outcome"), placement.decode
         self.layout_fingerprint = None if pod.info is None else pod.info.fingerprint
-        if kind != "target":
+        if outcome != "target":
             self._cancel_prefill()
-        if kind == "local":
+        if outcome == "local":
             self._timeline.mark("reserved", pod=pod.name, outcome="local", cached_tokens=answer.cached_tokens)
             placement.on_local_prefill()
-            self._count_hits(placement, answer.cached_tokens)
+            self._record_hits(placement, answer.cached_tokens)
             self.cached_tokens = answer.cached_tokens
             return
-        if kind != "target":
-            raise InternalError(f"decode pod {pod.name} answered Reserve with nothing")
+        if outcome != "target":
+            raise InternalError(f"decode pod {pod.name} answered Reserve without an outcome")
         self._timeline.mark(
             "reserved",
             pod=pod.name,
@@ -209,128 +279,124 @@ class Attempt:
             blocks=len(answer.target.blocks),
         )
         if placement.prefill is None:
-            raise InternalError(f"aggregated pod {pod.name} wants its prompt computed elsewhere")
-        home = self._kv_target or self._start_prefill(placement)
-        if not home.done():
-            home.set_result(answer.target)
+            raise InternalError(f"aggregated pod {pod.name} asked for a remote prefill; expected a local one")
+        prefill = self._prefill or self._start_prefill(placement)
+        if not prefill.kv_target.done():
+            prefill.kv_target.set_result(answer.target)
 
     # -- prefill
 
-    def _start_prefill(self, placement: Placement) -> asyncio.Future[types_pb2.KvTarget]:
+    def _start_prefill(self, placement: Placement) -> _Prefill:
+        """Starts the Prefill call in the background."""
         assert placement.prefill is not None
-        home = self._kv_target = asyncio.get_running_loop().create_future()
-        self._prefill_task = self._spawn(self._run_prefill(placement, placement.prefill, placement.decode, home))
-        return home
+        kv_target = asyncio.get_running_loop().create_future()
+        prefill = _Prefill(self._request, placement, placement.prefill, placement.decode, kv_target)
+        prefill.task = self._spawn(self._run_prefill(prefill))
+        self._prefill = prefill
+        return prefill
 
     def _cancel_prefill(self) -> None:
-        """Of a prompt that gets no home on the decode pod that was asked."""
-        home, self._kv_target = self._kv_target, None
-        task, self._prefill_task = self._prefill_task, None
-        if home is not None:
-            home.cancel()
-        if task is not None:
-            task.cancel()
+        """Cancels a Prefill call that was sent early, because Reserve gave no KvTarget."""
+        prefill, self._prefill = self._prefill, None
+        if prefill is not None:
+            prefill.kv_target.cancel()
+            if prefill.task is not None:
+                prefill.task.cancel()
 
-    async def _send_kv_target(self, pod: Pod, request_id: str, home: asyncio.Future[types_pb2.KvTarget]) -> None:
-        message = prefill_pb2.SetTargetRequest(request_id=request_id, target=await asyncio.shield(home))
-        try:
-            await pod.prefill.SetTarget(message, timeout=timeout_until(self._deadline), metadata=self._metadata)
-        except grpc.aio.AioRpcError as e:
-            self._prefill_failed(pod, error_from_rpc(e))
-        except DeadlineExceeded as e:  # as it was about to be sent
-            self._prefill_failed(pod, e)
-
-    async def _run_prefill(
-        self, placement: Placement, pod: Pod, decode: Pod, home: asyncio.Future[types_pb2.KvTarget]
-    ) -> None:
-        self._timeline.mark("prefill", pod=pod.name, predicted_tokens=placement.predicted_hit_tokens)
-        request, early = self._request, not home.done()
-        first = handed_off = False
-        reason: BatonError | None = None
-        message = prefill_pb2.PrefillRequest(request=request_to_pb(request), pull=self._pull_hint(placement))
+    async def _run_prefill(self, prefill: _Prefill) -> None:
+        """Makes the Prefill call and handles its events until it ends."""
+        pod, kv_target = prefill.prefill_pod, prefill.kv_target
+        self._timeline.mark("prefill", pod=pod.name, predicted_tokens=prefill.placement.predicted_hit_tokens)
+        early = not kv_target.done()
+        message = prefill_pb2.PrefillRequest(
+            request=request_to_pb(prefill.request), pull=self._pull_hint(prefill.placement)
+        )
         if not early:
-            message.target.CopyFrom(home.result())
+            message.target.CopyFrom(kv_target.result())
         try:
             timeout_s = timeout_until(self._deadline)
         except DeadlineExceeded:  # the attempt's own timer is about to end it
             return
         call = pod.prefill.Prefill(message, timeout=timeout_s, metadata=self._metadata)
-        telling = self._spawn(self._send_kv_target(pod, request.request_id, home)) if early else None
+        target_task = self._spawn(self._send_kv_target(prefill)) if early else None
+        try:
+            error = await self._handle_prefill_events(prefill, call)
+        finally:
+            call.cancel()  # without effect on a call that has ended
+            if target_task is not None:
+                target_task.cancel()
+            if kv_target.done() and not kv_target.cancelled():
+                self._hand_off_failed = not prefill.handed_off and not self._decode_responded
+                closed = self._decode is None
+                if self._hand_off_failed and self.token_queue.complete and closed:
+                    prefill.decode_pod.abort(prefill.placement.request_id, self._deadline)
+        if error is not None and not prefill.handed_off:
+            # Without a KvTarget this call is not needed any more, and its error is not one of the attempt: then the
+            # future is cancelled, and so is this task.
+            await asyncio.shield(kv_target)
+            self._prefill_failed(pod, error)
+
+    async def _handle_prefill_events(self, prefill: _Prefill, call: Any) -> BatonError | None:
+        """Handles the events of a Prefill call. Returns the error that it ended with, None after a hand-off."""
+        pod, placement = prefill.prefill_pod, prefill.placement
+        error: BatonError | None = None
         try:
             async for event in call:
                 kind = event.WhichOneof("event")
                 if kind == "progress":
-                    placement.on_progress(request.context_len - event.progress.computed_tokens)
+                    placement.on_progress(prefill.request.context_len - event.progress.computed_tokens)
                     self._on_progress(event.progress)
                 elif kind == "first_token":
-                    await asyncio.shield(home)  # a prompt without a home has no answer
-                    first = True
+                    await asyncio.shield(prefill.kv_target)  # without a reservation there is no answer
+                    prefill.first_token_received = True
                     placement.on_first_token()
-                    self._count_hits(placement, event.first_token.cached_tokens)
+                    self._record_hits(placement, event.first_token.cached_tokens)
                     self._on_first_token(pod, event.first_token)
                 elif kind == "handed_off":
-                    handed_off = True
+                    prefill.handed_off = True
                     self._on_handed_off(event.handed_off)
                 elif kind == "failed":
-                    reason = error_from_pb(event.failed)
-            if reason is None and not handed_off:
-                reason = Unavailable(f"prefill pod {pod.name} ended the call early")
+                    error = error_from_pb(event.failed)
+            if error is None and not prefill.handed_off:
+                error = Unavailable(f"prefill pod {pod.name} ended the call before the hand-off")
         except grpc.aio.AioRpcError as e:
-            reason = error_from_rpc(e)
-            if ERROR_KEY not in (e.trailing_metadata() or {}):
+            error = error_from_rpc(e)
+            if ERROR_KEY not in (e.trailing_metadata() or {}):  # the call broke; the pod did not send this error
                 pod.recheck()
-                if first and not handed_off and not self.token_queue.complete:
-                    await asyncio.sleep(HANDOFF_GRACE_S)
+                if prefill.first_token_received and not prefill.handed_off and not self.token_queue.complete:
+                    await asyncio.sleep(HAND_OFF_GRACE_S)
         except BatonError as e:
-            reason = e
-        finally:
-            call.cancel()  # no effect on one that has ended
-            if telling is not None:
-                telling.cancel()
-            if home.done() and not home.cancelled():
-                self._hand_off_failed = not handed_off and not self._decode_responded
-                if self._hand_off_failed and self.token_queue.complete and self._decode is None:
-                    decode.abort(placement.request_id, self._deadline)
-        if reason is not None and not handed_off:
-            await asyncio.shield(home)  # with another outcome of Reserve the failure is nobody's
-            self._prefill_failed(pod, reason)
+            error = e
+        return error
 
-    def _prefill_failed(self, pod: Pod, reason: BatonError) -> None:
-        """Once decode speaks, the hand-off happened, whatever became of the call that reports it."""
-        if not self._decode_responded and not self.token_queue.complete:
-            self._timeline.mark("prefill_failed", pod=pod.name, error=str(reason))
-            self._blame_pods(pod, reason)
-            self.fail(reason)
+    async def _send_kv_target(self, prefill: _Prefill) -> None:
+        """Sends SetTarget for a Prefill call that was sent early, once the KvTarget is known."""
+        target, pod = await asyncio.shield(prefill.kv_target), prefill.prefill_pod
+        message = prefill_pb2.SetTargetRequest(request_id=prefill.request.request_id, target=target)
+        try:
+            await pod.prefill.SetTarget(message, timeout=timeout_until(self._deadline), metadata=self._metadata)
+        except grpc.aio.AioRpcError as e:
+            self._prefill_failed(pod, error_from_rpc(e))
+        except DeadlineExceeded as e:  # the deadline passed before the call was sent
+            self._prefill_failed(pod, e)
 
     def _pull_hint(self, placement: Placement) -> prefill_pb2.PullHint | None:
-        pull = placement.pull_offer
-        holder = None if pull is None else self._plan.find_holder(pull.holder)
-        if pull is None or holder is None:
+        """Returns the prefix that the prefill pod should pull first, and the pod that holds it."""
+        offer = placement.pull_offer
+        holder = None if offer is None else self._plan.find_holder(offer.holder)
+        if offer is None or holder is None:
             return None
-        self._timeline.mark("pull", holder=holder.name, tokens=pull.tokens, predicted_s=round(pull.predicted_s, 6))
+        self._timeline.mark("pull", holder=holder.name, tokens=offer.tokens, predicted_s=round(offer.predicted_s, 6))
         return prefill_pb2.PullHint(
             pod=holder.name,
             generation=holder.generation,
             address=holder.address,
-            blocks=pull.tokens // holder.block_size,
-            seconds=pull.predicted_s,
+            blocks=offer.tokens // holder.block_size,
+            seconds=offer.predicted_s,
         )
-
-    def _count_hits(self, placement: Placement, cached_tokens: int) -> None:
-        self._metrics.record_hits(
-            placement.predicted_hit_tokens,
-            cached_tokens,
-            prompt_tokens=self._request.context_len,
-            repeated=self._plan.repeated_tokens,
-        )
-
-    def _blame_pods(self, prefill: Pod, reason: BatonError) -> None:
-        """Either side may be at fault for a broken hand-off; a refusal for load is prefill's alone."""
-        self.blamed_pods.add(prefill.address)
-        if self._decode is not None and not isinstance(reason, Overloaded) and prefill.serving:
-            self.blamed_pods.add(self._decode.address)
 
     def _on_progress(self, event: prefill_pb2.PrefillProgress) -> None:
+        """A chunk of the prompt is computed."""
         if event.HasField("prompt_logprobs"):
             self._add_prompt_logprobs(event.prompt_logprobs)
         self._timeline.mark(
@@ -340,13 +406,8 @@ class Attempt:
             delivered_blocks=event.delivered_blocks,
         )
 
-    def _add_prompt_logprobs(self, pb: types_pb2.PromptLogprobs) -> None:
-        """A preemption may repeat what came before."""
-        found, parts = prompt_logprobs_from_pb(pb), self.prompt_logprobs
-        if not parts or found.first >= parts[-1].first + len(parts[-1].logprobs):
-            parts.append(found)
-
     def _on_first_token(self, pod: Pod, event: prefill_pb2.FirstToken) -> None:
+        """The prompt is computed; with n samples, this is called for the first token of each."""
         self._timeline.mark(
             "first_token",
             pod=pod.name,
@@ -362,18 +423,8 @@ class Attempt:
                 self._trace.on_first_token()
         self._put_tokens(event.child, [token_from_pb(event.token)], finish_reason_from_pb(event.finish_reason))
 
-    def _put_tokens(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
-        at = child - self._request.child
-        if not 0 <= at < self.token_queue.num_samples:
-            self.fail(InternalError(f"a pod tells of sequence {child} of {self.token_queue.num_samples}"))
-        elif not self.token_queue.put(at, tokens, finish):
-            # Whoever writes to the client is stuck, maybe for long: what holds memory and a pod ends here.
-            self.fail(Overloaded("the client reads too slowly"))
-            self._release_decode(abort=True)
-        elif at in self.token_queue.stopped_samples and tokens and finish is None and self._decode is not None:
-            self._decode.abort_orphan(self._request.request_id, child)
-
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
+        """The decode pod has all KV of the prompt."""
         since = self._computing_since - self._timeline.start
         if event.blocks:
             self._metrics.exposed_hand_off.observe(event.exposed_s)
@@ -390,24 +441,35 @@ class Attempt:
             ],
         )
 
-    # -- what the decode pod says (gateway.pods.pod.TokenSink)
+    def _prefill_failed(self, pod: Pod, error: BatonError) -> None:
+        """Fails the attempt, unless the decode pod sends tokens: then it has all KV."""
+        if self._decode_responded or self.token_queue.complete:
+            return
+        self._timeline.mark("prefill_failed", pod=pod.name, error=str(error))
+        self.blamed_pods.add(pod.address)
+        # Either side may have broken the hand-off, unless the prefill pod has no room or is gone.
+        if not isinstance(error, Overloaded) and pod.serving:
+            self._blame_decode()
+        self.fail(error)
+
+    # -- the decode pod's token stream (gateway.pods.pod.TokenSink)
 
     def on_delta(self, delta: decode_pb2.SequenceDelta) -> None:
-        """News from the token stream. It comes for every token, so what happens once is told by cheap signs."""
+        """Takes tokens of one sequence. Called for every token, so the checks before `relay_token_id` are cheap."""
         if not self._decode_responded:
             self._decode_responded = True
             self._timeline.mark("decode")
             if self._trace is not None:
                 self._trace.on_first_token()
-        pbs = delta.tokens
-        more = delta.finish_reason or delta.cached_tokens or delta.child or delta.HasField("speculation")
-        if self._ids_only and len(pbs) == 1 and not more:
-            pb = pbs[0]
-            if self.token_queue.relay_token_id(pb.index, pb.id):  # as nearly every token
+        token_pbs = delta.tokens
+        has_more = delta.finish_reason or delta.cached_tokens or delta.child or delta.HasField("speculation")
+        if self._ids_only and len(token_pbs) == 1 and not has_more:
+            token_pb = token_pbs[0]
+            if self.token_queue.relay_token_id(token_pb.index, token_pb.id):  # true for nearly every token
                 return
-        tokens = self._tokens_from_pb(pbs)
+        tokens = self._tokens_from_pb(token_pbs)
         if tokens and tokens[0].index == self._first_index and self._placement is not None:
-            self._placement.on_first_token()  # the first token of a prompt that the decode pod computed
+            self._placement.on_first_token()  # of a local prefill; has no effect after a remote one
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
         if self._wants_prompt_logprobs and delta.HasField("prompt_logprobs"):
@@ -429,14 +491,40 @@ class Attempt:
             self._blame_decode()
             self.fail(Unavailable("the decode pod ended the request"))
 
-    def fail(self, error: BatonError) -> None:
-        """Ends this attempt; tokens that are in order already are still given first."""
-        self.token_queue.fail(error)
-
     def on_stream_lost(self, error: BatonError) -> None:
-        """The decode pod's token stream ended."""
+        """Fails the attempt: the decode pod's token stream has ended."""
         self._blame_decode()
         self.fail(error)
+
+    # -- both pods
+
+    def _put_tokens(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
+        """Puts tokens of a sequence, `child` on the wire, into the token queue."""
+        first = self._request.child
+        sample = child - first
+        if not 0 <= sample < self.token_queue.num_samples:
+            last = first + self.token_queue.num_samples - 1
+            self.fail(InternalError(f"a pod sent tokens of sequence {child}; expected {first} to {last}"))
+        elif not self.token_queue.put(sample, tokens, finish):
+            # The reader is stuck in a write to the client, maybe for long. So the pod and its memory are freed now.
+            self.fail(Overloaded("the client reads too slowly"))
+            self._release_decode(abort=True)
+        elif sample in self.token_queue.stopped_samples and tokens and finish is None and self._decode is not None:
+            self._decode.abort_orphan(self._request.request_id, child)
+
+    def _add_prompt_logprobs(self, pb: types_pb2.PromptLogprobs) -> None:
+        """Adds the next part. A part that was there is dropped: after a preemption the pod sends it again."""
+        part, parts = prompt_logprobs_from_pb(pb), self.prompt_logprobs
+        if not parts or part.first >= parts[-1].first + len(parts[-1].logprobs):
+            parts.append(part)
+
+    def _record_hits(self, placement: Placement, cached_tokens: int) -> None:
+        self._metrics.record_hits(
+            placement.predicted_hit_tokens,
+            cached_tokens,
+            prompt_tokens=self._request.context_len,
+            repeated=self._plan.repeated_tokens,
+        )
 
     def _blame_decode(self) -> None:
         if self._decode is not None:
@@ -444,26 +532,30 @@ class Attempt:
 
     # -- the end
 
-    def stop_sample(self, child: int) -> None:
-        """Nothing more is wanted of one child; the others go on."""
-        if self.token_queue.stop_sample(child) and self._decode is not None:
-            self._decode.abort(self._request.request_id, self._deadline, child=child)
+    def stop_sample(self, sample: int) -> None:
+        """Ends one sample of the request; the others go on."""
+        if self.token_queue.stop_sample(sample) and self._decode is not None:
+            self._decode.abort(self._request.request_id, self._deadline, child=sample)
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the attempt. The reader first gets the tokens that are in order."""
+        self.token_queue.fail(error)
 
     def close(self) -> None:
-        """Gives everything back; idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Releases everything that the attempt holds. Idempotent."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         if self._trace is not None:
             drafts = {"baton.drafts_proposed": self.drafts_proposed, "baton.drafts_accepted": self.drafts_accepted}
             error = self.token_queue.error
             self._trace.end(None if error is None else error.message, drafts)
         self._metrics.duplicates.inc(self.token_queue.take_duplicates())
         self._release_decode(abort=not self.token_queue.complete or self._hand_off_failed)
-        task, self._prefill_task = self._prefill_task, None
-        if not self.token_queue.complete and task is not None:
-            task.cancel()
+        if not self.token_queue.complete and self._prefill is not None and self._prefill.task is not None:
+            self._prefill.task.cancel()
 
     def _release_decode(self, *, abort: bool) -> None:
+        """Returns the bookings and unsubscribes from the decode pod; `abort` also ends the request there."""
         placement, self._placement = self._placement, None
         if placement is not None:
             placement.release()

@@ -1,9 +1,7 @@
-"""The n choices of one prompt: one run through the pods, whose news are dealt to the children.
+"""The n samples of one prompt, which share one dispatch.
 
-There is no task behind it: whichever child waits for news fetches them, for all; the others wait until something is
-theirs or nobody fetches any more. A child that is closed early is ended on the pods alone; the run is closed with the
-last one, so all of them have to be closed, those too that were never asked for anything. Once the run has come into
-parts, each child asks its own.
+No task runs for the group. The first sample that waits for tokens reads the dispatch for all samples. The others wait
+until the reading sample has got tokens for them, or until it stops to read and one of them takes its place.
 """
 
 from __future__ import annotations
@@ -13,21 +11,26 @@ from collections.abc import Callable
 
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason, PromptLogprobs, Token
-from gateway.dispatch.attempt import MAX_PENDING
+from gateway.dispatch.attempt import MAX_PENDING_TOKENS
 from gateway.dispatch.dispatch import Dispatch
 from gateway.dispatch.token_queue import TokenDelta
 
 
 class Sample:
-    """One choice's end of a family; as a Run. Tokens that it was not asked for are bounded by MAX_PENDING."""
+    """One sample of a group; it is read like a Dispatch.
 
-    def __init__(self, family: SampleGroup, number: int) -> None:
-        self._group = family
-        self._index = number
+    Every sample has to be closed, also one that was never read: the dispatch is closed with the last of them.
+    """
+
+    def __init__(self, group: SampleGroup, index: int) -> None:
+        #: Tokens that came and were not read, at most MAX_PENDING_TOKENS.
         self.tokens: list[Token] = []
         self.finish: FinishReason | None = None
         self.closed = False
+        #: Set when the sample has tokens, or may read the dispatch itself.
         self.wakeup = asyncio.Event()
+        self._group = group
+        self._index = index
 
     @property
     def cached_tokens(self) -> int:
@@ -35,11 +38,12 @@ class Sample:
 
     @property
     def drafts_proposed(self) -> int:
-        """Drafts of all children, told by the first."""
+        """Draft tokens of all samples; sample 0 reports them, the others report 0."""
         return 0 if self._index else self._group.dispatch.drafts_proposed
 
     @property
     def drafts_accepted(self) -> int:
+        """Those of `drafts_proposed` that were right."""
         return 0 if self._index else self._group.dispatch.drafts_accepted
 
     @property
@@ -47,49 +51,51 @@ class Sample:
         return self._group.dispatch.prompt_logprobs
 
     async def next(self) -> TokenDelta:
-        """See Run.next."""
+        """Returns the next tokens in order, with the finish reason after the last. Raises BatonError."""
         while not (self.tokens or self.finish):
-            if (part := self._group.dispatch.resumed_samples.get(self._index)) is not None:
-                return (await part.next())._replace(child=self._index)
+            if (resumed := self._group.dispatch.resumed_samples.get(self._index)) is not None:
+                return (await resumed.next())._replace(sample=self._index)
             await self._group.fetch(self)
         tokens, self.tokens = self.tokens, []
-        return TokenDelta(tokens, self.finish, child=self._index)
+        return TokenDelta(tokens, self.finish, self._index)
 
     def close(self) -> None:
-        """Nothing more is wanted of it; idempotent."""
+        """Ends the sample on the pods if it still runs. Idempotent."""
         if not self.closed:
             self.closed = True
             self._group.on_sample_closed(self._index)
 
 
 class SampleGroup:
-    """See the top of this file."""
+    """The samples of one prompt. The first `start` creates the dispatch; the last closed sample closes it."""
 
     def __init__(self, n: int) -> None:
         self.dispatch_or_none: Dispatch | None = None
-        self.samples = tuple(Sample(self, number) for number in range(n))
+        self.samples = tuple(Sample(self, index) for index in range(n))
+        #: A sample reads the dispatch now.
         self._fetching = False
+        #: The error that ended the dispatch.
         self._error: BatonError | None = None
 
     @property
     def dispatch(self) -> Dispatch:
-        """The run, once a child was begun."""
+        """The shared dispatch. A sample must have been started."""
         assert self.dispatch_or_none is not None
         return self.dispatch_or_none
 
-    def start(self, number: int, start: Callable[[], Dispatch]) -> Sample:
-        """A child that will be asked; the first one starts the run for all."""
+    def start(self, index: int, new_dispatch: Callable[[], Dispatch]) -> Sample:
+        """Returns the sample. The first call creates the dispatch for all."""
         if self.dispatch_or_none is None:
-            self.dispatch_or_none = start()
-        return self.samples[number]
+            self.dispatch_or_none = new_dispatch()
+        return self.samples[index]
 
-    async def fetch(self, child: Sample) -> None:
-        """Returns when there may be something for the child. Raises what ended the run early."""
+    async def fetch(self, sample: Sample) -> None:
+        """Returns when there may be tokens for the sample. Raises the error that ended the dispatch."""
         if self._error is not None:
             raise self._error
-        child.wakeup.clear()
+        sample.wakeup.clear()
         if self._fetching:
-            await child.wakeup.wait()
+            await sample.wakeup.wait()
             return
         self._fetching = True
         try:
@@ -102,32 +108,33 @@ class SampleGroup:
             self._wake_next_reader()
 
     def _deliver(self, delta: TokenDelta) -> None:
+        """Gives a delta to its sample. If the samples continue on their own, all of them are woken."""
         if self.dispatch.resumed_samples:
-            for child in self.samples:
-                child.wakeup.set()
+            for sample in self.samples:
+                sample.wakeup.set()
             return
-        child = self.samples[delta.child]
-        if not child.closed:
-            child.tokens.extend(delta.tokens)
-            child.finish = delta.finish
-            if len(child.tokens) > MAX_PENDING:
+        sample = self.samples[delta.sample]
+        if not sample.closed:
+            sample.tokens.extend(delta.tokens)
+            sample.finish = delta.finish
+            if len(sample.tokens) > MAX_PENDING_TOKENS:
                 raise Overloaded("the client reads too slowly")
-            child.wakeup.set()
+            sample.wakeup.set()
 
     def _wake_next_reader(self) -> None:
-        """Somebody who waits fetches next; with an error all are told."""
-        for child in self.samples:
-            if child.closed or child.wakeup.is_set():
+        """Wakes one waiting sample, which reads next. After an error all are woken, to raise it."""
+        for sample in self.samples:
+            if sample.closed or sample.wakeup.is_set():
                 continue
-            child.wakeup.set()
+            sample.wakeup.set()
             if self._error is None:
                 return
 
-    def on_sample_closed(self, number: int) -> None:
-        """A child wants nothing more."""
+    def on_sample_closed(self, index: int) -> None:
+        """Ends the sample, or the dispatch if it was the last."""
         if self.dispatch_or_none is None:
             return
-        if all(child.closed for child in self.samples):
+        if all(sample.closed for sample in self.samples):
             self.dispatch_or_none.close()
         else:
-            self.dispatch_or_none.stop_sample(number)
+            self.dispatch_or_none.stop_sample(index)

@@ -1,11 +1,14 @@
-"""Tokens of one attempt's sequences (children) on their way from the pods to whoever answers the client.
+"""The queue of an attempt's tokens, between the pods that send them and the reader that answers the client.
 
-Whoever answers asks with `next`, one delta at a time, which merges what came meanwhile: that is how a reader that is
-behind gets larger pieces. One that keeps up gives `relay` functions instead, which are called for each delta in the
-very turn of the event loop in which it came: nothing is queued, and no task is woken, for a token. Nearly every token
-is of such a reader, comes alone and is its id and nothing else: `pass_on` is for those.
+    pods -- put -------------> order of sample 0 --+-- next --> reader    wakes a task; gives all tokens that wait
+                               order of sample 1 --+
+         -- relay_token_id --> order of sample 0 ----- relay -> reader    calls the reader in the same loop turn
 
-Invariant: whichever way, a child's deltas come in order, each token once, and its finish reason with the last.
+A reader that is behind calls `next`, and its pieces grow. A reader that keeps up calls `relay` with callbacks: then no
+token is queued and no task is woken. Nearly every token is relayed alone and has nothing but its id, so
+`relay_token_id` handles that case without a list.
+
+Invariant: on both ways a sample's tokens come in order, each token once, and the finish reason comes with the last.
 """
 
 from __future__ import annotations
@@ -21,127 +24,157 @@ from common.types import FinishReason, Token
 
 
 class TokenDelta(NamedTuple):
-    """Tokens of one sequence (child) that are next in order."""
+    """The next tokens of one sample, in order; `finish` is set with its last token."""
 
     tokens: Sequence[Token] = ()
     finish: FinishReason | None = None
-    child: int = 0
+    sample: int = 0
 
 
-OnTokens = Callable[[Sequence[Token], FinishReason | None], bool]  # what a Delta tells; False: no more
-OnTokenId = Callable[[int], bool]  # the same, of one token that has nothing but its id, and does not end the sequence
+#: Callback of a relaying reader for the tokens and the finish reason of a delta. It returns False to end the relay.
+OnTokens = Callable[[Sequence[Token], FinishReason | None], bool]
+
+#: Callback for one token that has nothing but its id and is not the last. It returns False to end the relay.
+OnTokenId = Callable[[int], bool]
 
 
 class TokenQueue:
-    """Of n children (size). output: what the only one has from an attempt before. max_pending: tokens of a child that
-    may wait. complete: all that was asked for was given. stopped: children of which nothing more is wanted. error: what
-    ended the attempt early.
-    """
+    """Puts the tokens of n samples in order and gives each token once, to one reader."""
 
-    def __init__(self, n: int, max_pending: int, output: Sequence[int] = ()) -> None:
+    def __init__(self, num_samples: int, max_pending: int, output_ids: Sequence[int] = ()) -> None:
+        """
+        Args:
+            max_pending: Tokens of a sample that may wait for the reader.
+            output_ids: Tokens of the only sample from earlier attempts; the reader does not get them again.
+        """
+        self.num_samples = num_samples
+        #: The reader has got every sample with its finish reason.
         self.complete = False
-        self.stopped_samples: set[int] = set()
+        #: The error that ended the attempt early.
         self.error: BatonError | None = None
+        #: Samples that the reader has stopped before their end.
+        self.stopped_samples: set[int] = set()
         self._max_pending = max_pending
-        self.num_samples = n
-        self._orders = [TokenOrder(output) for _ in range(n)]
-        self._unfinished = set(range(n))
-        self._ready_samples: deque[int] = deque()  # children that may have something to give
-        self._on_tokens: OnTokens | None = None  # of `relay`
-        self._on_token_id: OnTokenId | None = None  # the same
-        self._waiter: asyncio.Future[None] | None = None  # of `next` and `relay`
+        self._orders = [TokenOrder(output_ids) for _ in range(num_samples)]
+        #: Samples whose finish reason the reader has not got yet.
+        self._unfinished = set(range(num_samples))
+        #: Samples that got tokens since `next` last looked at them; each at most once.
+        self._ready_samples: deque[int] = deque()
+        #: Callbacks of the reader; set only while `relay` runs.
+        self._on_tokens: OnTokens | None = None
+        self._on_token_id: OnTokenId | None = None
+        #: The reader's future while it waits in `next` or `relay`.
+        self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> bool:
-        """More of a child; False when too much of it waits."""
-        order, take = self._orders[child], self._on_tokens
+    # -- the pods' side
+
+    def put(self, sample: int, tokens: Sequence[Token], finish: FinishReason | None) -> bool:
+        """Takes tokens of a sample in any order. Returns False if more than `max_pending` tokens of it wait."""
+        order, on_tokens = self._orders[sample], self._on_tokens
         order.put(tokens)
         if finish is not None:
             order.set_finish(finish)
-        if child in self.stopped_samples:
+        if sample in self.stopped_samples:
             return True
-        if take is not None and (delta := self._take_ready(child)) is not None:
-            self._call_reader(take, delta.tokens, delta.finish)
+        if on_tokens is not None and (delta := self._take_ready(sample)) is not None:
+            self._call_reader(on_tokens, delta.tokens, delta.finish)
             return True
-        if child not in self._ready_samples:  # one that stayed behind would keep the reader from relaying
-            self._ready_samples.append(child)
+        # Each sample is entered once: an entry that `next` did not take would end the reader's next relay at once.
+        if sample not in self._ready_samples:
+            self._ready_samples.append(sample)
         self._wake_reader()
         return order.num_pending <= self._max_pending
 
     def relay_token_id(self, index: int, token_id: int) -> bool:
-        """Gives one token of the only child to who relays; False: it has to be `put`."""
-        take = self._on_token_id
-        if take is None or not self._orders[0].append_if_next(index, token_id):
+        """Gives one token of the only sample to the relaying reader.
+
+        Returns False, without effect, if no reader relays or the token is not the next one; then `put` has to take it.
+        """
+        on_token_id = self._on_token_id
+        if on_token_id is None or not self._orders[0].append_if_next(index, token_id):
             return False
-        self._call_reader(take, token_id)
+        self._call_reader(on_token_id, token_id)
         return True
 
     def fail(self, error: BatonError) -> None:
-        """Nothing will follow; tokens that are in order already are still given first. The first error counts."""
+        """Ends the queue: the reader gets the tokens that are in order, then the error. The first error stays."""
         if self.error is None:
             self.error = error
         self._wake_reader()
 
-    def stop_sample(self, child: int) -> bool:
-        """Nothing more is wanted of one child; whether its pod has to be told."""
-        if child not in self._unfinished or child in self.stopped_samples:
-            return False
-        self.stopped_samples.add(child)
-        return not self._orders[child].finish_known
-
-    @property
-    def has_tokens(self) -> bool:
-        """There are tokens, in order."""
-        return any(order.ids for order in self._orders)
-
-    def unfinished(self) -> dict[int, Sequence[int]]:
-        """The tokens so far of each child of which more is wanted."""
-        return {child: self._orders[child].ids for child in sorted(self._unfinished - self.stopped_samples)}
-
-    def take_duplicates(self) -> int:
-        """Tokens that came twice, since the last call."""
-        count = sum(order.num_duplicates for order in self._orders)
-        for order in self._orders:
-            order.num_duplicates = 0
-        return count
+    # -- the reader's side
 
     async def next(self) -> TokenDelta:
-        """All tokens of one child that are next in order; the last ones with its finish reason. Raises `error`."""
+        """Returns all tokens of one sample that are next in order. Raises `error` once no such tokens are left."""
         while True:
             while self._ready_samples:
-                child = self._ready_samples.popleft()
-                if child not in self.stopped_samples and (delta := self._take_ready(child)) is not None:
+                sample = self._ready_samples.popleft()
+                if sample not in self.stopped_samples and (delta := self._take_ready(sample)) is not None:
                     return delta
             if self.error is not None:
                 raise self.error
             await self._wait_for_wake()
 
-    async def relay(self, take: OnTokens, take_id: OnTokenId | None = None) -> None:
-        """Gives the only child's tokens to `take` as they come, or to take_id, until it wants no more or none will
-        follow; `next` knows why. Raises what `take` raises.
+    async def relay(self, on_tokens: OnTokens, on_token_id: OnTokenId | None = None) -> None:
+        """Calls the reader back for each token of the only sample, in the loop turn in which it arrives.
+
+        Returns when a callback returns False, when the sample is complete, when an error is set, or at once if tokens
+        wait already. The reader then calls `next`, which gives the tokens or the error. Raises what a callback raises.
         """
         assert self.num_samples == 1
         if self._ready_samples or self.error is not None:
             return
-        self._on_tokens, self._on_token_id = take, take_id
+        self._on_tokens, self._on_token_id = on_tokens, on_token_id
         try:
             await self._wait_for_wake()
         finally:
             self._on_tokens = self._on_token_id = None
 
-    def _take_ready(self, child: int) -> TokenDelta | None:
-        """What is next in order."""
-        if child not in self._unfinished:
-            return None
-        tokens, finish = self._orders[child].take()
-        if finish is not None:
-            self._unfinished.discard(child)
-            self.complete = not self._unfinished
-        return TokenDelta(tokens, finish, child) if tokens or finish is not None else None
+    def stop_sample(self, sample: int) -> bool:
+        """Gives no more tokens of a sample. Returns True if the decode pod still computes it, as far as is known."""
+        if sample not in self._unfinished or sample in self.stopped_samples:
+            return False
+        self.stopped_samples.add(sample)
+        return not self._orders[sample].finish_known
 
-    def _call_reader(self, take: Callable[..., bool], *news: Any) -> None:
-        """Whoever brings the news works for other requests too, so a failure of this one's own is not raised here."""
+    # -- what a later attempt needs to know
+
+    @property
+    def has_tokens(self) -> bool:
+        """At least one token is in order, from this attempt or from an earlier one."""
+        return any(order.ids for order in self._orders)
+
+    def unfinished(self) -> dict[int, Sequence[int]]:
+        """Returns the token ids so far of each sample that was neither finished nor stopped."""
+        return {sample: self._orders[sample].ids for sample in sorted(self._unfinished - self.stopped_samples)}
+
+    def take_duplicates(self) -> int:
+        """Returns how many tokens were dropped as duplicates since the last call."""
+        count = sum(order.num_duplicates for order in self._orders)
+        for order in self._orders:
+            order.num_duplicates = 0
+        return count
+
+    # -- between the two sides
+
+    def _take_ready(self, sample: int) -> TokenDelta | None:
+        """Takes the tokens of a sample that are next in order; None if there are none and it does not end."""
+        if sample not in self._unfinished:
+            return None
+        tokens, finish = self._orders[sample].take()
+        if finish is not None:
+            self._unfinished.discard(sample)
+            self.complete = not self._unfinished
+        return TokenDelta(tokens, finish, sample) if tokens or finish is not None else None
+
+    def _call_reader(self, callback: Callable[..., bool], *arguments: Any) -> None:
+        """Calls a relaying reader, and ends its relay if it wants no more or the sample is complete.
+
+        The caller reads a token stream of many requests. So an exception of this reader goes to the task that waits in
+        `relay`, not to the caller.
+        """
         try:
-            if take(*news) and not self.complete:
+            if callback(*arguments) and not self.complete:
                 return
             self._wake_reader()
         except Exception as e:
@@ -159,36 +192,42 @@ class TokenQueue:
 
 
 class TokenOrder:
-    """Reorders one sequence. ids: its tokens in order, ready or taken; output: those that were there before. pending:
-    tokens that arrived and were not taken; duplicates: tokens dropped.
+    """Puts the tokens of one sequence in order of their index and drops duplicates.
+
+    |<---------------- ids ---------------->|
+    | output_ids |  taken  |  _ready        |  gap  |  _early  |
+    index 0                                 ^ the next token   ^ _end, once the finish reason is known
     """
 
-    def __init__(self, output: Sequence[int] = ()) -> None:
-        self.ids = array("I", output)
-        self._ready: list[Token] = []
-        self._early: dict[int, Token] = {}  # came before one with a lower index
-        self._end: int | None = None
-        self._finish: FinishReason | None = None
+    def __init__(self, output_ids: Sequence[int] = ()) -> None:
+        #: Ids of all tokens in order without a gap: those of earlier attempts, the taken ones and the ready ones.
+        self.ids = array("I", output_ids)
+        #: Tokens dropped because they arrived twice.
         self.num_duplicates = 0
+        self._ready: list[Token] = []
+        self._early: dict[int, Token] = {}  # by index; a token before them is missing
+        self._end: int | None = None  # number of tokens of the whole sequence
+        self._finish: FinishReason | None = None
 
     @property
     def num_pending(self) -> int:
+        """Tokens that arrived and were not taken."""
         return len(self._ready) + len(self._early)
 
     @property
     def finish_known(self) -> bool:
-        """The finish reason is known; tokens may still be missing."""
+        """The finish reason has arrived; tokens before it may still be missing."""
         return self._finish is not None
 
     def append_if_next(self, index: int, token_id: int) -> bool:
-        """Whether this token is exactly what `take` would give if it were put now; then it counts as put and taken."""
+        """Appends a token and counts it as taken, if it is the next one and nothing else waits. Else returns False."""
         if index != len(self.ids) or self._ready or self._early or self._end is not None:
             return False
         self.ids.append(token_id)
         return True
 
     def put(self, tokens: Iterable[Token]) -> None:
-        """Takes tokens in any order, as often as they come."""
+        """Takes tokens in any order and any number of times. Tokens at or after the end are dropped."""
         for token in tokens:
             index = token.index
             if index < len(self.ids) or index in self._early:
@@ -206,12 +245,12 @@ class TokenOrder:
         self.ids.append(token.id)
 
     def set_finish(self, reason: FinishReason) -> None:
-        """The sequence ends with the last token that arrived so far; there is always at least one."""
+        """Sets the finish reason. The sequence ends with its last token so far, and has at least one token."""
         if self._finish is None:
             self._finish = reason
             self._end = max(len(self.ids), 1 + max(self._early, default=0))
 
     def take(self) -> tuple[list[Token], FinishReason | None]:
-        """All tokens that are next in order, and the finish reason once nothing is missing before it."""
-        out, self._ready = self._ready, []
-        return out, self._finish if self._end is not None and len(self.ids) >= self._end else None
+        """Takes all tokens that are next in order, and the finish reason if no token before the end is missing."""
+        taken, self._ready = self._ready, []
+        return taken, self._finish if self._end is not None and len(self.ids) >= self._end else None

@@ -293,7 +293,7 @@ async def test_a_failed_hand_off_after_a_complete_answer_frees_the_decode_pod(
     assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
 
 
-async def make_leg(gw: Rig, max_tokens: int) -> Attempt:
+async def make_attempt(gw: Rig, max_tokens: int) -> Attempt:
     pipeline = gw.gateway.models.first.dispatcher
     plan = await pipeline.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
     return pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
@@ -304,22 +304,22 @@ async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode
 ) -> None:
     for pod in cluster.prefills:
         pod.faults.hand_off_error = TransferFailed("blocks were lost")
-    leg = await make_leg(gw, max_tokens=1)
-    await leg.start()
+    attempt = await make_attempt(gw, max_tokens=1)
+    await attempt.start()
     await until(
         lambda: not any(pod.view and len(pod.view.prefill_bookings) for pod in gw.gateway.pod_table.pods.values())
     )
-    await until(lambda: bool(leg.blamed_pods))
-    assert (await leg.token_queue.next()).finish is FinishReason.LENGTH
-    leg.close()
+    await until(lambda: bool(attempt.blamed_pods))
+    assert (await attempt.token_queue.next()).finish is FinishReason.LENGTH
+    attempt.close()
     await gw.settled()
     assert sum(len(pod.seen.decode_aborts) for pod in cluster.decodes) == 1
 
 
 async def test_a_prefill_that_is_cancelled_before_it_begins_leaves_no_booking(gw: Rig, cluster: FakeCluster) -> None:
-    leg = await make_leg(gw, max_tokens=4)
-    await leg.start()
-    leg.close()
+    attempt = await make_attempt(gw, max_tokens=4)
+    await attempt.start()
+    attempt.close()
     await gw.settled()
     assert not any(pod.seen.prefilled for pod in cluster.prefills)
 

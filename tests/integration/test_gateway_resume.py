@@ -216,7 +216,7 @@ async def test_it_goes_on_only_where_the_same_weights_are(gw: Rig, cluster: Fake
 
 
 async def test_a_full_pod_is_asked_again(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "FULL_PAUSE_S", 0.1)
+    monkeypatch.setattr(dispatch, "MAX_FULL_PAUSE_S", 0.1)
     expected, _ = await said(gw, True)
     stall(cluster, 3)
     task = asyncio.create_task(said(gw, True))
@@ -259,7 +259,7 @@ async def test_what_is_the_requests_own_end_is_not_tried_again(
 async def test_a_client_that_reads_too_slowly_gets_no_second_pod(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "MAX_PENDING", 2)
+    monkeypatch.setattr(attempt, "MAX_PENDING_TOKENS", 2)
     request = ValidRequest("slow", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS))
     timeline = Timeline("slow", None, "completions")
     run = gw.gateway.models.first.dispatcher.dispatch(request, deadline=time.monotonic() + 30, timeline=timeline)

@@ -159,9 +159,9 @@ async def opened(gw: Rig, tracer: Tracer | None) -> Attempt:
     request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=500))
     trace = None if tracer is None else RequestTrace(tracer, TraceContext.new(sampled=True), None)
     plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions", trace=trace)
-    leg = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
-    await leg.start()
-    return leg
+    attempt = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+    await attempt.start()
+    return attempt
 
 
 async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
@@ -171,19 +171,19 @@ async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_pa
     assert tracer is not None
     counted = []
     for traced in (None, tracer):
-        leg = await opened(gw, traced)
+        attempt = await opened(gw, traced)
         deltas = [
             decode_pb2.SequenceDelta(request_id="r", tokens=[token_to_pb(Token(index, 66))]) for index in range(201)
         ]
-        leg.on_delta(deltas[0])  # what happens once
+        attempt.on_delta(deltas[0])  # what happens once
 
-        def rest(leg: Attempt = leg, deltas: list[decode_pb2.SequenceDelta] = deltas) -> None:
+        def rest(attempt: Attempt = attempt, deltas: list[decode_pb2.SequenceDelta] = deltas) -> None:
             for delta in deltas[1:]:
-                leg.on_delta(delta)
+                attempt.on_delta(delta)
 
         counted.append(calls_of(rest))
-        assert len((await leg.token_queue.next()).tokens) == 201
-        leg.close()
+        assert len((await attempt.token_queue.next()).tokens) == 201
+        attempt.close()
     assert counted[0]["Leg.deliver"] == 200
     assert counted[0] == counted[1]
     tracer.close()

@@ -15,7 +15,7 @@ from common.errors import Overloaded
 from common.pb import decode_pb2, types_pb2
 from common.types import SamplingParams, ValidRequest
 from gateway import server as server_module
-from gateway.dispatch import attempt as leg_module
+from gateway.dispatch import attempt as attempt_module
 from gateway.dispatch.attempt import Attempt
 from gateway.server import listening_socket
 from gateway.telemetry.timeline import Timeline
@@ -71,7 +71,7 @@ def pending(gw: Rig) -> list[int]:
 async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leg_module, "MAX_PENDING", 21 * 128)
+    monkeypatch.setattr(attempt_module, "MAX_PENDING_TOKENS", 21 * 128)
     decode = cluster.decodes[0]
     with open_stream(gw.server.port) as slow:
         await until(lambda: bool(decode.seen.reserved))
@@ -87,16 +87,16 @@ async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(
 async def test_what_may_wait_for_a_client_is_bounded_by_what_it_weighs(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leg_module, "MAX_PENDING", 210)
+    monkeypatch.setattr(attempt_module, "MAX_PENDING_TOKENS", 210)
     for logprobs, limit in ((None, 210), (20, 10)):
         cluster.decodes[0].faults.stall_after = 0
         pipeline = gw.gateway.models.first.dispatcher
         request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS, logprobs=logprobs))
         plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions")
-        leg = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
-        await leg.start()
+        attempt = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+        await attempt.start()
         for index in range(1, limit + 2):
-            leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))
-            assert (leg.token_queue.error is None) == (index <= limit)
-        assert isinstance(leg.token_queue.error, Overloaded)
-        leg.close()
+            attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))
+            assert (attempt.token_queue.error is None) == (index <= limit)
+        assert isinstance(attempt.token_queue.error, Overloaded)
+        attempt.close()

@@ -14,30 +14,30 @@ from tests.rigs.gateway.gateway_rig import MODEL, Rig, until
 
 
 @pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("how", ["ticket", "leg"])
+@pytest.mark.parametrize("how", ["context", "attempt"])
 async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None:
     gw.cluster.decodes[0].faults.stall_after = 2
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     raw = orjson.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50, "stream": True})
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
     pods = gw.gateway.models.first.pod_table.pods.values()
-    legs = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Attempt)]  # noqa: E731
+    attempts = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Attempt)]  # noqa: E731
     await until(
         lambda: any(
-            len(leg.token_queue._orders[0].ids) == 3 and leg.token_queue._on_tokens is not None for leg in legs()
+            len(attempt.token_queue._orders[0].ids) == 3 and attempt.token_queue._on_tokens is not None for attempt in attempts()
         )
     )
-    [leg] = legs()
+    [attempt] = attempts()
     [ticket] = gw.gateway._requests.values()
 
     def come() -> None:
-        leg.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=66)]))
+        attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=66)]))
 
     def end() -> None:
         if how == "ticket":
             ticket.abort(Cancelled("ended by a test"))
         else:
-            leg.fail(Overloaded("ended by a test"))
+            attempt.fail(Overloaded("ended by a test"))
 
     for step in (come, end) if tokens_first else (end, come):
         step()

@@ -93,13 +93,13 @@ class FakeIndex:
         blocks = {name: min(self.held.get(name, 0), len(hashes)) for name, _ in pods}
         return {name: PrefixHits(n, n) for name, n in blocks.items()}
 
-    async def reserve(self, scope: str, request_id: str, groups: Any) -> Any:
+    async def book(self, scope: str, request_id: str, groups: Any) -> Any:
         raise IndexUnavailable("away")
 
     async def unbook(self, scope: str, pod: str, request_id: str) -> None:
         self.returned.append(pod)
 
-    def alone(self, scope: str) -> bool:
+    def is_only_gateway(self, scope: str) -> bool:
         return False
 
 

@@ -91,8 +91,8 @@ def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_d
     base = cost(queued, held)
     assert cost(queued, held + more) <= base
     assert cost(queued + more, held) > base
-    assert cost(queued, held, soon={"p": held + more}) <= base
-    assert cost(queued, held, host={"p": more}) <= base
+    assert cost(queued, held, inflight_hits={"p": held + more}) <= base
+    assert cost(queued, held, host_hits={"p": more}) <= base
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

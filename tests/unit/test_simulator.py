@@ -122,9 +122,9 @@ def test_every_request_ends_once_and_pools_come_to_rest(
                 assert o.ttft_s >= (asked.prompt_len - o.hit_tokens) / 1000.0 - 1e-9
         if not planned and decode == 0:
             assert o.done
-    for member in cluster.members:
-        counts = member.pod.pool.counts()
-        assert counts.free + counts.cached + counts.leased == member.pod.pool.num_blocks
+    for pod in cluster.pods:
+        counts = pod.process.pool.counts()
+        assert counts.free + counts.cached + counts.leased == pod.process.pool.num_blocks
     if not planned:
         computed = sum(o.prompt_len - o.hit_tokens for o in result.outcomes if o.done)
         assert result.summary.computed_tokens == computed
@@ -260,7 +260,7 @@ def test_an_index_that_was_away_is_filled_again() -> None:
 def test_two_gateways_do_not_herd() -> None:
     burst = of(*[request(1.0, 7, 7, tail=40) for _ in range(64)])
     _, cluster = run(burst, prefill=8, gateways=2, prefill_seqs=1)
-    assert max(member.prompts for member in cluster.members) <= 1.25 * 64 / 8
+    assert max(pod.prompts for pod in cluster.pods) <= 1.25 * 64 / 8
 
 
 @pytest.mark.parametrize(
