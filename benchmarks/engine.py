@@ -146,7 +146,7 @@ class Driver:
 
     def _wait(self, event: threading.Event) -> None:
         if not event.wait(WAIT_S):
-            raise SystemExit(f"the requests did not get there within {WAIT_S:.0f} s")
+            raise SystemExit(f"the requests did not reach the awaited state within {WAIT_S:.0f} s")
         if self._errors:
             raise SystemExit(f"the engine failed: {self._errors[0]}")
 
@@ -492,7 +492,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     took_s = time.perf_counter() - began
-    print(f"{took_s:.0f} s in all")
+    print(f"{took_s:.0f} s in total")
     table.metrics["copy_gb_s"] = round(ceiling.copy_gb_s, 1)
     report.write(
         args.out,

@@ -1,18 +1,16 @@
-"""The prefix index in a real Valkey: ingest, memory, and what a look-up costs as pods grow.
-
-A million blocks are published by PodIndex objects of 8 to 1,024 pods. Every pod holds a trunk (a system prompt), four
-hold a conversation's blocks to different depths. Look-ups go through IndexReader on the gateway's event loop, each with
-a prompt that was not asked before, so no answer comes from its cache:
-
-- product: as shipped, its pods named up to 16, found by sampled blocks beyond;
-- every_set: the set of every pod searched, whatever their number;
-- cell: the 16 pods of one cell only (what a gateway would do that gives each first block a group of pods).
-
-With --trace, the second half of that choice: hit rate and time to first token (a queue per pod, a virtual clock) when
-a router sees all pods, all pods by sampled blocks, or the cells that a prompt's first n blocks (of 512 tokens) rank
-highest.
+"""Measures the prefix index in a real Valkey: ingest, memory, and look-up cost for growing numbers of pods.
 
     python benchmarks/routing_index.py --trace TRACE.jsonl --out benchmarks/results/routing_index.json
+
+IndexPublisher objects of 8 to 1,024 pods publish a million blocks. All pods have a trunk (a system prompt); four have a
+conversation to different depths. Look-ups go through IndexReader, with prompts that it has not cached, in three ways:
+
+- product: as shipped: named pods up to 16 pods, sampled blocks beyond;
+- every_set: searches the set of every pod;
+- cell: searches the 16 pods of one cell, for a gateway that maps each first block to a group of pods.
+
+With --trace it also replays a trace with a queue per pod and a virtual clock. It reports hit rate and TTFT if the
+router sees all pods, all pods by sampled blocks, or the cells that the prompt's first n blocks (of 512 tokens) rank.
 """
 
 from __future__ import annotations
@@ -53,15 +51,18 @@ SCOPE = "0badcafe"
 BLOCK = 16
 TRUNK = 64
 PROMPTS = (250, 8_000)
-DEPTHS = (7_999, 6_000, 240, 150)  # what the first pods hold of the conversation; the others hold the trunk
+#: Blocks of the conversation that the first pods have; the other pods have the trunk.
+DEPTHS = (7_999, 6_000, 240, 150)
 PODS = (8, 16, 32, 64, 256, 1_024)
+#: Pods that work at the same time.
 WAVE = 32
-KEPT_S = 36_000  # nothing expires and no heartbeat comes between while we measure
+#: Lifetime of all keys, so that nothing expires and no heartbeat is sent during the measurement.
+KEPT_S = 36_000
 
 
 @dataclass(frozen=True)
 class LatencySample:
-    """Milliseconds."""
+    """Percentiles in milliseconds."""
 
     p50: float
     p99: float
@@ -72,7 +73,7 @@ class LatencySample:
 
 
 class Fleet:
-    """Pods whose entries are in the index; the first four hold the conversation."""
+    """Pods with entries in the index. The first four have the conversation."""
 
     def __init__(self, url: str, count: int, entries: int, seed: int) -> None:
         self._rng = rng = random.Random(seed)
@@ -102,43 +103,43 @@ class Fleet:
         return sum(map(len, self._blocks))
 
     async def start(self) -> None:
-        """Registers all pods, with empty sets."""
+        """Registers all pods with empty sets."""
         for first in range(0, len(self._pods), WAVE):
             wave = self._pods[first : first + WAVE]
             for pod in wave:
                 await pod.start()
-            while not all(pod.registered for pod in wave):  # noqa: ASYNC110 - they have no event for it
+            while not all(pod.registered for pod in wave):  # noqa: ASYNC110 - a publisher has no event for it
                 await asyncio.sleep(0.005)
 
     async def publish(self) -> float:
-        """Blocks per second, from pods' stored() to Valkey's sets; WAVE pods at a time, for here they share a core."""
+        """Publishes all blocks, WAVE pods at a time. Returns blocks per second, from stored() to the sets in Valkey."""
         start = time.perf_counter()
         for first in range(0, len(self._pods), WAVE):
             wave = range(first, min(first + WAVE, len(self._pods)))
             for i in wave:
                 self._cached[i] = self._blocks[i]
                 self._pods[i].stored(self._blocks[i])
-            await self._told(wave)
+            await self._published(wave)
         return self.entries / (time.perf_counter() - start)
 
     async def churn(self) -> None:
-        """Replaces half of each pod's own blocks, as a full cache does all day: then no table is growing."""
+        """Replaces half of each pod's own blocks, as a full cache does, so that no hash table grows any more."""
         for first in range(0, len(self._pods), WAVE):
             wave = range(first, min(first + WAVE, len(self._pods)))
             for i in wave:
-                kept = (self._shared[i] + len(self._blocks[i])) // 2
-                old = self._blocks[i][kept:]
-                del self._blocks[i][kept:]
+                remaining = (self._shared[i] + len(self._blocks[i])) // 2
+                old = self._blocks[i][remaining:]
+                del self._blocks[i][remaining:]
                 self._pods[i].evicted(old)
-            await self._told(wave)
+            await self._published(wave)
             for i in wave:
                 new = [self._rng.randbytes(16) for _ in range(self._each - len(self._blocks[i]))]
                 self._blocks[i] += new
                 self._pods[i].stored(new)
-            await self._told(wave)
+            await self._published(wave)
 
-    async def _told(self, wave: Iterable[int]) -> None:
-        """Returns once the sets of these pods are as large as they should be."""
+    async def _published(self, wave: Iterable[int]) -> None:
+        """Waits until the sets of these pods have their size."""
         client, keys = connect_redis(self._url, timeout_s=30), IndexKeys(SCOPE)
         for i in wave:
             while await client.scard(keys.held_blocks(*self.names[i])) != len(self._blocks[i]):  # noqa: ASYNC110
@@ -160,11 +161,11 @@ async def timed(call: Callable[[], Awaitable[object]], times: int) -> list[float
 
 
 async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> list[dict[str, object]]:
-    """One row per prompt length and way."""
+    """Measures look-ups. Returns a row for each prompt length and way."""
     reader, script, keys = IndexReader(url, timeout_s=10), LuaScript("lookup", directory=LUA_DIR), IndexKeys(SCOPE)
     await reader.pods()
-    lines = PipelinedConnections(url)
-    while (line := lines.get(SCOPE)) is None:  # noqa: ASYNC110 - nothing tells
+    connections = PipelinedConnections(url)
+    while (connection := connections.get(SCOPE)) is None:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
     rows: list[dict[str, object]] = []
     rng = random.Random(2)
@@ -179,13 +180,13 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
         async def every_set() -> object:
             named = [x for pod in fleet.names for x in pod]
             args = (keys.prefix, pack_hashes(prompt()), b"", *named)
-            return await line.call(script.pack_command((keys.postings, keys.slots), args))
+            return await connection.call(script.pack_command((keys.postings, keys.slots), args))
 
         async def cell() -> object:
             return await reader.lookup(SCOPE, prompt(), fleet.names[:MAX_EXACT_PODS])
 
         best = await reader.lookup(SCOPE, prompt(), fleet.names)
-        await asyncio.sleep(0.2)  # its own line is there by then
+        await asyncio.sleep(0.2)  # the reader's pipelined connection opens in this time
         assert best["pod-0"] == min(length - 1, fleet.entries // count), best["pod-0"]
         for way, call in (("product", product), ("every_set", every_set), ("cell", cell)):
             await timed(call, 10)
@@ -194,13 +195,13 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
             spent = (await raw.info("commandstats"))["cmdstat_evalsha"]["usec_per_call"]
             row = {"pods": count, "blocks": length, "way": way, "p50_ms": sample.p50, "p99_ms": sample.p99}
             rows.append({**row, "server_us": round(spent, 1)})
-    await lines.close()
+    await connections.close()
     await reader.close()
     return rows
 
 
 async def measure(count: int, entries: int, times: int) -> tuple[dict[str, object], list[dict[str, object]]]:
-    """What `count` pods with `entries` blocks in all cost: the fleet's own row, and its look-ups."""
+    """Measures `count` pods with `entries` blocks in total. Returns the row of the fleet and the rows of look-ups."""
     with tempfile.TemporaryDirectory(prefix="routing-index-") as directory:
         valkey = EmbeddedValkey(0, Path(directory))
         url = await valkey.start()
@@ -230,7 +231,7 @@ async def measure(count: int, entries: int, times: int) -> tuple[dict[str, objec
 
 
 class Cache:
-    """A pod: an LRU of blocks, and when its queue is done."""
+    """A simulated pod: an LRU cache of blocks, and the time at which its queue ends."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -246,7 +247,7 @@ class Cache:
         return held
 
     def serve(self, chain: Sequence[int], now: float, seconds: float) -> float:
-        """When the first token is there."""
+        """Computes a prompt for `seconds` and caches its blocks. Returns the time of the first token."""
         self.free_at = max(self.free_at, now) + seconds
         for block in reversed(chain):
             self._blocks[block] = None
@@ -257,7 +258,10 @@ class Cache:
 
 
 def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int, rate: float) -> dict[str, object]:
-    """Every request goes to the pod with the least queue + uncached / rate, among those that the way shows."""
+    """Replays a trace. A request goes to the pod with the least queue + uncached / rate, of those that `way` shows.
+
+    per_pod: cached blocks of a pod; rate: prompt tokens per second of a pod.
+    """
     caches, rng = [Cache(per_pod) for _ in range(pods)], random.Random(1)
     cells = [list(range(first, min(first + MAX_EXACT_PODS, pods))) for first in range(0, pods, MAX_EXACT_PODS)]
     speed_up, hits, tokens, waits, looked = pods / 8, 0, 0, [], 0
@@ -267,12 +271,12 @@ def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int
 
         def cost(pod: int, chain: Sequence[int] = chain, prompt: int = prompt, now: float = now) -> float:
             seen = 512 * caches[pod].match(chain)
-            if way == "sampled":  # known up to its last sampled block of 16 tokens, one in 8 of them
+            if way == "sampled":  # hits are known up to the last sampled block; one of 8 blocks is sampled
                 seen -= min(seen, BLOCK * int(rng.expovariate(BLOCK / 128)))
             return max(0.0, caches[pod].free_at - now) + (prompt - min(seen, prompt - 1)) / rate
 
         shown: Sequence[int] = range(pods)
-        if way.startswith("cells"):  # ranked by the first blocks; the next cell takes what waits too long in this one
+        if way.startswith("cells"):  # ranked by the first blocks; if the queue of a cell is long, the next one is added
             key = repr(chain[: int(way[-1])]).encode()
             ranked = sorted(cells, key=lambda c: hashlib.blake2b(key + str(c[0]).encode(), digest_size=8).digest())
             shown = ranked[0]
@@ -300,8 +304,8 @@ async def run(args: argparse.Namespace) -> None:
     for count in args.pods:
         row, rows = await measure(count, args.entries, args.times)
         print(row)
-        for each in rows:
-            print("   ", each)
+        for lookup in rows:
+            print("   ", lookup)
         fleets.append(row)
         lookups += rows
     choice = []
@@ -326,14 +330,16 @@ async def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--entries", type=int, default=1_000_000)
-    parser.add_argument("--times", type=int, default=500)
-    parser.add_argument("--pods", type=lambda text: [int(x) for x in text.split(",")], default=list(PODS))
-    parser.add_argument("--trace", type=Path, help="Mooncake's JSON lines")
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--entries", type=int, default=1_000_000, help="blocks of all pods together")
+    parser.add_argument("--times", type=int, default=500, help="look-ups of each kind")
+    parser.add_argument(
+        "--pods", type=lambda text: [int(x) for x in text.split(",")], default=list(PODS), help="numbers, with commas"
+    )
+    parser.add_argument("--trace", type=Path, help="trace in Mooncake's JSON lines")
     args = parser.parse_args()
     if 16 not in args.pods:
-        parser.error("the metrics are those of 16 pods")
+        parser.error("--pods must include 16, the number of pods of the metrics")
     publisher.HEARTBEAT_S = KEPT_S
     publisher.LEASE_MS = 1_000 * KEPT_S
     publisher.OWN_TTL_S = publisher.INFO_TTL_S = KEPT_S

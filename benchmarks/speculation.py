@@ -1,27 +1,14 @@
-"""What speculation gives: tokens per step and time on tasks with SmolLM2 (CPU), cost and gain of verify steps (GPU).
+"""Measures speculation: tokens per step and time on tasks with SmolLM2 (CPU), cost and gain of verify steps (GPU).
 
     python benchmarks/speculation.py --out benchmarks/results/speculation-cpu.json
     python benchmarks/speculation.py --device cuda --out benchmarks/results/speculation-h100.json
 
-CPU: prompts of four kinds of work, greedy, one at a time, prompt look-up with K drafts. Each is answered with and
-without drafts in turn, by one engine, its prompt in the prefix cache as on a pod whose prompts come from elsewhere;
-the answers must be equal.
+On a CPU it answers prompts of four kinds of tasks, greedy and one at a time, with and without drafts of prompt look-up
+in turn. One engine gives all answers, which must be equal. The prompts are in the prefix cache, as on a decode pod.
 
-- tokens_per_step_TASK: output tokens after the first over the steps that gave them, where K are always drafted.
-- speedup_TASK: time of the task's answers without drafts over the time with those that pay, of each the best of some
-  runs.
-- acceptance_draft_model, tokens_per_step_draft_model: of chat, where SmolLM2 without two layers drafts K always;
-  draft_model_over_plain: time of the answers of an engine with this draft, which is as slow as the target, where only
-  drafts that pay are made, over that of an engine without one.
-
-GPU: the shape of Llama-3.1-8B with random weights, prompts so long that rows have about 1024 tokens. Except for
-verify_cost, a bias makes one token the answer everywhere, so a proposer can be right at a rate that is set: a draft is
-right with probability 0.8 if those before it are. All of the step is computed.
-
-- verify_cost_R: a step in which R rows verify K drafts each over one without drafts, graphs replayed back to back.
-- wall_cost_R: such a step from the results of one step to those of the next: with drafts the host's work is not hidden.
-- speedup_R: tokens a second with drafts over those without.
-- loss_when_useless: tokens a second that prompt look-up costs on random text, the worst of 1 and 16 rows; a share.
+On a GPU the model has the shape of Llama-3.1-8B with random weights, and rows have about 1024 tokens. Except for
+verify_cost, a logit bias makes one token the answer everywhere, so that a proposer can be right at a fixed rate: a
+draft is right with probability 0.8 if the drafts before it are right. Steps are computed in full.
 """
 
 from __future__ import annotations
@@ -56,8 +43,27 @@ from engine.speculation.controller import AlwaysDraft
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import DraftBatch, Proposer
 
+METRICS = """
+CPU:
+
+- tokens_per_step_TASK: output tokens after the first over their steps, if K tokens are always drafted.
+- speedup_TASK: time of the task's answers without drafts over the time with drafts when they pay; best of some runs.
+- acceptance_draft_model, tokens_per_step_draft_model: chat, with K tokens always drafted by SmolLM2 without two layers.
+- draft_model_over_plain: time of the answers with this draft model, which is as slow as the target, over the time
+  without one; tokens are drafted only when they pay.
+
+GPU:
+
+- verify_cost_R: a step in which R rows verify K drafts each over a step without drafts, graphs replayed back to back.
+- wall_cost_R: the same from the results of a step to those of the next. With drafts, the host's work is not hidden.
+- speedup_R: tokens per second with drafts over tokens per second without.
+- loss_when_useless: share of tokens per second that prompt look-up costs on random text; worst of 1 and 16 rows.
+"""
+
 RATE = 0.8
-ANSWER = 7  # the token that a bias makes the only one
+#: The token that the logit bias makes the answer.
+ANSWER = 7
+#: Steps between a change and the first step that counts.
 AROUND = 16
 BARS = {
     "tokens_per_step_copy": 3.2,
@@ -73,7 +79,8 @@ BARS = {
     "speedup_64": 1.6,
     "loss_when_useless": 0.02,
 }
-COSTS = ("verify_cost", "loss")  # of these, less is better
+#: Prefixes of metrics for which less is better.
+COSTS = ("verify_cost", "loss")
 
 TEXTS = (
     "The lighthouse at Corran Point was built in 1884 by the engineer David Alan. It stands 37 metres tall and "
@@ -158,7 +165,7 @@ TASKS: dict[str, tuple[tuple[str, ...], int]] = {
 
 @dataclass(slots=True)
 class BarTable:
-    """Figures beside their bars."""
+    """Prints metrics with their bars and collects them. bars: the bars apply."""
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
@@ -178,10 +185,13 @@ class BarTable:
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswers:
-    """ids and seconds of each prompt's answer; steps of all, those of first tokens left out."""
+    """Answers to the prompts of a task."""
 
+    #: Tokens of each answer.
     ids: list[list[int]]
+    #: Seconds of each answer.
     seconds: list[float]
+    #: Steps of all answers, without those of the first tokens.
     steps: int
 
 
@@ -219,9 +229,9 @@ def measure_tasks(table: BarTable, drafts: int, runs: int, settings: dict[str, A
             drafted.append(answer(llm, prompts, params))
             if not always.ids == drafted[-1].ids == plain[-1].ids:
                 raise SystemExit(f"{task}: the answers differ")
-        given = sum(len(ids) - 1 for ids in always.ids)
-        more = {"tokens": given, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
-        table.line(f"tokens_per_step_{task}", given / always.steps, **more)
+        num_tokens = sum(len(ids) - 1 for ids in always.ids)
+        more = {"tokens": num_tokens, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
+        table.line(f"tokens_per_step_{task}", num_tokens / always.steps, **more)
         best = [sum(map(min, zip(*(answers.seconds for answers in kind), strict=True))) for kind in (plain, drafted)]
         table.line(f"speedup_{task}", best[0] / best[1], plain_s=round(best[0], 3), drafted_s=round(best[1], 3))
 
@@ -244,10 +254,10 @@ def measure_draft_model(table: BarTable, drafts: int, runs: int, settings: dict[
         always = answer(llm, prompts, params)
         assert llm.engine.speculator is not None
         stats = llm.engine.speculator.stats
-        given = sum(len(ids) - 1 for ids in always.ids)
-        more = {"tokens": given, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
+        num_tokens = sum(len(ids) - 1 for ids in always.ids)
+        more = {"tokens": num_tokens, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
         table.line("acceptance_draft_model", stats.accepted / stats.proposed, **more)
-        table.line("tokens_per_step_draft_model", given / always.steps)
+        table.line("tokens_per_step_draft_model", num_tokens / always.steps)
         llm.engine.set_proposer(llm.engine.configured_proposer())
         seconds: list[list[float]] = [[], []]
         for _ in range(runs):
@@ -264,7 +274,7 @@ def measure_draft_model(table: BarTable, drafts: int, runs: int, settings: dict[
 
 
 class Coin:
-    """Proposes the answer with probability `rate`, else another token; each place of each request has its own coin."""
+    """Proposes ANSWER with probability `rate` at each place of each request, otherwise another token."""
 
     name = "coin"
 
@@ -274,31 +284,34 @@ class Coin:
     def new_state(self, seq: EngineSequence) -> random.Random:
         return random.Random(seq.request_id)
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = DraftBatch.empty(len(seqs), max(limits))
         drafts.lengths[:] = limits
-        for row, rng in enumerate(kept):
+        for row, rng in enumerate(states):
             drafts.tokens[row] = [ANSWER + (rng.random() >= self._rate) for _ in range(drafts.tokens.shape[1])]
         return drafts
 
-    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
-        """It looks at nothing, and always has drafts."""
+    def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
+        """Always has drafts."""
         return True
 
-    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
-        """It learns nothing."""
+    def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
+        """Does nothing: the drafts do not depend on earlier results."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRun:
-    """tokens_s: of all rows; step_s: median between results; replay_s: of one step's graph, None without graphs;
-    proposed, accepted: drafts of a row's step; of the last one for proposed.
-    """
+    """Results of one run with all rows decoding."""
 
+    #: Tokens per second of all rows.
     tokens_s: float
+    #: Median seconds between the results of steps.
     step_s: float
+    #: Seconds of a replay of the step's graph. None: without graphs.
     replay_s: float | None
+    #: Mean accepted drafts of a row in a step.
     accepted: float
+    #: Mean drafts of a row in the last step.
     proposed: float
 
 
@@ -312,9 +325,9 @@ def decode(
     skip: int = AROUND,
     always: bool = False,
 ) -> SpeculationRun:
-    """Decodes all rows together for `steps` steps after `skip` ones; the replays come after those.
+    """Decodes with all rows for `skip` and then `steps` steps, of which the latter count, and replays the graph.
 
-    always: drafts are made whether they pay or not.
+    always: draft in every step, even if it does not pay.
     """
     rows = len(prompts)
     control = AlwaysDraft(driver.engine.config.speculation_tokens) if always else None
@@ -349,11 +362,11 @@ def decode(
 
 
 def measure_cost(table: BarTable, driver: Driver, prompts: Prompts, context: int) -> None:
-    """Of requests without a bias, just after their prompts: drafts are wrong then, which changes nothing."""
+    """Measures verify_cost with requests without a bias. Their drafts are wrong, which does not change the cost."""
     for rows in (1, 16, 64):
         batch = prompts.make(rows, context)
         params = [SamplingParams(temperature=0.0, max_tokens=256)] * rows
-        decode(driver, None, batch, params, 2, skip=1)  # the cache
+        decode(driver, None, batch, params, 2, skip=1)  # puts the prompts into the prefix cache
         plain = decode(driver, None, batch, params, 2, skip=1)
         drafted = decode(driver, Coin(0.5), batch, params, 2, skip=1, always=True)
         assert drafted.proposed > 0
@@ -369,9 +382,10 @@ def measure_verify(table: BarTable, driver: Driver, prompts: Prompts, context: i
         params = [
             SamplingParams(temperature=0.0, max_tokens=5 * (steps + 2 * AROUND) + 128, logit_bias=((ANSWER, 100.0),))
         ] * rows
-        decode(driver, None, batch, [SamplingParams(temperature=0.0, max_tokens=steps + 64)] * rows, 2)  # the cache
+        # Puts the prompts into the prefix cache.
+        decode(driver, None, batch, [SamplingParams(temperature=0.0, max_tokens=steps + 64)] * rows, 2)
         plain = decode(driver, None, batch, params, steps)
-        # Rows with drafts go about three times as far in a step.
+        # With drafts, a row advances about three times as far per step.
         drafted = decode(driver, Coin(RATE), batch, params, steps // 3, skip=AROUND // 3)
         table.line(
             f"wall_cost_{rows}",
@@ -404,8 +418,8 @@ def measure_useless(table: BarTable, driver: Driver, prompts: Prompts, context: 
 
 def measure_gpu(table: BarTable, shape_name: str, drafts: int, settings: dict[str, Any]) -> dict[str, Any]:
     shape = SHAPES[shape_name]
-    big = shape_name != "tiny"
-    context, steps = (1024, 96) if big else (48, 12)
+    full_size = shape_name != "tiny"
+    context, steps = (1024, 96) if full_size else (48, 12)
     with tempfile.TemporaryDirectory() as directory:
         model_dir = Path(directory)
         (model_dir / "config.json").write_text(json.dumps(shape.config))
@@ -414,7 +428,7 @@ def measure_gpu(table: BarTable, shape_name: str, drafts: int, settings: dict[st
             "chunk_tokens": max(shape.chunk_tokens, 64 * 5),
             "block_size": shape.block_size,
             "max_seqs": 64,
-            "max_model_len": 3072 if big else 1024,
+            "max_model_len": 3072 if full_size else 1024,
             "speculation": "ngram",
             "speculation_tokens": drafts,
         } | settings
@@ -427,12 +441,16 @@ def measure_gpu(table: BarTable, shape_name: str, drafts: int, settings: dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--shape", choices=SHAPES, help="verify steps of this shape instead of tasks (a GPU's default)")
-    parser.add_argument("--drafts", type=int, default=4, metavar="K")
-    parser.add_argument("--runs", type=int, default=3, help="of each task, with and without drafts")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="measure verify steps of this shape instead of tasks (default on a GPU)"
+    )
+    parser.add_argument("--drafts", type=int, default=4, metavar="K", help="drafts per row and step")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each task, with and without drafts")
     parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")
     args = parser.parse_args(argv)
     settings = {"device": args.device} | engine_settings(args.engine)

@@ -1,20 +1,11 @@
-"""The engine against `generate` of transformers: the same model shape, card and requests, in one run.
+"""Compares the engine with `generate` of transformers: the same model shape, card and requests, in one run.
 
     python benchmarks/vs_transformers.py --out benchmarks/results/vs_transformers-h100.json
 
-- ratio_batch1, ratio_batch64: one batch of 1 or 64 prompts of 128 tokens, 128 tokens out each, greedy, nobody stops
-  early. Seconds from the call to the last token, median of --repeats; the ratio is theirs over ours.
-- ratio_continuous256: 256 requests of 128 tokens in and 16 to 512 out (uniform, fixed seed), all there at the start, in
-  the order of arrival. Ours runs them as one call. transformers runs static batches of 16 one after the other, each
-  until its longest request is done; only the tokens asked for count, and both sides were asked for the same.
-
-Ours goes first, through engine/llm.py (the pods' loop, scheduler and sampler), and is gone from the card before
-transformers comes. Both have a first call that does not count, transformers one more before its static
-batches. Prompts are random and never repeat, so no prefix is
-cached. Weights are random unless --model names a directory with weights: speed does not depend on them.
-
---static-batches N measures only the first N static batches and takes for all of them that time, times the steps of all
-(the sum of their longest outputs) over the steps of these; the result file says so. It is written after every row.
+Baton runs first, through engine/llm.py, and frees the device before transformers loads. Each side has a warm-up call;
+transformers has another one before its static batches. Prompts are random and unique, so no prefix is cached. Weights
+are random unless --model names a directory with weights; the speed does not depend on them. The result file is written
+after every row.
 """
 
 from __future__ import annotations
@@ -43,46 +34,63 @@ from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import LLM
 
+METRICS = """
+Each ratio is the time of transformers over the time of Baton, from the call to the last token.
+
+- ratio_batch1, ratio_batch64: a batch of 1 or 64 prompts of 128 tokens with 128 output tokens each, greedy, without
+  early stops; median of --repeats.
+- ratio_continuous256: 256 requests with 128 input tokens and 16 to 512 output tokens (uniform, fixed seed), all queued
+  at the start. Baton runs them in one call. transformers runs static batches of 16 in order of arrival, each until its
+  longest request is done. Only requested tokens count; both sides get the same requests.
+
+--static-batches N measures the first N static batches only. The time of all batches is then scaled by their steps (a
+batch has as many steps as its longest output), and the result file records this.
+"""
+
 BARS = {"ratio_batch1": 6.0, "ratio_batch64": 6.0, "ratio_continuous256": 24.0}
+#: Fewest output tokens of a request of ratio_continuous256.
 SHORTEST = 16
 Prompts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineBatch:
-    """Requests that are all there at once: prompts, and how many tokens each wants."""
+    """Requests that are queued together."""
 
     name: str
     prompts: Prompts
-    wanted: list[int]
+    #: Output tokens of each request.
+    outputs: list[int]
 
     @property
     def tokens(self) -> int:
-        return sum(self.wanted)
+        return sum(self.outputs)
 
 
 @dataclass(slots=True)
 class BatchTimes:
-    """Seconds for a batch on either side; theirs_measured_s: of --static-batches, before the scaling."""
+    """Seconds of a batch with Baton (ours) and transformers (theirs)."""
 
     name: str
     requests: int
     tokens: int
     ours_s: float
     theirs_s: float | None = None
+    #: Seconds of the measured static batches, before scaling.
     theirs_measured_s: float | None = None
     ratio: float | None = None
 
 
 @dataclass(slots=True)
 class ComparisonResult:
-    """What was measured so far; save() writes it."""
+    """The results so far."""
 
     out: Path | None
     settings: dict[str, Any]
     rows: list[BatchTimes] = field(default_factory=list)
 
     def save(self) -> None:
+        """Writes the result file."""
         metrics = {f"ratio_{row.name}": round(row.ratio, 3) for row in self.rows if row.ratio is not None}
         rows = [asdict(row) for row in self.rows]
         report.write(
@@ -91,7 +99,7 @@ class ComparisonResult:
 
 
 class Workload:
-    """Random requests, the same on both sides, none like another."""
+    """Unique random requests, the same for both sides."""
 
     def __init__(self, vocab_size: int, args: argparse.Namespace) -> None:
         self._rng = random.Random(0)
@@ -105,13 +113,13 @@ class Workload:
         mixed = [self._rng.randint(min(SHORTEST, args.longest), args.longest) for _ in range(args.requests)]
         self.mixed = self._batch(f"continuous{args.requests}", mixed)
 
-    def _batch(self, name: str, wanted: list[int]) -> OfflineBatch:
+    def _batch(self, name: str, outputs: list[int]) -> OfflineBatch:
         length = self._args.prompt
-        return OfflineBatch(name, [self._rng.choices(range(self._vocab_size), k=length) for _ in wanted], wanted)
+        return OfflineBatch(name, [self._rng.choices(range(self._vocab_size), k=length) for _ in outputs], outputs)
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds until the device is done."""
+    """Returns the seconds until the device has finished the work."""
     began = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -120,23 +128,26 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def ours(llm: LLM, batch: OfflineBatch) -> float:
-    params = [SamplingParams(temperature=0.0, max_tokens=wanted) for wanted in batch.wanted]
-    done: list[Any] = []
-    seconds = timed(lambda: done.extend(llm.generate(batch.prompts, params, ignore_eos=True, show_progress=False)))
-    for completion, wanted in zip(done, batch.wanted, strict=True):
-        if len(completion.ids) != wanted:
+    """Runs a batch with Baton. Returns the seconds."""
+    params = [SamplingParams(temperature=0.0, max_tokens=tokens) for tokens in batch.outputs]
+    completions: list[Any] = []
+    seconds = timed(
+        lambda: completions.extend(llm.generate(batch.prompts, params, ignore_eos=True, show_progress=False))
+    )
+    for completion, tokens in zip(completions, batch.outputs, strict=True):
+        if len(completion.ids) != tokens:
             raise SystemExit(f"a request of {batch.name} ended early: {completion.error}")
     return seconds
 
 
 def theirs(model: Any, batch: OfflineBatch) -> float:
-    """One static batch: every row runs as long as the longest."""
-    longest = max(batch.wanted)
+    """Runs a static batch with transformers, all rows as long as the longest. Returns the seconds."""
+    longest = max(batch.outputs)
     ids = torch.tensor(batch.prompts, device=model.device)
 
     def work() -> None:
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=longest)
-        assert made.shape[1] == ids.shape[1] + longest
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=longest)
+        assert output.shape[1] == ids.shape[1] + longest
 
     with torch.inference_mode():
         return timed(work)
@@ -161,17 +172,17 @@ def measure_theirs(model: Any, work: Workload, result: ComparisonResult, args: a
     for row, batches in zip(fixed, work.fixed.values(), strict=True):
         finish(result, row, statistics.median(theirs(model, batch) for batch in batches))
     static = [
-        OfflineBatch(f"static {start}", work.mixed.prompts[start:end], work.mixed.wanted[start:end])
+        OfflineBatch(f"static {start}", work.mixed.prompts[start:end], work.mixed.outputs[start:end])
         for start, end in ((start, start + args.rows) for start in range(0, args.requests, args.rows))
     ]
     chosen = static[: args.static_batches or len(static)]
-    theirs(model, chosen[0])  # the longest outputs so far: what it allocates and compiles does not count
+    theirs(model, chosen[0])  # warm-up: these outputs are longer than all before, so transformers allocates memory
     measured = 0.0
     for number, batch in enumerate(chosen, 1):
         seconds = theirs(model, batch)
         measured += seconds
         print(f"transformers  static batch {number} of {len(static)}: {seconds:.2f} s", flush=True)
-    steps, all_steps = (sum(max(batch.wanted) for batch in batches) for batches in (chosen, static))
+    steps, all_steps = (sum(max(batch.outputs) for batch in batches) for batches in (chosen, static))
     mixed.theirs_measured_s = measured
     result.settings |= {"static_batches": len(static), "static_batches_measured": len(chosen)}
     result.settings |= {"static_scaled": len(chosen) < len(static), "static_steps": all_steps}
@@ -211,19 +222,23 @@ def table(result: ComparisonResult) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--model", type=Path, help="a directory instead of a shape; random weights if it has none")
+    parser.add_argument(
+        "--model", type=Path, help="model directory instead of --shape; weights are random if it has none"
+    )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=0, help="of a CPU, for both sides (0: all)")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--longest", type=int, default=512)
-    parser.add_argument("--rows", type=int, default=16, help="of a static batch")
-    parser.add_argument("--repeats", type=int, default=3, help="of the two batches of one length")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads of both sides; 0: all")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=128, help="output tokens of ratio_batch*")
+    parser.add_argument("--batch", type=int, default=64, help="size of the second batch")
+    parser.add_argument("--requests", type=int, default=256, help="requests of ratio_continuous*")
+    parser.add_argument("--longest", type=int, default=512, help="most output tokens of ratio_continuous*")
+    parser.add_argument("--rows", type=int, default=16, help="requests of a static batch")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of ratio_batch*")
     parser.add_argument("--static-batches", type=int, default=0, help="measure only the first N (0: all)")
     args = parser.parse_args(argv)
     began = time.perf_counter()
@@ -255,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             torch.cuda.empty_cache()
         measure_theirs(load_theirs(model_dir, dummy, device, getattr(torch, dtype)), work, result, args)
     table(result)
-    print(f"{time.perf_counter() - began:.0f} s in all")
+    print(f"{time.perf_counter() - began:.0f} s in total")
 
 
 if __name__ == "__main__":

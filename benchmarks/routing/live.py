@@ -1,18 +1,17 @@
-"""Routing on a live stack: two prefill and two decode pods with SmolLM2 on this machine, a trace scaled down.
-
-A block of 512 tokens becomes one of 16, so that prompts share exactly what the trace's share (loadtest/workload/sessions.py).
-Conversations with several turns and short prompts are replayed by the load generator, of the recorded trace or of the
-made one of simulator/agent_workload.py. Each policy gets a stack of its own and the same arrivals. The first third warms the
-caches and is not counted. The gateway of round robin is round_robin_gateway.py.
-
-- predicted_over_actual: hit tokens that routing expected over those that pods found, under `cost`.
-- ttft_p50_ratio_vs_rr, ttft_mean_ratio_vs_rr, computed_ratio_vs_rr: `cost` over `round_robin`; computed are prompt
-  tokens that no cache supplied.
-- routing_ms_p50: what a request waits for routing under `cost`: the median of planning (hashes, look-up) and that of
-  placing (ranking, and reserving where the gateway is not alone), added. During the replay pods, gateway and Valkey
-  share two cores, so it has waits for a core in it; routing_ms_p50_single is of requests that come one at a time.
+"""Compares routing policies on a live stack: two prefill and two decode pods with SmolLM2, and a scaled-down trace.
 
     python benchmarks/routing/live.py --out benchmarks/results/routing_live.json
+
+A block of 512 tokens becomes a block of 16, so that prompts share the same prefixes as in the trace. The load generator
+replays conversations with several turns and short prompts, from a recorded trace or from simulator/agent_workload.py.
+Each policy gets its own stack and the same arrivals. The first third warms the caches and does not count.
+
+- predicted_over_actual: hit tokens that routing expected over hit tokens that pods found, for `cost`.
+- ttft_p50_ratio_vs_rr, ttft_mean_ratio_vs_rr, computed_ratio_vs_rr: `cost` over `round_robin`. computed: prompt tokens
+  that were not cached.
+- routing_ms_p50: time of routing for `cost`, the median of planning (hashes, look-up) plus the median of placing
+  (ranking, and booking if there are several gateways). Pods, gateway and Valkey share two cores, so it includes waiting
+  for a core. routing_ms_p50_single is of requests one at a time.
 """
 
 from __future__ import annotations
@@ -47,64 +46,70 @@ from simulator.agent_workload import AgentWorkload
 
 SCALE = 32
 BLOCK = 512 // SCALE
-LONGEST = 512  # tokens of a prompt, scaled
-TURNS = 3  # of a conversation, at least
+#: Longest prompt in tokens, scaled.
+LONGEST = 512
+#: Fewest turns of a conversation.
+TURNS = 3
+#: Range of the token ids in prompts.
 VOCAB = (100, 40_000)
-SINGLE = 60  # requests that come one at a time, after the replay
-#: By policy the script that runs as the gateway; None for `baton gateway` itself.
+#: Requests one at a time after the replay.
+SINGLE = 60
+#: The gateway script of each policy. None: `baton gateway`.
 POLICIES = {"cost": None, "round_robin": Path(__file__).with_name("round_robin_gateway.py")}
 
 
 def chosen(trace: WorkloadTrace, count: int, rate: float, output: int) -> WorkloadTrace:
-    """`count` requests of the trace's conversations, at `rate` a second; `output` tokens each, once scaled."""
-    # A conversation is told by its second block: the first heads every prompt of the recorded trace.
-    talks: dict[tuple[bytes, ...], list[WorkloadRequest]] = {}
+    """Selects `count` requests of the trace's conversations, with new arrivals at `rate` per second.
+
+    output: tokens of an answer, scaled.
+    """
+    # The second block identifies a conversation: the first block is the same in every prompt of the recorded trace.
+    conversations: dict[tuple[bytes, ...], list[WorkloadRequest]] = {}
     for r in trace.requests:
         if len(r.block_hashes) > 1 and r.prompt_len <= LONGEST * SCALE:
-            talks.setdefault(r.block_hashes[:2], []).append(r)
-    whole = [talk for talk in talks.values() if len(talk) >= TURNS]
-    # Conversations that begin one after another, as many as it takes, each to its end.
-    kept = sorted(list(chain.from_iterable(whole))[:count], key=lambda r: r.arrival_s)
-    assert len(kept) == count, f"the trace has only {len(kept)} requests that fit"
+            conversations.setdefault(r.block_hashes[:2], []).append(r)
+    long_enough = [requests for requests in conversations.values() if len(requests) >= TURNS]
+    # Takes whole conversations in the order of their first requests.
+    selected = sorted(list(chain.from_iterable(long_enough))[:count], key=lambda r: r.arrival_s)
+    assert len(selected) == count, f"the trace has only {len(selected)} suitable requests"
     times = arrivals.poisson(rate, random.Random(0))
-    requests = (replace(r, arrival_s=at, output_len=output * SCALE) for r, at in zip(kept, times, strict=False))
+    requests = (replace(r, arrival_s=at, output_len=output * SCALE) for r, at in zip(selected, times, strict=False))
     return replace(trace, requests=tuple(requests))
 
 
 @dataclass(frozen=True)
 class Counters:
-    """The gateway's, so far: hit tokens, predicted and actual, and how long steps of routing took.
+    """The gateway's counters of routing at one moment."""
 
-    took: step -> upper bounds in seconds -> steps up to there.
-    """
-
+    #: Prefix hit tokens, predicted and actual.
     hits: dict[str, float]
-    took: dict[str, dict[float, float]]
+    #: Histogram of each routing step: upper bound in seconds to the number of steps up to it.
+    step_seconds: dict[str, dict[float, float]]
 
     @classmethod
     async def read(cls, http: httpx.AsyncClient) -> Counters:
         text = (await http.get("/metrics")).text
         hits = re.findall(r"^baton_prefix_hit_tokens_(predicted|actual)_total\S* (\S+)$", text, re.MULTILINE)
-        took: dict[str, dict[float, float]] = {}
+        histograms: dict[str, dict[float, float]] = {}
         for labels, count in re.findall(r"^baton_routing_seconds_bucket{(\S+)} (\S+)$", text, re.MULTILINE):
             named = dict(re.findall(r'(\w+)="([^"]+)"', labels))
-            took.setdefault(named["step"], {})[float(named["le"])] = float(count)
-        return cls({name: float(value) for name, value in hits}, took)
+            histograms.setdefault(named["step"], {})[float(named["le"])] = float(count)
+        return cls({name: float(value) for name, value in hits}, histograms)
 
     def median_s(self, step: str, before: Counters) -> float:
-        """Of the steps since `before`, interpolated within a bucket."""
-        earlier = before.took.get(step, {})
-        counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in sorted(self.took[step].items())]
+        """Returns the median time of a step since `before`, interpolated within a bucket."""
+        earlier = before.step_seconds.get(step, {})
+        counts = [(bound, count - earlier.get(bound, 0.0)) for bound, count in sorted(self.step_seconds[step].items())]
         half, low, below = counts[-1][1] / 2, 0.0, 0.0
         for bound, count in counts:
             if count >= half:
                 return low + (bound - low) * (half - below) / max(1.0, count - below)
             low, below = bound, count
-        raise AssertionError("the last bucket has everything")
+        raise AssertionError("unreachable: the last bucket contains all steps")
 
 
 async def measure(policy: str, trace: WorkloadTrace, model_dir: Path) -> dict[str, float]:
-    """One policy on a stack of its own."""
+    """Measures one policy on its own stack."""
     config = UpConfig(
         model=str(model_dir),
         port=0,
@@ -132,8 +137,8 @@ async def measure(policy: str, trace: WorkloadTrace, model_dir: Path) -> dict[st
         try:
             row = await replay(LoadRunner(load, client, trace), len(trace.requests) // 3, http)
             if policy == "cost":
-                alone = LoadRunner(replace(load, users=1, requests=SINGLE), client, trace)
-                row |= await one_at_a_time(alone, http)
+                runner = LoadRunner(replace(load, users=1, requests=SINGLE), client, trace)
+                row |= await one_at_a_time(runner, http)
         finally:
             await client.close()
     print(policy, row, flush=True)
@@ -141,12 +146,12 @@ async def measure(policy: str, trace: WorkloadTrace, model_dir: Path) -> dict[st
 
 
 async def replay(runner: LoadRunner, warm: int, http: httpx.AsyncClient) -> dict[str, float]:
-    """Open loop: requests come at their times, whatever became of those before. The first `warm` do not count."""
-    going = asyncio.create_task(runner.execute())
-    while sum(r.session < warm for r in runner.run.records) < warm and not going.done():  # noqa: ASYNC110
+    """Replays the trace in an open loop: requests are sent at their times. The first `warm` requests do not count."""
+    replaying = asyncio.create_task(runner.execute())
+    while sum(r.session < warm for r in runner.run.records) < warm and not replaying.done():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     before = await Counters.read(http)
-    answers = [r for r in answered(await going) if r.session >= warm]
+    answers = [r for r in answered(await replaying) if r.session >= warm]
     after = await Counters.read(http)
     times = [r.ttft_s for r in answers if r.ttft_s is not None]
     prompts = sum(r.prompt_tokens or 0 for r in answers)
@@ -166,7 +171,7 @@ async def replay(runner: LoadRunner, warm: int, http: httpx.AsyncClient) -> dict
 
 
 async def one_at_a_time(runner: LoadRunner, http: httpx.AsyncClient) -> dict[str, float]:
-    """The steps of routing while nothing else is to be done."""
+    """Measures the steps of routing without other load."""
     before = await Counters.read(http)
     answered(await runner.execute())
     after = await Counters.read(http)
@@ -174,7 +179,7 @@ async def one_at_a_time(runner: LoadRunner, http: httpx.AsyncClient) -> dict[str
 
 
 def answered(run: LoadRun) -> list[RequestRecord]:
-    """Its requests; SystemExit when one failed."""
+    """Returns the requests of a run. SystemExit if one failed."""
     if failed := [r for r in run.records if not r.ok]:
         raise SystemExit(f"{len(failed)} requests failed: {failed[0].error} {failed[0].message}")
     return run.records
@@ -183,16 +188,17 @@ def answered(run: LoadRun) -> list[RequestRecord]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
-    parser.add_argument("--made", action="store_true", help="the made trace instead of a recorded one")
+    parser.add_argument("--made", action="store_true", help="use the generated trace instead of a recorded one")
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument(
-        "--rate", type=float, default=0.7, help="requests a second (default: %(default)s, for two cores)"
+        "--rate", type=float, default=0.7, help="requests per second (default: %(default)s, for two cores)"
     )
     parser.add_argument("--output", type=int, default=4, help="tokens of an answer")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
-    made = args.made or not args.trace.is_file()
-    trace = AgentWorkload(rate=4.0, seconds=600.0, tenants=8, pause_s=10.0).trace() if made else load_trace(args.trace)
+    generate = args.made or not args.trace.is_file()
+    workload = AgentWorkload(rate=4.0, seconds=600.0, tenants=8, pause_s=10.0)
+    trace = workload.trace() if generate else load_trace(args.trace)
     trace = chosen(trace, args.requests, args.rate, args.output)
     model_dir = demo_model(print)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""Draws time to first token by policy as pods grow, as an SVG without a library."""
+"""Draws time to first token by policy for growing numbers of pods, as SVG without a library."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Row = Mapping[str, object]
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """One panel per trace; p50 as a line, p99 dashed."""
+    """Writes one panel per trace, with p50 as a solid line and p99 as a dashed line."""
     traces = [name for name in dict.fromkeys(str(r["trace"]) for r in rows) if "," not in name and ":" not in name]
     panels = []
     for i, trace in enumerate(traces):
-        kept = [r for r in rows if r["trace"] == trace and r["kind"] == "fifo" and r["policy"] in COLOURS]
-        panels.append(_panel(LEFT + i * (PANEL_W + GAP), trace, kept))
+        shown = [r for r in rows if r["trace"] == trace and r["kind"] == "fifo" and r["policy"] in COLOURS]
+        panels.append(_panel(LEFT + i * (PANEL_W + GAP), trace, shown))
     width = LEFT + len(traces) * PANEL_W + (len(traces) - 1) * GAP + RIGHT
     height = TOP + PANEL_H + BOTTOM
     legend_x = width - RIGHT + 18

@@ -1,4 +1,4 @@
-"""`baton gateway` with round robin in place of the cost policy; takes the arguments of `python -m common.cli`."""
+"""Runs `baton gateway` with round robin instead of the cost policy. Takes the arguments of `python -m cli`."""
 
 from __future__ import annotations
 

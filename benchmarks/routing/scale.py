@@ -1,9 +1,9 @@
-"""What a routing decision costs as pods and index grow: the real index in a Valkey, the real policy, to 10M blocks.
+"""Measures the cost of a routing decision for growing numbers of pods and blocks, up to 10M blocks in a real Valkey.
 
-Every pod publishes conversations that begin with one of its tenants' system prompts; a conversation is on up to four
-pods, to different depths. A decision is what a gateway does for one prompt: hash its blocks, look up the chain, rank
-the pods, reserve. A gateway that is alone does not wait for the last (alone_ms). IN_FLIGHT prompts are booked
-already. On the gateway's event loop.
+Every pod publishes conversations that begin with a system prompt of one of its tenants. A conversation is on up to four
+pods, to different depths. A decision is the gateway's work for one prompt: hash its blocks, look up the chain, rank the
+pods, and book. A gateway without other gateways does not wait for the booking (alone_ms). IN_FLIGHT other prompts are
+booked during the measurement. All steps run on the gateway's event loop.
 
     python benchmarks/routing/scale.py --out benchmarks/results/routing_scale.json
 """
@@ -41,17 +41,20 @@ from prefix_index.records import BookingCandidate, PodRecord
 
 SCOPE = "5ca1ab1e"
 BLOCK = 16
-TRUNK, DEPTH = 64, 250  # blocks of a system prompt, and of a conversation with it
+#: Blocks of a system prompt, and of a conversation with it.
+TRUNK, DEPTH = 64, 250
 PROMPTS = 1_000
 IN_FLIGHT = 64
-BEATS = 64  # pods whose heartbeat is measured
-KEPT_S = 36_000  # nothing expires and no heartbeat comes between: all pods share one process here, and beat late
+#: Number of measured heartbeats, each of another pod.
+BEATS = 64
+#: Lifetime of all keys, so that nothing expires and no heartbeat is sent. All pods share one process, which is slow.
+KEPT_S = 36_000
 SIZES = ((8, 100_000), (16, 1_000_000), (64, 1_000_000), (256, 4_000_000), (1024, 10_000_000))
 
 
 @dataclass(frozen=True)
 class DecisionCost:
-    """Of a decision and its parts, and of the server. publish_s: all pods' snapshots."""
+    """Costs of a decision and its parts, and of the server."""
 
     pods: int
     blocks: int
@@ -65,11 +68,12 @@ class DecisionCost:
     server_us_per_decision: float
     server_us_per_pod_beat: float
     bytes_per_block: float
+    #: Time in which all pods publish their snapshots.
     publish_s: float
 
 
 def chains_of(pods: int, blocks: int, rng: random.Random) -> tuple[list[list[bytes]], list[list[bytes]]]:
-    """What each pod holds, `blocks` in all; and some of the conversations."""
+    """Returns the blocks of each pod, about `blocks` in total, and PROMPTS of the conversations."""
     held: list[list[bytes]] = [[] for _ in range(pods)]
     trunks = [[os.urandom(16) for _ in range(TRUNK)] for _ in range(max(4, pods // 4))]
     trunk_of = [set[int]() for _ in range(pods)]
@@ -91,7 +95,7 @@ def chains_of(pods: int, blocks: int, rng: random.Random) -> tuple[list[list[byt
 
 
 async def measure(pods: int, blocks: int) -> DecisionCost:
-    """One size, in a server of its own."""
+    """Measures one size in its own server."""
     rng = random.Random(pods)
     held, prompts = chains_of(pods, blocks, rng)
     with tempfile.TemporaryDirectory() as directory:
@@ -126,7 +130,7 @@ async def _measure(
         )
         index = IndexPublisher(url, record, lambda hashes=hashes: hashes, PodLoad)
         await index.start()
-        while not index.registered:  # noqa: ASYNC110 (nothing tells)
+        while not index.registered:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.002)
         indexes.append(index)
     publish_s = time.perf_counter() - began
@@ -142,7 +146,7 @@ async def _measure(
     policy = CostPolicy(random.Random(1))
     rows: list[tuple[float, float, float, float]] = []
     booked: deque[tuple[str, str]] = deque()
-    await reader.lookup(SCOPE, prompts[0][:1], pairs)  # from now on it has a connection
+    await reader.lookup(SCOPE, prompts[0][:1], pairs)  # opens the reader's connection
     await asyncio.sleep(0.2)
     cpu = await _server_cpu(client)
     for i, prompt in enumerate(prompts):
@@ -152,12 +156,12 @@ async def _measure(
         start = time.perf_counter()
         found = await reader.lookup(SCOPE, prompt, pairs)
         looked_up = time.perf_counter()
-        demand = RoutingRequest(
+        request = RoutingRequest(
             prompt_len=len(prompt) * BLOCK + 1,
             max_tokens=256,
             device_hits={pod: n * BLOCK for pod, n in found.items() if n},
         )
-        options = policy.rank_prefill_pods(demand, views, time.monotonic())
+        options = policy.rank_prefill_pods(request, views, time.monotonic())
         ranked = time.perf_counter()
         candidates = [BookingCandidate(o.view.name, o.cost_s, o.unit_cost_s, o.load_units, 0.5) for o in options]
         (reserved,) = await reader.book(SCOPE, f"r{i}", [candidates])
@@ -206,8 +210,8 @@ def _ms(seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--most", type=int, default=SIZES[-1][1], help="leave out sizes of more blocks")
+    parser.add_argument("--out", type=Path, help="result file")
+    parser.add_argument("--most", type=int, default=SIZES[-1][1], help="skip sizes with more blocks than this")
     args = parser.parse_args()
     publisher.HEARTBEAT_S = publisher.OWN_TTL_S = publisher.INFO_TTL_S = KEPT_S  # type: ignore[assignment]
     publisher.LEASE_MS = 1_000 * KEPT_S
@@ -220,8 +224,8 @@ def main() -> None:
             f"{cost.pods:5} pods {cost.blocks:10,} blocks: decision {cost.decision_ms_p50:.3f} ms p50, "
             f"{cost.decision_ms_p99:.3f} p99, alone {cost.alone_ms_p50:.3f} p50 "
             f"(hashes {cost.hash_ms_p50:.3f}, look-up {cost.lookup_ms_p50:.3f}, policy {cost.policy_ms_p50:.3f}, "
-            f"reserve {cost.reserve_ms_p50:.3f}), server {cost.server_us_per_decision:.0f} us a decision, "
-            f"{cost.server_us_per_pod_beat:.0f} a heartbeat, {cost.bytes_per_block:.0f} B a block",
+            f"reserve {cost.reserve_ms_p50:.3f}), server {cost.server_us_per_decision:.0f} us per decision, "
+            f"{cost.server_us_per_pod_beat:.0f} per heartbeat, {cost.bytes_per_block:.0f} B per block",
             flush=True,
         )
         rows.append(asdict(cost))
