@@ -58,8 +58,6 @@ from engine.step.warm_up import StepRows, chunk_graph_shapes, cudnn_plan_steps, 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
-__all__ = ["Engine", "EngineCounters", "OnStep", "SequenceOutput", "StepResult"]
-
 log = logging.getLogger(__name__)
 
 HOST_COPY_BYTES = 32 << 20  # of one copy to the host: 0.6 ms over PCIe, which what comes back may wait for

@@ -22,10 +22,11 @@ from common.model.chat_template import ChatTemplate
 from common.model.directory import resolve_model
 from common.types import FinishReason, Grammar, SamplingParams, Token, ValidRequest
 from engine.config import EngineConfig
-from engine.engine import Engine, StepResult
+from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.models.spec import read_json
 from engine.progress import Progress, progress
+from engine.schedule.outputs import StepResult
 from engine.schedule.sequence import Sequence as EngineSequence
 
 if TYPE_CHECKING:

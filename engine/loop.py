@@ -21,7 +21,8 @@ from typing import TypeVar
 from common.errors import BatonError, InternalError, Unavailable
 from common.types import FinishReason
 from engine.device import make_current
-from engine.engine import Engine, OnStep, SequenceOutput, StepResult
+from engine.engine import Engine
+from engine.schedule.outputs import OnStep, SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
 
 log = logging.getLogger(__name__)

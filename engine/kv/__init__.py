@@ -1,1 +1,1 @@
-"""Kv."""
+"""The KV memory of a pod: blocks, leases, the prefix cache and its second tier in host memory."""

@@ -305,7 +305,7 @@ class Lease:
     )
 
     def __init__(self, ledger: _BlockLedger, blocks: list[int], num_registered: int, *, host_blocks: int = 0) -> None:
-        """Made by the pool or by `fork`, under the lock, with a request on each block; the first ones are registered."""
+        """Made by the pool or by `fork`, under the lock, with a request on each block; lead ones are registered."""
         #: Physical blocks in logical order; empty once the lease has finished.
         self.blocks = blocks
         #: Lead blocks that came with their KV, from the pool or from the host.
@@ -563,7 +563,7 @@ class BlockPool:
 
     @property
     def lock(self) -> threading.Lock:
-        """Guards the pool, its leases and pins, the prefix cache and the host tier; copiers of the host tier take it."""
+        """Guards the pool, its leases and pins, the prefix cache and the host tier; its copiers take it."""
         return self._ledger.lock
 
     def lease(

@@ -1,7 +1,8 @@
-"""How the prompts of a step share its tokens. Pure arithmetic on sequences.
+"""How the prompts of a step share its tokens; arithmetic only.
 
-At least half of a step goes to the first in rank and the rest by shortest remaining time, so that neither starves the
-other and prompts of one length come one after another. Chunks end with a block, with the prompt, or where it is cut.
+At least half of the step goes to the first prompt in rank, so that long prompts make progress. The rest goes to the
+prompts with the fewest tokens left, so that short prompts do not wait and prompts of one length run one after another.
+A chunk ends with a block, with the prompt, or at the cut before the last chunk of a prompt that is handed off.
 """
 
 from __future__ import annotations
@@ -12,64 +13,65 @@ from engine.schedule.sequence import Sequence
 
 
 class ChunkPolicy:
-    """chunk_tokens, prompt_step_tokens: see SchedulerConfig. block_size: tokens of a block."""
+    """Splits the tokens of a step; `chunk_tokens` and `prompt_step_tokens` are those of SchedulerConfig."""
 
     def __init__(self, chunk_tokens: int, prompt_step_tokens: int | None, block_size: int) -> None:
-        self._chunk_tokens, self._has_prompt_steps, self._size = (
+        self._chunk_tokens, self._has_prompt_steps, self._block_size = (
             chunk_tokens,
             prompt_step_tokens is not None,
             block_size,
         )
-        # Of the token budget, in whole blocks; 1 where steps have no more than that: then nothing is cut for its sake.
+        #: Half of chunk_tokens in whole blocks. 1 without prompt steps: no chunk is rounded to it then.
         self._half = max(chunk_tokens // 2 // block_size, 1) * block_size if self._has_prompt_steps else 1
 
     def split(self, prompts: abc.Sequence[Sequence], budget: int) -> dict[Sequence, int]:
-        """Tokens of each of these prompts, in rank, that has some of `budget` >= 1 in this step."""
+        """The number of tokens of each prompt that is in the step. `prompts` are in rank, and `budget` >= 1."""
         first, *others = prompts
-        grant = self._first_chunk(first, budget)
+        first_chunk = self._first_chunk(first, budget)
         if not others:
-            return {first: max(grant, self._aligned(first, budget))}
-        # A prompt that fills the token budget shares no more than that.
+            return {first: max(first_chunk, self._aligned(first, budget))}
+        # A prompt of chunk_tokens or more does not share a longer step: all its prompts would get their first tokens
+        # later, and a longer step is not faster per token.
         room = {
             seq: budget if seq.remaining < self._chunk_tokens else min(budget, self._chunk_tokens) for seq in prompts
         }
-        grant = self._first_chunk(first, room[first])
-        chunks, taken = {first: grant}, grant
-        left = {seq: seq.remaining for seq in prompts} | {first: first.remaining - grant}
+        first_chunk = self._first_chunk(first, room[first])
+        chunks, taken = {first: first_chunk}, first_chunk
+        left = {seq: seq.remaining for seq in prompts} | {first: first.remaining - first_chunk}
         for seq in sorted(prompts, key=lambda seq: left[seq]):
             had = chunks.get(seq, 0)
             chunk = max(had, self._aligned(seq, had + room[seq] - taken))
             if not had and chunk < self._longest_chunk(seq) and self._chunk_tokens <= budget:
-                chunk = chunk // self._half * self._half  # what goes on at an odd place is slower
+                chunk = chunk // self._half * self._half  # a later chunk is slower if it starts elsewhere
             if chunk:
                 chunks[seq] = chunk
                 taken += chunk - had
         return chunks
 
     def _first_chunk(self, seq: Sequence, budget: int) -> int:
-        """Least aligned chunk of half the budget or more; unaligned where the budget is too small for one."""
-        half, size, want = (budget + 1) // 2, self._size, self._longest_chunk(seq)
-        if want <= half:
-            return want
+        """The shortest aligned chunk of half the budget or more; not aligned if the budget is too small for one."""
+        half, size, longest = (budget + 1) // 2, self._block_size, self._longest_chunk(seq)
+        if longest <= half:
+            return longest
         above = -(-(seq.start + half) // size) * size - seq.start
         if above <= budget:
-            return min(above, want)
+            return min(above, longest)
         below = self._aligned(seq, budget)
-        return below if below >= half else min(budget, want)
+        return below if below >= half else min(budget, longest)
 
     def _aligned(self, seq: Sequence, limit: int) -> int:
-        """Largest chunk of at most `limit` tokens that ends with a block, with the sequence or where that is cut."""
-        want = self._longest_chunk(seq)
-        if want <= limit:
-            return want
-        return max(0, (seq.start + limit) // self._size * self._size - seq.start)
+        """The longest chunk of at most `limit` tokens that ends with a block or is the longest chunk."""
+        longest = self._longest_chunk(seq)
+        if longest <= limit:
+            return longest
+        return max(0, (seq.start + limit) // self._block_size * self._block_size - seq.start)
 
     def _longest_chunk(self, seq: Sequence) -> int:
-        """The longest chunk: what remains, or what is before the last chunk of a prompt that is handed off."""
+        """The tokens that remain, or those before the last chunk of a prompt that is handed off."""
         remaining = seq.remaining
         if not seq.hand_off or not self._has_prompt_steps or remaining <= self._chunk_tokens:
             return remaining
-        # The last chunk has between half of the token budget and all of it, and begins at a multiple of that half:
-        # lengths for which kernels have plans.
+        # The last chunk of a hand-off is short, so that little KV is left to send after the first token. It has half of
+        # chunk_tokens to all of it and begins at a multiple of that half: attention has plans for these lengths.
         cut = (seq.length - self._half - 1) // self._half * self._half
         return cut - seq.start if cut > seq.start else remaining

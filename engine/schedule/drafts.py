@@ -1,38 +1,38 @@
-"""Drafts of one sequence on their way from a proposer to the step that verifies them."""
+"""Draft tokens of one sequence, and the statistics that decide how many it gets."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
-from dataclasses import dataclass
-from typing import Any
 
 
 class DraftTokens(NamedTuple):
-    """tokens: each a guess for the case that those before it are right. probs: float32 [len(tokens) or more, vocab],
-    what each was drawn from; None where nothing was drawn.
-    """
+    """Guesses of the tokens that follow a sequence; each assumes that those before it are right."""
 
     tokens: tuple[int, ...]
+    #: float32 [len(tokens) or more, vocab], the distributions that a model drew them from; None for other proposers.
     probs: Tensor | None = None
 
 
 @dataclass(slots=True)
 class DraftState:
-    """kept: the proposer's own. right of tested: drafts that were reached by verification, and those of them that were
-    accepted; old ones count less. probe_at: tokens of output from which it drafts again although it does not pay;
-    pause: tokens between two such probes. patience: proposals that steps wait for, if all are empty; found: share of
-    proposals that were not, of late.
-    """
+    """What the speculator remembers of a sequence between two steps."""
 
+    #: Made and read by the proposer.
     proposer_state: Any
+    #: Accepted drafts and verified drafts; older ones have less weight.
     accepted: float
     tested: float
+    #: Number of output tokens from which the sequence drafts again, although drafts did not pay before.
     probe_at: int = 0
+    #: Output tokens between two of these tries.
     probe_interval: int = 0
+    #: Empty proposals in a row for which steps still wait.
     waits_left: int = 0
+    #: Share of recent proposals that were not empty.
     hit_rate: float = 1.0
 
     @property

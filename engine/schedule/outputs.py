@@ -1,4 +1,4 @@
-"""What a step did, as the engine's callers see it."""
+"""The results of a step for the callers of the engine."""
 
 from __future__ import annotations
 
@@ -12,65 +12,67 @@ from engine.schedule.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one step did for one sequence.
-
-    computed: its tokens that have KV now. chunk_done: the step computed tokens that it was given, see Sequence. tokens:
-    new ones, several where drafts were right. finish: the request is over, and why. handed_off: a hand_off sequence
-    ended here with its first token; another pod goes on unless finish is set too. error: why it failed; finish is ERROR
-    then. proposed: drafts that the step verified, of which the accepted ones are the first of tokens. prompt_logprobs:
-    of the prompt's tokens that the step scored.
-    """
+    """The result of one step for one sequence."""
 
     seq: Sequence
+    #: Tokens of the sequence that have KV now.
     computed: int
+    #: The step computed tokens below `Sequence.prefill_len`.
     chunk_done: bool = False
+    #: New tokens; several if drafts were accepted.
     tokens: tuple[Token, ...] = ()
+    #: Why the request is over; None while it is not.
     finish_reason: FinishReason | None = None
+    #: A `hand_off` sequence ended with its first token. Another pod continues it unless `finish_reason` is set too.
     handed_off: bool = False
+    #: Set if `finish_reason` is ERROR.
     error: BatonError | None = None
+    #: Drafts that the step verified; the accepted ones are the first of `tokens`.
     num_drafts: int = 0
     num_accepted: int = 0
+    #: Log-probabilities of prompt tokens that the step computed.
     prompt_logprobs: PromptLogprobs | None = None
 
     @property
     def ended(self) -> bool:
-        """The engine is done with it."""
+        """The sequence has left the engine."""
         return self.finish_reason is not None or self.handed_off
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One output per item of the step whose sequence still was there at its end.
-
-    num_prompt_tokens excludes num_recomputed_tokens (KV that was lost, see Sequence). seconds: from the end of the step
-    before it, or from its launch if that came later.
-    """
+    """The result of one step: one output per scheduled sequence that was still in the engine when the step ended."""
 
     outputs: list[SequenceOutput] = field(default_factory=list)
+    #: Prompt tokens that got KV for the first time.
     num_prompt_tokens: int = 0
     num_decode_tokens: int = 0
+    #: Tokens with KV that had been lost, see `Sequence.recompute_until`.
     num_recomputed_tokens: int = 0
+    #: Time from the end of the step before, or from the launch if that came later.
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Since the start. prompt_tokens were computed for the first time, recomputed_tokens after KV was lost.
-
-    decode_tokens have KV and are output; drafts that were wrong are none. discarded: items of steps whose sequence had
-    ended or lost its blocks when the step ended. out_of_memory: steps that failed for want of memory.
-    """
+    """Totals since the start of the engine."""
 
     steps: int = 0
+    #: Prompt tokens that got KV for the first time.
     prompt_tokens: int = 0
+    #: Tokens whose KV had been lost.
     recomputed_tokens: int = 0
+    #: Output tokens that got KV for the first time; rejected drafts do not count.
     decode_tokens: int = 0
+    #: Scheduled sequences that had ended or lost their blocks when the step ended.
     discarded_sequences: int = 0
     failed_sequences: int = 0
+    #: Steps that failed because the device had no memory.
     out_of_memory: int = 0
     seconds: float = 0.0
 
 
+#: Gets the result of each step.
 OnStep = Callable[[StepResult], None]
-# Takes messages to the engine in until `until` (time.perf_counter()); whether there were any.
+#: Runs the messages to the engine that arrive until a time of `time.perf_counter()`; True if there were any.
 Inbox = Callable[[float], bool]

@@ -1,18 +1,14 @@
-"""One sequence as the engine runs it: its tokens, how many of them have KV, and the lease that holds the KV.
+"""One sequence in the engine: its tokens, how many of them have KV, and the lease with the KV.
 
-Invariant: computed <= start <= allocated <= max_len. Prefill, chunk, decode and verify are the same operation on it: a
-step computes KV for `num_new` tokens from `start` on, and where it reaches the end (`length`), samples what follows.
-A preemption takes lease and KV away (computed = 0) and leaves the tokens: the same arithmetic computes them again.
+    0          computed               start           allocated
+    | has KV   | in launched steps    | has blocks    | needs blocks          computed <= start <= allocated
 
-The host may plan a step before it has seen the last one's result: `launched` tokens are being computed, and `pending`
-sampled tokens exist on the device alone. start and length count them, computed and tokens do not.
+A prompt chunk, a decode and a verification of drafts are one operation: a step computes KV for `num_new` tokens from
+`start` on and, if it reaches `length`, samples the tokens that follow. A preemption takes the lease and all KV
+(computed = 0) and keeps the tokens, so the same operation computes them again.
 
-A step may verify drafts, guesses of the tokens that follow the newest: `drafted` of them are in it, and nobody counts
-them. Those that turn out right are appended like any token, and `accept` says that they have KV; what the step wrote
-for the others lies beyond `computed`, where later steps write again.
-
-A request for n sequences is one until its prompt is computed: the step that ends it samples n first tokens from the
-same logits, and `fork` makes the other children, which share the prompt's blocks and have nothing else in common.
+`start` and `length` include tokens of steps that the host has not seen the result of; `computed` and `tokens` do not.
+Drafts are in neither: KV of a wrong draft lies behind `computed` and is overwritten by later steps.
 """
 
 from __future__ import annotations
@@ -33,19 +29,13 @@ if TYPE_CHECKING:
 
 
 class Sequence:
-    """tokens: prompt and output. computed: tokens whose KV exists in the lease's blocks. child: its number among the
-    request's n sequences; the noise that it is sampled with depends on it.
+    """A request, or one of its n samples from the moment its prompt has been computed.
 
-    cached_tokens: prompt tokens that the prefix cache supplied, host_tokens of them from host memory. parked: where its
-    partial last block is while it is preempted. hand_off: ends after its first token, another pod goes
-    on. paused: not scheduled until its reader catches up. finish: why it ended, None while it lives. slot: its own
-    number below the scheduler's max_seqs while it runs. constraint: follows the output's tokens, None where any token
-    may come. given: tokens that are computed in chunks before it decodes: the prompt, and of one that is handed off the
-    output that it came with too. scored: the first prompt token whose log-probability is still to be told; prompt_len
-    when none is. embeds: `state` is wanted, the last prompt token's state before the head, which is on the device with
-    the first token. The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`; the
-    stepper calls `launch`, `settle` and `accept`. lagging: how many of the last computed tokens lack KV of a draft
-    model that follows in its own time. drafting: what the speculator knows of it, None before it saw it.
+    A request for n sequences is one sequence until its prompt is computed. The last step of the prompt samples n first
+    tokens from the same logits, and `fork` makes the other children. They share the prompt's blocks and nothing else.
+
+    The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`. The stepper calls
+    `launch`, `finish_step`, `accept_draft` and `append`.
     """
 
     __slots__ = (
@@ -97,35 +87,60 @@ class Sequence:
         child: int = 0,
         hashes: abc.Sequence[bytes] = (),
     ) -> None:
-        """output: tokens that were generated before, by this pod or another; the next one follows them as if it had
-        been here all the time. hashes: of the lead blocks, where they are known already.
+        """Makes a sequence.
+
+        Args:
+            fingerprint: Of the KV layout; the block hashes depend on it.
+            lease: Blocks with the KV of `computed` tokens, if the KV came from another pod.
+            output: Tokens that this pod or another has generated before; generation continues after them.
+            hand_off: The sequence ends after its first token, and another pod continues it.
+            wants_embedding: `embedding` is wanted.
+            child: Number among the request's n sequences.
+            hashes: Hashes of lead blocks, if they are known already.
         """
         assert computed == 0 or lease is not None
         self.request = request
+        #: Number among the request's n sequences; the noise of sampling depends on it.
         self.child = child
         self.request_id = request.request_id
         self.priority = request.priority
         self.prompt_len = request.prompt_len
+        #: Prompt and output.
         self.tokens = [*request.prompt_ids, *output]
         self.block_size = block_size
         self.lease = lease
+        #: Tokens with KV in the lease's blocks.
         self.computed = computed
+        #: Tokens that launched steps are computing.
         self.launched = 0
+        #: Newest of the computed tokens that have no KV of the draft model.
         self.draft_lag = 0
+        #: Sampled tokens that only the device knows.
         self.pending = 0
+        #: Drafts in a launched step.
         self.num_drafted = 0
+        #: State of the speculator; None until the speculator has seen the sequence.
         self.draft_state: DraftState | None = None
+        #: Number below the scheduler's max_seqs while the sequence runs, else -1.
         self.slot = -1
+        #: Prompt tokens that the prefix cache supplied, and those of them that came from host memory.
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
         self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
+        #: Tokens computed in chunks before the sequence decodes: the prompt; with `hand_off` also the given output.
         self.prefill_len = len(self.tokens) if hand_off else self.prompt_len
+        #: Follows the tokens of the output; None if any token may come.
         self.constraint = constraint
+        #: First prompt token whose log-probability has not been returned; prompt_len if none is wanted.
         self.next_prompt_logprob = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
         self.wants_embedding = wants_embedding
+        #: Hidden state of the last prompt token before the LM head; on the device, set with the first token.
         self.embedding: Tensor | None = None
+        #: Why the sequence ended; None while it is in the engine.
         self.finish_reason: FinishReason | None = None
+        #: Not scheduled until its reader catches up.
         self.paused = False
+        #: Copy of its last, partial block in host memory while it is preempted.
         self.saved_partial: SavedPartialBlock | None = None
         self.preemptions = 0
         self.arrival = 0
@@ -143,91 +158,92 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens, with those that only the device knows."""
+        """Tokens, including those that only the device knows."""
         return len(self.tokens) + self.pending
 
     @property
     def start(self) -> int:
-        """Where the next step goes on: tokens that have KV once the launched steps end."""
+        """First token of the next step: the tokens before it have KV when the launched steps end."""
         return self.computed + self.launched
 
     @property
     def remaining(self) -> int:
-        """Tokens that no step has been launched for; 1 for a sequence that decodes."""
+        """Tokens that are in no launched step yet; 1 if the sequence decodes."""
         return self.length - self.start
 
     @property
     def decoding(self) -> bool:
-        """All but the newest token have KV or are being computed, and the newest is an output."""
+        """Its next step is one token: all but the newest have KV or are being computed, and the newest is an output."""
         start = self.computed + self.launched
         return start >= self.prefill_len and start == len(self.tokens) + self.pending - 1
 
     @property
     def reaches_limit(self) -> bool:
-        """It ends with the tokens that are pending, whatever they are."""
+        """The pending tokens are its last, whatever they are."""
         return self.pending > 0 and self.length >= self.max_len
 
     @property
     def complete_len(self) -> int:
-        """Tokens that have KV in all layers, those of a draft model included."""
+        """Tokens with KV in all layers, including those of the draft model."""
         return self.computed - self.draft_lag
 
     @property
     def num_samples(self) -> int:
-        """Tokens that are sampled from its next logits: the first ones of all children, while it stands for all."""
+        """Tokens to sample from its next logits: the first ones of all children, or one."""
         return 1 if self.num_output else self.request.sampling.n
 
     @property
     def forking(self) -> bool:
-        """The first tokens of all children are being sampled; nothing follows before the host knows them."""
+        """The first tokens of all children are being sampled; the next step waits until the host has them."""
         return self.pending > 0 and self.num_samples > 1
 
     @property
     def allocated(self) -> int:
-        """Tokens for which the lease has room."""
+        """Tokens that fit in the lease's blocks."""
         return 0 if self.lease is None else len(self.lease.blocks) * self.block_size
 
     @property
     def max_len(self) -> int:
-        """Tokens at its longest; the last of them never gets KV."""
+        """Most tokens that it can have; the last of them never gets KV."""
         return self.prefill_len + (1 if self.hand_off else self.request.sampling.max_tokens)
 
     @property
     def recompute_until(self) -> int:
-        """KV below this token existed once; it was lost to a preemption, or with another pod."""
+        """KV of the tokens before this one existed and was lost in a preemption or with another pod."""
         return self._recompute_until
 
     @property
     def recomputing(self) -> bool:
-        """It lost KV, and has not yet caught up."""
+        """KV that it lost has not been computed again yet."""
         return self.computed < self._recompute_until
 
     def launch(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
-        """A step computes num_new tokens from `start` on and, with sample, what follows them; the last `drafts` of
-        them are guesses. No other step is launched while there are any.
+        """A step was launched that computes num_new tokens from `start` on and samples the next one if `sample`.
+
+        The last `drafts` of the tokens are drafts; no further step is launched while there are any.
         """
         self.launched += num_new - drafts
         self.num_drafted += drafts
         self.pending += sample
 
     def finish_step(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
-        """The oldest launched step has ended; what it sampled is the caller's to append."""
+        """The oldest launched step has ended; the caller appends the tokens that it sampled."""
         self.launched -= num_new - drafts
         self.num_drafted -= drafts
         self.pending -= sample
         self.computed += num_new - drafts
 
     def accept_draft(self) -> None:
-        """The newest token was a draft of the step that was settled last: it has KV."""
+        """The newest token was a draft in the step that has just ended, so it has KV."""
         self.computed += 1
         assert self.computed <= len(self.tokens)
 
     def append(self, token: int) -> None:
-        """The token that was sampled after the last one."""
+        """Appends a sampled token."""
         self.tokens.append(token)
 
     def fork(self, child: int) -> Sequence:
-        """Another child of the same request, without output, lease and KV. For a sequence without output."""
+        """Another child of the request, without output, lease and KV. This sequence must have no output yet."""
         other = Sequence(
             self.request,
             fingerprint=self._fingerprint,
@@ -242,8 +258,9 @@ class Sequence:
         return other
 
     def matchable_hashes(self) -> list[bytes]:
-        """Hashes of the blocks that a cache may supply: at least one token is left to compute, and the one before each
-        that is to be scored.
+        """Hashes of the lead blocks that a cache may supply.
+
+        At least one token is left to compute, and so are the tokens before those whose log-probabilities are wanted.
         """
         limit = matchable_blocks(len(self.tokens), self.block_size)
         if self.next_prompt_logprob < self.prompt_len:
@@ -251,21 +268,23 @@ class Sequence:
         return self._hasher.extend(self.tokens)[:limit] if limit else []
 
     def publishable_hashes(self) -> list[bytes]:
-        """Hashes of the blocks whose KV is complete."""
+        """Hashes of the blocks with complete KV in all layers."""
         return self._hasher.extend(self.tokens)[: self.complete_len // self.block_size]
 
     def publish(self) -> None:
-        """Publish what became complete since the last call; cheap when nothing did."""
+        """Publishes the blocks that became complete since the last call; cheap if there are none."""
         assert self.lease is not None
         if self.complete_len // self.block_size > self.lease.num_published:
             self.lease.publish(self.publishable_hashes())
 
     def preempt(self) -> None:
-        """Give blocks and KV up, keep the tokens. What launched steps do for it is lost, and sampled again."""
+        """Gives up the lease and all KV, keeps the tokens. Results of launched steps are lost and sampled again."""
         assert self.lease is not None
         self.lease.finish("preempted")
         self.lease = None
         self._recompute_until = max(self._recompute_until, self.computed)
-        self.draft_lag = min(self.draft_lag, self.computed % self.block_size)  # of the last block, if it comes back
+        self.draft_lag = min(
+            self.draft_lag, self.computed % self.block_size
+        )  # of the saved partial block, if it comes back
         self.computed = self.launched = self.pending = self.num_drafted = 0
         self.preemptions += 1

@@ -1,23 +1,19 @@
-"""The life of a step: scheduled, launched, on the device, settled. Pure policy over a runner; one thread calls it.
+"""The life of a step: planned, launched, running on the device, accounted for. Policy only, over a StepRunner.
 
-With overlap, `step` launches the step after the one it returns before it waits for that: the host schedules and
-accounts while the device computes, and a step's input tokens come from the device where the host has not seen them.
-At most two steps are launched at a time, one of them between two calls.
+With overlap, a step is launched before the result of the step before it is read:
 
-After a decode step the next one is launched as late as the device allows, told by how long such steps took of late: a
-sequence whose KV arrives meanwhile is in it, instead of waiting for a whole step that is launched already.
+    host     plan+launch 1 | plan+launch 2 |  wait  | account 1 | plan+launch 3 | wait | account 2 | ...
+    device                 |        step 1          |          step 2           |        step 3 ...
 
-To queue a step with long prompts takes the host tens of milliseconds. When the step before ends meanwhile, whoever
-waits for its tokens is told between two layers, not after the launch.
-
-Drafts are proposed from tokens that the host has seen, and what follows a step that verifies some is known with its
-result only. So where the speculator wants drafts for the next step, or the step has some, the next one is launched
-after the result, though before anybody is told of it: the device waits for the host's accounting, and for nothing else.
-Steps without drafts overlap as ever.
-
-A sequence's limit on tokens is known ahead and never overrun. That it stopped, was aborted, failed or was preempted is
-known one step late: what the step in flight does for it is discarded, and the fence of that step keeps its blocks from
-everyone else until the step has ended on the device.
+- At most two steps are launched at a time. Tokens that the host has not seen are read on the device.
+- After a decode step the next one is launched as late as the device allows, so that it includes requests that arrive
+  meanwhile. The step times of the last steps say how late that is.
+- The launch of long prompts takes tens of milliseconds. If the step before ends during it, its result is reported
+  between two layers of the launch (`LaunchCallback`).
+- A step that follows drafts, or is to have some, is planned after the result of the step before; the callers get that
+  result after the launch, unless a sequence ended or a chunk was done.
+- A limit on tokens is known in advance. A stop token, an abort, a failure or a preemption is known one step late: the
+  result of the step in flight is then discarded, and the fence of that step keeps the blocks until it has ended.
 """
 
 from __future__ import annotations
@@ -25,96 +21,107 @@ from __future__ import annotations
 import logging
 import time
 from collections import abc, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import BatonError, InternalError
 from common.types import FinishReason, PromptLogprobs, Token
 from engine.kv.blocks import BlockPool, Lease, StepFence
+from engine.schedule.drafts import DraftTokens
 from engine.schedule.outputs import EngineCounters, Inbox, OnStep, SequenceOutput, StepResult
 from engine.schedule.scheduler import NO_DRAFTS, ScheduledSequence, Scheduler
 from engine.schedule.sequence import Sequence
-from engine.speculation.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
-LAUNCH_LEAD_S = 0.001  # beside its own time, how long before the device is free a step is launched
-POLL_S = 0.0003  # how often one looks whether the device is free
-TIMED_STEPS = 8  # steps
+LAUNCH_LEAD_S = 0.001  # a step is launched this long before the device is free, beside the time of the launch
+POLL_S = 0.0003  # between two looks at the device
+TIMED_STEPS = 8  # steps whose times are kept
 
 L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:
-    """finite: the model's output was a number. tokens: what was sampled, where that was asked for and is meaningful:
-    one token, and one more for each draft that was accepted. prompt_logprobs: of prompt tokens that were to be scored.
-    others: with the first one of a request, the first ones of its other children.
-    """
+    """What the runner computed for one scheduled sequence."""
 
+    #: The logits have no NaN and no infinity.
     finite: bool
+    #: The sampled token, and one more for each accepted draft; empty if none was to be sampled.
     tokens: tuple[Token, ...] = ()
+    #: Log-probabilities of prompt tokens, if wanted.
     prompt_logprobs: PromptLogprobs | None = None
+    #: With the first token of a request: the first tokens of its other children.
     child_tokens: tuple[Token, ...] = ()
 
 
+#: Called by the runner now and then during a long launch.
 LaunchCallback = Callable[[], None]
 
 
 class StepRunner(Protocol[L]):
-    """Computes steps in the order in which they are launched."""
+    """Computes steps in the order of their launch. L is its own record of a launched step."""
 
-    def launch(self, items: abc.Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> L:
-        """Queues a step and returns without waiting; every item's lease covers its tokens.
+    def launch(self, scheduled: abc.Sequence[ScheduledSequence], on_layer: LaunchCallback | None = None, /) -> L:
+        """Queues a step and returns without waiting. The leases cover all tokens of the step.
 
-        A token that the sequence does not know yet is the one that was sampled last for it. Drafts are not its tokens.
-        between: called now and then by a launch that takes a while; it touches nothing of these items.
+        A token that the host does not know is the one sampled last for the sequence; drafts are in the scheduled
+        sequence. `on_layer` may be called during a long launch; it changes none of these sequences.
         """
 
-    def sample_deferred(self, launched: L) -> L:
-        """Ends the launch of a step once the step before it is accounted for: what sequences with constraints may
-        sample is known by then.
+    def sample_deferred(self, launched: L, /) -> L:
+        """Ends the launch of a step after the step before it has been accounted for.
+
+        Only now is it known which tokens the constraints of the sequences allow.
         """
 
-    def is_done(self, launched: L) -> bool:
-        """Whether `collect` would not wait."""
+    def is_done(self, launched: L, /) -> bool:
+        """Whether `collect` would return without waiting."""
 
-    def collect(self, launched: L) -> list[RunnerOutput]:
-        """One result per item, in order; waits for the step. Steps are collected in the order of their launch."""
+    def collect(self, launched: L, /) -> list[RunnerOutput]:
+        """Waits for the oldest step and returns one output per scheduled sequence, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class InFlightStep(Generic[L]):
-    """A launched step. leases: of its items when it was launched; ended: outputs that are known without it; waited: it
-    was launched after the result of the one before, for the sake of drafts.
-    """
+class StepSpeculator(Protocol):
+    """Proposes drafts; see engine/speculation."""
 
-    scheduled: list[ScheduledSequence]
-    leases: list[Lease | None]
-    fence: StepFence
-    launched: L | InternalError
-    began_at: float
-    known_outputs: list[SequenceOutput] = field(default_factory=list)
-    launched_late: bool = False
+    def draft(self, seqs: abc.Sequence[Sequence], /) -> Mapping[Sequence, DraftTokens]:
+        """Drafts of sequences that decode in the next step."""
+
+    def wants_drafts(self, seqs: abc.Sequence[Sequence], /) -> bool:
+        """Whether some of the sequences of the step in flight should draft for the next one."""
+
+    def on_verified(self, seq: Sequence, num_drafts: int, num_accepted: int, /) -> None:
+        """A step has verified drafts of the sequence."""
+
+    def on_step(self, scheduled: abc.Sequence[ScheduledSequence], seconds: float, /, *, waited: bool) -> None:
+        """A step has ended. `waited` says that it was launched after the result of the step before."""
 
 
 @dataclass(slots=True)
-class _StepDuringLaunch(Generic[L]):
-    """A step on the device while the next one is launched. result: of the step, if it was told meanwhile; error: of the
-    hook that was told.
-    """
+class InFlightStep(Generic[L]):
+    """A launched step that is not accounted for yet."""
 
-    flight: InFlightStep[L]
-    on_step: OnStep | None
-    result: StepResult | None = None
-    error: Exception | None = None
+    scheduled: list[ScheduledSequence]
+    #: The leases of the sequences at the launch.
+    leases: list[Lease | None]
+    fence: StepFence
+    #: The runner's record, or why there is none.
+    launched: L | InternalError
+    began_at: float
+    #: Outputs that do not depend on the device, for sequences that are not scheduled.
+    known_outputs: list[SequenceOutput] = field(default_factory=list)
+    #: Launched after the result of the step before, because of drafts.
+    launched_late: bool = False
+    #: Set if the step was accounted for during the launch of the next one.
+    early_result: StepResult | None = None
+    #: What `on_step` raised for `early_result`.
+    early_error: Exception | None = None
 
 
 class Stepper(Generic[L]):
-    """max_model_len: tokens at which a sequence ends whatever it asked for. speculator: proposes drafts; None: none.
-    drafts_lag: steps in which a sequence decodes without drafts do not compute the layers of its draft model.
-    """
+    """Plans, launches and accounts for steps; one thread calls it."""
 
     def __init__(
         self,
@@ -124,9 +131,16 @@ class Stepper(Generic[L]):
         *,
         max_model_len: int,
         overlap: bool,
-        speculator: Speculator | None = None,
+        speculator: StepSpeculator | None = None,
         draft_model_lags: bool = False,
     ) -> None:
+        """Makes a stepper.
+
+        Args:
+            max_model_len: A sequence ends at this length, whatever it asked for.
+            speculator: Proposes drafts; None for no drafts.
+            draft_model_lags: Steps in which a sequence decodes without drafts compute no KV of the draft model.
+        """
         self.counters = EngineCounters()
         self._scheduler = scheduler
         self._pool = pool
@@ -135,270 +149,285 @@ class Stepper(Generic[L]):
         self._overlap = overlap
         self.speculator, self._draft_model_lags = speculator, draft_model_lags
         self._in_flight: InFlightStep[L] | None = None
-        self._launched_late = False  # the next step was or is not launched ahead, for the sake of drafts
-        self._settled_at = 0.0
-        self._decode_s: deque[float] = deque(maxlen=TIMED_STEPS)  # what decode steps took
-        self._launch_s: deque[float] = deque(maxlen=TIMED_STEPS)  # what it took to launch the step after one
+        #: The step that is launched next comes after a result, because of drafts.
+        self._launches_late = False
+        self._ended_at = 0.0
+        #: Seconds of the last decode steps, and of the launches after one.
+        self._decode_s: deque[float] = deque(maxlen=TIMED_STEPS)
+        self._launch_s: deque[float] = deque(maxlen=TIMED_STEPS)
 
     @property
     def has_work(self) -> bool:
-        """A step is on the device, or a sequence wants one."""
+        """A step is on the device, or a sequence wants to run."""
         return self._in_flight is not None or self._scheduler.has_work
 
-    def step(self, hook: OnStep | None = None, mail: Inbox | None = None) -> StepResult:
-        """The result of one step; empty when nothing can run now. See Engine.step."""
+    def step(self, on_step: OnStep | None = None, inbox: Inbox | None = None) -> StepResult:
+        """The result of one step; empty if nothing can run now. See Engine.step."""
         while True:
-            flight = self._in_flight or self._launch_next()
+            current = self._in_flight or self._launch_next()
             self._in_flight = None
-            if flight is None:
+            if current is None:
                 return StepResult()
-            ahead = self._overlap and not self._needs_result_first(flight)
-            self._launched_late = self._overlap and not ahead
-            under = _StepDuringLaunch(flight, hook)
-            if ahead:
-                self._in_flight = self._launch_next(under) if mail is None else self._launch_late(under, mail)
-            result = under.result or self._finish_step(flight)
+            ahead = self._overlap and not self._needs_result_first(current)
+            self._launches_late = self._overlap and not ahead
+            if ahead and inbox is None:
+                self._in_flight = self._launch_next(current, on_step)
+            elif ahead and inbox is not None:
+                self._in_flight = self._launch_late(current, on_step, inbox)
+            result = current.early_result or self._finish_step(current)
             if self._in_flight is not None:
-                self._in_flight = self._sample_deferred(self._in_flight)
+                self._sample_deferred(self._in_flight)
             if self._overlap and not ahead and not any(o.ended or o.chunk_done for o in result.outputs):
-                self._in_flight = self._launch_next()  # nobody needs the leases that this may take away
-            if under.error is not None:
-                raise under.error
+                self._in_flight = self._launch_next()  # a launch may preempt, and no caller needs the leases now
+            if current.early_error is not None:
+                raise current.early_error
             if result.outputs:
-                if under.result is None:
-                    self._notify(result, hook)
+                if current.early_result is None:
+                    self._notify(result, on_step)
                 return result
 
-    def finish_in_flight(self, hook: OnStep | None = None) -> None:
-        """Ends what is on the device; launches nothing."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is not None:
-            result = self._finish_step(flight)
+    def finish_in_flight(self, on_step: OnStep | None = None) -> None:
+        """Waits for the step on the device, if there is one; launches nothing."""
+        current, self._in_flight = self._in_flight, None
+        if current is not None:
+            result = self._finish_step(current)
             if result.outputs:
-                self._notify(result, hook)
+                self._notify(result, on_step)
 
-    def _notify(self, result: StepResult, hook: OnStep | None) -> None:
+    def _notify(self, result: StepResult, on_step: OnStep | None) -> None:
+        """Reports a result, then finishes the leases of the sequences that have ended."""
         try:
-            if hook is not None:
-                hook(result)
+            if on_step is not None:
+                on_step(result)
         finally:
             for output in result.outputs:
                 if output.ended and output.seq.lease is not None:
                     output.seq.lease.finish("handed off" if output.finish_reason is None else str(output.finish_reason))
 
-    def _needs_result_first(self, flight: InFlightStep[L]) -> bool:
-        """The next step is planned with this one's result."""
+    def _needs_result_first(self, current: InFlightStep[L]) -> bool:
+        """The next step must be planned with the result of this one."""
         if self.speculator is None:
             return False
-        return any(item.drafts for item in flight.scheduled) or self.speculator.wants_drafts(
-            [item.seq for item in flight.scheduled]
+        return any(entry.drafts for entry in current.scheduled) or self.speculator.wants_drafts(
+            [entry.seq for entry in current.scheduled]
         )
 
-    def _launch_late(self, under: _StepDuringLaunch[L], mail: Inbox) -> InFlightStep[L] | None:
-        """The step after the one on the device, with all that comes while there is time; None when nothing comes."""
-        flight = self._in_flight = under.flight  # for whoever asks meanwhile whether there is work
-        due = self._launch_deadline(flight)
-        while (now := time.perf_counter()) < due and not self._has_ended(flight):
-            mail(min(due, now + POLL_S))
-        mail(0.0)
+    def _launch_late(self, current: InFlightStep[L], on_step: OnStep | None, inbox: Inbox) -> InFlightStep[L] | None:
+        """Launches the step after `current` as late as possible, with all that arrives until then.
+
+        Returns None if there is nothing to launch until `current` has ended.
+        """
+        self._in_flight = current  # `has_work` may be asked meanwhile
+        deadline = self._launch_deadline(current)
+        while (now := time.perf_counter()) < deadline and not self._has_ended(current):
+            inbox(min(deadline, now + POLL_S))
+        inbox(0.0)
         began = time.perf_counter()
-        following = self._launch_next(under)
-        if following is not None and all(item.is_decode for item in following.scheduled):
+        following = self._launch_next(current, on_step)
+        if following is not None and all(entry.is_decode for entry in following.scheduled):
             self._launch_s.append(time.perf_counter() - began)
-        while following is None and not self._has_ended(flight):
-            if mail(time.perf_counter() + POLL_S):
-                following = self._launch_next(under)
+        while following is None and not self._has_ended(current):
+            if inbox(time.perf_counter() + POLL_S):
+                following = self._launch_next(current, on_step)
         return following
 
-    def _launch_deadline(self, flight: InFlightStep[L]) -> float:
-        """When the step after this one has to be launched, if the device shall not wait: at once, beside prompts."""
-        if not self._decode_s or not all(item.is_decode for item in flight.scheduled):
+    def _launch_deadline(self, current: InFlightStep[L]) -> float:
+        """The latest time of the next launch at which the device does not wait; 0 if `current` has prompts."""
+        if not self._decode_s or not all(entry.is_decode for entry in current.scheduled):
             return 0.0
-        ends = max(flight.began_at, self._settled_at) + min(self._decode_s)
+        ends = max(current.began_at, self._ended_at) + min(self._decode_s)
         return ends - LAUNCH_LEAD_S - 2 * max(self._launch_s, default=0.0)
 
-    def _has_ended(self, flight: InFlightStep[L]) -> bool:
-        """The device has ended it, or never began."""
-        return isinstance(flight.launched, InternalError) or self._runner.is_done(flight.launched)
+    def _has_ended(self, step: InFlightStep[L]) -> bool:
+        """The step has ended on the device, or its launch failed."""
+        return isinstance(step.launched, InternalError) or self._runner.is_done(step.launched)
 
-    def _launch_next(self, under: _StepDuringLaunch[L] | None = None) -> InFlightStep[L] | None:
-        """Schedules and launches; None when nothing can run. A failure is told when the step's turn comes.
+    def _launch_next(
+        self, current: InFlightStep[L] | None = None, on_step: OnStep | None = None
+    ) -> InFlightStep[L] | None:
+        """Plans and launches a step; None if nothing can run. Errors are kept and reported as the result of the step.
 
-        under: a step is on the device, so there is nothing to propose from.
+        `current` is the step on the device; drafts are only proposed without one.
         """
         began = time.perf_counter()
         try:
             drafts = NO_DRAFTS
-            if self.speculator is not None and under is None:
+            if self.speculator is not None and current is None:
                 drafts = self.speculator.draft(self._scheduler.draft_candidates())
             batch = self._scheduler.schedule(drafts)
         except Exception as error:
             failure = InternalError(f"the scheduler failed: {error}")
             return InFlightStep([], [], self._pool.begin_step(), failure, began, self._fail_all(error, failure))
-        items, lost = batch.scheduled, [self._fail(seq, error) for seq, error in batch.failed]
-        if not items:
+        scheduled, failed = batch.scheduled, [self._fail(seq, error) for seq, error in batch.failed]
+        if not scheduled:
             nothing = InternalError("nothing was launched")
-            return InFlightStep([], [], self._pool.begin_step(), nothing, began, lost) if lost else None
+            return InFlightStep([], [], self._pool.begin_step(), nothing, began, failed) if failed else None
         fence = self._pool.begin_step()
         launched: L | InternalError
         try:
-            launched = self._runner.launch(items, None if under is None else self._launch_callback(under, items))
+            callback = None if current is None else self._launch_callback(current, on_step, scheduled)
+            launched = self._runner.launch(scheduled, callback)
         except Exception as error:
-            launched = self._failure(items, error)
-        for item in items:
-            item.seq.launch(item.num_new, sample=item.samples, drafts=len(item.drafts))
-        return InFlightStep(
-            items, [item.seq.lease for item in items], fence, launched, began, lost, self._launched_late
-        )
+            launched = self._failure(scheduled, error)
+        for entry in scheduled:
+            entry.seq.launch(entry.num_new, sample=entry.samples, drafts=len(entry.drafts))
+        leases = [entry.seq.lease for entry in scheduled]
+        return InFlightStep(scheduled, leases, fence, launched, began, failed, self._launches_late)
 
-    def _launch_callback(self, under: _StepDuringLaunch[L], items: list[ScheduledSequence]) -> LaunchCallback | None:
-        """Settles and tells the step on the device once that has ended, if it has tokens and shares no sequence."""
-        flight, launching = under.flight, {item.seq.request_id for item in items}
-        apart = all(item.seq.request_id not in launching for item in flight.scheduled)
-        if self.speculator is not None or not apart or not any(item.samples for item in flight.scheduled):
+    def _launch_callback(
+        self, current: InFlightStep[L], on_step: OnStep | None, launching: list[ScheduledSequence]
+    ) -> LaunchCallback | None:
+        """Accounts for `current` and reports it once it has ended, while `launching` are being launched.
+
+        Returns None if `current` samples no token or shares a request with `launching`.
+        """
+        request_ids = {entry.seq.request_id for entry in launching}
+        is_apart = all(entry.seq.request_id not in request_ids for entry in current.scheduled)
+        if self.speculator is not None or not is_apart or not any(entry.samples for entry in current.scheduled):
             return None
 
-        def between() -> None:
-            if under.result is not None or not self._has_ended(flight):
+        def callback() -> None:
+            if current.early_result is not None or not self._has_ended(current):
                 return
-            under.result = self._finish_step(flight)
+            current.early_result = self._finish_step(current)
             try:
-                if under.result.outputs:
-                    self._notify(under.result, under.on_step)
-            except Exception as error:  # it is not the launch that failed
-                under.error = error
+                if current.early_result.outputs:
+                    self._notify(current.early_result, on_step)
+            except Exception as error:  # not an error of the launch
+                current.early_error = error
 
-        return between
+        return callback
 
-    def _sample_deferred(self, flight: InFlightStep[L]) -> InFlightStep[L]:
-        """The step that was on the device when this one was launched has been accounted for."""
-        if isinstance(flight.launched, InternalError):
-            return flight
+    def _sample_deferred(self, step: InFlightStep[L]) -> None:
+        """Ends the launch of a step, now that the step before it has been accounted for."""
+        if isinstance(step.launched, InternalError):
+            return
         try:
-            return replace(flight, launched=self._runner.sample_deferred(flight.launched))
+            step.launched = self._runner.sample_deferred(step.launched)
         except Exception as error:
-            return replace(flight, launched=self._failure(flight.scheduled, error))
+            step.launched = self._failure(step.scheduled, error)
 
-    def _finish_step(self, flight: InFlightStep[L]) -> StepResult:
+    def _finish_step(self, step: InFlightStep[L]) -> StepResult:
+        """Waits for a step and accounts for its results."""
         try:
-            results = self._collect(flight)
+            results = self._collect(step)
         finally:
-            flight.fence.end()
-        outputs = list(flight.known_outputs)
-        items: list[ScheduledSequence] = []
-        for item, lease, result in zip(flight.scheduled, flight.leases, results, strict=True):
-            if item.seq.finish_reason is None and item.seq.lease is lease:
-                items.append(item)
-                outputs += self._apply_output(item, result)
-        self.counters.discarded_sequences += len(flight.scheduled) - len(items)
+            step.fence.end()
+        outputs = list(step.known_outputs)
+        kept: list[ScheduledSequence] = []
+        for entry, lease, result in zip(step.scheduled, step.leases, results, strict=True):
+            if entry.seq.finish_reason is None and entry.seq.lease is lease:
+                kept.append(entry)
+                outputs += self._apply_output(entry, result)
+        self.counters.discarded_sequences += len(step.scheduled) - len(kept)
         now = time.perf_counter()
-        seconds, self._settled_at = now - max(flight.began_at, self._settled_at), now
-        if items and all(item.is_decode for item in flight.scheduled):
+        seconds, self._ended_at = now - max(step.began_at, self._ended_at), now
+        if kept and all(entry.is_decode for entry in step.scheduled):
             self._decode_s.append(seconds)
         if self.speculator is not None:
-            self.speculator.on_step(items, seconds, waited=flight.launched_late)
-        return self._result(items, outputs, seconds)
+            self.speculator.on_step(kept, seconds, waited=step.launched_late)
+        return self._result(kept, outputs, seconds)
 
-    def _collect(self, flight: InFlightStep[L]) -> list[RunnerOutput | InternalError]:
-        if isinstance(flight.launched, InternalError):
-            return [flight.launched] * len(flight.scheduled)
+    def _collect(self, step: InFlightStep[L]) -> list[RunnerOutput | InternalError]:
+        if isinstance(step.launched, InternalError):
+            return [step.launched] * len(step.scheduled)
         try:
-            results = self._runner.collect(flight.launched)
+            results = self._runner.collect(step.launched)
         except Exception as error:
-            return [self._failure(flight.scheduled, error)] * len(flight.scheduled)
-        return [r if r.finite else InternalError("the model's output is not a number") for r in results]
+            return [self._failure(step.scheduled, error)] * len(step.scheduled)
+        return [r if r.finite else InternalError("the model's output has a NaN or an infinity") for r in results]
 
-    def _failure(self, items: list[ScheduledSequence], error: Exception) -> InternalError:
-        log.error("a step of %d sequences failed", len(items), exc_info=error)
-        # torch's error by its name: this file, and who simulates with it, does without torch.
+    def _failure(self, scheduled: list[ScheduledSequence], error: Exception) -> InternalError:
+        log.error("a step of %d sequences failed", len(scheduled), exc_info=error)
+        # torch's error is recognised by its name: this module and the simulator do not import torch.
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             self.counters.out_of_memory += 1
         return InternalError(f"the engine step failed: {error}")
 
-    def _apply_output(self, item: ScheduledSequence, result: RunnerOutput | InternalError) -> list[SequenceOutput]:
-        """Advances one sequence by what the step did for it, and begins the other children of its request where it made
-        their first tokens; its failure is its own.
+    def _apply_output(self, entry: ScheduledSequence, result: RunnerOutput | InternalError) -> list[SequenceOutput]:
+        """Advances one sequence by the step's result, and starts the other children if it has their first tokens.
+
+        An error ends this request only.
         """
         if isinstance(result, InternalError):
-            # What this step wrote is not to be trusted, so nothing of it is published.
-            return [self._fail(item.seq, result)]
+            # The KV that this step wrote is unreliable, so none of it is published.
+            return [self._fail(entry.seq, result)]
         try:
             if not result.child_tokens:
-                return [self._advance_sequence(item, result)]
-            children = [
-                item.seq.fork(token.child) for token in result.child_tokens
-            ]  # with nothing that this one's token adds
-            output = self._advance_sequence(item, result)
-            begun = zip(children, result.child_tokens, strict=True)
-            return [output, *(self._start_child(item.seq, other, token) for other, token in begun)]
+                return [self._advance_sequence(entry, result)]
+            # Forked first: the children must not have this sequence's token.
+            children = [entry.seq.fork(token.child) for token in result.child_tokens]
+            output = self._advance_sequence(entry, result)
+            started = zip(children, result.child_tokens, strict=True)
+            return [output, *(self._start_child(entry.seq, child, token) for child, token in started)]
         except BatonError as error:
-            return self._fail_with_children(item.seq, result, error)
+            return self._fail_with_children(entry.seq, result, error)
         except Exception as error:
-            log.exception("accounting for request %s failed", item.seq.request_id)
-            return self._fail_with_children(item.seq, result, InternalError(f"the engine step failed: {error}"))
+            log.exception("accounting for request %s failed", entry.seq.request_id)
+            return self._fail_with_children(entry.seq, result, InternalError(f"the engine step failed: {error}"))
 
     def _fail_with_children(self, seq: Sequence, result: RunnerOutput, error: BatonError) -> list[SequenceOutput]:
-        begun = self._scheduler.sequences_of(seq.request_id) if result.child_tokens else []
-        return [self._fail(lost, error) for lost in dict.fromkeys((seq, *begun))]
+        started = self._scheduler.sequences_of(seq.request_id) if result.child_tokens else []
+        return [self._fail(failed, error) for failed in dict.fromkeys((seq, *started))]
 
-    def _advance_sequence(self, item: ScheduledSequence, result: RunnerOutput) -> SequenceOutput:
-        seq = item.seq
-        seq.finish_step(item.num_new, sample=item.samples, drafts=len(item.drafts))
-        seq.draft_lag += self._draft_model_lags and item.is_decode and not item.drafts
+    def _advance_sequence(self, entry: ScheduledSequence, result: RunnerOutput) -> SequenceOutput:
+        seq = entry.seq
+        seq.finish_step(entry.num_new, sample=entry.samples, drafts=len(entry.drafts))
+        seq.draft_lag += self._draft_model_lags and entry.is_decode and not entry.drafts
         finish: FinishReason | None = None
-        kept = 0
+        num_tokens = 0
         for token in result.tokens:
-            if kept:
+            if num_tokens:
                 seq.accept_draft()
             seq.append(token.id)
-            kept += 1
+            num_tokens += 1
             finish = self._finish_reason(seq, token.id)
             if finish is not None:
                 break
-        accepted = max(0, kept - 1)
-        if (scores := result.prompt_logprobs) is not None:
-            seq.next_prompt_logprob = max(seq.next_prompt_logprob, scores.first + len(scores.logprobs))
+        accepted = max(0, num_tokens - 1)
+        if (logprobs := result.prompt_logprobs) is not None:
+            seq.next_prompt_logprob = max(seq.next_prompt_logprob, logprobs.first + len(logprobs.logprobs))
         seq.publish()
-        handed_off = seq.hand_off and kept > 0
+        handed_off = seq.hand_off and num_tokens > 0
         if finish is not None or handed_off:
             self._scheduler.finish(seq, finish or FinishReason.LENGTH)
-        if item.drafts:
-            self._after_drafts(item, accepted)
+        if entry.drafts:
+            self._after_drafts(entry, accepted)
         return SequenceOutput(
             seq,
             seq.computed,
-            item.start < seq.prefill_len,
-            result.tokens[:kept],
+            entry.start < seq.prefill_len,
+            result.tokens[:num_tokens],
             finish,
             handed_off,
-            num_drafts=len(item.drafts),
+            num_drafts=len(entry.drafts),
             num_accepted=accepted,
-            prompt_logprobs=scores,
+            prompt_logprobs=logprobs,
         )
 
-    def _after_drafts(self, item: ScheduledSequence, accepted: int) -> None:
-        """Returns the blocks that only wrong drafts needed, and tells the speculator."""
-        seq = item.seq
+    def _after_drafts(self, entry: ScheduledSequence, accepted: int) -> None:
+        """Releases blocks that only rejected drafts needed, and informs the speculator."""
+        seq = entry.seq
         if seq.finish_reason is None:
             assert seq.lease is not None
             blocks = -(-len(seq.tokens) // seq.block_size)
             if blocks < len(seq.lease.blocks):
                 seq.lease.trim(blocks)
         if self.speculator is not None:
-            self.speculator.on_verified(seq, len(item.drafts), accepted)
+            self.speculator.on_verified(seq, len(entry.drafts), accepted)
 
-    def _start_child(self, seq: Sequence, other: Sequence, token: Token) -> SequenceOutput:
-        """Another child of a request, with its first token; seq is the one that computed the prompt."""
-        other.append(token.id)
-        finish = self._finish_reason(other, token.id)
+    def _start_child(self, seq: Sequence, child: Sequence, token: Token) -> SequenceOutput:
+        """Starts another child of a request with its first token; `seq` is the child that computed the prompt."""
+        child.append(token.id)
+        finish = self._finish_reason(child, token.id)
         if finish is not None or seq.hand_off:
-            other.finish_reason = finish or FinishReason.LENGTH
+            child.finish_reason = finish or FinishReason.LENGTH
         else:
-            self._scheduler.fork(seq, other)
-        return SequenceOutput(other, seq.prompt_len, tokens=(token,), finish_reason=finish, handed_off=seq.hand_off)
+            self._scheduler.fork(seq, child)
+        return SequenceOutput(child, seq.prompt_len, tokens=(token,), finish_reason=finish, handed_off=seq.hand_off)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Raises BatonError when the token is none that the sequence's constraint allows."""
+        """Why the sequence ends with the token; BatonError if its constraint does not allow the token."""
         params = seq.request.sampling
         if seq.constraint is not None:
             seq.constraint.advance(token)
@@ -418,19 +447,19 @@ class Stepper(Generic[L]):
         return SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ERROR, error=error)
 
     def _fail_all(self, cause: Exception, error: InternalError) -> list[SequenceOutput]:
-        """The scheduler's state cannot be trusted any more: everything it knows ends."""
+        """Ends all sequences: the state of the scheduler is unreliable."""
         log.error("the scheduler failed", exc_info=cause)
         known = [
             seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.sequences_of(request_id)
         ]
         return [self._fail(seq, error) for seq in known]
 
-    def _result(self, items: list[ScheduledSequence], outputs: list[SequenceOutput], seconds: float) -> StepResult:
-        recomputed = sum(item.num_recomputed for item in items)
-        prompt = sum(_num_new_prompt_tokens(item) for item in items)
-        # What is left has KV for the first time and is output, also when a chunk after a preemption ends with it.
-        right = sum(output.num_accepted for output in outputs)
-        decoded = sum(item.num_new - len(item.drafts) for item in items) + right - prompt - recomputed
+    def _result(self, kept: list[ScheduledSequence], outputs: list[SequenceOutput], seconds: float) -> StepResult:
+        recomputed = sum(entry.num_recomputed for entry in kept)
+        prompt = sum(_num_new_prompt_tokens(entry) for entry in kept)
+        # The other tokens are output with its first KV, also those in a chunk after a preemption.
+        accepted = sum(output.num_accepted for output in outputs)
+        decoded = sum(entry.num_new - len(entry.drafts) for entry in kept) + accepted - prompt - recomputed
         counters = self.counters
         counters.steps += 1
         counters.prompt_tokens += prompt
@@ -440,7 +469,7 @@ class Stepper(Generic[L]):
         return StepResult(outputs, prompt, decoded, recomputed, seconds)
 
 
-def _num_new_prompt_tokens(item: ScheduledSequence) -> int:
-    """Prompt tokens of the item that have KV for the first time."""
-    end = min(item.start + item.num_new, item.seq.prompt_len)
-    return max(0, end - max(item.start, item.seq.recompute_until))
+def _num_new_prompt_tokens(entry: ScheduledSequence) -> int:
+    """Prompt tokens of a step that get KV for the first time."""
+    end = min(entry.start + entry.num_new, entry.seq.prompt_len)
+    return max(0, end - max(entry.start, entry.seq.recompute_until))

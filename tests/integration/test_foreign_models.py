@@ -140,7 +140,7 @@ def test_the_shape_is_read_from_the_model(tmp_path: Path) -> None:
         (lambda q, k: k <= q, None, None),
         (lambda q, k: (k <= q) & (k > q - 8), None, 8),
         (lambda q, k: (k <= q) & (k > q - 8), 8, 8),
-        (lambda q, k: (k <= q) & (k > q - 8), 9, "window of 8, its layers say 9"),
+        (lambda q, k: (k <= q) & (k > q - 8), 9, "window of 8, but its layers pass 9"),
         (lambda q, k: (k <= q) & (q // 8 == k // 8), None, "neither causal nor a sliding window"),
         (lambda q, k: (k <= q) | (k < 5), None, "neither causal nor a sliding window"),
         (lambda q, k: (k <= q) & (k > q - 8) | (k < 2), None, "neither causal nor a sliding window"),
@@ -170,7 +170,7 @@ def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
         ("bloom", {}, "0 of its 4 layers use the attention interface"),
         ("mamba", {}, "state other than keys and values"),
         ("rwkv", {}, "state other than keys and values"),
-        ("falcon", {}, "attention from the interface"),
+        ("falcon", {}, "does not use the attention interface"),
         ("gpt_oss", GROUPED | {"num_local_experts": 4}, "s_aux"),
         ("deepseek_v3", {"n_routed_experts": 8, "n_group": 2, "topk_group": 1}, "keys and values of different shapes"),
         ("minimax", GROUPED, "linear_attention"),
@@ -219,10 +219,10 @@ def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, m
     def broken(self: HfModel, *args: Any) -> None:
         original(self, *args)
         if breach == "recurrent layer":
-            self._base.h[1].mlp.register_forward_hook(lambda _m, _i, out: out + out.cumsum(1))
+            self._decoder.h[1].mlp.register_forward_hook(lambda _m, _i, out: out + out.cumsum(1))
         else:
             at_zero = torch.zeros((), dtype=torch.int64)
-            self._base.wpe.register_forward_pre_hook(lambda _m, given: (torch.arange(given[0].shape[-1]) + at_zero,))
+            self._decoder.wpe.register_forward_pre_hook(lambda _m, given: (torch.arange(given[0].shape[-1]) + at_zero,))
 
     monkeypatch.setattr(HfModel, "__init__", broken)
     with pytest.raises(ConfigError, match="a prompt in chunks gives other states"):

@@ -194,7 +194,7 @@ def test_calls_of_several_threads_take_turns(tiny: LLM, monkeypatch: pytest.Monk
 def test_every_thread_that_computes_is_on_the_engine_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's kernels go to the device of the thread that launches them."""
     told: set[tuple[str, torch.device]] = set()
-    for module in (engine.engine, engine.loop, engine.host_copier):
+    for module in (engine.engine, engine.loop, engine.kv.host_copier):
         monkeypatch.setattr(module, "make_current", lambda device: told.add((threading.current_thread().name, device)))
     llm = LLM(bare(tmp_path), **SETTINGS, host_cache=1 << 20)
     llm.generate([[1]], GREEDY)
