@@ -34,6 +34,66 @@ PodKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """The state of a histogram at one moment."""
+
+    #: Upper bounds of the buckets; the last one is infinite.
+    bounds: tuple[float, ...] = ()
+    #: Observations up to each bound.
+    counts: tuple[float, ...] = ()
+    #: Sum of all observations.
+    total: float = 0.0
+
+    @classmethod
+    def from_metric(cls, metric: Metric) -> Self:
+        """The snapshot of a collected histogram without labels."""
+        bounds, counts, total = [], [], 0.0
+        for sample in metric.samples:
+            if sample.name.endswith("_bucket"):
+                bounds.append(float(sample.labels["le"]))
+                counts.append(sample.value)
+            elif sample.name.endswith("_sum"):
+                total = sample.value
+        return cls(tuple(bounds), tuple(counts), total)
+
+    def difference(self, before: HistogramSnapshot) -> HistogramSnapshot:
+        """Returns the observations made after `before`, an earlier snapshot of the same histogram or an empty one."""
+        if not before.counts:
+            return self
+        counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
+        return HistogramSnapshot(self.bounds, counts, self.total - before.total)
+
+    @property
+    def count(self) -> float:
+        return self.counts[-1] if self.counts else 0.0
+
+    def quantile(self, q: float) -> float | None:
+        """Returns a quantile as PromQL's histogram_quantile: linear in a bucket; None if empty.
+
+        A quantile in the infinite bucket is the last finite bound.
+        """
+        if not self.count:
+            return None
+        rank = q * self.count
+        at = bisect_left(self.counts, rank)
+        if math.isinf(self.bounds[at]):
+            return self.bounds[at - 1] if at else None
+        below, start = (self.counts[at - 1], self.bounds[at - 1]) if at else (0.0, 0.0)
+        inside = self.counts[at] - below
+        return start + (self.bounds[at] - start) * ((rank - below) / inside if inside else 1.0)
+
+    def as_json(self) -> Mapping[str, float | None] | None:
+        """Returns count, mean and percentiles; None if there are no observations."""
+        if not self.count:
+            return None
+        quantiles = {f"p{percent}": self.quantile(percent / 100) for percent in (50, 90, 99)}
+        return {"count": int(self.count), "mean": self.total / self.count, **quantiles}
+
+
+_EMPTY = HistogramSnapshot()
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsSample:
     """The metrics at one moment."""
 
@@ -51,6 +111,72 @@ class MetricsSample:
         blocks = [pod.blocks for pod in self.pods.values()]
         total = sum(b.total for b in blocks)
         return sum(b.leased + b.quarantined for b in blocks) / total if total else None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsWindow:
+    """The time between two samples. A pod that appeared in between counts from its own start."""
+
+    start: MetricsSample
+    end: MetricsSample
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end.at - self.start.at, 1e-9)
+
+    def count(self, name: str) -> float:
+        """Returns the growth of a counter."""
+        return self.end.counts.get(name, 0.0) - self.start.counts.get(name, 0.0)
+
+    def rate(self, name: str) -> float:
+        """Returns the growth of a counter per second."""
+        return self.count(name) / self.seconds
+
+    def histogram(self, name: str) -> HistogramSnapshot:
+        """Returns the observations of the window."""
+        return self.end.histograms.get(name, _EMPTY).difference(self.start.histograms.get(name, _EMPTY))
+
+    def pod(self, key: PodKey) -> tuple[PodActivity | None, PodActivity | None]:
+        """Returns a pod's activity at the start and at the end of the window."""
+        return self.start.pods.get(key), self.end.pods.get(key)
+
+    def pod_rate(self, key: PodKey, count: str) -> float:
+        """Returns a pod's tokens per second. `count`: "prefilled" or "generated"."""
+        before, after = self.pod(key)
+        grew = {"prefilled": 0, "generated": 0}
+        for sign, activity in ((-1, before), (1, after)):
+            if activity is not None:
+                grew["prefilled"] += sign * activity.prefilled
+                grew["generated"] += sign * activity.generated
+        return max(0, grew[count]) / self.seconds if after is not None else 0.0
+
+    def preemptions(self, key: PodKey) -> int:
+        before, after = self.pod(key)
+        return (0 if after is None else after.preemptions) - (0 if before is None else before.preemptions)
+
+    def drafts(self, key: PodKey) -> DraftCounts | None:
+        """Returns the draft counts of the window, None for a pod without speculative decoding."""
+        before, after = self.pod(key)
+        if after is None or after.drafts is None:
+            return None
+        now, then = after.drafts, None if before is None else before.drafts
+        if then is None:
+            return now
+        grown = (now.chains - then.chains, now.proposed - then.proposed, now.accepted - then.accepted)
+        return DraftCounts(now.proposer, *grown, now.useless)
+
+    def links(self) -> Iterator[tuple[str, PeerTraffic]]:
+        """Yields the sending pod and its KV traffic to another pod in the window. A new connection counts from zero."""
+        for key, after in self.end.pods.items():
+            before = self.start.pods.get(key)
+            then = {} if before is None else {(link.pod, link.transport): link for link in before.links}
+            for link in after.links:
+                was = then.get((link.pod, link.transport))
+                if was is not None and was.bytes <= link.bytes:
+                    grown = link.bytes - was.bytes, max(0.0, link.busy_s - was.busy_s)
+                    yield key[0], PeerTraffic(link.pod, link.transport, *grown, link.gb_s)
+                else:
+                    yield key[0], link
 
 
 class MetricsHistory:
@@ -122,132 +248,6 @@ class MetricsHistory:
                 self.take()
             except Exception:
                 _log.exception("a sample for the dashboard could not be taken")
-
-
-@dataclass(frozen=True, slots=True)
-class HistogramSnapshot:
-    """The state of a histogram at one moment."""
-
-    #: Upper bounds of the buckets; the last one is infinite.
-    bounds: tuple[float, ...] = ()
-    #: Observations up to each bound.
-    counts: tuple[float, ...] = ()
-    #: Sum of all observations.
-    total: float = 0.0
-
-    @classmethod
-    def from_metric(cls, metric: Metric) -> Self:
-        """The snapshot of a collected histogram without labels."""
-        bounds, counts, total = [], [], 0.0
-        for sample in metric.samples:
-            if sample.name.endswith("_bucket"):
-                bounds.append(float(sample.labels["le"]))
-                counts.append(sample.value)
-            elif sample.name.endswith("_sum"):
-                total = sample.value
-        return cls(tuple(bounds), tuple(counts), total)
-
-    def difference(self, before: HistogramSnapshot) -> HistogramSnapshot:
-        """Returns the observations made after `before`, an earlier snapshot of the same histogram or an empty one."""
-        if not before.counts:
-            return self
-        counts = tuple(now - then for now, then in zip(self.counts, before.counts, strict=True))
-        return HistogramSnapshot(self.bounds, counts, self.total - before.total)
-
-    @property
-    def count(self) -> float:
-        return self.counts[-1] if self.counts else 0.0
-
-    def quantile(self, q: float) -> float | None:
-        """Returns a quantile as PromQL's histogram_quantile: linear in a bucket; None if empty.
-
-        A quantile in the infinite bucket is the last finite bound.
-        """
-        if not self.count:
-            return None
-        rank = q * self.count
-        at = bisect_left(self.counts, rank)
-        if math.isinf(self.bounds[at]):
-            return self.bounds[at - 1] if at else None
-        below, start = (self.counts[at - 1], self.bounds[at - 1]) if at else (0.0, 0.0)
-        inside = self.counts[at] - below
-        return start + (self.bounds[at] - start) * ((rank - below) / inside if inside else 1.0)
-
-    def as_json(self) -> Mapping[str, float | None] | None:
-        """Returns count, mean and percentiles; None if there are no observations."""
-        if not self.count:
-            return None
-        quantiles = {f"p{percent}": self.quantile(percent / 100) for percent in (50, 90, 99)}
-        return {"count": int(self.count), "mean": self.total / self.count, **quantiles}
-
-
-_EMPTY = HistogramSnapshot()
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsWindow:
-    """The time between two samples. A pod that appeared in between counts from its own start."""
-
-    start: MetricsSample
-    end: MetricsSample
-
-    @property
-    def seconds(self) -> float:
-        return max(self.end.at - self.start.at, 1e-9)
-
-    def count(self, name: str) -> float:
-        """Returns the growth of a counter."""
-        return self.end.counts.get(name, 0.0) - self.start.counts.get(name, 0.0)
-
-    def rate(self, name: str) -> float:
-        """Returns the growth of a counter per second."""
-        return self.count(name) / self.seconds
-
-    def histogram(self, name: str) -> HistogramSnapshot:
-        """Returns the observations of the window."""
-        return self.end.histograms.get(name, _EMPTY).difference(self.start.histograms.get(name, _EMPTY))
-
-    def pod(self, key: PodKey) -> tuple[PodActivity | None, PodActivity | None]:
-        """Returns a pod's activity at the start and at the end of the window."""
-        return self.start.pods.get(key), self.end.pods.get(key)
-
-    def pod_rate(self, key: PodKey, count: str) -> float:
-        """Returns a pod's tokens per second. `count`: "prefilled" or "generated"."""
-        before, after = self.pod(key)
-        grew = {"prefilled": 0, "generated": 0}
-        for sign, activity in ((-1, before), (1, after)):
-            if activity is not None:
-                grew["prefilled"] += sign * activity.prefilled
-                grew["generated"] += sign * activity.generated
-        return max(0, grew[count]) / self.seconds if after is not None else 0.0
-
-    def preemptions(self, key: PodKey) -> int:
-        before, after = self.pod(key)
-        return (0 if after is None else after.preemptions) - (0 if before is None else before.preemptions)
-
-    def drafts(self, key: PodKey) -> DraftCounts | None:
-        """Returns the draft counts of the window, None for a pod without speculative decoding."""
-        before, after = self.pod(key)
-        if after is None or after.drafts is None:
-            return None
-        now, then = after.drafts, None if before is None else before.drafts
-        if then is None:
-            return now
-        grown = (now.chains - then.chains, now.proposed - then.proposed, now.accepted - then.accepted)
-        return DraftCounts(now.proposer, *grown, now.useless)
-
-    def links(self) -> Iterator[tuple[str, PeerTraffic]]:
-        """Yields the sending pod and its KV traffic to another pod in the window. A new connection counts from zero."""
-        for key, after in self.end.pods.items():
-            before = self.start.pods.get(key)
-            then = {} if before is None else {(link.pod, link.transport): link for link in before.links}
-            for link in after.links:
-                was = then.get((link.pod, link.transport))
-                if was is not None and was.bytes <= link.bytes:
-                    grown = link.bytes - was.bytes, max(0.0, link.busy_s - was.busy_s)
-                    yield key[0], PeerTraffic(link.pod, link.transport, *grown, link.gb_s)
-                else:
-                    yield key[0], link
 
 
 def speculation_json(drafts: DraftCounts) -> dict[str, Any]:

@@ -21,18 +21,28 @@ from gateway.dashboard.state import DashboardState
 from gateway.serving.gateway import Gateway
 
 DEFAULT_LIMIT = 50
+FILES = Path(__file__).parent / "page"
+FILES_PATH = "/dashboard/page"
+_DATA_HEADERS = {"cache-control": "no-store"}
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
 N = TypeVar("N", int, float)
-_HEADERS = {"cache-control": "no-store"}
 
 
 def routes(gateway: Gateway, history: MetricsHistory, version: str) -> list[Route]:
     """The routes of the dashboard's data."""
     state, requests = DashboardState(gateway, history, version), DashboardRequests(gateway)
 
-    async def whole(_request: Request) -> Response:
+    async def state_route(_request: Request) -> Response:
         return _json(state.as_json())
 
-    async def recent(request: Request) -> Response:
+    async def requests_route(request: Request) -> Response:
         try:
             limit = _number(request, "limit", DEFAULT_LIMIT, kind=int, low=1, high=MAX_REQUESTS)
             since = _number(request, "since", 0.0, kind=float, low=0.0, high=math.inf)
@@ -40,16 +50,16 @@ def routes(gateway: Gateway, history: MetricsHistory, version: str) -> list[Rout
             return _error(e)
         return _json(requests.list(caller_of(request.scope), limit=limit, since=since))
 
-    async def one(request: Request) -> Response:
+    async def request_route(request: Request) -> Response:
         found = requests.find(caller_of(request.scope), request.path_params["request_id"])
         if found is None:
             return _error(ObjectNotFound("this request is not among the recent ones", field="request_id"))
         return _json(found)
 
     return [
-        Route("/dashboard/state", whole),
-        Route("/dashboard/requests", recent),
-        Route("/dashboard/requests/{request_id}", one),
+        Route("/dashboard/state", state_route),
+        Route("/dashboard/requests", requests_route),
+        Route("/dashboard/requests/{request_id}", request_route),
     ]
 
 
@@ -68,28 +78,17 @@ def _number(request: Request, name: str, default: N, *, kind: type[N], low: N, h
 
 
 def _json(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, _HEADERS, media_type="application/json")
+    return Response(orjson.dumps(body), status, _DATA_HEADERS, media_type="application/json")
 
 
 def _error(error: BatonError) -> Response:
     return _json(error_body(error), error.http_status)
 
 
-FILES = Path(__file__).parent / "page"
-FILES_PATH = "/dashboard/page"
-HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
-
-
 class _PageFiles(StaticFiles):
     def file_response(self, *args: object, **kwargs: object) -> Response:
         response = super().file_response(*args, **kwargs)  # type: ignore[arg-type]
-        response.headers.update(HEADERS)
+        response.headers.update(_PAGE_HEADERS)
         return response
 
 
@@ -97,6 +96,6 @@ def page_routes() -> list[BaseRoute]:
     """The routes of the page and its files."""
 
     async def index(_request: Request) -> Response:
-        return FileResponse(FILES / "index.html", headers=HEADERS)
+        return FileResponse(FILES / "index.html", headers=_PAGE_HEADERS)
 
     return [Route("/", index), Mount(FILES_PATH, _PageFiles(directory=FILES))]

@@ -98,11 +98,12 @@ class _BeamSearch:
         self._sampling = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=params.width + len(self._stops), seed=sampling.seed
         )
-        self._numbers: Iterator[int] = itertools.count()
+        self._dispatch_indexes: Iterator[int] = itertools.count()
         self._usage = Usage(choice.request.prompt_len)
         self._generated = 0
 
     async def run(self) -> list[CompleteAnswer]:
+        """Searches, records the result in the choice and returns the answers."""
         choice, sampling = self._choice, self._choice.request.sampling
         found = await beam_search(
             self._expand,
@@ -117,12 +118,14 @@ class _BeamSearch:
         return answers
 
     def _answer(self, beam: Beam) -> CompleteAnswer:
+        """Turns a beam into an answer and adds its tokens to the usage."""
         output = self._choice.new_output()
         answer = self._choice.complete_answer([output.add(beam.tokens, beam.finish)])
         self._usage += Usage(completion=output.num_tokens, reasoning=output.reasoning_tokens)
         return answer
 
     async def _expand(self, beams: Sequence[Beam]) -> list[tuple[TokenLogprob, ...]]:
+        """Returns the likeliest next tokens of each beam; the `expand` of `beam_search`."""
         tops = await gather_or_cancel([self._likeliest_tokens(beam) for beam in beams])
         self._choice.record_search(self._usage, self._generated)
         return tops
@@ -143,7 +146,8 @@ class _BeamSearch:
                 await asyncio.sleep(pause)
 
     async def _next_token(self, beam: Beam) -> Token:
-        base, index = self._choice.request, next(self._numbers)
+        """Dispatches a beam as a prompt of its own and returns the one generated token."""
+        base, index = self._choice.request, next(self._dispatch_indexes)
         request = ValidRequest(
             f"{base.request_id}-{index}",
             base.model,
@@ -192,6 +196,7 @@ async def merge_choices(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, 
 async def _queue_pieces(
     index: int, choice: Choice, queue: asyncio.Queue[tuple[int, OutputPiece | BaseException | None]]
 ) -> None:
+    """Puts a choice's pieces into the queue, then None, or the exception that ended it."""
     try:
         with closing(choice):
             async for piece in choice:

@@ -283,6 +283,7 @@ class Choice:
         return self._piece(delta.tokens, delta.finish, dispatch)
 
     def _piece(self, tokens: Sequence[Token], finish: FinishReason | None, dispatch: Dispatch | Sample) -> OutputPiece:
+        """Turns tokens into a piece; records latencies, and closes the dispatch with the last piece."""
         metrics, now = self._metrics, time.monotonic()
         if self._last_tokens_at is None and not self.sample_index:
             self._on_first_token(now)

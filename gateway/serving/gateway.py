@@ -225,7 +225,7 @@ class Gateway:
             for choice in context.choices:
                 choice.close()
             used = sum((choice.charged_usage for choice in context.choices), Usage())
-            answered = outcome == "ok" or used.completion  # a request without any output is not charged
+            answered = outcome == "ok" or used.completion  # a failed request without output is not charged
             permit.release(used.prompt if answered else 0, used.completion)
             if context.choices:
                 timeline.set_facts(output_tokens=used.completion)
@@ -367,6 +367,7 @@ class Gateway:
         parser_config: OutputParserConfig | None,
         bad_words: Sequence[tuple[int, ...]],
     ) -> list[Choice]:
+        """Checks one tokenized prompt and returns its choices."""
         caller = context.caller
         request = to_valid_request(
             replace(

@@ -79,6 +79,7 @@ class AnswerGrammarBuilder:
     def _with_calls(
         self, text: Grammar | None, functions: Sequence[Function], *, required: bool, parallel: bool
     ) -> list[str]:
+        """Returns the rules of a body that may contain calls, or that is only calls if `required`."""
         tool_format, trigger = self._tool_format, self._tool_format.trigger
         beside_json = text is not None and not required
         rules = tool_format.lark_rules(functions, self.literal, parallel=parallel, beside_json=beside_json)
@@ -106,16 +107,16 @@ class AnswerGrammarBuilder:
             return None
         end = self.literal(reasoning.end)
         if end.startswith("<["):
-            rest = f"section: ANY {end}"
+            section = f"section: ANY {end}"
         else:
-            rest = f"section[lazy]: /(.|\\n)*{_escaped(reasoning.end)}/"
+            section = f"section[lazy]: /(.|\\n)*{_regex_literal(reasoning.end)}/"
         gap = f"gap: {_GAP}"
         if initial_section is ReasoningSection.INSIDE:
-            return "section gap body", [rest, gap]
-        return f"({self.literal(reasoning.start)} section gap)? body", [rest, gap]
+            return "section gap body", [section, gap]
+        return f"({self.literal(reasoning.start)} section gap)? body", [section, gap]
 
 
-def _escaped(text: str) -> str:
+def _regex_literal(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 

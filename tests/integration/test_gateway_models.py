@@ -86,7 +86,7 @@ async def test_a_pod_without_a_model_name_is_refused_by_a_gateway_of_several_mod
         silent = await cluster.add(Role.DECODE, "silent")
         for model in gw.gateway.models:
             pod = model.pod_table._pod(silent.address, static=True)
-            await until(lambda pod=pod: bool(pod.objection))  # type: ignore[misc]
+            await until(lambda pod=pod: bool(pod.refusal))  # type: ignore[misc]
             assert not pod.alive
 
 

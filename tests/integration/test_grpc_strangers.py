@@ -38,7 +38,7 @@ async def gw(smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
             await r.settled()
 
 
-async def told(gw: Rig, *how: str, path: str) -> dict[str, Any]:
+async def run_client(gw: Rig, *how: str, path: str) -> dict[str, Any]:
     """Returns the output of a client. path: its module search path."""
     address = f"127.0.0.1:{gw.server.grpc_port}"
     child = await asyncio.create_subprocess_exec(
@@ -67,9 +67,9 @@ async def _protoc(directory: Path) -> None:
 async def test_a_foreign_client_gets_what_rest_gets(gw: Rig, how: str, tmp_path: Path) -> None:
     if how == "stubs":
         await _protoc(tmp_path)
-        said = await told(gw, how, str(tmp_path), path=str(tmp_path))
+        said = await run_client(gw, how, str(tmp_path), path=str(tmp_path))
     else:
-        said = await told(gw, how, path=str(tmp_path))
+        said = await run_client(gw, how, path=str(tmp_path))
     assert said["healthy"]
     assert said["models"] == [[MODEL, MODEL, 2048, 49152]]
 
@@ -117,7 +117,7 @@ async def test_a_foreign_client_gets_the_retry_delay(gw: Rig, how: str, tmp_path
     gw.cluster.decodes[0].faults.reserve_error = Overloaded("busy", retry_after_s=2.5)
     if how == "stubs":
         await _protoc(tmp_path)
-    said = await told(gw, how, *([str(tmp_path)] if how == "stubs" else []), path=str(tmp_path))
+    said = await run_client(gw, how, *([str(tmp_path)] if how == "stubs" else []), path=str(tmp_path))
     refused = await gw.complete()
     assert refused.status_code == 429
     assert said["full"]["code"] == "RESOURCE_EXHAUSTED"

@@ -173,7 +173,9 @@ async def test_completions(gw: Rig, number: int) -> None:
     says(gw, "")
     check("CreateCompletionResponse", await answer(gw, "/v1/completions", COMPLETIONS[number]))
     for event in await stream(gw, "/v1/completions", COMPLETIONS[number]):
-        for choice in event["choices"]:  # the document has no schema of chunks, whose reason is null until the last
+        for choice in event[
+            "choices"
+        ]:  # the document has no schema of chunks, which have no finish reason before the last
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         check("CreateCompletionResponse", event)
 

@@ -69,6 +69,7 @@ async def read_json_body(
 
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Reads the body. A body that is too large is dropped while it is read."""
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > limit:
         await _discard(receive)

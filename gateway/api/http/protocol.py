@@ -187,6 +187,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _refuse(self, error: BatonError, status: int | None = None) -> None:
+        """Closes the input and sends an error, unless an earlier request is still being answered."""
         self._stop_timer()
         self._input_closed = True
         if self.pipeline and self.pipeline[0][0].more_body:  # an incomplete pipelined request gets no answer

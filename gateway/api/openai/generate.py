@@ -104,6 +104,7 @@ class _SseEncoder:
         return before + orjson.dumps(text) + after if text else b""
 
     def _around_text(self) -> tuple[bytes, bytes]:
+        """Returns the bytes of a text-only event before and after its text."""
         [chunk] = self._encoder.encode_piece(self._index, OutputPiece(_TEXT_PLACEHOLDER, (), ()))
         before, after = self._event(chunk).split(orjson.dumps(_TEXT_PLACEHOLDER))
         return before, after
@@ -119,6 +120,7 @@ class _SseEncoder:
 async def _stream(
     choices: Sequence[Choice], spec: GenerationSpec, encoder: AnswerEncoder, response: HttpResponse
 ) -> None:
+    """Sends the pieces of all choices as events, then the usage, if requested, and [DONE]."""
     events = [_SseEncoder(choice, index, spec, encoder) for index, choice in enumerate(choices)]
     if len(choices) == 1:
         with closing(choices[0]) as choice:

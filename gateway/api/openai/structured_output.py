@@ -15,6 +15,9 @@ from gateway.api.http.json_fields import JsonFields, wrong_type
 
 MAX_CHOICES = 1024
 
+#: The forms that also have a field guided_<form>.
+_GUIDED_FORMS = ("json", "regex", "choice", "grammar")
+
 #: Members of structured_outputs without support, and for each the value that has no effect.
 _UNSUPPORTED_MEMBERS: dict[str, object] = {
     "structural_tag": None,
@@ -120,7 +123,3 @@ _FORMS: dict[str, Callable[[object, str], Grammar | None]] = {
     "grammar": _text(g.from_lark_or_gbnf),
     "json_object": _json_object,
 }
-
-
-#: The forms that also have a field guided_<form>.
-_GUIDED_FORMS = ("json", "regex", "choice", "grammar")

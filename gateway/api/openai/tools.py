@@ -120,12 +120,14 @@ def _allowed(value: object, known: dict[str, Function]) -> tuple[str, set[str]]:
 
 
 def _named(value: object, name: str, known: dict[str, Function]) -> str:
+    """Returns the name in {"type": "function", "function": {"name": ...}}."""
     if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(value.get("function"), dict):
         raise InvalidRequest(f'{name} must be {{"type": "function", "function": {{"name": ...}}}}', field=name)
     return _known(value["function"].get("name"), f"{name}.function.name", known)
 
 
 def _known(called: object, name: str, known: dict[str, Function]) -> str:
+    """Returns the name if it is one of the declared functions."""
     if not isinstance(called, str):
         raise wrong_type(name, "a string", called)
     if called not in known:
@@ -134,6 +136,7 @@ def _known(called: object, name: str, known: dict[str, Function]) -> str:
 
 
 def _old_choice(value: object, known: dict[str, Function]) -> tuple[str, set[str] | None]:
+    """Like `_choice`, for OpenAI's older function_call."""
     if value is None:
         return "auto", None
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.text.tools.format import Function
 
-# White space as Python's json.dumps writes it, as in training data. Flexible white space would have no end.
+# White space as json.dumps writes it, as in training data. With flexible white space a model could write it for ever.
 _AS_TRAINED = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
 

@@ -126,6 +126,7 @@ class PythonicParser(BufferedParser):
         self._buffer = self._buffer[count:]
 
     def _give_up(self) -> bool:
+        """Turns the open call, or the text before the first call, into content."""
         if self._open:
             self._builder.reject_call(self._raw)
         else:

@@ -49,8 +49,8 @@ class ResponseStore:
         self._ttl_ms = max(1, int(1000 * ttl_s))
         self._max_bytes_per_tenant = max_bytes_per_tenant
         self._breaker = CircuitBreaker()
-        self._keep = LuaScript("response_keep", directory=_LUA)
-        self._forget = LuaScript("response_forget", directory=_LUA)
+        self._save_script = LuaScript("response_keep", directory=_LUA)
+        self._delete_script = LuaScript("response_forget", directory=_LUA)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -63,7 +63,7 @@ class ResponseStore:
             return False
         prefix, keys = _keys(tenant)
         args = (prefix, response.response["id"], entry, self._ttl_ms, self._max_bytes_per_tenant)
-        return bool(await self._bounded(lambda: self._keep.run(self._client, keys, args)))
+        return bool(await self._bounded(lambda: self._save_script.run(self._client, keys, args)))
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Returns a response, None if it is not stored or has expired."""
@@ -73,7 +73,7 @@ class ResponseStore:
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Deletes a response. Returns False if it was not stored."""
         prefix, keys = _keys(tenant)
-        return bool(await self._bounded(lambda: self._forget.run(self._client, keys, (prefix, response_id))))
+        return bool(await self._bounded(lambda: self._delete_script.run(self._client, keys, (prefix, response_id))))
 
     async def _bounded(self, call: Callable[[], Awaitable[_T]]) -> _T:
         try:
