@@ -1,4 +1,4 @@
-"""benchmarks/engine.py runs on a CPU with a tiny model and writes every figure it promises."""
+"""benchmarks/engine.py runs on a CPU with a tiny model and writes all its metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the hand-over run on a CPU with a tiny model and write every figure that they promise."""
+"""The benchmarks of the hand-over run on a CPU with a tiny model and write all their metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
 
 
 def test_pulls_between_processes_and_between_pods(tmp_path: Path) -> None:
-    """Each prefix that was pulled was there before the prompt was computed; the script itself insists."""
+    """The script itself checks that a pulled prefix is cached before the prompt is computed."""
     result = run("pull.py", tmp_path / "pull.json", "--only", "bare", "pods", "--repeats", "1", "--pod-repeats", "1")
     names = {f"push_ms_{count}" for count in (1, 8, 64, 256)} | {"push_gb_s", "first_push_ms"}
     names |= {f"ttft_{way}_ms_{n}" for way in ("computed", "push", "cached") for n in (64, 512)}

@@ -1,4 +1,4 @@
-"""benchmarks/vs_transformers.py runs on a CPU with a tiny model and says what it measured and what it scaled."""
+"""benchmarks/vs_transformers.py runs on a CPU with a tiny model and records which times are measured and scaled."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Calls every kernel's wrapper as a step of a large model would, with Triton told that the device is an H100.
+"""Compiles every kernel for an H100 without a GPU, with the arguments of a large model's step.
 
-Run as a program, without TRITON_INTERPRET: kernels are compiled to machine code and not launched. The interpreter runs
-Python, so it accepts what the compiler refuses, such as a name that changes its type.
+The program runs without TRITON_INTERPRET. Kernels are compiled to machine code and not launched. This finds errors that
+the interpreter does not, because it runs Python: for example, a variable that changes its type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Hopper:
-    """As much of a driver as compilation asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_device(self) -> int:
         return 0
@@ -46,9 +46,13 @@ class Hopper:
 
 
 def compile_only(run: Any) -> Any:
+    """Wraps JITFunction.run so that it compiles without launching, and checks the shared memory."""
+
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = run(self, *args, **(kwargs | {"warmup": True}))
-        assert kernel.metadata.shared <= 227 * 1024, f"{kernel.name} wants {kernel.metadata.shared} bytes shared"
+        assert kernel.metadata.shared <= 227 * 1024, (
+            f"{kernel.name} needs {kernel.metadata.shared} bytes of shared memory"
+        )
         return kernel
 
     return compiled
@@ -135,7 +139,7 @@ def main() -> None:
     triton.runtime.driver.set_active(Hopper())
     triton.runtime.jit.JITFunction.run = compile_only(triton.runtime.jit.JITFunction.run)
     for module in (gemv, norm, paged_decode, kv_write, sampling, skinny_gemm):
-        module.overlaps_launches = lambda device: True
+        module.supports_pdl = lambda device: True
     products()
     inputs()
     samples()

@@ -1,4 +1,4 @@
-"""Without a CUDA device the kernels run in Triton's interpreter, which must be chosen before they are imported."""
+"""Selects Triton's interpreter if there is no CUDA device. This must happen before the kernels are imported."""
 
 import os
 import zlib
@@ -18,5 +18,5 @@ def device() -> torch.device:
 
 @pytest.fixture
 def gen(device: torch.device, request: pytest.FixtureRequest) -> torch.Generator:
-    """Each test has a seed of its own, the same in every run."""
+    """A generator with a seed per test, the same in every run."""
     return torch.Generator(device).manual_seed(zlib.crc32(request.node.name.encode()))

@@ -1,4 +1,4 @@
-"""Random paged pools and attention over them in float64: the reference of every attention kernel."""
+"""Random paged KV pools, and attention over them in float64: the reference for all attention kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 
 from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
 
-NAN_BYTE = 0xFF  # NaN as e4m3, and two of them as the bfloat16 of a scale
+#: NaN as e4m3. Two such bytes are NaN as the bfloat16 of a scale.
+NAN_BYTE = 0xFF
 
 
 def poisoned_layer(
@@ -19,7 +20,7 @@ def poisoned_layer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerKV:
-    """One layer of a pool of NaN, with the strides that a pool has; dtype uint8: e4m3 and its scales."""
+    """Returns one layer of a pool of NaN, with the strides of a real pool. dtype uint8: e4m3 with scales."""
     shape = (blocks, layers, 2, kv_heads, block_size, dim)
     if dtype != torch.uint8:
         return LayerKV(torch.full(shape, float("nan"), dtype=dtype, device=device)[:, layer])
@@ -29,7 +30,7 @@ def poisoned_layer(
 
 
 class PagedCase:
-    """A pool of NaN in which only the sequences' tokens are numbers. kv_dtype uint8: 8 bits with scales."""
+    """A batch of sequences in a pool that is NaN everywhere else. kv_dtype uint8: e4m3 with scales."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class PagedCase:
         self.out = torch.full_like(self.q, float("nan"))
 
     def dense(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of sequence i as the cache has them, each [kv_heads, len, D]."""
+        """Returns the cached keys and values of sequence i, [kv_heads, len, D] each."""
         n = self.lens[i]
         ids = self.tables[i, : -(-n // self.layer.block_size)].long()
         both = self.layer.kv[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :n]
@@ -82,6 +83,7 @@ class PagedCase:
         return both[0], both[1]
 
     def reference(self, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+        """Computes causal attention in float64, [rows, heads, D]."""
         outs, row = [], 0
         for i, (n, t) in enumerate(zip(self.lens, self.queries, strict=True)):
             group = self.q.shape[1] // self.layer.num_kv_heads
@@ -101,7 +103,7 @@ class PagedCase:
 
 
 def error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative error in the 2-norm; NaN when an element was not written."""
+    """Returns the relative error in the 2-norm. NaN if an element was not written."""
     out = out.double()
     return float((out - reference).norm() / reference.norm())
 

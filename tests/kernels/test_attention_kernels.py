@@ -1,6 +1,6 @@
-"""Paged attention kernels against float64, over pools of NaN and poisoned outputs.
+"""Paged attention kernels against float64, with pools and outputs that are NaN elsewhere.
 
-In the interpreter shapes are tiny; on a GPU the same tests run at the head dims, groupings and dtypes of real models.
+Shapes are tiny in the interpreter. On a GPU some tests have the head dims, groupings and dtypes of real models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 FP8 = torch.uint8
 
-# heads, kv_heads, head dim, block size, dtype of the cache: ratios 1 to 5, 7, 8, 16 and 71, every head dim served
+# heads, kv_heads, head dim, block size, dtype of the cache: ratios 1 to 5, 7, 8, 16 and 71, all supported head dims
 SHAPES = [
     (1, 1, 64, 16, None),
     (4, 2, 96, 16, None),
@@ -43,7 +43,7 @@ SHAPES = [
 def decode(
     case: PagedCase, programs: int, max_query: int, window: int = 0, softcap: float = 0.0, first: int = 0
 ) -> torch.Tensor:
-    """One launch with poisoned scratch and output."""
+    """Runs `paged_decode` once, with workspace and output set to NaN before."""
     heads, dim = case.q.shape[1:]
     kv_heads = case.layer.num_kv_heads
     space: DecodeWorkspace = decode_workspace(programs, heads, kv_heads, max_query, dim, case.q.device)
@@ -111,7 +111,7 @@ def test_decode(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
 
 
 @pytest.mark.parametrize("programs", [1, 23])
-def test_decode_cut_anywhere(programs, device, gen):
+def test_decode_with_shares_that_end_anywhere(programs, device, gen):
     case = PagedCase(
         [1, 200, 63, 64],
         [1, 3, 2, 1],
@@ -129,7 +129,7 @@ def test_decode_cut_anywhere(programs, device, gen):
 
 @pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("new", [1, 2, 8])
-def test_decode_of_several_tokens(group, new, device, gen):
+def test_decode_of_several_new_tokens(group, new, device, gen):
     case = PagedCase(
         [new, 70, 90],
         [new, 1, new],
@@ -190,7 +190,7 @@ def test_softcap_and_scale(kv_dtype, device, gen):
         spread=4.0,
     )
     want = case.reference(softcap=20.0)
-    assert error(case.reference(), want) > 0.01, "the cap must show"
+    assert error(case.reference(), want) > 0.01, "the softcap has no effect in this test"
     assert error(decode(case, 3, 3, softcap=20.0), want) < TOLERANCE[torch.float32]
     assert error(prefill(case, 3, softcap=20.0), want) < TOLERANCE[torch.float32]
 
@@ -256,7 +256,7 @@ def test_shapes_of_real_models(heads, kv_heads, dim, kv_dtype, device, gen):
 
 @pytest.mark.parametrize("length", [1, 16, 77])
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["full", "fp8"])
-def test_gather(length, kv_dtype, device, gen):
+def test_gather_kv(length, kv_dtype, device, gen):
     dtype = torch.bfloat16 if kv_dtype is None or CUDA else torch.float32
     case = PagedCase(
         [80], [1], heads=2, kv_heads=2, dim=80, block_size=16, dtype=dtype, kv_dtype=kv_dtype, device=device, gen=gen
@@ -268,7 +268,7 @@ def test_gather(length, kv_dtype, device, gen):
     assert torch.equal(values, want_v[:, :length].transpose(0, 1).to(dtype))
 
 
-def test_merge_of_two_parts_is_the_whole(device, gen):
+def test_merge_attention_gives_attention_over_all_keys(device, gen):
     rows, heads, dim, keys = 5, 3, 24, 40
     scores = torch.randn(rows, heads, keys, generator=gen, device=device).double() * 3
     values = torch.randn(heads, keys, dim, generator=gen, device=device).double()

@@ -1,4 +1,4 @@
-"""Kernels compile for the GPU they are meant for, also where there is none."""
+"""All kernels compile for Hopper on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile them")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the other tests compile the kernels")
 def test_kernels_compile_for_hopper() -> None:
     root = Path(__file__).resolve().parents[2]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,6 +1,6 @@
-"""Steps as a GPU runs them (static buffers, the device's sampler, overlap) against steps as a CPU runs them.
+"""Static steps with the device sampler and overlap give the tokens of plain CPU steps.
 
-On a GPU also as CUDA graphs. All kinds of sampling, prompts in chunks, a pool that preempts, prompts that repeat.
+On a GPU the steps are CUDA graphs. The load has all kinds of sampling, prompts in chunks, preemptions and prefix hits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def weights() -> list[torch.Tensor]:
 
 
 class Rig:
-    """A stepper over a whole engine's parts."""
+    """A stepper with scheduler, pool, runner and a small random model."""
 
     def __init__(
         self,
@@ -77,11 +77,11 @@ class Rig:
         model = Decoder(SPEC, 64, device, torch.float32, fused=fused)
         for parameter, values in zip(model.parameters(), weights(), strict=True):
             parameter.copy_(values)
-        kept, make_draft = ({}, None) if draft is None else draft(model)
-        layout = KVLayout("m", "r", SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK, "float32", **kept)
+        draft_layout, make_draft = ({}, None) if draft is None else draft(model)
+        layout = KVLayout("m", "r", SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, BLOCK, "float32", **draft_layout)
         kv = KVPool(layout, blocks, device)
         if fused:
-            kv.data[:blocks] = 0xFF  # NaN where nobody has written
+            kv.data[:blocks] = 0xFF  # NaN until it is written
         attention: AttentionClass = TritonAttention if fused else TorchAttention
         backend = attention(kv.layers(), SPEC.num_heads, SPEC.windows, kv.dummy_block)
         self.runner = ModelRunner(
@@ -104,8 +104,8 @@ class Rig:
         self.scheduler = Scheduler(SchedulerConfig(chunk_tokens=budget, max_seqs=SEQS, max_model_len=LIMIT), self.pool)
         self.speculator = None if guesses is None else Speculator(guesses, AlwaysDraft(DRAFTS), max_seqs=SEQS)
         if self.runner.draft_loop is not None:
-            drawn = ModelProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
-            self.speculator = Speculator(drawn, AlwaysDraft(DRAFTS), max_seqs=SEQS)
+            proposer = ModelProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
+            self.speculator = Speculator(proposer, AlwaysDraft(DRAFTS), max_seqs=SEQS)
         self.stepper = Stepper(
             self.scheduler,
             self.pool,
@@ -133,7 +133,7 @@ class Rig:
 
 
 def load() -> list[tuple[str, tuple[int, ...], SamplingParams]]:
-    """Six requests on four slots; the first two share a prompt, some stop in the middle."""
+    """Returns six requests for four slots. The first two have the same prompt, and some stop early."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "logprobs": 2},
@@ -174,10 +174,8 @@ def test_static_steps_give_the_tokens_of_plain_ones(overlap: bool, device: torch
 
 @torch.inference_mode()
 def test_captured_chunks_give_the_tokens_of_plain_ones(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 32 bits their attention is the paged kernel's; that what they pass on is right otherwise is tested with the
-    backend.
-    """
-    monkeypatch.setattr(TritonAttention, "planned", lambda *_: True)
+    """In fp32 the attention of chunks is the paged kernel; test_triton_backend.py tests the metadata for cuDNN."""
+    monkeypatch.setattr(TritonAttention, "has_cudnn_plan", lambda *_: True)
     chunks = ((0, 12), (12, 12), (8, 12))
     plain = Rig(torch.device("cpu"), fused=False, overlap=False)
     graphs = device.type == "cuda"
@@ -193,13 +191,13 @@ def test_captured_chunks_give_the_tokens_of_plain_ones(device: torch.device, mon
         for i, length in enumerate((26, 12)):
             ids = tuple((5 * j + i) % VOCAB for j in range(length))
             rig.add(f"r{i}", ids, SamplingParams(temperature=0.8, seed=i, max_tokens=3))
-            answers.append([t.id for t in rig.run()[f"r{i}"]])  # alone, so that chunks are whole
+            answers.append([t.id for t in rig.run()[f"r{i}"]])  # one at a time, so that chunks have full length
     assert answers[:2] == answers[2:]
     assert {PromptBucket(12, 0), PromptBucket(12, 12)} <= set(computed)
 
 
 @torch.inference_mode()
-def test_a_preempted_sequence_goes_on_where_it_was(device: torch.device) -> None:
+def test_a_preempted_sequence_continues_with_the_same_tokens(device: torch.device) -> None:
     params = SamplingParams(temperature=0.7, repetition_penalty=1.2, max_tokens=7)
     answers = []
     for fused in (False, True):
@@ -212,7 +210,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(device: torch.device) -> None
 
 
 @torch.inference_mode()
-def test_a_row_that_is_not_a_number_fails_alone(device: torch.device) -> None:
+def test_a_row_with_nan_fails_alone(device: torch.device) -> None:
     rig = Rig(device, fused=True, overlap=True, graphs=device.type == "cuda")
     params = SamplingParams(temperature=0.0, max_tokens=5)
     seqs = [rig.add(name, tuple(range(3 + i, 8 + i)), params) for i, name in enumerate("ab")]
@@ -233,7 +231,7 @@ def test_a_row_that_is_not_a_number_fails_alone(device: torch.device) -> None:
 @pytest.mark.parametrize("budget", [12, 64])
 @torch.inference_mode()
 def test_drafts_change_no_token(budget: int, device: torch.device) -> None:
-    """Right and wrong drafts, in static steps and beside chunks of prompts, with penalties, stops and few blocks."""
+    """Right and wrong drafts, in static steps and in steps with prompt chunks, with penalties, stops and few blocks."""
     if device.type == "cpu" and budget == 64:
         pytest.skip("the interpreter is slow")
     plain = Rig(torch.device("cpu"), fused=False, overlap=False)
@@ -254,13 +252,13 @@ def test_drafts_change_no_token(budget: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("query", "size"), [(1, 16), (1, 1), (5, 16), (5, 4), (8, 1), (4, 3)])
-def test_blocks_touched_is_enough_and_not_more(query: int, size: int) -> None:
+def test_blocks_touched_is_exact(query: int, size: int) -> None:
     most = max((start + query - 1) // size - start // size + 1 for start in range(3 * size))
     assert blocks_touched(query, size) == most
 
 
-def test_inputs_of_the_kernels(device: torch.device) -> None:
-    """Owned tokens, spare ones, and block tables of which the device has the lead already."""
+def test_decode_inputs(device: torch.device) -> None:
+    """Tokens of rows, padding tokens, and block tables with leading blocks that are already on the device."""
     query, size, rows = 3, 4, 4
     packed = torch.zeros(rows, packed_width(query, size), dtype=torch.int32)
     #             slot start first new | tokens    | blocks
@@ -274,8 +272,8 @@ def test_inputs_of_the_kernels(device: torch.device) -> None:
     out = DecodeInputs.empty(6, 24, 6, device).slice_for(rows, query)
     for tensor in (out.tokens, out.positions, out.slot_mapping, out.cu_q, out.seq_lens, out.tables):
         tensor.fill_(-99)
-    there = tables.to(device)
-    decode_inputs(packed.to(device), there, last.to(device), out, query=query, block_size=size)
+    slot_tables = tables.to(device)
+    decode_inputs(packed.to(device), slot_tables, last.to(device), out, query=query, block_size=size)
     assert out.tokens.tolist() == [11, 12, 23, 21] + [0] * 8
     assert out.positions.tolist() == [7, 8, 9, 0] + [0] * 8
     assert out.slot_mapping.tolist() == [8 * 4 + 3, 9 * 4, 9 * 4 + 1, 5 * 4] + [-1] * 8
@@ -287,12 +285,12 @@ def test_inputs_of_the_kernels(device: torch.device) -> None:
     assert out.offsets.tolist() == [0, 1, 2, 0] + [0] * 8
     assert out.tables[0, :3].tolist() == [3, 8, 9]
     assert out.tables[1, 0].item() == 5
-    assert there[2].tolist() == [3, 8, 9, -7, -7, -7]
-    assert there[0].tolist() == [5, -7, -7, -7, -7, -7]
+    assert slot_tables[2].tolist() == [3, 8, 9, -7, -7, -7]
+    assert slot_tables[0].tolist() == [5, -7, -7, -7, -7, -7]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 63, 64, 65, 128, 200, 256, 300, 512])
-def test_buckets_waste_little(most: int) -> None:
+def test_batch_buckets_pad_little(most: int) -> None:
     buckets = batch_buckets(most)
     assert buckets[-1] == most
     assert list(buckets) == sorted(set(buckets))
@@ -302,7 +300,7 @@ def test_buckets_waste_little(most: int) -> None:
     assert 1 in buckets
 
 
-def test_tables_follow_their_leases() -> None:
+def test_block_tables_follow_their_leases() -> None:
     pool = BlockPool(40, BLOCK)
     tables = BlockTables(2, 10)
     seqs = []
@@ -319,7 +317,7 @@ def test_tables_follow_their_leases() -> None:
         assert tables.row(seq).tolist() == seq.lease.blocks
         assert tables.num_on_device[seq.slot] == 2
     seqs[0].publish()
-    seqs[1].publish()  # the same tokens: its blocks are swapped for the first one's
+    seqs[1].publish()  # the same tokens: its blocks are replaced by those of the first sequence
     for seq, copied in zip(seqs, (2, 0), strict=True):
         assert seq.lease is not None
         assert tables.row(seq).tolist() == seq.lease.blocks
@@ -328,8 +326,8 @@ def test_tables_follow_their_leases() -> None:
     assert [tables.row(seq).tolist() for seq in seqs] == [seq.lease.blocks for seq in seqs if seq.lease]
 
 
-def test_a_copy_of_blocks_that_drafts_needed_is_not_relied_on() -> None:
-    """They went back, somebody else has them, and the sequence has others in their place."""
+def test_table_entries_on_the_device_are_invalid_after_trim() -> None:
+    """Blocks for drafts are trimmed and leased by another request. The sequence then grows by other blocks."""
     pool = BlockPool(40, BLOCK)
     tables = BlockTables(1, 10)
     request = ValidRequest("a", "m", tuple(range(8)), SamplingParams())

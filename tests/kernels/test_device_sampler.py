@@ -1,4 +1,4 @@
-"""The device's sampler against `engine/sampling/sampler.py`: random requests that come, go and grow over many steps."""
+"""DeviceSampler samples the tokens of the host sampler, for random requests that start, grow and end over steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ VOCAB, ROWS = 2101, 4
 
 def request(rng: random.Random, **fixed: Any) -> SampleRow:
     tokens = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
-    drawn: dict[str, Any] = {
+    """Returns a random request; `fixed` sets some of its parameters."""
+    params: dict[str, Any] = {
         "temperature": rng.choice([0.0, 0.3, 1.0, 1.0, 2.5]),
         "top_k": rng.choice([0, 0, 1, 5, 40, 2000]),
         "top_p": rng.choice([1.0, 1.0, 0.1, 0.7, 0.95]),
@@ -37,13 +38,13 @@ def request(rng: random.Random, **fixed: Any) -> SampleRow:
         "stop_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([1, 200]))),
         "seed": rng.randrange(1 << 64),
     }
-    return SampleRow(SamplingParams(**(drawn | fixed)), tokens, rng.randrange(1, len(tokens) + 1), rng.randrange(4))
+    return SampleRow(SamplingParams(**(params | fixed)), tokens, rng.randrange(1, len(tokens) + 1), rng.randrange(4))
 
 
 def run(
     sampler: DeviceSampler, logits: Tensor, rows: dict[int, SampleRow], pad: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Tokens and finiteness of the rows, which are in the sampler's slots; `pad` more rows are padding."""
+    """Samples rows by slot, with `pad` padding rows after them. Returns the rows' tokens and finite flags."""
     device = logits.device
     slots = torch.tensor([*rows, *[sampler.pad_slot] * pad], dtype=torch.int32, device=device)
     positions = torch.tensor([*(len(r.tokens) for r in rows.values()), *[0] * pad], dtype=torch.int32, device=device)
@@ -68,7 +69,7 @@ def test_equals_the_host_sampler(device: torch.device) -> None:
                 sampler.stage(slot, running[slot])
         order = rng.sample(list(running), len(running))
         rows = {slot: running[slot] for slot in order}
-        # Few logits stand out, so that what was said comes up again and counts matter.
+        # A few logits are large, so that tokens repeat and their counts matter.
         logits = torch.randn(ROWS, VOCAB, generator=generator)
         logits[:, :8] += 6
         want = sample(logits[: len(rows)], list(rows.values())).tokens.tolist()
@@ -82,7 +83,7 @@ def test_equals_the_host_sampler(device: torch.device) -> None:
 
 
 def test_rows_after_drafts_equal_the_host_samplers(device: torch.device) -> None:
-    """Several rows of a slot, each after one draft more; none is counted before it is accepted."""
+    """A slot has several rows, each after one more draft. Drafts are not counted before they are accepted."""
     rng = random.Random(12)
     sampler = DeviceSampler(12, VOCAB, device, max_drafts=36)
     rows: list[SampleRow] = []
@@ -90,7 +91,7 @@ def test_rows_after_drafts_equal_the_host_samplers(device: torch.device) -> None
     slots: list[int] = []
     for slot in range(12):
         fixed = {"temperature": 0.0} if slot % 3 else {}
-        said = request(
+        row = request(
             rng,
             repetition_penalty=1.0 + slot % 2,
             frequency_penalty=1.0,
@@ -98,19 +99,19 @@ def test_rows_after_drafts_equal_the_host_samplers(device: torch.device) -> None
             stop_token_ids=(0, 1),
             **fixed,
         )
-        said = replace(said, tokens=[*said.tokens, 2, 3], prompt_len=len(said.tokens))
-        sampler.stage(slot, said)
+        row = replace(row, tokens=[*row.tokens, 2, 3], prompt_len=len(row.tokens))
+        sampler.stage(slot, row)
         drafts = [rng.randrange(2, 6) for _ in range(slot % 4)]
-        rows += [replace(said, drafts=drafts[:count]) for count in range(len(drafts) + 1)]
+        rows += [replace(row, drafts=drafts[:count]) for count in range(len(drafts) + 1)]
         inputs += [3, *drafts]
         slots += [slot] * (len(drafts) + 1)
     sampler.flush()
     before = sampler._tensors.counts.clone()
-    # Few logits stand out, so that what was drafted comes up again and counts matter.
+    # A few logits are large, so that drafted tokens repeat and their counts matter.
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(2))
     logits[:, :6] += 6
     for at, row in enumerate(rows):
-        if row.drafts:  # said once it is the likeliest still, said twice it is not
+        if row.drafts:  # with one occurrence this token is still the most likely, with two it is not
             logits[at, row.drafts[-1]] = logits[at].max() + 1.5
     offsets = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
     positions = torch.tensor([row.position for row in rows], dtype=torch.int32, device=device)
@@ -125,22 +126,22 @@ def test_rows_after_drafts_equal_the_host_samplers(device: torch.device) -> None
     assert torch.equal(sampler._tensors.counts, before)
 
 
-def test_a_slot_forgets_its_last_request(device: torch.device) -> None:
+def test_a_slot_keeps_nothing_of_its_last_request(device: torch.device) -> None:
     sampler = DeviceSampler(2, VOCAB, device)
     logits = torch.zeros(1, VOCAB, device=device)
     logits[0, 9], logits[0, 4] = 2.0, 1.0
     biased = SampleRow(SamplingParams(temperature=0.0, logit_bias=((6, 50.0),), presence_penalty=2.0), [9], 1)
     sampler.stage(1, biased)
     assert run(sampler, logits, {1: biased})[0] == [6]
-    said = SampleRow(SamplingParams(temperature=0.0, presence_penalty=1.5), [6, 9], 1)
-    sampler.stage(1, said)
-    assert run(sampler, logits, {1: said})[0] == [4]
+    penalised = SampleRow(SamplingParams(temperature=0.0, presence_penalty=1.5), [6, 9], 1)
+    sampler.stage(1, penalised)
+    assert run(sampler, logits, {1: penalised})[0] == [4]
     plain = SampleRow(SamplingParams(temperature=0.0), [9, 9], 1)
     sampler.stage(1, plain)
     assert run(sampler, logits, {1: plain})[0] == [9]
 
 
-def test_a_preempted_request_goes_on_with_the_same_tokens(device: torch.device) -> None:
+def test_a_preempted_request_continues_with_the_same_tokens(device: torch.device) -> None:
     sampler = DeviceSampler(2, VOCAB, device)
     params = SamplingParams(temperature=1.0, frequency_penalty=1.0, repetition_penalty=1.2, seed=5)
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2)).to(device)
@@ -161,7 +162,7 @@ def test_a_preempted_request_goes_on_with_the_same_tokens(device: torch.device) 
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_a_bad_row_fails_alone_and_leaves_its_counts(bad: float, device: torch.device) -> None:
+def test_a_row_that_is_not_finite_fails_alone_and_is_not_counted(bad: float, device: torch.device) -> None:
     sampler = DeviceSampler(3, VOCAB, device)
     rows = {
         slot: SampleRow(SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, seed=slot), [5], 1)
@@ -180,7 +181,7 @@ def test_a_bad_row_fails_alone_and_leaves_its_counts(bad: float, device: torch.d
     assert again == want[1:2]
 
 
-def test_more_tokens_than_a_slot_holds_are_refused(device: torch.device) -> None:
+def test_more_biased_tokens_than_a_slot_holds_are_refused(device: torch.device) -> None:
     sampler = DeviceSampler(1, VOCAB, device)
     bias = tuple((token, 1.0) for token in range(MAX_ENTRIES))
     sampler.stage(0, SampleRow(SamplingParams(logit_bias=bias), [1], 1))
@@ -189,7 +190,7 @@ def test_more_tokens_than_a_slot_holds_are_refused(device: torch.device) -> None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_one_graph_serves_every_mix(device: torch.device) -> None:
+def test_one_graph_serves_every_mix_of_requests(device: torch.device) -> None:
     rng = random.Random(4)
     sampler = DeviceSampler(ROWS, VOCAB, device)
     logits = torch.zeros(ROWS, VOCAB, device=device)
@@ -206,19 +207,19 @@ def test_one_graph_serves_every_mix(device: torch.device) -> None:
             if step % 3 == 0:
                 rows[slot] = request(rng, **({"temperature": 0.0} if step == 0 else {}))
                 sampler.stage(slot, rows[slot])
-        fresh = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(step))
-        logits.copy_(fresh)
+        host_logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(step))
+        logits.copy_(host_logits)
         slots.copy_(torch.tensor(list(rows), dtype=torch.int32))
         positions.copy_(torch.tensor([len(r.tokens) for r in rows.values()], dtype=torch.int32))
         sampler.flush()
         graph.replay()
-        assert tokens.tolist() == sample(fresh, list(rows.values())).tokens.tolist()
+        assert tokens.tolist() == sample(host_logits, list(rows.values())).tokens.tolist()
         assert finite.all()
         for row, token in zip(rows.values(), tokens.tolist(), strict=True):
             row.tokens.append(token)  # type: ignore[attr-defined]
 
 
-def test_a_token_that_is_drawn_again_under_a_mask_is_the_only_one_that_counts(device: torch.device) -> None:
+def test_a_token_that_is_sampled_again_under_a_mask_replaces_the_first_in_the_counts(device: torch.device) -> None:
     sampler = DeviceSampler(2, VOCAB, device)
     params = SamplingParams(temperature=0.7, frequency_penalty=0.9, seed=4)
     row = SampleRow(params, [1, 2, 3], 3)
@@ -226,25 +227,23 @@ def test_a_token_that_is_drawn_again_under_a_mask_is_the_only_one_that_counts(de
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(6))
     words = torch.zeros(1, -(-VOCAB // 32), dtype=torch.int32)
     words[0, 0] = 0b1110000
-    slots, there = torch.tensor([1], device=device), logits.to(device)
+    slots, device_logits = torch.tensor([1], device=device), logits.to(device)
     for _ in range(6):
         position = torch.tensor([len(row.tokens)], device=device)
         sampler.flush()
-        first, _ = sampler.sample(there, slots, position)
+        first, _ = sampler.sample(device_logits, slots, position)
         sampler.uncount_tokens(slots, first)
-        again, _ = sampler.sample(there, slots, position, words.to(device))
+        again, _ = sampler.sample(device_logits, slots, position, words.to(device))
         want = sample(logits, [SampleRow(params, list(row.tokens), 3, allowed_mask=words[0].numpy())]).tokens
         assert again.tolist() == want.tolist()
         assert int(again) in (4, 5, 6)
         row.tokens.append(int(again))  # type: ignore[attr-defined]
-    sampler.uncount_tokens(
-        slots, torch.tensor([-1], device=device)
-    )  # a row that was not finite has nothing to take back
+    sampler.uncount_tokens(slots, torch.tensor([-1], device=device))  # a row that was not finite was not counted
     assert int((sampler._tensors.counts[1] & (IN_PROMPT - 1)).sum()) == 6
 
 
-def test_what_a_verify_step_gives_is_counted(device: torch.device) -> None:
-    """Of rows of all lengths, some with a place that is not a number, some without tokens."""
+def test_accept_drafts_counts_the_accepted_tokens(device: torch.device) -> None:
+    """Rows have all lengths; some have a token that is not finite, some have no tokens."""
     rng = random.Random(6)
     sampler = DeviceSampler(ROWS, VOCAB, device)
     for slot in range(ROWS):
@@ -288,7 +287,7 @@ def test_what_a_verify_step_gives_is_counted(device: torch.device) -> None:
     assert min(ends.values()) > 5
 
 
-def test_results_tell_rows_that_are_no_numbers(device: torch.device) -> None:
+def test_results_mark_rows_that_are_not_finite(device: torch.device) -> None:
     sampler = DeviceSampler(3, VOCAB, device)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
     logits[1, 7] = float("nan")
@@ -297,4 +296,4 @@ def test_results_tell_rows_that_are_no_numbers(device: torch.device) -> None:
     tokens, finite = sampler.sample(logits, pad, pad, results=results)
     assert finite.tolist() == [True, False, True]
     assert results.tolist() == [int(tokens[0]), -1, int(tokens[2])]
-    assert 0 <= int(tokens[1]) < VOCAB, "the next step may be launched with it"
+    assert 0 <= int(tokens[1]) < VOCAB, "the next step may already be launched with this token"

@@ -1,6 +1,4 @@
-"""Draft models in static steps, as a GPU runs them (on a GPU as CUDA graphs), against steps as a CPU runs them: no
-token changes, and the same drafts are made.
-"""
+"""Draft models in static steps (on a GPU: CUDA graphs) give the tokens and the drafts of plain CPU steps."""
 
 from __future__ import annotations
 
@@ -33,22 +31,23 @@ HEAD: dict[str, Any] = {
     "vocab_size": VOCAB,
     "bias": True,
 }
-FUSES = {"draft_vocab_size": 24, "eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
+EAGLE3 = {"draft_vocab_size": 24, "eagle_aux_hidden_state_layer_ids": [0, 0, 1]}
 
 
 def disturbed(target: Decoder) -> tuple[dict[str, int], BuildDraftModel]:
-    """The target with noise on its weights."""
+    """Returns a draft model that is the target with noise on its weights, and its part of the KV layout."""
     device = target.embedding.weight.device
     model = Decoder(SPEC, 64, device, torch.float32, fused=target.capturable)
     generator = torch.Generator().manual_seed(2)
     for parameter, values in zip(model.parameters(), weights(), strict=True):
         parameter.copy_(values + 0.03 * torch.randn(values.shape, generator=generator))
-    kept = {"draft_layers": SPEC.num_layers, "draft_kv_heads": SPEC.num_kv_heads, "draft_head_dim": SPEC.head_dim}
-    return kept, lambda kv, attention: SeparateDraftModel(model, SPEC, VOCAB, kv, attention)
+    layout = {"draft_layers": SPEC.num_layers, "draft_kv_heads": SPEC.num_kv_heads, "draft_head_dim": SPEC.head_dim}
+    return layout, lambda kv, attention: SeparateDraftModel(model, SPEC, VOCAB, kv, attention)
 
 
-def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], BuildDraftModel]:
-    spec = parse_eagle_spec(HEAD | (FUSES if fuses else {}))
+def random_head(target: Decoder, *, eagle3: bool) -> tuple[dict[str, int], BuildDraftModel]:
+    """Returns a random EAGLE head and its part of the KV layout."""
+    spec = parse_eagle_spec(HEAD | (EAGLE3 if eagle3 else {}))
     head = EagleHead(
         spec,
         target,
@@ -56,8 +55,8 @@ def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], BuildD
         target.embedding.weight.device,
         torch.float32,
         own_embedding=False,
-        own_head=fuses,
-        fc_bias=not fuses,
+        own_head=eagle3,
+        fc_bias=not eagle3,
         fused=target.capturable,
     )
     generator = torch.Generator().manual_seed(4)
@@ -65,21 +64,21 @@ def random_head(target: Decoder, *, fuses: bool) -> tuple[dict[str, int], BuildD
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1))
     if head.token_ids is not None:
         head.token_ids = head.token_ids * 2
-    kept = {"draft_layers": 1, "draft_kv_heads": 1, "draft_head_dim": 16, "draft_state": 32}
-    return kept, lambda kv, attention: EagleDraftModel(head, target, kv, attention)
+    layout = {"draft_layers": 1, "draft_kv_heads": 1, "draft_head_dim": 16, "draft_state": 32}
+    return layout, lambda kv, attention: EagleDraftModel(head, target, kv, attention)
 
 
 KINDS = {
     "draft_model": disturbed,
-    "eagle": lambda target: random_head(target, fuses=False),
-    "eagle3": lambda target: random_head(target, fuses=True),
+    "eagle": lambda target: random_head(target, eagle3=False),
+    "eagle3": lambda target: random_head(target, eagle3=True),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_static_steps_make_the_drafts_of_plain_ones(kind: str, device: torch.device) -> None:
-    """Without overlap the steps are the same, and so are all counts."""
+    """Without overlap the steps and all counts are the same."""
     if kind == "eagle" and device.type == "cpu":
         pytest.skip("the interpreter is slow")
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.4}]
@@ -103,14 +102,14 @@ def test_static_steps_make_the_drafts_of_plain_ones(kind: str, device: torch.dev
     assert sum(found[0][1]) > 0
 
 
-def test_memory_is_free_when_the_last_reference_is_gone(device: torch.device) -> None:
-    """An engine on a GPU is frozen, and its garbage would never be collected."""
+def test_memory_is_freed_without_the_garbage_collector(device: torch.device) -> None:
+    """The objects of an engine on a GPU are frozen (gc.freeze), so a reference cycle would never be collected."""
     gc.disable()
     try:
         rig = Rig(device, fused=True, overlap=True, draft=KINDS["draft_model"])
-        there = [weakref.ref(rig.runner), weakref.ref(rig.runner.draft_graphs), weakref.ref(rig.runner.decode_step)]
+        refs = [weakref.ref(rig.runner), weakref.ref(rig.runner.draft_graphs), weakref.ref(rig.runner.decode_step)]
         del rig
-        assert [ref() for ref in there] == [None, None, None]
+        assert [ref() for ref in refs] == [None, None, None]
     finally:
         gc.enable()
 
@@ -134,7 +133,7 @@ def test_overlap_and_preemption_change_no_token(kind: str, device: torch.device)
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_keys_before_the_first_are_not_seen(first: int, device: torch.device, gen: torch.Generator) -> None:
+def test_keys_before_the_first_position_are_not_seen(first: int, device: torch.device, gen: torch.Generator) -> None:
     case = PagedCase(
         [70, 9, 5], [2, 1, 1], heads=4, kv_heads=2, dim=32, block_size=8, dtype=torch.float32, device=device, gen=gen
     )

@@ -1,6 +1,4 @@
-"""Speculation on a GPU changes no token in fp32: every proposer, 50 requests of all kinds, graphs, few blocks, and from
-one engine to another in the middle.
-"""
+"""Speculation on a GPU changes no token in fp32: all proposers, 50 mixed requests, graphs, few blocks, hand-offs."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def drafting(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("drafts")
-    below = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    aux_layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
     return {
         "ngram": {"speculation": "ngram"},
         "suffix": {"speculation": "suffix"},
@@ -47,7 +45,7 @@ def drafting(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         "eagle": {"speculation": "eagle", "speculation_model": eagle_head(root / "eagle", vocab=VOCAB)},
         "eagle3": {
             "speculation": "eagle",
-            "speculation_model": eagle_head(root / "eagle3", vocab=VOCAB, fuses=True, draft_vocab=24, **below),
+            "speculation_model": eagle_head(root / "eagle3", vocab=VOCAB, fuses=True, draft_vocab=24, **aux_layers),
         },
     }
 
@@ -58,7 +56,7 @@ def make(target_dir: Path, **config: Any) -> LLM:
         "dtype": "float32",
         "block_size": 4,
         "num_blocks": 400,
-        "token_budget": 64,
+        "chunk_tokens": 64,
         "max_seqs": 12,
     }
     return LLM(target_dir, **(defaults | config))
@@ -72,7 +70,7 @@ def load() -> tuple[list[list[int]], list[SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def expected(target_dir: Path) -> list[list[int]]:
-    """Of a CPU, without speculation."""
+    """The tokens of a CPU without speculation."""
     llm = make(target_dir, device="cpu", threads=4)
     return [answer.ids for answer in llm.generate(*load(), ignore_eos=True, show_progress=False)]
 
@@ -98,11 +96,11 @@ def test_no_token_changes(
 
 
 def handed_over(first: Engine, second: Engine) -> list[list[int]]:
-    """Answers whose prompts the first engine computes; the second one goes on with copies of the blocks."""
+    """Computes prompts in the first engine and decodes in the second, with copied blocks. Returns the answers."""
     answers: dict[str, list[int]] = {}
     moved: list[tuple[ValidRequest, list[bytes]]] = []
 
-    def keep(result: StepResult) -> None:
+    def copy_blocks(result: StepResult) -> None:
         for output in result.outputs:
             seq = output.seq
             answers.setdefault(seq.request_id, []).extend(token.id for token in output.tokens)
@@ -114,7 +112,7 @@ def handed_over(first: Engine, second: Engine) -> list[list[int]]:
     for i, (ids, params) in enumerate(zip(*load(), strict=True)):
         first.add(first.new_sequence(ValidRequest(f"{i}", "m", tuple(ids), params), hand_off=True))
     while first.has_work:
-        first.step(keep)
+        first.step(copy_blocks)
     while moved or second.has_work:
         while moved:
             request, contents = moved[0]
@@ -153,17 +151,17 @@ def test_rejection_sampling_of_greedy_requests_changes_nothing(
     llm = make(target_dir, **drafting[proposer], speculation_accept="rejection")
     llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     prompts, params = load()
-    got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
-    for answer, wanted, asked in zip(got, expected, params, strict=True):
+    answers = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
+    for answer, ids, sampling in zip(answers, expected, params, strict=True):
         assert answer.error is None
-        assert not asked.greedy or answer.ids == wanted
+        assert not sampling.greedy or answer.ids == ids
     assert llm.engine.speculator is not None
     assert 0 < llm.engine.speculator.stats.accepted < llm.engine.speculator.stats.proposed
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "eagle3"])
-def test_memory_is_sized_with_the_draft(proposer: str, target_dir: Path, drafting: dict[str, Any]) -> None:
-    """bfloat16, the pool from what is left, and e4m3 keys and values."""
+def test_memory_is_sized_with_the_draft_model(proposer: str, target_dir: Path, drafting: dict[str, Any]) -> None:
+    """The pool takes the remaining memory, in bfloat16 with e4m3 KV."""
     llm = make(
         target_dir,
         **drafting[proposer],

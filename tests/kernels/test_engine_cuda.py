@@ -1,4 +1,4 @@
-"""The whole engine on a GPU gives the tokens that it gives on a CPU: fp32, chunks, prefix hits, batches, preemption."""
+"""The engine gives the same tokens on a GPU and on a CPU in fp32: chunks, prefix hits, batches, preemption."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONFIGS: dict[str, Any] = {
     "mistral-dim-96": MistralConfig(**SHAPE | {"head_dim": 96}, sliding_window=96),
     "qwen3-dim-128": Qwen3Config(**SHAPE | {"head_dim": 128, "num_attention_heads": 6}),
     "llama-dim-256": LlamaConfig(**SHAPE | {"head_dim": 256, "num_key_value_heads": 1}),
-    # Those of transformers over our KV.
+    # Models that transformers computes over our KV pool.
     "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=256, n_head=4, n_layer=3, n_positions=1024, eos_token_id=1),
     "gemma2": Gemma2Config(**SHAPE, sliding_window=96, layer_types=LOCAL_GLOBAL, attn_logit_softcapping=5.0),
     "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=96, layer_types=LOCAL_GLOBAL),
@@ -73,7 +73,7 @@ def test_tokens_equal_those_of_the_cpu(family: str, sampling: str, tmp_path: Pat
         params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=16, repetition_penalty=1.1, logprobs=0)
     got: dict[str, list[list[tuple[int, float | None]]]] = {}
     for device in ("cpu", "cuda"):
-        llm = LLM(tmp_path, device=device, dtype="float32", block_size=16, num_blocks=160, token_budget=64)
+        llm = LLM(tmp_path, device=device, dtype="float32", block_size=16, num_blocks=160, chunk_tokens=64)
         cold = llm.generate(prompts(), params)
         warm = llm.generate(prompts(), params)
         assert [c.ids for c in warm] == [c.ids for c in cold], device
@@ -91,7 +91,7 @@ def test_preemption_on_the_gpu_changes_no_token(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=80)
     answers = []
     for blocks in (400, 40):
-        llm = LLM(tmp_path, device="cuda", dtype="float32", block_size=16, num_blocks=blocks, token_budget=64)
+        llm = LLM(tmp_path, device="cuda", dtype="float32", block_size=16, num_blocks=blocks, chunk_tokens=64)
         answers.append([c.ids for c in llm.generate(prompts()[:8], params)])
     assert llm.engine.scheduler.stats().preemptions > 0
     assert answers[0] == answers[1]

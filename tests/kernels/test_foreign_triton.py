@@ -1,4 +1,4 @@
-"""A decoder of transformers over the Triton kernels: strided queries, own scale, softcap and windows reach them."""
+"""A transformers model over the Triton kernels, with strided queries, its own scale, a softcap and windows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.attention.triton_backend import TritonAttention
 from engine.models.loader import open_model
 
 
-def test_a_model_is_proven_over_the_triton_backend(
+def test_a_transformers_model_passes_its_check_over_the_triton_backend(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading compares it with transformers' own attention; here over the kernels instead of the oracle."""
+    """Loading compares the model with transformers' own attention. Here the check uses the Triton backend."""
     torch.manual_seed(1)
     config = Gemma2Config(
         vocab_size=64,
@@ -36,12 +36,12 @@ def test_a_model_is_proven_over_the_triton_backend(
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.3)
     model.save_pretrained(tmp_path)
-    made: list[TritonAttention] = []
+    backends: list[TritonAttention] = []
 
     def triton(*args: object, **kwargs: object) -> TritonAttention:
-        made.append(TritonAttention(*args, **kwargs))  # type: ignore[arg-type]
-        return made[-1]
+        backends.append(TritonAttention(*args, **kwargs))  # type: ignore[arg-type]
+        return backends[-1]
 
-    monkeypatch.setattr(model, "TorchAttention", triton)
+    monkeypatch.setattr("engine.models.hf.model.TorchAttention", triton)
     open_model(tmp_path).load(64, device, torch.float32)
-    assert len(made) == 1
+    assert len(backends) == 1

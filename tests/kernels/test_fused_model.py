@@ -1,6 +1,4 @@
-"""The decoder by fused kernels against the same decoder by plain torch: every architecture, whole prompts, chunks and
-single rows.
-"""
+"""The decoder with fused kernels gives the results of plain torch: all architectures, prompts, chunks, one row."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 Step = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 TABLES = [[7, 2], [0, 5], [12, 10, 3]]
-STEPS: list[Step] = [  # rows, their starts and new tokens: prompts, a few rows, one row alone
+STEPS: list[Step] = [  # rows, starts, new tokens: whole prompts, a few rows, one row
     ((0, 1, 2), (0, 0, 0), (5, 3, 9)),
     ((1, 2), (3, 9), (1, 2)),
     ((1,), (4,), (1,)),
@@ -54,7 +52,7 @@ STEPS: list[Step] = [  # rows, their starts and new tokens: prompts, a few rows,
 
 
 def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, Decoder]:
-    """Fused and plain, of the same random weights."""
+    """Returns a fused and a plain decoder with the same random weights."""
     pair = [Decoder(spec, 64, device, dtype, fused=fused) for fused in (True, False)]
     torch.manual_seed(5)
     for a, b in zip(*(model.parameters() for model in pair), strict=True):
@@ -64,7 +62,7 @@ def decoders(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 class Rig:
-    """Both decoders with pools of their own; the fused one's is full of NaN where no token was written."""
+    """Both decoders, each with its own pool. The fused decoder's pool is NaN where no token was written."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.models = decoders(spec, dtype, device)
@@ -78,7 +76,7 @@ class Rig:
         self.device = device
 
     def call(self, which: int, step: Step) -> Callable[[], Tensor]:
-        """Computes logits [R, vocab] of the last token of each row."""
+        """Prepares a step. The result computes the logits [R, vocab] of the last token of each row."""
         rows, starts, counts = step
         tokens = torch.randint(0, VOCAB, (sum(counts),), generator=torch.Generator().manual_seed(sum(starts)))
         positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
@@ -96,15 +94,15 @@ class Rig:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("alone", [False, True], ids=["all", "ends-alone"])
+@pytest.mark.parametrize("selected", [False, True], ids=["all", "last-tokens-only"])
 @torch.inference_mode()
-def test_fused_equals_plain(name: str, alone: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layer attends for all tokens, or for the last of each row."""
+def test_fused_equals_plain(name: str, selected: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer attends for all tokens, or (selected) for the last token of each row only."""
     rig = Rig(parse_spec(BASE | CASES[name]), torch.float32, device)
     for step in STEPS:
         plain = rig.call(1, step)()
         with monkeypatch.context() as patch:
-            patch.setattr(decoder, "LEAST_SHARE", 1 if alone else 1000)
+            patch.setattr(decoder, "MIN_TOKENS_PER_ROW", 1 if selected else 1000)
             fused = rig.call(0, step)()
         assert fused.dtype == torch.float32
         assert error(fused, plain.double()) < 2e-5
@@ -114,7 +112,7 @@ def test_fused_equals_plain(name: str, alone: bool, device: torch.device, monkey
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_in_a_graph_and_in_half_precision(name: str, device: torch.device) -> None:
-    """A captured step computes what an eager one does, and bf16 is no further from fp32 than plain bf16 is."""
+    """A captured step equals an eager step, and fused bf16 is as close to fp32 as plain bf16."""
     spec = parse_spec(BASE | CASES[name])
     half, full = Rig(spec, torch.bfloat16, device), Rig(spec, torch.float32, device)
     for a, b in zip(full.models[1].parameters(), half.models[1].parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""CUDA graphs and overlap change no token; what is not a number fails its request alone; memory is sized by need."""
+"""CUDA graphs and overlap change no token; NaN fails its request alone; the pool takes the remaining memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from engine.llm import LLM
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 VOCAB = 512
-DRIVER = 4 << 30  # beside the share: context, code, and local memory of float32 kernels for all threads of the card
+#: Memory that is not part of the share: context, code, and local memory of float32 kernels for all threads of the GPU.
+DRIVER = 4 << 30
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(model_dir: Path, **config: Any) -> LLM:
-    defaults = {"device": "cuda", "dtype": "float32", "max_seqs": 12, "token_budget": 64, "num_blocks": 200}
+    defaults = {"device": "cuda", "dtype": "float32", "max_seqs": 12, "chunk_tokens": 64, "num_blocks": 200}
     return LLM(model_dir, **(defaults | config))
 
 
@@ -80,17 +81,17 @@ def test_graphs_and_overlap_change_no_token(model_dir: Path) -> None:
         assert other == answers[0]
 
 
-def test_what_is_not_a_number_fails_its_request_alone(model_dir: Path) -> None:
+def test_nan_in_the_cache_fails_its_request_alone(model_dir: Path) -> None:
     llm = make(model_dir)
-    same = SamplingParams(temperature=0.0, max_tokens=30)
-    expected = llm.generate(prompts(4), same, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=30)
+    expected = llm.generate(prompts(4), greedy, ignore_eos=True)
     engine = llm.engine
     engine.pool.reset_prefix_cache()
     seqs = []
     for completion in expected:
-        request = engine.new_sequence(_request(completion.prompt_ids, same))
-        engine.add(request)
-        seqs.append(request)
+        seq = engine.new_sequence(_request(completion.prompt_ids, greedy))
+        engine.add(seq)
+        seqs.append(seq)
     while min(seq.num_output for seq in seqs) < 3:
         engine.step()
     lease = seqs[2].lease
@@ -111,10 +112,10 @@ def _request(ids: tuple[int, ...], sampling: SamplingParams) -> Any:
     return ValidRequest(f"r{len(ids)}", "m", ids, sampling)
 
 
-def test_the_pool_takes_what_is_left_of_its_share(model_dir: Path) -> None:
+def test_the_pool_takes_the_rest_of_the_memory_share(model_dir: Path) -> None:
     free, total = torch.cuda.mem_get_info()
     if free < total // 4:
-        pytest.skip("others use three quarters of the card")
+        pytest.skip("other processes use three quarters of the GPU memory")
     share = 0.2
     llm = make(model_dir, num_blocks=0, gpu_memory_utilization=share)
     taken = free - torch.cuda.mem_get_info()[0]

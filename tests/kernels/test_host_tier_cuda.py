@@ -1,4 +1,4 @@
-"""The host tier on a GPU: page-locked memory, a stream of its own beside the steps, and the same bytes back."""
+"""The host tier on a GPU: page-locked memory, copies on their own stream beside the steps, unchanged bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 LAYOUT = KVLayout("m", "r", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
 
 
-def test_blocks_come_back_as_they_were_while_the_gpu_computes() -> None:
+def test_saved_blocks_are_loaded_unchanged_while_the_gpu_computes() -> None:
     device = torch.device("cuda")
     kv, slots = KVPool(LAYOUT, 300, device), 200
     memory = HostKVPool(kv, slots)
@@ -32,17 +32,17 @@ def test_blocks_come_back_as_they_were_while_the_gpu_computes() -> None:
         saved = rng.sample(range(300), slots)
         places = rng.sample(range(slots), slots)
         for at in range(0, slots, 32):
-            work = work @ work * 1e-3  # the steps' stream is busy, and no copy waits for it
+            work = work @ work * 1e-3  # keeps the steps' stream busy; copies do not wait for it
             memory.save(saved[at : at + 32], places[at : at + 32])
         memory.wait()
         assert torch.equal(memory.data[places], before[saved])
-        homes = rng.sample(range(300), slots)
+        targets = rng.sample(range(300), slots)
         for at in range(0, slots, 32):
             work = work @ work * 1e-3
-            memory.load(places[at : at + 32], homes[at : at + 32])
+            memory.load(places[at : at + 32], targets[at : at + 32])
         memory.wait()
         torch.cuda.synchronize()
-        assert torch.equal(kv.data[homes].cpu(), before[saved])
+        assert torch.equal(kv.data[targets].cpu(), before[saved])
         assert torch.isfinite(work).any()
     finally:
         memory.close()
@@ -56,7 +56,7 @@ def test_eviction_and_preemption_change_no_token(tmp_path: Path) -> None:
     rng = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 512, (n,), generator=rng).tolist() for n in (15, 17, 64, 65, 130, 200, 250, 33)]
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=120)
-    common = {"device": "cuda", "dtype": "float32", "block_size": 16, "token_budget": 64}
+    common = {"device": "cuda", "dtype": "float32", "block_size": 16, "chunk_tokens": 64}
     expected = [c.ids for c in LLM(tmp_path, num_blocks=400, **common).generate(prompts, params)]  # type: ignore[arg-type]
     llm = LLM(tmp_path, num_blocks=40, host_cache=64 << 20, checksums=True, **common)  # type: ignore[arg-type]
     for _ in range(2):

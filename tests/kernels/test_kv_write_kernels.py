@@ -1,4 +1,4 @@
-"""Writing the KV cache in 8 bits: the kernels' bits are those of torch's codec, and reading gives them back."""
+"""The kernels that write the 8-bit KV cache produce the same bits as the codec in torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.kv.layer_kv import LayerKV, quantize_e4m3
 from .paged import NAN_BYTE, poisoned_layer
 
 FP8 = torch.uint8
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, about what is no number
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy in the interpreter warns about NaN
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _decode_all(codes, out, N: tl.constexpr):
     tl.store(out + i, e4m3.decode(tl.load(codes + i), tl.float32))
 
 
-def test_every_byte_reads_as_its_number(device):
+def test_decode_reads_every_byte(device):
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     out = torch.full((256,), -1.0, device=device)
     _decode_all[(1,)](codes, out, N=256)
@@ -37,20 +37,22 @@ def test_every_byte_reads_as_its_number(device):
 
 
 def hostile(tokens: int, heads: int, dim: int, device: torch.device, gen: torch.Generator) -> torch.Tensor:
-    """[tokens, 2, heads, dim] over many magnitudes, with ties, subnormals, zeros, and vectors that are no numbers."""
+    """Returns [tokens, 2, heads, dim] over many magnitudes, with ties, subnormals, zeros, NaN and infinity."""
     x = torch.randn(tokens, 2, heads, dim, generator=gen, device=device)
     x *= 10.0 ** torch.randint(-7, 3, (tokens, 2, heads, dim), generator=gen, device=device)
     x[1] *= 1e-35
     x[2] *= 1e30
     x[3, 0] = 0.0
     x[4, 0, 0, 1], x[4, 1, 0, 2] = float("nan"), float("inf")
-    ties = torch.arange(dim, device=device) / 16 + 1 / 32  # half-way between neighbours, and past the last of a binade
+    ties = (
+        torch.arange(dim, device=device) / 16 + 1 / 32
+    )  # half-way between neighbours, and beyond the last number of a binade
     x[5, 0, 0] = ties / ties.max() * 1.984375
     return x
 
 
 def check(layer: LayerKV, want: torch.Tensor, slots: list[int]) -> None:
-    """The written slots hold encode(want), bit for bit; all others are poison still."""
+    """Asserts that the written slots hold the codec's bits of `want`, and that all other slots are still NaN."""
     assert layer.scales is not None
     codes, scales = quantize_e4m3(want)
     size = layer.block_size
@@ -68,7 +70,7 @@ def check(layer: LayerKV, want: torch.Tensor, slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "dim"), [(3, 16), (1, 80)])
-def test_kv_write_is_the_codec(kv_heads, dim, device, gen):
+def test_kv_write_produces_the_codecs_bits(kv_heads, dim, device, gen):
     slots = [0, 31, -1, 17, 8, 9, 30]
     layer = poisoned_layer(4, 2, 1, kv_heads, 8, dim, FP8, device)
     new = hostile(len(slots), kv_heads, dim, device, gen)
@@ -78,7 +80,7 @@ def test_kv_write_is_the_codec(kv_heads, dim, device, gen):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rot"), [(4, 2, 16, 16), (3, 1, 80, 32)])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rope_writes_what_it_leaves_in_qkv(heads, kv_heads, dim, rot, norm, device, gen):
+def test_rope_kv_write_writes_the_keys_that_it_leaves_in_qkv(heads, kv_heads, dim, rot, norm, device, gen):
     slots = [0, 31, -1, 17, 8, 9]
     layer = poisoned_layer(4, 2, 1, kv_heads, 8, dim, FP8, device)
     queries = torch.randn(len(slots), heads, dim, generator=gen, device=device)

@@ -1,4 +1,4 @@
-"""A prefill and a decode pod on GPUs, two of them where there are two: in fp32 the tokens of one engine."""
+"""A prefill and a decode pod, on two GPUs if there are two, give the tokens of one engine in fp32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = (1, 15, 16, 17, 300, 1024, 2049, 4096, 7000)
 OUTPUT = 24
 
 
-async def test_tokens_are_those_of_one_engine_and_kv_went_from_gpu_to_gpu(tmp_path: Path) -> None:
+async def test_tokens_equal_one_engines_and_kv_goes_over_cuda_ipc(tmp_path: Path) -> None:
     batch = [prompt for length in LENGTHS for prompt in prompts("small", 1, length, seed=3)]
     async with running("small", "auto", dtype="float32", flags=FLAGS) as (stack, client):
         alone = [await client.ask(prompt, OUTPUT) for prompt in batch]
@@ -32,6 +32,6 @@ async def test_tokens_are_those_of_one_engine_and_kv_went_from_gpu_to_gpu(tmp_pa
     make_model(tmp_path, "small")
     llm = LLM(tmp_path, device="cuda", dtype="float32", load_format="dummy", kv_memory=2 << 30, max_model_len=8192)
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT)
-    for asked, answers in ((batch, alone), (salted, together)):
-        wanted = [done.ids for done in llm.generate(asked, params, ignore_eos=True)]
-        assert [answer.ids for answer in answers] == wanted
+    for requests, answers in ((batch, alone), (salted, together)):
+        expected = [done.ids for done in llm.generate(requests, params, ignore_eos=True)]
+        assert [answer.ids for answer in answers] == expected

@@ -1,4 +1,4 @@
-"""Pods on GPUs, one for all of them where there is only one: pulls, prompts computed by a decode pod, the host tier.
+"""Pods on GPUs (they share one if there is only one): pulls, local prefill on a decode pod, and the host tier.
 
 In fp32 the tokens are those of one engine. The pods are processes, and their KV goes over cuda_ipc.
 """
@@ -27,8 +27,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 DEVICE, TRANSPORT = "cuda", "cuda_ipc"
 BLOCK, BLOCK_BYTES = 16, 64 << 10
-LOCAL = 64  # tokens that decode-local computes itself
-TIER = 96  # blocks on the device of the pods with a host tier
+#: Prompt tokens that the pod decode-local computes itself.
+LOCAL = 64
+#: Device blocks of the pods with a host tier.
+TIER = 96
 MEMORY = {"kv-memory": "256M", "host-cache": "0"}
 TIERED = {"kv-memory": str((TIER + 2) * BLOCK_BYTES), "host-cache": "64M", "max-model-len": "1024"}
 PODS = {
@@ -44,7 +46,7 @@ EVERY = {"served-name": "tiny", "dtype": "float32", "load-format": "dummy", "max
 
 @dataclass
 class ProcessPod(PodClient):
-    """One pod in a process of its own."""
+    """A pod in its own process."""
 
     bare: BarePod
     generation: int
@@ -56,7 +58,7 @@ class ProcessPod(PodClient):
 
 
 class Pods(PlayedGateway[ProcessPod]):
-    """All of them, by name."""
+    """All pods, by name."""
 
     def __getitem__(self, name: str) -> ProcessPod:
         return next(pod for pod in self.pods if pod.bare.name == name)
@@ -77,15 +79,15 @@ def processes(model: Path) -> Iterator[dict[str, BarePod]]:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Iterator[LLM]:
-    """One engine that holds everything."""
-    made = LLM(model, device=DEVICE, dtype="float32", load_format="dummy", kv_memory=1 << 30, max_model_len=8192)
-    yield made
-    made.engine.close()
+    """One engine with enough memory for all requests, as the reference."""
+    reference = LLM(model, device=DEVICE, dtype="float32", load_format="dummy", kv_memory=1 << 30, max_model_len=8192)
+    yield reference
+    reference.engine.close()
 
 
 @contextlib.asynccontextmanager
 async def driving(processes: dict[str, BarePod]) -> AsyncIterator[Pods]:
-    """On the way out no pod may hold anything."""
+    """Connects to the pods. After the block it waits until no pod has leased or quarantined blocks."""
     pods = Pods()
     try:
         for name, bare in processes.items():
@@ -112,8 +114,8 @@ def expected(llm: LLM, requests: Sequence[ValidRequest]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-async def test_a_prefix_is_pulled_from_whoever_holds_it(processes: dict[str, BarePod], llm: LLM, kind: str) -> None:
-    """The decode pod has nothing of it: all of its KV came through the pod that pulled."""
+async def test_a_prefix_is_pulled_from_another_pod(processes: dict[str, BarePod], llm: LLM, kind: str) -> None:
+    """The decode pod has no block of the prefix: all its KV comes from the pod that pulled it."""
     sizes = (1, 63, 400)
     prefixes = [prompt_of(n * BLOCK, seed=1 + (kind == "decode")) for n in sizes]
     follow_ups = [request([*prefix, *prompt_of(33, seed=5)], 24) for prefix in prefixes]
@@ -142,7 +144,7 @@ async def test_a_prefix_is_pulled_from_whoever_holds_it(processes: dict[str, Bar
 
 
 async def connected(pods: Pods, puller: ProcessPod, holder: ProcessPod) -> None:
-    """A first pull may take longer to connect than a pod gives it that does not know yet how fast it computes."""
+    """Pulls until a pull succeeds. A pod without a measured compute rate may give the first one too little time."""
     for seed in range(10):
         prefix = prompt_of(BLOCK, seed=100 + seed)
         for first, prefill, hint in ((True, pods["holder"], None), (False, puller, holder.holds(1))):
@@ -154,7 +156,7 @@ async def connected(pods: Pods, puller: ProcessPod, holder: ProcessPod) -> None:
     pytest.fail(f"{puller.bare.name} does not pull from {holder.bare.name}")
 
 
-async def test_a_decode_pod_computes_the_rest_of_a_prompt_beside_its_batch(
+async def test_a_decode_pod_computes_the_end_of_a_prompt_while_it_decodes(
     processes: dict[str, BarePod], llm: LLM
 ) -> None:
     conversation = prompt_of(40 * BLOCK, seed=21)
@@ -162,16 +164,16 @@ async def test_a_decode_pod_computes_the_rest_of_a_prompt_beside_its_batch(
     rests = (1, 40, LOCAL)
     follow_ups = [request([*conversation, *prompt_of(n, seed=23)], 24) for n in rests]
     async with driving(processes) as pods:
-        home = pods["decode-local"]
+        decode = pods["decode-local"]
         first = request([*conversation, 7], 2)
-        await pods.generate(first, prefill=pods["holder"], decode=home, remote_only=True)
+        await pods.generate(first, prefill=pods["holder"], decode=decode, remote_only=True)
         started = [asyncio.Event() for _ in batch]
         running = [
             asyncio.create_task(
                 pods.generate(
                     r,
                     prefill=pods["holder"],
-                    decode=home,
+                    decode=decode,
                     remote_only=True,
                     on_event=lambda kind, e=event: e.set() if kind == "tokens" else None,
                 )
@@ -179,32 +181,33 @@ async def test_a_decode_pod_computes_the_rest_of_a_prompt_beside_its_batch(
             for r, event in zip(batch, started, strict=True)
         ]
         await asyncio.gather(*(event.wait() for event in started))
-        before = (await home.info()).computed.local
-        decoding: list[dict[str, int]] = [{} for _ in follow_ups]  # of the batch, when their first tokens came
+        before = (await decode.info()).computed.local
+        # Requests of the batch that were running when each follow-up got its first token.
+        decoding: list[dict[str, int]] = [{} for _ in follow_ups]
 
         def note(at: dict[str, int], kind: str) -> None:
             at.setdefault(kind, sum(not task.done() for task in running))
 
         local = await asyncio.gather(
             *(
-                pods.generate(r, decode=home, on_event=functools.partial(note, at))
+                pods.generate(r, decode=decode, on_event=functools.partial(note, at))
                 for r, at in zip(follow_ups, decoding, strict=True)
             )
         )
-        assert decoding == [{"tokens": len(batch)}] * len(follow_ups), "the batch was over before the rests came"
+        assert decoding == [{"tokens": len(batch)}] * len(follow_ups), "the batch ended before the follow-ups"
         assert all(answer.events[0] == "local" for answer in local)
-        assert (await home.info()).computed.local - before == sum(rests)
+        assert (await decode.info()).computed.local - before == sum(rests)
         answers = await asyncio.gather(*running)
     assert [a.ids for a in local] == expected(llm, follow_ups)
     assert [a.ids for a in answers] == expected(llm, batch)
 
 
-async def test_prefixes_come_back_from_host_memory_and_nothing_is_computed_twice(
+async def test_prefixes_are_loaded_from_host_memory_and_not_computed_again(
     processes: dict[str, BarePod], llm: LLM
 ) -> None:
-    """The prompts together are five times the pool. Both pods move blocks to the host while KV travels between them."""
+    """All prompts need five times the pool. Both pods save blocks to host memory while KV moves between them."""
     prefixes = [prompt_of(40 * BLOCK, seed=30 + n) for n in range(12)]
-    two = asyncio.Semaphore(2)  # for which the pool of the decode pod has room
+    two = asyncio.Semaphore(2)  # the pool of the decode pod has room for two requests
     async with driving(processes) as pods:
         tier = pods["prefill-tier"]
 
@@ -225,14 +228,14 @@ async def test_prefixes_come_back_from_host_memory_and_nothing_is_computed_twice
 
 
 async def test_a_preempted_sequence_resumes_from_host_memory(processes: dict[str, BarePod], llm: LLM) -> None:
-    requests = [request(prompt_of(200 + n, seed=60), 300) for n in range(6)]  # 13 blocks each that become 32
+    requests = [request(prompt_of(200 + n, seed=60), 300) for n in range(6)]  # 13 blocks each, 32 at the end
     async with driving(processes) as pods:
-        home = pods["decode-tier"]
-        before = await home.info()
+        decode = pods["decode-tier"]
+        before = await decode.info()
         answers = await asyncio.gather(
-            *(pods.generate(r, prefill=pods["prefill-tier"], decode=home, remote_only=True) for r in requests)
+            *(pods.generate(r, prefill=pods["prefill-tier"], decode=decode, remote_only=True) for r in requests)
         )
-        after = await home.info()
+        after = await decode.info()
         assert after.activity.preemptions > before.activity.preemptions
         assert after.computed.recompute == 0
     assert [a.ids for a in answers] == expected(llm, requests)

@@ -1,4 +1,4 @@
-"""Sampling kernels against the same choice made by sorting, in float64, with the noise of engine/sampling/philox.py."""
+"""Sampling kernels against sampling by sorting in float64, with the noise of engine/sampling/philox.py."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ OFF = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 
 
 class Case:
-    """One slot a row, in reverse order. rows: (top_k, seed, child, position, penalised) and (temperature, top_p,
-    min_p, repetition, presence, frequency).
+    """A batch with one slot per row, in reverse order.
+
+    rows: (top_k, seed, child, position, penalised) and (temperature, top_p, min_p, repetition, presence, frequency).
     """
 
     def __init__(self, rows, device, bias=None, ban_until=0) -> None:
@@ -137,7 +138,7 @@ def test_penalties_bias_and_bans(device, gen):
     assert case.sample(logits)[0][2] == best
 
 
-def test_masked_tokens_are_never_drawn(device, gen):
+def test_masked_tokens_are_never_sampled(device, gen):
     rows = [
         ((0, r, 0, 1, 0), (t, p, 0.0, 1.0, 0.0, 0.0)) for r, (t, p) in enumerate([(0.0, 1.0), (1.0, 1.0), (1.0, 0.9)])
     ]

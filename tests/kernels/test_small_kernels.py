@@ -1,4 +1,4 @@
-"""RoPE + KV write, norms, SiLU x mul and GEMV against float64, outputs and pools poisoned."""
+"""RoPE + KV write, norms, SiLU x mul, GEMV and GEMMs against float64. Outputs and pools are NaN before the launch."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_rope_kv_write(heads, kv_heads, dim, rot, norm, device, gen):
     angle = torch.rand(32, rot // 2, generator=gen, device=device) * 6
     cos, sin = angle.cos(), angle.sin()
     weights = torch.randn(2, dim, generator=gen, device=device) if norm else (None, None)
-    given = qkv.clone()
+    original = qkv.clone()
     rope_kv_write(
         qkv, layer, positions, slots, cos, sin, num_heads=heads, q_norm=weights[0], k_norm=weights[1], eps=EPS
     )
 
-    q, k, v = given.double().view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    q, k, v = original.double().view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
     if norm:
         q, k = norm64(q, weights[0]), norm64(k, weights[1])
 
@@ -108,7 +108,7 @@ def test_gemv(n, k, norm, end, device, gen):
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(2, 70, 100), (MAX_ROWS, 64, 128), (5, 7, 16)])
 @pytest.mark.parametrize("end", ["plain", "residual", "gated"])
-def test_skinny(rows, n, k, end, device, gen):
+def test_skinny_gemm(rows, n, k, end, device, gen):
     gated = end == "gated"
     x = torch.randn(rows, k + 3, generator=gen, device=device)[:, :k]
     weight = torch.randn(n * (1 + gated), k + 4, generator=gen, device=device)[:, :k]
@@ -129,7 +129,7 @@ def test_skinny(rows, n, k, end, device, gen):
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(70, 48, 40), (16, 16, 64), (1, 8, 8)])
-def test_swiglu(rows, n, k, device, gen):
+def test_gemm_swiglu(rows, n, k, device, gen):
     x = torch.randn(rows, k + 8, generator=gen, device=device)[:, :k]
     weight = torch.randn(2 * n, k, generator=gen, device=device)
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
@@ -141,7 +141,7 @@ def test_swiglu(rows, n, k, device, gen):
     not (torch.cuda.is_available() and supports_gemm_swiglu(torch.device("cuda"))), reason="needs a Hopper GPU"
 )
 @pytest.mark.parametrize("rows", [2048, 2500])
-def test_swiglu_as_a_prompt_has_it(rows, device, gen):
+def test_gemm_swiglu_in_the_shapes_of_prompts(rows, device, gen):
     x = torch.randn(rows, 1024, generator=gen, device=device).bfloat16()
     weight = (torch.randn(2 * 1416, 1024, generator=gen, device=device) / 32).bfloat16()
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)

@@ -1,4 +1,4 @@
-"""SmolLM2 on a GPU: in fp32 the tokens of transformers, in bf16 log-probabilities as near to fp32 as its own."""
+"""SmolLM2 on a GPU: the tokens of transformers in fp32, and bf16 log-probabilities as close to fp32 as theirs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 LENGTHS = (1, 2, 5, 9, 15, 16, 17, 31, 33, 48, 64, 65, 100, 127, 128, 200, 257, 333, 400, 600)
-NEAR_TIE = 1e-4  # logits closer than this may be ordered either way
+#: Logits closer than this may be in either order.
+NEAR_TIE = 1e-4
 SLACK = 1.05
 
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    """fp32 means fp32: no TF32 in the reference either."""
+    """Disables TF32 in the reference."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -37,12 +38,12 @@ def prompts(model_dir: Path) -> list[list[int]]:
 
 
 def complete(model_dir: Path, dtype: str, params: SamplingParams) -> list[Completion]:
-    llm = LLM(model_dir, device=DEVICE, dtype=dtype, kv_memory=1 << 30, max_model_len=1024, token_budget=256)
+    llm = LLM(model_dir, device=DEVICE, dtype=dtype, kv_memory=1 << 30, max_model_len=1024, chunk_tokens=256)
     return llm.generate(prompts(model_dir), params, ignore_eos=True)
 
 
 def logits(model_dir: Path, dtype: torch.dtype, completions: list[Completion]) -> list[Tensor]:
-    """float32[tokens, vocab] that transformers gives at each token of each completion."""
+    """Computes the logits of transformers at each token of each completion, float32[tokens, vocab]."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(DEVICE).eval()
     found = []
     with torch.inference_mode():
@@ -65,9 +66,9 @@ def test_fp32_gives_the_greedy_tokens_of_transformers(smollm2_dir: Path) -> None
 def test_bf16_is_no_further_from_fp32_than_transformers_is(
     smollm2_dir: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Mean distance of log-probabilities, over the 8 best tokens in fp32 of every position of every completion.
+    """Compares the mean distance of log-probabilities over the 8 best fp32 tokens of every position.
 
-    Those that our 20 best do not hold are left out. (Over our own 20 best the choice alone would be against us.)
+    Tokens that are not among our 20 best are left out. Comparing our own 20 best would favour transformers.
     """
     completions = complete(smollm2_dir, "bfloat16", SamplingParams(temperature=0.0, max_tokens=12, logprobs=20))
     exact = logits(smollm2_dir, torch.float32, completions)

@@ -1,4 +1,4 @@
-"""Two GPUs compute what one does, with NCCL, Triton's attention and steps that overlap; so does the second alone."""
+"""Two GPUs, or the second GPU alone, give the tokens of the first: NCCL, Triton attention, overlapping steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_tokens_of_two_gpus_are_those_of_one(kv_dtype: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "kv_dtype": kv_dtype, "cuda_graphs": False}
-    settings |= {"block_size": 16, "num_blocks": 64, "max_seqs": 8, "token_budget": 64}
+    settings |= {"block_size": 16, "num_blocks": 64, "max_seqs": 8, "chunk_tokens": 64}
     prompts = [prompt_of(n, seed=n) for n in (1, 17, 70, 100)]
     params = [SamplingParams(temperature=0.0, max_tokens=12, logprobs=2), SamplingParams(seed=3, max_tokens=12)] * 2
     one = LLM(tiny_llama(tmp_path), **settings)
@@ -35,7 +35,7 @@ def test_tokens_of_two_gpus_are_those_of_one(kv_dtype: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_a_gpu_that_is_not_the_first_computes_too(cuda_graphs: bool, tmp_path: Path) -> None:
-    """Steps run on a thread of their own, and every thread begins on the first GPU."""
+    """Steps run on their own thread, and the current device of a new thread is the first GPU."""
     settings: dict[str, Any] = {"dtype": "float32", "block_size": 16, "num_blocks": 64, "max_seqs": 8}
     settings |= {"cuda_graphs": cuda_graphs, "host_cache": 1 << 24}
     tiny_llama(tmp_path)

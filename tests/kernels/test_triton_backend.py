@@ -1,4 +1,4 @@
-"""The Triton backend against the torch backend: mixed steps, two windows, chunked prefill by either."""
+"""The Triton backend gives the results of the torch backend: mixed steps, two windows, chunked prefill."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def both(shape, dtype, steps, heads, windows, device, gen, fp8=False, **scores):
-    """Runs the same steps through both backends on pools of their own; returns the worst error.
+    """Runs the same steps through both backends, each with its own pool. Returns the largest error.
 
-    shape: (blocks, layers, kv_heads, block_size, head_dim). Blocks that no row owns are NaN, but for the dummy block.
+    shape: (blocks, layers, kv_heads, block_size, head_dim). Blocks of no row are NaN, except the dummy block.
     """
     blocks, layers, kv_heads, block_size, dim = shape
     name = FP8_DTYPE if fp8 else str(dtype).removeprefix("torch.")
@@ -48,22 +48,25 @@ def both(shape, dtype, steps, heads, windows, device, gen, fp8=False, **scores):
             ]
             assert outs[0].shape == q.shape
             worst = max(worst, error(outs[0], outs[1].double()))
-            picked = [
-                pick_some(backend, q, kv, pool.layers()[layer], meta, window, step)
+            selected = [
+                attend_selected(backend, q, kv, pool.layers()[layer], meta, window, step)
                 for backend, pool, meta in zip(backends, pools, metadata, strict=True)
             ]
-            worst = max(worst, *(error(some, outs[1][at].double()) for some, at in picked))
+            worst = max(worst, *(error(out, outs[1][rows].double()) for out, rows in selected))
     assert torch.equal(pools[0].data, pools[1].data)
     return worst
 
 
-def pick_some(backend, q, kv, cache, metadata, window, step):
-    """Attends for the last token of each row, and for the step's first, alone; keys and values are in the cache."""
+def attend_selected(backend, q, kv, cache, metadata, window, step):
+    """Attends for the last token of each row and the step's first token only, with `select_rows`.
+
+    Their keys and values are in the cache; the `kv` argument is NaN and must not be used.
+    """
     ends = torch.tensor(step.num_new).cumsum(0)
-    at = torch.cat([ends - 1, torch.zeros(1, dtype=torch.int64)]).to(q.device)
+    rows = torch.cat([ends - 1, torch.zeros(1, dtype=torch.int64)]).to(q.device)
     positions = torch.cat([torch.arange(s, s + n) for s, n in zip(step.starts, step.num_new, strict=True)]).to(q.device)
-    nothing = torch.full_like(kv[at], float("nan"))
-    return backend.attend(q[at], nothing, cache, backend.pick(metadata, at, positions), window), at
+    unused = torch.full_like(kv[rows], float("nan"))
+    return backend.attend(q[rows], unused, cache, backend.select_rows(metadata, rows, positions), window), rows
 
 
 @pytest.mark.parametrize(("fp8", "scores"), [(False, {}), (True, {"scale": 0.5, "softcap": 5.0})])
@@ -82,7 +85,7 @@ def test_mixed_steps(fp8, scores, device, gen):
 @pytest.mark.parametrize("fp8", [False, True], ids=["full", "fp8"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_long_rows(dim, softcap, fp8, device, gen):
+def test_dense_prefill_rows(dim, softcap, fp8, device, gen):
     blocks = [list(range(200)), list(range(200, 400))]
     steps = [
         StepShape([0], [1024], blocks[:1]),
@@ -95,7 +98,7 @@ def test_long_rows(dim, softcap, fp8, device, gen):
 
 
 @pytest.mark.parametrize(("start", "new"), [(0, 2048), (0, 1024), (2048, 2048), (1024, 2048), (14336, 1024)])
-def test_a_captured_chunk_is_attended_as_any_other(start: int, new: int, device: torch.device) -> None:
+def test_chunk_metadata_selects_the_kernels_of_prepare(start: int, new: int, device: torch.device) -> None:
     layout = KVLayout("m", "r", 1, 2, 64, 16, "bfloat16")
     pool = KVPool(layout, 4, device)
     backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
@@ -106,17 +109,17 @@ def test_a_captured_chunk_is_attended_as_any_other(start: int, new: int, device:
     slots = torch.zeros(new, dtype=torch.int32, device=device)
     tables = torch.zeros(1, len(blocks) + 5, dtype=torch.int32, device=device)
     tables[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-    made = backend.chunk_metadata(slots, row.cu_q.clone(), row.seq_lens.clone(), tables, start=start)
-    assert made.decode is None
-    assert made.paged == ()
-    (captured,) = made.dense_rows
-    for name in ("first_token", "start", "num_new", "whole", "count"):
+    metadata = backend.chunk_metadata(slots, row.cu_q.clone(), row.seq_lens.clone(), tables, start=start)
+    assert metadata.decode is None
+    assert metadata.paged == ()
+    (captured,) = metadata.dense_rows
+    for name in ("first_token", "start", "num_new", "cudnn_tokens", "count"):
         assert getattr(captured, name) == getattr(row, name), name
     assert row.cudnn_tokens == new
     assert captured.tables[0, : len(blocks)].tolist() == row.tables[0].tolist()
 
 
-def test_what_has_no_plan_is_not_captured(device: torch.device) -> None:
+def test_rows_that_cudnn_does_not_compute_whole_have_no_plan(device: torch.device) -> None:
     pool = KVPool(KVLayout("m", "r", 1, 2, 64, 16, "bfloat16"), 4, device)
     backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
     backend._dense_ok = True
@@ -129,8 +132,8 @@ def test_what_has_no_plan_is_not_captured(device: torch.device) -> None:
 
 
 @needs_cuda
-def test_captured_chunks_compute_what_plain_ones_do(device, gen):
-    """cuDNN, the gather and the merge inside a graph, which other blocks are given to afterwards."""
+def test_captured_chunks_equal_eager_chunks(device, gen):
+    """cuDNN, gather and merge in a graph that is captured once and replayed for other blocks."""
     layout = KVLayout("m", "r", 1, 2, 128, 16, "bfloat16")
     pool = KVPool(layout, 260, device)
     backend = TritonAttention(pool.layers(), 8, (None,), pool.dummy_block)
@@ -165,7 +168,7 @@ def test_captured_chunks_compute_what_plain_ones_do(device, gen):
 
 @needs_cuda
 @pytest.mark.parametrize("fp8", [False, True], ids=["full", "fp8"])
-def test_equal_prompts_side_by_side(fp8, device, gen):
+def test_equal_prompts_in_one_cudnn_call(fp8, device, gen):
     blocks = [list(range(64 * row, 64 * row + 64)) for row in range(4)]
     shape = (258, 1, 2, 16, 128)
     step = StepShape([3, 0, 0, 0], [1, 1024, 1024, 1024], blocks)
@@ -191,9 +194,8 @@ def test_dense_prefill(new, length, heads, kv_heads, device, gen):
     dtype = torch.bfloat16
     keys, values = gather_kv(case.layer, case.tables[0], length, dtype=dtype)
     reference = case.reference()
-    own = dense_prefill(case.q, keys, values, scale=case.scale)
-    assert error(own, reference) < TOLERANCE[torch.bfloat16]
+    assert error(dense_prefill(case.q, keys, values, scale=case.scale), reference) < TOLERANCE[torch.bfloat16]
     start = length - new
-    fresh = [x[start:] for x in (keys, values)]
+    new_kv = [x[start:] for x in (keys, values)]
     prefix = (keys[:start], values[:start]) if start else None
-    assert error(cudnn_prefill(case.q, *fresh, prefix, scale=case.scale), reference) < TOLERANCE[torch.bfloat16]
+    assert error(cudnn_prefill(case.q, *new_kv, prefix, scale=case.scale), reference) < TOLERANCE[torch.bfloat16]
