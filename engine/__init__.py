@@ -1,7 +1,7 @@
-"""Paged KV, models, scheduler, sampler. Never grpc, redis, nixl or fastapi."""
+"""The engine: models, paged KV, scheduler and sampler. It imports no grpc, redis, nixl or fastapi."""
 
 import os
 
-# OpenMP reads this once, when torch loads. Its default is to spin at barriers: with several pods on the same cores a
-# step then takes seconds instead of milliseconds, because the spinning thread keeps the late one from running.
+# OpenMP reads this once, when torch is loaded. By default its threads spin at barriers. With several pods on the same
+# cores a step then takes seconds instead of milliseconds, because spinning threads keep the late thread from running.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,7 +1,7 @@
-"""One computation as CUDA graphs: one for each shape that it is asked for, captured before the first request.
+"""One computation as CUDA graphs, one for each of its shapes, captured before the first request.
 
-Graphs of one computation share a memory pool, the largest is captured first, and what one returns belongs to it: the
-next replay of any of them overwrites it. A shape that was not captured is computed, launch by launch.
+The graphs of a computation share a memory pool, and the largest is captured first. The output of a graph lies in this
+pool, so the next replay of any of them overwrites it. A shape without a graph is computed kernel by kernel.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ log = logging.getLogger(__name__)
 Shape = TypeVar("Shape", bound=Hashable)
 Output = TypeVar("Output")
 
-ARRAY_TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}  # NumPy has no name for the last
+#: NumPy has no bfloat16.
+ARRAY_TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}
 
 
 class CudaGraphs(Generic[Shape, Output]):
-    """compute: queues the computation of a shape, from static buffers; keep: its output without the memory's ownership
-    (see `unowned_view`), so that the next, smaller graph may use what this one needed; describe: a shape, for a person.
-
-    compute is a method of our owner, which is not kept alive: in a cycle it would hold an engine's memory until garbage
-    is collected, and an engine is frozen (`gc.freeze`).
-    """
+    """The graphs of one computation."""
 
     def __init__(
         self,
@@ -45,9 +41,20 @@ class CudaGraphs(Generic[Shape, Output]):
         keep: Callable[[Output], Output],
         describe: Callable[[Shape], str],
     ) -> None:
+        """Makes an object without graphs.
+
+        Args:
+            name: Name of the computation in messages.
+            device: A CUDA device.
+            compute: Queues the computation of a shape from static buffers. A bound method of the owner; only a weak
+                reference is kept, because a cycle would keep an engine's memory: its objects are frozen (`gc.freeze`).
+            keep: Removes the ownership of memory from an output (`unowned_view`), so that smaller graphs reuse it.
+            describe: A shape as text.
+        """
         self._name, self._device, self._keep, self._describe = name, device, keep, describe
         self._method = weakref.WeakMethod(compute)
-        self._pool: Any = None  # the graphs' memory and the stream they are captured on, once there is one
+        #: The memory of the graphs, and the stream they are captured on; None before the first capture.
+        self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Output]] = {}
 
@@ -57,7 +64,7 @@ class CudaGraphs(Generic[Shape, Output]):
         return compute(shape)
 
     def run(self, shape: Shape) -> Output:
-        """Queues what the static buffers hold."""
+        """Queues the computation of the static buffers, by a graph if the shape has one."""
         captured = self._graphs.get(shape)
         if captured is None:
             return self._compute(shape)
@@ -67,11 +74,11 @@ class CudaGraphs(Generic[Shape, Output]):
 
     @torch.inference_mode()
     def capture(self, shapes: Sequence[Shape], stage: Callable[[Shape], None]) -> None:
-        """Records these shapes, in the order given. stage: fills the buffers with a step that does no harm.
+        """Captures shapes in the given order; `stage` fills the buffers with a harmless step of a shape.
 
-        torch.OutOfMemoryError, whoever had no memory, that says for which shape, and how much was free.
+        Raises torch.OutOfMemoryError with the shape and the free memory, whichever library had no memory.
         """
-        began = told = time.monotonic()
+        began = logged_at = time.monotonic()
         if self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -81,21 +88,21 @@ class CudaGraphs(Generic[Shape, Output]):
             for done, shape in enumerate(shapes, 1):
                 try:
                     stage(shape)
-                    self._compute(shape)  # compiles and loads what the capture must not
+                    self._compute(shape)  # compiles and loads kernels, which is not allowed in a capture
                     stream.synchronize()
                     self._record(shape)
                 except RuntimeError as error:
-                    said = out_of_memory_message(error)
-                    if said is None:
+                    message = out_of_memory_message(error)
+                    if message is None:
                         raise
-                    free, there = map(format_bytes, torch.cuda.mem_get_info(self._device))
+                    free, total = map(format_bytes, torch.cuda.mem_get_info(self._device))
                     raise torch.OutOfMemoryError(
                         f"the {self._name} graph of {self._describe(shape)} ({done} of {len(shapes)}) found {free} of "
-                        f"{there} free: {said}"
+                        f"{total} free: {message}"
                     ) from error
-                if time.monotonic() - told > 2 or done == len(shapes):
-                    told = time.monotonic()
-                    log.info("captured %d of %d %s graphs in %.0f s", done, len(shapes), self._name, told - began)
+                if time.monotonic() - logged_at > 2 or done == len(shapes):
+                    logged_at = time.monotonic()
+                    log.info("captured %d of %d %s graphs in %.0f s", done, len(shapes), self._name, logged_at - began)
         torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _record(self, shape: Shape) -> None:
@@ -105,8 +112,8 @@ class CudaGraphs(Generic[Shape, Output]):
             try:
                 output = self._compute(shape)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # of the two errors the first one tells what happened
-                    graph.capture_end()  # else whatever this thread asks of the device next may fail too
+                with contextlib.suppress(RuntimeError):  # the first of the two errors is the cause
+                    graph.capture_end()  # without this, later CUDA calls of this thread may fail too
                 raise
             graph.capture_end()
             self._graphs[shape] = graph, self._keep(output)
@@ -114,9 +121,7 @@ class CudaGraphs(Generic[Shape, Output]):
 
 @contextlib.contextmanager
 def _no_gc() -> Iterator[None]:
-    """No garbage is collected inside: graphs of an engine that is gone may be among it, and the end of one breaks a
-    capture.
-    """
+    """Disables garbage collection: it could free a graph of an earlier engine, which breaks a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -128,18 +133,18 @@ def _no_gc() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _UnownedMemory:
-    """Device memory without its owner, in the way that torch.as_tensor takes it."""
+    """Device memory without its owner, in the form that torch.as_tensor accepts."""
 
     __cuda_array_interface__: dict[str, Any]
 
 
 def unowned_view(tensor: Tensor) -> Tensor:
-    """The same memory, which belongs to a graph's pool and stays there as long as the graph does."""
+    """A view of the tensor's memory without ownership; valid as long as the graph whose pool the memory is in."""
     assert tensor.is_contiguous()
-    described = {
+    interface = {
         "shape": tuple(tensor.shape),
         "typestr": ARRAY_TYPES[tensor.dtype],
         "data": (tensor.data_ptr(), False),
         "version": 3,
     }
-    return torch.as_tensor(_UnownedMemory(described), device=tensor.device).view(tensor.dtype)
+    return torch.as_tensor(_UnownedMemory(interface), device=tensor.device).view(tensor.dtype)

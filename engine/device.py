@@ -1,4 +1,4 @@
-"""What the engine asks of a device, beside computing on it."""
+"""Helpers for devices: the current device, the start lock of a GPU, out-of-memory errors and uploads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-START_LOCK_S = 600.0  # how long one waits for others that start on the same card
+START_LOCK_S = 600.0  # longest wait for other engines that start on the same GPU
 LOCK_POLL_S = 0.1
 
 
 def make_current(device: torch.device) -> None:
-    """For the calling thread, as every thread does that computes, once: Triton's kernels, events and graphs go to the
-    thread's device, which is the first GPU until it is told, and not to that of their tensors.
+    """Makes the device current on the calling thread; each thread that computes calls this once.
+
+    Triton kernels, events and graphs go to the current device, by default the first GPU, not to that of their tensors.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -34,10 +35,10 @@ def make_current(device: torch.device) -> None:
 
 @contextmanager
 def gpu_start_lock(device: torch.device, limit_s: float = START_LOCK_S) -> Iterator[None]:
-    """What is inside happens in one process of this host at a time, for each GPU: an engine reads off the card's free
-    memory what its graphs take, so nobody else's may grow meanwhile. Whoever waited too long goes on, with a warning.
+    """Lets one process of this host at a time run the block, for each GPU.
 
-    Processes that do not share the host's temporary directory do not see each other.
+    An engine measures the size of its graphs by the GPU's free memory, so no other process may allocate meanwhile.
+    After limit_s the block runs without the lock, with a warning. Processes must share the host's temporary directory.
     """
     if device.type != "cuda":
         yield
@@ -49,22 +50,24 @@ def gpu_start_lock(device: torch.device, limit_s: float = START_LOCK_S) -> Itera
 
 @contextmanager
 def file_lock(path: Path, limit_s: float) -> Iterator[None]:
-    """The lock of `gpu_start_lock`; it ends with the process that has it."""
+    """Holds a lock on a file, which also ends with the process. Runs without it after limit_s or an OSError."""
     until = time.monotonic() + limit_s
-    told = False
+    logged = False
     with contextlib.ExitStack() as held:
         try:
             file = held.enter_context(path.open("a"))
             while not _locked(file):
                 if time.monotonic() > until:
-                    log.warning("another process has been starting on this GPU for %.0f s: not waiting longer", limit_s)
+                    log.warning(
+                        "another process has been starting on this GPU for %.0f s: starting without the lock", limit_s
+                    )
                     break
-                if not told:
-                    log.info("waiting for another process that starts on this GPU")
-                    told = True
+                if not logged:
+                    log.info("waiting for another process to start on this GPU")
+                    logged = True
                 time.sleep(LOCK_POLL_S)
         except OSError as error:  # another user's file, no such directory, a file system without locks
-            log.warning("this process does not wait for others that start on its GPU: %s", error)
+            log.warning("starting on this GPU without a lock: %s", error)
         yield
 
 
@@ -76,46 +79,44 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-# Said where no class of error tells: by CUDA (a graph is the driver's), by cuBLAS, by a CPU's allocator.
+#: Texts of out-of-memory errors without a class of their own: of the CUDA driver, of cuBLAS, of the CPU allocator.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 def out_of_memory_message(error: RuntimeError) -> str | None:
-    """What it says, in a line, if it says that the device has no memory."""
-    said = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or any(words in said for words in OUT_OF_MEMORY_TEXTS):
-        return said.strip().split("\n")[0]
+    """The first line of an out-of-memory error; None for other errors."""
+    message = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or any(text in message for text in OUT_OF_MEMORY_TEXTS):
+        return message.strip().split("\n")[0]
     return None
 
 
 @contextmanager
 def require_memory(what: str, field: str, remedy: str = "") -> Iterator[None]:
-    """ConfigError, instead of torch's error, when the device has no memory for `what` is made inside. remedy: what to
-    change then.
-    """
+    """Turns an out-of-memory error of the block into a ConfigError: no room for `what`; `remedy`."""
     try:
         yield
     except RuntimeError as error:
-        said = out_of_memory_message(error)
-        if said is None:
+        message = out_of_memory_message(error)
+        if message is None:
             raise
         if remedy:
-            said = f"{said.rstrip('.')}; {remedy}"
-        raise ConfigError(f"no room for {what}: {said}", field=field) from error
+            message = f"{message.rstrip('.')}; {remedy}"
+        raise ConfigError(f"no room for {what}: {message}", field=field) from error
 
 
 def format_bytes(size: int) -> str:
-    """Bytes for a person."""
+    """A number of bytes as text, in GiB or MiB."""
     return f"{size / (1 << 30):.2f} GiB" if size >= 10 << 20 else f"{size / (1 << 20):.3g} MiB"
 
 
-ALIGNMENT = 16  # bytes; kernels are compiled anew for pointers that are aligned less
+ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers with a smaller alignment
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays, all of one dtype, as contiguous tensors on the device, in its current stream's order.
+    """Arrays of one dtype as contiguous tensors on the device, transferred in the order of the current stream.
 
-    The pinned copy goes back to torch's allocator, which keeps it until the transfer is over.
+    torch's allocator keeps the pinned copy until the transfer is over.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
@@ -130,11 +131,11 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     host = packed.numpy()
     for start, array in zip(starts, arrays, strict=True):
         host[start : start + array.size] = array.reshape(-1)
-    there = packed.to(device, non_blocking=True)
-    return [there[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]
+    uploaded = packed.to(device, non_blocking=True)
+    return [uploaded[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]
 
 
 def pinned_copy(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy of the array that a transfer to the device may read while the array changes."""
+    """A copy in pinned memory (on a CPU: a plain copy), for a transfer that runs while the array changes."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor.clone()

@@ -1,9 +1,9 @@
-"""One model on one device: weights, KV pool, scheduler and sampler behind `add`, `abort` and `step`.
+"""One model on one device (or one group of ranks): `add`, `abort` and `step`.
 
-Lifecycle of a sequence: `add` takes it in (and its lease, if it brings one); steps compute and sample; when it ends the
-scheduler forgets it, the hook of that step sees it once more with its lease alive, and then the engine finishes the
-lease. Not thread-safe: one thread calls it (see loop.py), whose device is the engine's (`make_current`; that of the
-thread that makes an engine is); `pool` alone may be used from anywhere.
+    add(seq) -> waiting and running in the scheduler -> step() ... step() -> on_step sees the last output -> lease ends
+
+The engine is not thread-safe. One thread calls it (loop.py), with the engine's device as its current device
+(`make_current`); the thread that makes an engine gets this device too. Any thread may use `pool`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from engine.parallel.builder import EngineBuilder, SingleDeviceBuilder
 from engine.parallel.leader import TensorParallelBuilder
 from engine.parallel.rank_group import RankGroup
 from engine.sampling.constraint import Constraint, needs_constraint
-from engine.schedule.outputs import EngineCounters, Inbox, OnStep, SequenceOutput, StepResult
+from engine.schedule.outputs import EngineCounters, Inbox, OnStep, StepResult
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from engine.schedule.sequence import Sequence
 from engine.schedule.stepper import Stepper
@@ -60,23 +60,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOST_COPY_BYTES = 32 << 20  # of one copy to the host: 0.6 ms over PCIe, which what comes back may wait for
-MAX_DRAFTING_SEQS = 128  # that verify drafts in one step on a GPU: more would be bound by compute, and drafts cost
+HOST_COPY_BYTES = 32 << 20  # of one copy to the host: 0.6 ms over PCIe; a load may wait that long
+MAX_DRAFTING_SEQS = 128  # that verify drafts in one step on a GPU; larger steps are compute-bound, so drafts cost
 
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
 
 def _no_callback(hashes: list[bytes]) -> None:
-    """Nobody listens."""
+    """Does nothing."""
 
 
 class Engine:
-    """See the top of this file. Raises ConfigError when the model or the machine does not fit the configuration.
-
-    on_stored, on_evicted: hashes that the prefix cache gained and lost, see BlockPool; on_host_stored and
-    on_host_evicted: the host tier. gather: starts the other ranks where the configuration asks for some; `members`,
-    which are this engine's own.
-    """
+    """Weights, KV pool, scheduler, sampler and runner of one model."""
 
     def __init__(
         self,
@@ -88,6 +83,16 @@ class Engine:
         on_host_stored: Callable[[list[bytes]], None] = _no_callback,
         on_host_evicted: Callable[[list[bytes]], None] = _no_callback,
     ) -> None:
+        """Loads the model and allocates the KV pool. ConfigError if the model or the machine does not fit the config.
+
+        Args:
+            config: The configuration.
+            start_ranks: Starts the other ranks if tensor_parallel_size is above 1; the engine closes them.
+            on_stored: Gets hashes that the prefix cache gained, see BlockPool.
+            on_evicted: Gets hashes that the prefix cache lost.
+            on_host_stored: Gets hashes that the host tier gained.
+            on_host_evicted: Gets hashes that the host tier lost.
+        """
         self.config = config
         source = open_model(config.model_dir, config.load_format, config.weights_seed)
         self.spec = spec = source.spec
@@ -103,8 +108,8 @@ class Engine:
             self._close_ranks = weakref.finalize(self, self.rank_group.close)
             self._builder = TensorParallelBuilder(self.rank_group, config, source, device)
         dtype = config.resolve_dtype(device)
-        wanted_len = min(config.max_model_len or spec.max_position, spec.max_position)
-        draft = self._open_draft(spec, wanted_len)
+        max_len = min(config.max_model_len or spec.max_position, spec.max_position)
+        draft = self._open_draft(spec, max_len)
         self.layout = KVLayout(
             model=config.name or config.model_dir.resolve().name,
             revision=source.revision(device),
@@ -127,7 +132,7 @@ class Engine:
             self._allocate(
                 draft,
                 dtype,
-                wanted_len,
+                max_len,
                 on_stored=on_stored,
                 on_evicted=on_evicted,
                 on_host_stored=on_host_stored,
@@ -142,6 +147,7 @@ class Engine:
             overlap=config.resolve_overlap(device),
             draft_model_lags=self.runner.draft_model_lags,
         )
+        self._speculator: Speculator | None = None
         if config.speculation != "none":
             self.set_proposer(self.configured_proposer())
         self.host_memory: HostKVPool | None = None
@@ -155,17 +161,17 @@ class Engine:
         self,
         draft: DraftSource | None,
         dtype: str,
-        wanted_len: int,
+        max_len: int,
         *,
         on_stored: Callable[[list[bytes]], None],
         on_evicted: Callable[[list[bytes]], None],
         on_host_stored: Callable[[list[bytes]], None],
         on_host_evicted: Callable[[list[bytes]], None],
     ) -> None:
-        """Weights, a pool of as many blocks as there is memory for, and what runs over it. dtype: of the model."""
+        """Loads the weights and makes the KV pool, block pool, scheduler and runner. `dtype` is that of the model."""
         config, device, spec = self.config, self.device, self.spec
-        model = self._builder.load(wanted_len, dtype)
-        make_draft = None if draft is None else draft.load(model, wanted_len, device, TORCH_DTYPES[dtype])
+        model = self._builder.load(max_len, dtype)
+        make_draft = None if draft is None else draft.load(model, max_len, device, TORCH_DTYPES[dtype])
         chunk_tokens, prompt_step_tokens, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
@@ -174,16 +180,16 @@ class Engine:
             torch.set_float32_matmul_precision("highest")
             self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._draft_limits()[1])
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
-        build = functools.partial(self._build_runner, model, make_draft, self._sampler, wanted_len, graphs=graphs)
+        build = functools.partial(self._build_runner, model, make_draft, self._sampler, max_len, graphs=graphs)
         limits = SchedulerConfig(
             chunk_tokens=chunk_tokens,
             prompt_step_tokens=prompt_step_tokens,
             local_chunk_tokens=config.local_chunk_tokens,
             max_seqs=max_seqs,
-            max_model_len=wanted_len,
+            max_model_len=max_len,
         )
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
-        self.max_model_len = min(wanted_len, num_blocks * config.block_size)
+        self.max_model_len = min(max_len, num_blocks * config.block_size)
         self.kv = self._builder.pool(self.layout, num_blocks, device)
         self.pool = BlockPool(
             num_blocks,
@@ -201,15 +207,13 @@ class Engine:
             self._compile_kernels()
 
     def close(self) -> None:
-        """Ends the thread that copies to host memory and the other ranks, if there are any. No step is under way.
-        Idempotent.
-        """
+        """Ends the copier of the host tier and the other ranks. No step may be in flight. Idempotent."""
         self._stop_copier()
         self._close_ranks()
 
     @property
     def failure(self) -> str | None:
-        """Why this engine computes nothing more, if so: a rank of its group was lost. Any thread."""
+        """Why the engine cannot compute any more (a rank was lost), else None. Any thread."""
         return None if self.rank_group is None else self.rank_group.failure
 
     @property
@@ -218,34 +222,36 @@ class Engine:
 
     @property
     def speculator(self) -> Speculator | None:
-        """Whoever drafts tokens, with statistics; None: nobody."""
-        return self._stepper.speculator
+        """Proposes drafts, and has statistics; None without speculation."""
+        return self._speculator
 
     def configured_proposer(self) -> Proposer:
-        """A new one of the kind that the configuration names."""
+        """A new proposer of the kind in the configuration."""
         kind = self.config.speculation
         if self.runner.draft_loop is not None:
             return ModelProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
         assert kind in ("ngram", "suffix")
         return NgramProposer() if kind == "ngram" else SuffixProposer()
 
-    def set_proposer(self, proposer: Proposer | None, control: DraftController | None = None) -> None:
-        """Drafts come from this proposer from now on; None: there are none. control: who drafts how much; None: who
-        gains by it. Call while no sequence is here, of an engine whose configuration names a proposer: graphs and
-        buffers are made for it.
+    def set_proposer(self, proposer: Proposer | None, controller: DraftController | None = None) -> None:
+        """Replaces the proposer of drafts; None for no drafts.
+
+        Only while no sequence is in the engine, and only if the configuration names a proposer: graphs and buffers are
+        made for drafts then. The default `controller` lets the sequences draft that gain time by it.
         """
         drafts, max_drafts = self._draft_limits()
         assert drafts
         assert not self.has_work
-        self._stepper.speculator = None
+        self._speculator = None
         if proposer is not None:
-            drawn = isinstance(proposer, ModelProposer)
-            control = control or DraftController(drafts, pads_steps=self._pads_steps, has_model=drawn)
-            self._stepper.speculator = Speculator(proposer, control, max_seqs=max_drafts // drafts)
+            has_model = isinstance(proposer, ModelProposer)
+            controller = controller or DraftController(drafts, pads_steps=self._pads_steps, has_model=has_model)
+            self._speculator = Speculator(proposer, controller, max_seqs=max_drafts // drafts)
+        self._stepper.speculator = self._speculator
 
     @property
     def has_work(self) -> bool:
-        """A step is on the device, or a sequence wants one."""
+        """A step is on the device, or a sequence wants to run."""
         return self._stepper.has_work
 
     def new_sequence(
@@ -256,10 +262,10 @@ class Engine:
         output: abc.Sequence[int] = (),
         **kwargs: Any,
     ) -> Sequence:
-        """A sequence for this engine's layout, on any thread; keyword arguments are Sequence's.
+        """A sequence for this engine; `kwargs` are those of Sequence. Any thread.
 
-        grammar: the request's, compiled; without it this compiles, which may take a second. Raises InvalidRequest when
-        it cannot be compiled, BatonError when the output does not follow it.
+        `grammar` is the request's grammar, compiled; without it this method compiles it, which may take a second.
+        Raises InvalidRequest if it cannot be compiled, BatonError if `output` does not match it.
         """
         constraint = None
         if needs_constraint(request):
@@ -277,7 +283,7 @@ class Engine:
         )
 
     def add(self, seq: Sequence) -> None:
-        """Takes a sequence in, and its lease with it: when this raises (InvalidRequest, as a rule), it is finished."""
+        """Adds a sequence and its lease. If this raises (usually InvalidRequest), the lease is finished."""
         try:
             self._check_ids(seq.request, seq.output)
             if self._sampler is not None:
@@ -289,28 +295,28 @@ class Engine:
             raise
 
     def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
-        """Ends a request's sequences, or one child; those that were here. Call between `step` calls."""
+        """Ends the sequences of a request, or one child; returns those that were in the engine."""
         ended = self.scheduler.abort(request_id, child)
         for seq in ended:
             if seq.lease is not None:
                 seq.lease.finish("abort")
         return ended
 
-    def step(self, hook: OnStep | None = None, mail: Inbox | None = None) -> StepResult:
-        """The result of one step; empty when nothing can run now. With overlap the next one is launched by then.
+    def step(self, on_step: OnStep | None = None, inbox: Inbox | None = None) -> StepResult:
+        """The result of one step; empty if nothing can run now. With overlap the next step is launched before.
 
-        hook sees the result while the leases of sequences that ended in this step are still alive: it may take holds
-        on them. A failure of the step ends its sequences with an error and is not raised; one of the hook is raised.
-        mail: takes in what comes while the device computes; what it adds is in the next step if that is not launched.
+        `on_step` gets the result before the leases of ended sequences finish, so it may pin their blocks. `inbox` runs
+        messages while the device computes; sequences that it adds are in the next step if that is not launched yet.
+        An error of the step ends the step's sequences and is not raised; an error of `on_step` is raised.
         """
-        return self._stepper.step(hook, mail)
+        return self._stepper.step(on_step, inbox)
 
-    def finish_in_flight(self, hook: OnStep | None = None) -> None:
-        """Ends the step that overlap has on the device, if there is one, and launches nothing."""
-        self._stepper.finish_in_flight(hook)
+    def finish_in_flight(self, on_step: OnStep | None = None) -> None:
+        """Waits for the step on the device, if there is one; launches nothing."""
+        self._stepper.finish_in_flight(on_step)
 
     def _check_ids(self, request: ValidRequest, output: abc.Sequence[int]) -> None:
-        """A token id outside the vocabulary would fail the whole step that meets it."""
+        """Raises InvalidRequest for token ids outside the vocabulary, which would fail the whole step."""
         params = request.sampling
         for name, ids in (
             ("prompt", (*request.prompt_ids, *output)),
@@ -323,8 +329,9 @@ class Engine:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
     def warm_up(self) -> None:
-        """Builds the plans of long prompts on the thread that calls this, the one that will run steps. Before the
-        first request; on a CPU it does nothing.
+        """Builds the cuDNN plans of long prompts, which belong to the calling thread: the one that will run steps.
+
+        Call before the first request. Does nothing on a CPU.
         """
         if self.device.type == "cuda":
             limits = self.scheduler.config
@@ -335,7 +342,7 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def _compile_kernels(self) -> None:
-        """Compiles and captures what would otherwise keep the first requests waiting."""
+        """Compiles kernels and captures graphs, so that the first requests do not wait for it."""
         began = time.monotonic()
         limits = self.scheduler.config
         steps = kernel_steps(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, self._draft_limits()[0])
@@ -345,7 +352,7 @@ class Engine:
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
         with require_memory("CUDA graphs", pool, self.config.cuda_graph_advice(pool)):
             self.runner.capture()
-        # What exists now stays: a full collection that visits all of it would take as long as several steps.
+        # All objects that exist now stay. A full collection that visits them would take as long as several steps.
         gc.collect()
         gc.freeze()
 
@@ -355,16 +362,16 @@ class Engine:
         torch.cuda.synchronize(self.device)
 
     def _num_blocks(self, build: Callable[[KVPool], ModelRunner], limits: SchedulerConfig, *, graphs: bool) -> int:
-        """Blocks of the pool; called once the weights are loaded. build: a runner over a pool, to measure it."""
+        """Number of blocks of the pool; called with the weights loaded. `build` makes a runner, to measure memory."""
         config, layout = self.config, self.layout
         if config.num_blocks:
             return config.num_blocks
         if not config.kv_memory and self.device.type == "cuda":
             step = largest_step(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, *self._draft_limits())
             share = config.gpu_memory_utilization
-            trial = functools.partial(self._builder.pool, layout, 1, self.device)
+            make_pool = functools.partial(self._builder.pool, layout, 1, self.device)
             remedy = config.cuda_graph_advice() if graphs else None
-            use = measure_memory(build, trial, self.device, share=share, graphs=remedy, step=step)
+            use = measure_memory(build, make_pool, self.device, share=share, graphs=remedy, step=step)
             blocks = blocks_that_fit(use, layout)
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.summary())
             return blocks
@@ -378,7 +385,7 @@ class Engine:
         return blocks
 
     def _open_draft(self, spec: ModelShape, max_len: int) -> DraftSource | None:
-        """The draft model that the configuration names."""
+        """Opens the draft model that the configuration names."""
         config = self.config
         if config.speculation_model is None:
             return None
@@ -407,7 +414,7 @@ class Engine:
         backend = self._builder.attention(
             attention(kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap)
         )
-        max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may hold the block of the next token
+        max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may have a block for the next token
         chunk_tokens, prompt_step_tokens, max_seqs = self.config.resolve_limits(self.device)
         drafts, max_drafts = self._draft_limits()
         draft = None if make_draft is None else make_draft(kv, attention)
@@ -428,10 +435,10 @@ class Engine:
         )
 
     def _draft_limits(self) -> tuple[int, int]:
-        """Most drafts of a sequence and of a step."""
+        """Most drafts of a sequence in a step, and of all sequences of a step."""
         config = self.config
         if config.speculation == "none":
             return 0, 0
         *_, max_seqs = config.resolve_limits(self.device)
-        most_seqs = min(max_seqs, MAX_DRAFTING_SEQS) if self.device.type == "cuda" else max_seqs
-        return config.speculation_tokens, config.speculation_tokens * most_seqs
+        max_drafting = min(max_seqs, MAX_DRAFTING_SEQS) if self.device.type == "cuda" else max_seqs
+        return config.speculation_tokens, config.speculation_tokens * max_drafting

@@ -1,11 +1,11 @@
-"""The engine in this process, without services: prompts in, completions out. Scripts, tests and benchmarks use it.
+"""Generation in this process, without services: prompts in, completions out.
 
     llm = LLM("smollm2")
     for completion in llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8)):
         print(completion.text)
 
-A call runs the pods' own loop on a thread for as long as it takes, so what it does is what a pod does. Calls of several
-threads take turns; between calls the engine rests, and keeps its prefix cache.
+A call runs the loop that pods run, on a thread of its own. Calls from several threads run one after another. The prefix
+cache stays between calls.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ from engine.schedule.sequence import Sequence as EngineSequence
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LIVENESS_POLL_S = 1.0  # how often the loop's thread is looked after
-STOP_S = 60.0
+LIVENESS_POLL_S = 1.0  # between two checks that the loop's thread is alive
+STOP_S = 60.0  # longest wait for its end
 
 
 @dataclass(slots=True)
 class Completion:
-    """What became of one prompt, or of one of its n sequences: child.
+    """The output for one prompt, or one of its n samples."""
 
-    prompt: its text, None where it came as ids. tokens: with log-probabilities if the params asked for them.
-    cached_tokens: prompt tokens that the prefix cache supplied. error: why finish is ERROR.
-    """
-
+    #: Text of the prompt; None if it was given as token ids.
     prompt: str | None
     prompt_ids: tuple[int, ...]
     decode: Callable[[list[int]], str] = field(repr=False)
+    #: Output tokens, with log-probabilities if the params ask for them.
     tokens: list[Token] = field(default_factory=list)
+    #: Why the output ended.
     finish: FinishReason | None = None
+    #: Prompt tokens that the prefix cache supplied.
     cached_tokens: int = 0
+    #: Set if `finish` is ERROR.
     error: BatonError | None = None
+    #: Number among the n samples of the prompt.
     child: int = 0
 
     @property
@@ -59,21 +61,24 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the tokens, without special ones; ConfigError where the model has no tokenizer."""
+        """Text of the output without special tokens; ConfigError if the model has no tokenizer."""
         return self.decode(self.ids)
 
 
 class LLM:
-    """model: a directory with safetensors, or smollm2 once `baton up` has converted it. Keyword arguments are those of
-    EngineConfig.
-
-    On a GPU chunk_tokens is prompt_step_tokens unless it is given: nobody waits for the next token of a text, so prompts go
-    through in the fewest steps.
-
-    Raises ConfigError when the model cannot be served here, or an argument will not do. `engine` is open to tests.
-    """
+    """A model in this process. The attribute `engine` is for tests and benchmarks."""
 
     def __init__(self, model: Path | str, **config: Any) -> None:
+        """Loads a model.
+
+        Args:
+            model: A directory with safetensors, or `smollm2` after `baton up` has converted it.
+            config: Fields of EngineConfig. On a GPU chunk_tokens defaults to prompt_step_tokens, so that prompts take
+                the fewest steps; a longer step delays the decodes, which matters less without streaming.
+
+        Raises:
+            ConfigError: The model is not supported on this machine, or a field has a wrong value.
+        """
         weights = config.get("load_format", "auto") == "auto"
         self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights)
         if config.get("speculation_model") is not None:
@@ -84,24 +89,24 @@ class LLM:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The directory's tokenizer.json; ConfigError where there is none."""
+        """The model's tokenizer.json; ConfigError without one."""
         from tokenizers import Tokenizer
 
         path = self.model_dir / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"{self.model_dir} has no tokenizer.json: give prompts as token ids", field="model")
+            raise ConfigError(f"{self.model_dir} has no tokenizer.json: pass prompts as token ids", field="model")
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{path} is not a tokenizer: {error}", field="model") from error
+            raise ConfigError(f"{path} is not a valid tokenizer: {error}", field="model") from error
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
-        """The directory's chat template."""
+        """The model's chat template."""
         return ChatTemplate(self.model_dir, read_json(self.model_dir / "tokenizer_config.json", required=False))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around one."""
+        """Token ids of a text, by default with the special tokens that the tokenizer adds."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: list[int]) -> str:
@@ -119,21 +124,28 @@ class LLM:
         cache_salt: str = "",
         show_progress: bool = True,
     ) -> list[Completion]:
-        """Completions in the order of the prompts, texts or token ids, which run concurrently as far as they fit. A
-        prompt whose params have an n gets n of them, for one prefill.
+        """Generates completions for prompts, concurrently as far as memory allows.
 
-        params: one for all, or one for each; the default is greedy with 16 tokens. The noise of sampling is keyed by
-        params.seed, so the same prompt with the same params has one answer. The model's end-of-sequence tokens end a
-        completion unless ignore_eos is set. grammar: what it has to match (common/grammar.py), one for all or for each.
-        show_progress: a bar on a terminal, else lines in the log.
+        Args:
+            prompts: One text, or a list of texts and lists of token ids.
+            params: One for all prompts, or a list with one for each; None for 16 greedy tokens. The seed keys the noise
+                of sampling, so the same prompt with the same params gives the same output.
+            ignore_eos: Do not stop at the model's end-of-sequence tokens.
+            grammar: A grammar that the output has to match, one for all prompts or a list.
+            cache_salt: Prompts share prefix cache entries only with prompts of the same salt.
+            show_progress: Show a bar on a terminal, else log lines.
 
-        Raises InvalidRequest, and runs nothing, when one of them can never run.
+        Returns:
+            The completions in the order of the prompts; n in a row for params with n > 1, which share one prefill.
+
+        Raises:
+            InvalidRequest: A prompt can never run; no prompt has run then.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if any(isinstance(p, int) for p in texts):
-            raise InvalidRequest("one prompt of token ids goes in a list, as several do", field="prompts")
-        given = [(p, self.encode(p)) if isinstance(p, str) else (None, tuple(p)) for p in texts]
-        return self._complete(given, params, ignore_eos, grammar, cache_salt, show_progress)
+            raise InvalidRequest("put the token ids of one prompt in a list of prompts: [[1, 2, 3]]", field="prompts")
+        pairs = [(p, self.encode(p)) if isinstance(p, str) else (None, tuple(p)) for p in texts]
+        return self._complete(pairs, params, ignore_eos, grammar, cache_salt, show_progress)
 
     def chat(
         self,
@@ -145,14 +157,15 @@ class LLM:
         cache_salt: str = "",
         show_progress: bool = True,
     ) -> list[Completion]:
-        """`generate` for conversations, one or several: the model's chat template makes the prompts of them.
+        """`generate` for one conversation or a list of them, rendered by the model's chat template.
 
-        A message has a role and a content. Raises InvalidRequest too where the model has no template, or it refuses.
+        A message is a mapping with `role` and `content`. Also raises InvalidRequest if the model has no chat template
+        or the template rejects a conversation.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         rendered = [self.template.render(conversation) for conversation in conversations]
-        given = [(text, self.encode(text, special_tokens=False)) for text in rendered]
-        return self._complete(given, params, ignore_eos, grammar, cache_salt, show_progress)
+        pairs = [(text, self.encode(text, special_tokens=False)) for text in rendered]
+        return self._complete(pairs, params, ignore_eos, grammar, cache_salt, show_progress)
 
     def _complete(
         self,
@@ -167,41 +180,41 @@ class LLM:
             params = SamplingParams(temperature=0.0)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts, and {len(each)} params", field="params")
-        follow = [grammar] * len(prompts) if grammar is None or isinstance(grammar, Grammar) else list(grammar)
-        if len(follow) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts, and {len(follow)} grammars", field="grammar")
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} params", field="params")
+        grammars = [grammar] * len(prompts) if grammar is None or isinstance(grammar, Grammar) else list(grammar)
+        if len(grammars) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(grammars)} grammars", field="grammar")
         if not ignore_eos:
             each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
         with self._turn:
-            return self._run(prompts, each, follow, cache_salt, show_progress)
+            return self._run(prompts, each, grammars, cache_salt, show_progress)
 
     def _run(
         self,
         prompts: Sequence[tuple[str | None, tuple[int, ...]]],
         each: Sequence[SamplingParams],
-        follow: Sequence[Grammar | None],
+        grammars: Sequence[Grammar | None],
         cache_salt: str,
         show_progress: bool,
     ) -> list[Completion]:
-        run = _GenerateCall()
-        for (text, ids), sampling, rules in zip(prompts, each, follow, strict=True):
+        call = _GenerateCall()
+        for (text, ids), sampling, grammar in zip(prompts, each, grammars, strict=True):
             self._requests += 1
             request = ValidRequest(
-                f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt, grammar=rules
+                f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt, grammar=grammar
             )
             for child in range(sampling.n):
-                run.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)
-            run.seqs.append(self.engine.new_sequence(request))
-        if run.seqs:
-            most = sum(sampling.n * sampling.max_tokens for sampling in each)
-            with progress("generating", most, "tokens", show=show_progress) as shown:
-                run.run(self.engine, shown)
-        return list(run.completions.values())
+                call.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)
+            call.seqs.append(self.engine.new_sequence(request))
+        if call.seqs:
+            most_tokens = sum(sampling.n * sampling.max_tokens for sampling in each)
+            with progress("generating", most_tokens, "tokens", show=show_progress) as shown:
+                call.run(self.engine, shown)
+        return list(call.completions.values())
 
 
 def for_throughput(config: EngineConfig) -> EngineConfig:
-    """The same with the tokens of prompt_step_tokens in every step, unless it says how many."""
+    """The config with chunk_tokens raised to prompt_step_tokens, unless it sets chunk_tokens itself."""
     _, prompt_step_tokens, _ = config.resolve_limits(config.resolve_device())
     if config.chunk_tokens or prompt_step_tokens is None:
         return config
@@ -210,7 +223,7 @@ def for_throughput(config: EngineConfig) -> EngineConfig:
 
 @dataclass(slots=True)
 class _GenerateCall:
-    """One call's sequences and what has become of them; the loop's thread writes, the caller waits for `over`."""
+    """The sequences and completions of one call. The loop's thread writes them; the caller waits for `finished`."""
 
     completions: dict[tuple[str, int], Completion] = field(default_factory=dict)
     seqs: list[EngineSequence] = field(default_factory=list)
@@ -218,7 +231,7 @@ class _GenerateCall:
     finished: threading.Event = field(default_factory=threading.Event)
 
     def run(self, engine: Engine, shown: Progress) -> None:
-        """Runs until all ended. Whatever interrupts it, nothing of it stays in the engine."""
+        """Runs until all sequences have ended. If it is interrupted, it removes its sequences from the engine."""
         self.unfinished = len(self.completions)
         loop = EngineLoop(engine, functools.partial(self._collect, shown))
         loop.start()
@@ -226,7 +239,7 @@ class _GenerateCall:
             loop.call(functools.partial(self._add, engine)).result()
             while not self.finished.wait(LIVENESS_POLL_S):
                 if not loop.alive:
-                    raise InternalError("the engine's thread has ended; its log says why")
+                    raise InternalError("the engine's thread has ended; see the log for the error")
         finally:
             loop.stop(STOP_S)
 
@@ -251,7 +264,7 @@ class _GenerateCall:
             done += len(output.tokens)
             if output.finish_reason is None:
                 continue
-            # A request that ends before its prompt is computed ends for all children.
+            # Before its prompt is computed, a sequence stands for all children.
             for child in range(seq.child, seq.child + seq.num_samples):
                 ended = self.completions[seq.request_id, child]
                 ended.finish, ended.error = output.finish_reason, output.error

@@ -1,10 +1,10 @@
-"""The engine's thread. Everything that touches the engine runs on it, between steps, in the order it was asked for.
-With overlap a step may be on the device meanwhile; what it does for a sequence that ends now is dropped, and what is
-added is in the next one.
+"""The engine's thread: runs steps, and between them the messages of its inbox in the order of their arrival.
 
-`start` -> running -> `stop`: what is still running is aborted (its hook is told), what still waits in the inbox is
-refused, then the thread ends. The inbox is the only way in; it never blocks the caller. A failing step ends its
-sequences, a failing hook is logged; neither ends the loop.
+    start -> running -> stop: abort all sequences (on_step gets them), refuse waiting messages, end the thread
+
+All access to the engine goes through the inbox, which never blocks the sender. With overlap a step may be on the device
+while a message runs: its results for sequences that end now are dropped, and new sequences are in the next step. A
+failed step ends its sequences, and an error of on_step is logged; neither ends the loop.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 IDLE_S = 1.0  # longest sleep without a message
-NO_BLOCKS_SLEEP_S = 0.002  # sleep while all work waits for blocks that are held outside
+NO_BLOCKS_SLEEP_S = 0.002  # sleep while all sequences wait for blocks that are leased or pinned elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """run is called on the engine's thread; refuse instead, when the loop ended before its turn came."""
+    """A message to the engine's thread; exactly one of the two is called."""
 
+    #: Called on the engine's thread.
     run: Callable[[], None]
+    #: Called if the loop has ended before.
     refuse: Callable[[BatonError], None]
 
 
 def _ignore_refusal(error: BatonError) -> None:
-    """Nobody waits for this message."""
+    """Does nothing: the sender does not wait for this message."""
 
 
 class EngineLoop:
-    """Runs `engine` on a thread of its own; on_step is called there after every step, and once per abort."""
+    """Runs `engine` on a thread of its own, and calls on_step there after each step and each abort."""
 
     def __init__(self, engine: Engine, on_step: OnStep) -> None:
         self._engine = engine
@@ -62,16 +64,16 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """The thread runs; any thread."""
+        """The thread is running. Any thread."""
         return self._thread.is_alive()
 
     @property
     def failure(self) -> str | None:
-        """Why the engine computes nothing more, if so; any thread."""
+        """Why the engine cannot compute any more, else None. Any thread."""
         return self._engine.failure
 
     def stop(self, timeout_s: float) -> None:
-        """Aborts what runs and ends the thread; InternalError when a step does not end in time."""
+        """Aborts all sequences and ends the thread; InternalError if the thread does not end within timeout_s."""
         self._stopping = True
         self._wake.set()
         if self._thread.ident is None:
@@ -82,7 +84,7 @@ class EngineLoop:
             raise InternalError(f"the engine did not stop within {timeout_s:g} s")
 
     def add(self, seq: Sequence, on_refused: Callable[[BatonError], None]) -> None:
-        """Hands a sequence, and its lease, to the engine. on_refused may run on the engine's thread or on this one."""
+        """Adds a sequence and its lease to the engine. on_refused may run on the engine's thread or on this one."""
 
         def refuse(error: BatonError) -> None:
             if seq.lease is not None:
@@ -101,11 +103,11 @@ class EngineLoop:
         self._send(_Message(run, refuse))
 
     def abort(self, request_id: str, child: int | None = None) -> None:
-        """Ends a request's sequences, or one child; the hook sees finish=ABORT of those that had not ended before."""
+        """Ends the sequences of a request, or one child; on_step gets ABORT for those that had not ended before."""
         self._send(_Message(lambda: self._abort(request_id, child), _ignore_refusal))
 
     def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
-        """Keeps requests' sequences out of steps, or lets them in again; unknown ids are skipped."""
+        """Pauses or resumes the sequences of requests; unknown ids are skipped."""
         ids = tuple(request_ids)
 
         def run() -> None:
@@ -116,7 +118,7 @@ class EngineLoop:
         self._send(_Message(run, _ignore_refusal))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Runs function between steps; the future has its result, its exception, or Unavailable after the end."""
+        """Runs `function` between two steps. The future gets its result or error, or Unavailable if the loop ended."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -158,35 +160,35 @@ class EngineLoop:
             self._close()
 
     def _read_inbox(self, until: float) -> bool:
-        """Takes messages in until then (time.perf_counter()), or until the end; whether there were any."""
+        """Runs messages until a time of `time.perf_counter()` or until `stop`; True if there were any."""
         self._wake.clear()
-        any_came = self._run_messages()
+        had_messages = self._run_messages()
         while not self._stopping and (left := until - time.perf_counter()) > 0:
             if self._wake.wait(left):
                 self._wake.clear()
-                any_came |= self._run_messages()
-        return any_came
+                had_messages |= self._run_messages()
+        return had_messages
 
     def _run_messages(self) -> bool:
-        """Whether there was anything."""
-        any_came = False
+        """Runs all messages in the inbox; True if there were any."""
+        had_messages = False
         while True:
             try:
                 message = self._inbox.get_nowait()
             except Empty:
-                return any_came
-            any_came = True
+                return had_messages
+            had_messages = True
             try:
                 message.run()
             except Exception:
                 log.exception("a message to the engine failed")
 
     def _step(self) -> bool:
-        """One step; False when nothing could run."""
+        """Runs one step; False if nothing could run."""
         try:
             return bool(self._engine.step(self._on_step, self._read_inbox).outputs)
         except Exception:
-            log.exception("the hook of an engine step failed")
+            log.exception("on_step failed after an engine step")
             return True
 
     def _abort(self, request_id: str, child: int | None = None) -> None:
@@ -197,14 +199,14 @@ class EngineLoop:
             )
 
     def _close(self) -> None:
-        """Ends what is left; afterwards every post is refused at once."""
+        """Aborts all sequences and refuses the waiting messages; later messages are refused at once."""
         with self._send_lock:
             self._closed = True
         for request_id in self._engine.scheduler.request_ids():
             try:
                 self._abort(request_id)
             except Exception:
-                log.exception("the engine's hook failed")
+                log.exception("on_step failed for an aborted request")
         try:
             self._engine.finish_in_flight(self._on_step)
         except Exception:

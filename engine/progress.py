@@ -1,4 +1,4 @@
-"""How far something long is: a bar on stderr where that is a terminal, else a line in the log now and then."""
+"""Progress of long work: a bar on stderr if that is a terminal, else a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ LOG_EVERY_S = 10.0
 
 @dataclass(slots=True)
 class Progress:
-    """done of total, counted in `unit`; whoever does the work calls advance."""
+    """Work of which `done` of `total` units are done; the code that does the work calls `advance`."""
 
     what: str
     total: float
     unit: str
+    #: Shows the progress.
     on_advance: Callable[[Progress], None]
     done: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
     @property
     def rate(self) -> float:
-        """Units a second since the start."""
+        """Units per second since the start."""
         return self.done / max(time.perf_counter() - self.began, 1e-9)
 
     def advance(self, done: float, *, skipped: float = 0.0) -> None:
-        """done: more than at the last call; skipped: what need not be done after all."""
+        """Adds `done` units to those done, and takes `skipped` units, which need not be done, from the total."""
         self.done += done
         self.total -= skipped
         self.on_advance(self)
@@ -39,7 +40,7 @@ class Progress:
 
 @contextmanager
 def progress(what: str, total: float, unit: str, *, show: bool = True) -> Iterator[Progress]:
-    """Shows what happens inside the block; show False: neither bar nor lines."""
+    """Shows the progress of the block, unless `show` is False."""
     if not show:
         yield Progress(what, total, unit, lambda _: None)
     elif sys.stderr.isatty():
@@ -64,18 +65,18 @@ def _bar(what: str, total: float, unit: str) -> Iterator[Progress]:
 
 
 def _lines(what: str, total: float, unit: str) -> Iterator[Progress]:
-    said = time.perf_counter()
+    logged_at = time.perf_counter()
 
-    def say(p: Progress) -> None:
+    def log_line(p: Progress) -> None:
         seconds = time.perf_counter() - p.began
         log.info("%s: %.4g of %.4g %s in %.1f s, %.3g/s", what, p.done, p.total, unit, seconds, p.rate)
 
     def shown(p: Progress) -> None:
-        nonlocal said
-        if time.perf_counter() - said >= LOG_EVERY_S:
-            said = time.perf_counter()
-            say(p)
+        nonlocal logged_at
+        if time.perf_counter() - logged_at >= LOG_EVERY_S:
+            logged_at = time.perf_counter()
+            log_line(p)
 
     work = Progress(what, total, unit, shown)
     yield work
-    say(work)
+    log_line(work)

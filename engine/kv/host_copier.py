@@ -1,7 +1,8 @@
-"""The thread that copies blocks between the pool and the host, as the host tier asks for it.
+"""The thread that makes the copies of the host tier.
 
-start -> copying -> stop: the copy under way ends, the tier closes, the memory is unlocked. A copy that fails ends it
-the same way, and the pool goes on without a host.
+    start -> copying -> stop or a failed copy -> the host tier is closed, the host memory is unlocked
+
+After that the pool works without a host tier.
 """
 
 from __future__ import annotations
@@ -17,42 +18,47 @@ from engine.kv.host_tier import HostCopy, HostTier
 
 log = logging.getLogger(__name__)
 
-STOP_S = 10.0
+STOP_S = 10.0  # longest wait of `stop` for the copy under way
 
 
 class HostCopier:
-    """checksums: a CRC-32 of every block is taken before it goes to the host, and compared when it comes back."""
+    """Takes copies from the host tier and makes them, on a thread of its own."""
 
     def __init__(self, tier: HostTier, memory: HostKVPool, *, checksums: bool = False) -> None:
+        """Starts the thread. With `checksums` it compares a CRC-32 of each block before and after its time there."""
         self._tier = tier
         self._memory = memory
-        self._checksums: dict[int, int] | None = {} if checksums else None  # by slot
+        #: By host block.
+        self._checksums: dict[int, int] | None = {} if checksums else None
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Ends the thread. Idempotent."""
         self._tier.stop()
-        if self._thread is not threading.current_thread():  # a garbage collection may come to pass there
+        if self._thread is not threading.current_thread():  # a garbage collection on that thread may call this
             self._thread.join(STOP_S)
 
     def _run(self) -> None:
-        why = "the host tier has ended"
+        reason = "the host tier has ended"
         try:
             make_current(self._memory.kv.data.device)
             while (copy := self._tier.next_copy()) is not None:
                 self._tier.finish_copy(copy, self._copy(copy))
         except Exception as error:
-            log.exception("the host tier ends")
-            why = f"the host tier failed: {error}"
-        self._tier.close(InternalError(why))
+            log.exception("the host tier failed; the pool continues without it")
+            reason = f"the host tier failed: {error}"
+        self._tier.close(InternalError(reason))
         self._memory.close()
 
     def _copy(self, copy: HostCopy) -> BlockDamaged | None:
+        """Makes the copy; returns an error if blocks from the host have a wrong checksum."""
         memory, sums = self._memory, self._checksums
         if copy.host_load is None:
             if sums is not None:
-                sums.update({slot: self._sum(block) for block, slot in zip(copy.blocks, copy.host_blocks, strict=True)})
+                sums.update(
+                    {host: self._checksum(block) for block, host in zip(copy.blocks, copy.host_blocks, strict=True)}
+                )
             memory.save(copy.blocks, copy.host_blocks)
             memory.wait()
             return None
@@ -61,10 +67,10 @@ class HostCopier:
         if sums is None:
             return None
         pairs = zip(copy.blocks, copy.host_blocks, strict=True)
-        damaged = [slot for block, slot in pairs if self._sum(block) != sums[slot]]
+        damaged = [host for block, host in pairs if self._checksum(block) != sums[host]]
         if not damaged:
             return None
         return BlockDamaged(f"{len(damaged)} of {len(copy.host_blocks)} KV blocks came back damaged from host memory")
 
-    def _sum(self, block: int) -> int:
+    def _checksum(self, block: int) -> int:
         return zlib.crc32(self._memory.kv.read_block(block))

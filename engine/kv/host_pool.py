@@ -1,7 +1,7 @@
-"""Host memory for blocks that leave the pool: uint8[num_slots, block_bytes]; page-locked where the pool is on a GPU.
+"""Host memory for evicted KV blocks: uint8 [num_host_blocks, block_bytes], page-locked if the pool is on a GPU.
 
-Copies run on a stream of their own, beside the steps. Nothing orders the two: whoever asks for a copy keeps its blocks
-from being written, or read, until `wait` has returned.
+Copies run on a stream of their own and are not ordered with the steps. Until `wait` has returned, the caller must keep
+target blocks from being read, and source and target blocks from being written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class HostKVPool:
-    """num_slots blocks of the pool's size. Raises ConfigError when the machine has not so much memory to lock."""
+    """Host blocks of the size of the pool's blocks. ConfigError if the memory cannot be page-locked."""
 
     def __init__(self, kv: KVPool, num_host_blocks: int) -> None:
         self.data = torch.empty((num_host_blocks, kv.block_bytes), dtype=torch.uint8)
@@ -30,49 +30,52 @@ class HostKVPool:
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
         if self._device.type == "cuda":
-            # torch's own page-locked memory comes in powers of two: this takes what it needs.
+            # torch rounds page-locked allocations up to powers of two; registering a tensor does not.
             began = time.monotonic()
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = cudart.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
             if int(error) != 0:
                 raise ConfigError(
-                    f"{self.data.nbytes / (1 << 30):.1f} GiB of host memory cannot be page-locked ({error})",
+                    f"{self.data.nbytes / (1 << 30):.1f} GiB of host memory cannot be page-locked ({error}); "
+                    "lower host_cache",
                     field="host_cache",
                 )
             self._locked = True
-            log.info("%.1f GiB of host memory locked in %.1f s", self.data.nbytes / (1 << 30), time.monotonic() - began)
+            log.info(
+                "%.1f GiB of host memory page-locked in %.1f s", self.data.nbytes / (1 << 30), time.monotonic() - began
+            )
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Starts to copy blocks of the pool into slots."""
-        self._copy(self.kv.data, blocks, self.data, slots)
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Starts to copy blocks of the pool to host blocks."""
+        self._copy(self.kv.data, blocks, self.data, host_blocks)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Starts to copy slots into blocks of the pool."""
-        self._copy(self.data, slots, self.kv.data, blocks)
+    def load(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Starts to copy host blocks to blocks of the pool."""
+        self._copy(self.data, host_blocks, self.kv.data, blocks)
 
     def wait(self) -> None:
-        """Returns when all copies so far are over; others may run meanwhile."""
+        """Waits until all copies so far have ended; other threads may run meanwhile."""
         if self._stream is not None and self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
 
     def close(self) -> None:
-        """Unlocks the memory. No copy is under way. Idempotent."""
+        """Unlocks the memory. No copy may be under way. Idempotent."""
         if self._locked:
             self._locked = False
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def _copy(self, source: torch.Tensor, sources: Sequence[int], target: torch.Tensor, targets: Sequence[int]) -> None:
-        with torch.cuda.stream(self._stream):  # none on a CPU
-            for first, there, count in _contiguous_runs(sources, targets):
-                target[there : there + count].copy_(source[first : first + count], non_blocking=True)
+        with torch.cuda.stream(self._stream):  # None on a CPU
+            for first, to, count in _contiguous_runs(sources, targets):
+                target[to : to + count].copy_(source[first : first + count], non_blocking=True)
 
 
 def _contiguous_runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """First source, first target and length of what is adjacent on both sides."""
+    """Runs that are adjacent in source and target: first source, first target and length of each."""
     pairs = np.array([sources, targets])
     pairs = pairs[:, np.argsort(pairs[0])]
     starts = np.flatnonzero(np.concatenate([[True], (np.diff(pairs) != 1).any(axis=0)]))

@@ -1,7 +1,8 @@
-"""The KV memory of one pod: uint8[num_blocks + 2, block_bytes], zeroed once and never reallocated.
+"""The KV memory of one pod: uint8 [num_blocks + 2, block_bytes], zeroed once and never reallocated.
 
-The two blocks past num_blocks belong to no sequence: `probe_block` is written by peers that test the path to us,
-`dummy_block` pads block tables and takes the writes of padded rows.
+    | block 0 | block 1 | ... | block num_blocks - 1 | probe_block | dummy_block |
+
+Peers write to `probe_block` to test the transfer path. `dummy_block` pads block tables and takes writes of padded rows.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from engine.device import require_memory, upload
 from engine.kv.blocks import BlockCopy
 from engine.kv.layer_kv import LayerKV
 
-# e4m3 numbers are bytes here: torch moves few of its 8-bit floats, and the code that reads them knows what they are.
+#: e4m3 numbers are bytes: few operations of torch accept its 8-bit floats, and the kernels know the format.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8_DTYPE: torch.uint8}
 
-COPY_BATCH = 16
+COPY_BATCH = 16  # blocks that one launch copies; bounds the temporary memory
 
 
 class KVPool:
-    """Owns the memory; who may use which block is BlockPool's business."""
+    """Owns the memory; BlockPool decides which sequence uses which block."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
@@ -35,7 +36,7 @@ class KVPool:
         size = (num_blocks + 2, layout.block_bytes)
         with require_memory(f"{num_blocks} KV blocks of {layout.block_bytes} bytes", "kv_memory"):
             self.data = torch.zeros(size, dtype=torch.uint8, device=device)
-        # Single blocks are read and written for others than the engine, who shall not wait for its steps.
+        # For reads and writes of single blocks by other threads, which must not wait for the engine's steps.
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -47,7 +48,7 @@ class KVPool:
         return self.layout.block_bytes
 
     def layers(self, prefix: str = "") -> tuple[LayerKV, ...]:
-        """The model's layers in order, sharing this memory; with prefix "draft_" those of the draft model."""
+        """Views of the layers, in order; with the prefix "draft_" those of the draft model."""
         names = [segment.name for segment in self.layout.segments]
         kv = self.segment_view(prefix + "kv").unbind(1)
         scaled = prefix + "scales" in names
@@ -55,7 +56,7 @@ class KVPool:
         return tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
 
     def segment_view(self, name: str) -> Tensor:
-        """[num_blocks + 2, *shape] of one segment, sharing this memory."""
+        """A view of one segment of the KV layout, [num_blocks + 2, *shape]."""
         for segment in self.layout.segments:
             if segment.name == name:
                 raw = self.data[:, segment.offset : segment.offset + segment.nbytes]
@@ -63,7 +64,7 @@ class KVPool:
         raise InternalError(f"the KV layout has no segment {name!r}")
 
     def zero(self, blocks: Sequence[int]) -> None:
-        """Clears whole blocks, so that slots that were not written yet are finite."""
+        """Zeroes blocks, so that tokens that are not written yet read as finite numbers."""
         if len(blocks) == 1:
             self.data[blocks[0]].zero_()
         elif blocks:
@@ -71,7 +72,7 @@ class KVPool:
             self.data.index_fill_(0, index, 0)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks to others, some at a time for the sake of memory; no target is a source. Waits for nothing."""
+        """Queues copies of blocks, COPY_BATCH at a time. No target may be a source of another copy."""
         if self.data.device.type == "cpu":
             for source, target in copies:
                 self.data[target].copy_(self.data[source])
@@ -83,13 +84,13 @@ class KVPool:
             self.data.index_copy_(0, index[1], self.data.index_select(0, index[0]))
 
     def read_block(self, block: int) -> bytes:
-        """The block_bytes bytes of one block. Any thread."""
+        """The bytes of one block. Any thread."""
         with torch.cuda.stream(self._side_stream):
             return self.data[block].cpu().numpy().tobytes()
 
     def write_block(self, block: int, content: bytes) -> None:
-        """Replaces one block; `content` must be block_bytes long. Any thread."""
+        """Replaces one block by `content` of block_bytes bytes. Any thread."""
         if len(content) != self.block_bytes:
-            raise InternalError(f"a block has {self.block_bytes} bytes, not {len(content)}")
+            raise InternalError(f"cannot write {len(content)} bytes to a block of {self.block_bytes}")
         with torch.cuda.stream(self._side_stream):
             self.data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))

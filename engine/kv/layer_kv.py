@@ -1,12 +1,12 @@
-"""Keys and values of one layer over all blocks of the pool, as numbers of the model or in 8 bits with scales.
+"""Keys and values of one layer in all blocks of the pool, in the model's dtype or in 8 bits with scales.
 
-The 8-bit format is e4m3 (OCP, no infinities) with one scale for the head_dim numbers of a (token, kv head, K or V): a
-token is quantised once, when it is written, and never again because a later one is larger, so the bytes of a block do
-not depend on how its tokens were cut into steps. The scale is the power of two that brings the largest number into
-[128, 256). e4m3 is a floating-point format, so a finer scale would win nothing, and this one multiplies without a
-rounding: any path that reads the cache sees the same numbers. It is kept as bfloat16, K's and V's side by side: one
-32-bit load brings both. A vector with a NaN, an infinity or a number past 2^127 has a NaN scale, so it reads as NaN.
-Zero bytes are zeros.
+The 8-bit format is e4m3 (OCP, no infinities) with one scale per token, kv head and K or V, for head_dim numbers:
+
+- A token is quantised once, when it is written. The bytes of a block thus do not depend on the steps that wrote it.
+- The scale is the power of two that brings the largest number into [128, 256). It multiplies without rounding, so all
+  readers see the same numbers; a finer scale gains nothing, because e4m3 is a floating-point format.
+- Scales are bfloat16, those of K and V side by side, so one 32-bit load reads both.
+- A vector with a NaN, an infinity or a number past 2^127 has a NaN scale and reads as NaN. Zero bytes are zeros.
 
 `engine/kernels/e4m3.py` computes the same bits on the GPU.
 """
@@ -23,12 +23,11 @@ NAN_BITS = 0x7FC00000
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """kv: [num_blocks, 2 (K, V), kv_heads, block_size, head_dim], strided over blocks; uint8 holds e4m3.
+    """Views of one layer's keys and values; strided over blocks."""
 
-    scales: bfloat16 [num_blocks, kv_heads, block_size, 2 (K, V)] where kv is e4m3, else None.
-    """
-
+    #: [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; uint8 for e4m3.
     kv: Tensor
+    #: bfloat16 [num_blocks, kv_heads, block_size, 2 (K, V)] for e4m3, else None.
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -50,7 +49,7 @@ class LayerKV:
 
 
 def quantize_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 bytes, uint8 of x's shape, and scales, bfloat16 of x's shape without its last dimension."""
+    """Quantises x [..., D] to e4m3 bytes, uint8 [..., D], and scales, bfloat16 [...]."""
     wide = x.float()
     exponent = wide.abs().amax(-1).view(torch.int32) >> 23
     bits = torch.where(exponent >= 254, NAN_BITS, (exponent - 7).clamp_(min=1) << 23)
@@ -60,9 +59,9 @@ def quantize_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_e4m3(code: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of e4m3 bytes [..., D] with scales [...], exact in bfloat16 and float32.
+    """The numbers of e4m3 bytes [..., D] with scales [...]; exact in bfloat16 and float32.
 
-    Bits of e4m3, moved, are those of a float16 that is 256 times smaller; torch's own conversion is ten times slower
+    The bits of an e4m3 number, shifted, are a float16 that is 256 times smaller. torch's conversion is ten times slower
     on a CPU.
     """
     halves = (code.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~0x4000).view(torch.float16)

@@ -107,5 +107,5 @@ async def test_pods_of_unlike_caches_refuse_each_other(model_dir: Path) -> None:
 
 
 def test_an_unknown_kv_dtype_is_named(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_dtype 'int4' is not served"):
+    with pytest.raises(ConfigError, match="kv_dtype 'int4' is not supported"):
         oracle(model_dir, kv_dtype="int4")

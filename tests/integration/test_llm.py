@@ -137,9 +137,9 @@ def test_a_prompt_that_can_never_run_runs_nothing(tiny: LLM) -> None:
         with pytest.raises(InvalidRequest):
             tiny.generate([[1, 2, 3], bad], GREEDY)
         at_rest(tiny)
-    with pytest.raises(InvalidRequest, match="one prompt of token ids goes in a list"):
+    with pytest.raises(InvalidRequest, match="put the token ids of one prompt in a list"):
         tiny.generate([1, 2, 3], GREEDY)  # type: ignore[list-item]
-    with pytest.raises(InvalidRequest, match="2 prompts, and 1 params"):
+    with pytest.raises(InvalidRequest, match="2 prompts but 1 params"):
         tiny.generate([[1], [2]], [GREEDY])
     assert tiny.engine.counters.decode_tokens == 0
 

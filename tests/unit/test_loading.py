@@ -131,7 +131,7 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "missing.safetensors"}}')
     with pytest.raises(ConfigError, match="named by the index, does not exist"):
         engine(tmp_path, load_format="auto")
-    with pytest.raises(ConfigError, match="load_format 'fast' is not served"):
+    with pytest.raises(ConfigError, match="load_format 'fast' is not supported"):
         EngineConfig(model_dir=tmp_path, load_format="fast")
 
 

@@ -48,7 +48,7 @@ def test_a_gpu_has_its_index(monkeypatch):
     for said, index in (("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
         assert EngineConfig(model_dir=Path("nowhere"), device=said).resolve_device() == torch.device("cuda", index)
     assert EngineConfig(model_dir=Path("nowhere"), device="cpu").resolve_device() == CPU
-    with pytest.raises(ConfigError, match="'cuda:2' does not exist here"):
+    with pytest.raises(ConfigError, match="'cuda:2' does not exist on this machine"):
         EngineConfig(model_dir=Path("nowhere"), device="cuda:2").resolve_device()
     told = []
     monkeypatch.setattr(torch.cuda, "set_device", told.append)
