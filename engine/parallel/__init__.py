@@ -1,1 +1,1 @@
-"""Tensor parallelism: one engine over several devices, as docs/design.md describes it."""
+"""Tensor parallelism: one engine over several devices, with one process for each rank."""

@@ -1,4 +1,4 @@
-"""What an engine is made of when it computes on one device; `Leader` is the same over several."""
+"""Builds model, KV pool and attention of an engine on one device; `TensorParallelBuilder` does it for several."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from engine.models.shard import UNSHARDED, Shard
 
 
 class EngineBuilder(Protocol):
-    """Makes the parts of an engine. shard: what of the model this process holds."""
+    """Builds the parts of an engine that differ between one and several devices."""
 
     @property
-    def shard(self) -> Shard: ...
+    def shard(self) -> Shard:
+        """The part of the model in this process."""
 
-    def load(self, max_len: int, dtype: str) -> Model: ...
+    def load(self, max_len: int, dtype: str) -> Model:
+        """Loads the model for sequences of up to `max_len` tokens."""
 
-    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool: ...
+    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
+        """A KV pool on every device."""
 
-    def attention(self, own: AttentionBackend[Any]) -> AttentionBackend[Any]: ...
+    def attention(self, local: AttentionBackend[Any]) -> AttentionBackend[Any]:
+        """Attention on every device; `local` is that of this one."""
 
 
 class SingleDeviceBuilder:
@@ -41,5 +45,5 @@ class SingleDeviceBuilder:
     def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
         return KVPool(layout, num_blocks, device)
 
-    def attention(self, own: AttentionBackend[Any]) -> AttentionBackend[Any]:
-        return own
+    def attention(self, local: AttentionBackend[Any]) -> AttentionBackend[Any]:
+        return local

@@ -1,8 +1,8 @@
-"""Sums and copies between the devices of a group: gloo between CPUs, NCCL between GPUs.
+"""All-reduce and broadcast between the devices of a group: gloo between CPUs, NCCL between GPUs.
 
-The process group is an object of ours: nothing of torch.distributed is global, so one process may be in several groups.
-On a GPU nothing here waits for the device. A collective whose peer is gone fails: at once with gloo; NCCL needs
-`abort`, or its own watchdog after TIMEOUT_S.
+The process group is a plain object and not the global one of torch.distributed, so one process may be in several
+groups. On a GPU no call waits for the device. A collective fails if a peer is gone: at once with gloo; with NCCL after
+`abort`, or when its watchdog ends it after TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engine.models.ops import DecoderOps
 
-TIMEOUT_S = 300.0  # of one collective: how much later than this one another rank may come to it
+TIMEOUT_S = 300.0  # longest wait of a collective for a rank that is late
 
 
 def open_store(host: str) -> tuple[TCPStore, int]:
-    """Where the ranks find each other's devices, kept by this process at that address alone; and its port."""
+    """Opens the store in which the ranks find each other's devices, at this address only. Returns it and its port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, timedelta(seconds=TIMEOUT_S), False, master_listen_fd=listener.detach())
@@ -30,13 +30,16 @@ def open_store(host: str) -> tuple[TCPStore, int]:
 
 
 def join_store(host: str, port: int) -> TCPStore:
-    """The store of another process."""
+    """Connects to the store of rank 0."""
     return TCPStore(host, port, None, False, timedelta(seconds=TIMEOUT_S), False)
 
 
 class Collectives:
-    """The group as seen by `rank`. host: an own address that the others can reach. All ranks make theirs at once, on
-    threads whose device it is.
+    """The collectives of one rank. All ranks construct theirs at the same time, with `device` as the current device.
+
+    Args:
+        size: number of ranks.
+        host: an address of this machine that the other ranks can reach.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
@@ -54,26 +57,30 @@ class Collectives:
         self._device = device
 
     def all_reduce(self, part: Tensor) -> None:
-        """Every rank's tensor becomes the sum of all; they have one shape."""
+        """Replaces the tensor of every rank by the sum of all. The tensors have the same shape."""
         self._group.allreduce([part]).wait()
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's tensor goes to all others, which give one of the same shape and dtype."""
+        """Copies the tensor of rank 0 into the tensors of the other ranks, which have the same shape and dtype."""
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
     def abort(self) -> None:
-        """What waits for a rank that is gone ends, with an error; any thread."""
+        """Ends collectives that wait for a lost rank with an error. Any thread."""
         if self._device.type == "cuda":
             self._group.abort()
 
 
 class AllReduceOps:
-    """A rank's operations: `own` on its part of the weights, with the sum over all ranks in each row-cut product."""
+    """The decoder operations of one rank, with an all-reduce in each row-parallel linear layer.
 
-    def __init__(self, own: DecoderOps, collectives: Collectives) -> None:
+    Args:
+        local: the operations on the shard of this rank.
+    """
+
+    def __init__(self, local: DecoderOps, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.attention_for, self.kv_write_for = own.attention_for, own.kv_write_for
-        self.norm_linear, self.norm_swiglu, self.logits = own.norm_linear, own.norm_swiglu, own.logits
+        self.attention_for, self.kv_write_for = local.attention_for, local.kv_write_for
+        self.norm_linear, self.norm_swiglu, self.logits = local.norm_linear, local.norm_swiglu, local.logits
 
     def add_linear(self, x: Tensor, y: Tensor, linear: torch.nn.Linear) -> Tensor:
         part = torch.nn.functional.linear(y, linear.weight)

@@ -1,11 +1,10 @@
-"""Rank 0's part of a tensor-parallel engine: stand-ins for model, KV pool and attention that make every other rank do
-the same.
+"""Rank 0 of a tensor-parallel engine: a model, KV pool and attention that the other ranks mirror.
 
-What the engine asks of a model or of its pool, it asks of these; the runner, the scheduler and the sampler know of no
-other rank. Each call is told to the ranks before it is made here, and calls are made on the engine's thread alone, so
-all ranks do the same things in one order. States are equal on every rank after a sum; logits are made here only.
+The engine uses them like those of one device; runner, scheduler and sampler know of no other rank. Each call is sent to
+the other ranks before it runs here. All calls come from the engine thread, so all ranks run the same calls in the same
+order. Hidden states are equal on every rank after an all-reduce. Only rank 0 computes logits.
 
-A step that fails here halfway leaves the ranks apart, so it is the end of the group (see Members.fail).
+A step that fails here after it was sent leaves the ranks in different steps, so it ends the group (`RankGroup.fail`).
 """
 
 from __future__ import annotations
@@ -39,44 +38,54 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MirroredMetadata:
-    """A step's shape, and what the backend made of it."""
+    """Metadata of one step on rank 0."""
 
+    #: Sent to the other ranks, which prepare metadata of their own.
     shape: StepShape
+    #: Metadata of the local backend.
     metadata: Any
 
 
 class MirroredAttention:
-    """`own` on this rank's heads; remembers each step's shape, which the other ranks need."""
+    """The local backend, with metadata that keeps the shape of each step for the other ranks.
 
-    def __init__(self, own: AttentionBackend[Any]) -> None:
-        self.own = own
+    Args:
+        local: attention over the heads of this rank.
+    """
+
+    def __init__(self, local: AttentionBackend[Any]) -> None:
+        self.local = local
 
     @property
     def reads_unwritten_slots(self) -> bool:
-        return self.own.reads_unwritten_slots
+        return self.local.reads_unwritten_slots
 
-    def prepare(self, step_messages: StepShape) -> MirroredMetadata:
-        return MirroredMetadata(step_messages, self.own.prepare(step_messages))
+    def prepare(self, step: StepShape) -> MirroredMetadata:
+        return MirroredMetadata(step, self.local.prepare(step))
 
     def select_rows(self, metadata: MirroredMetadata, rows: Tensor, positions: Tensor) -> MirroredMetadata:
-        raise InternalError("each rank picks from its own metadata")
+        raise InternalError("rows of a step are selected by each rank from its own metadata")
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: MirroredMetadata) -> None:
-        self.own.write(kv, cache, metadata.metadata)
+        self.local.write(kv, cache, metadata.metadata)
 
     def attend(
         self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: MirroredMetadata, window: int | None
     ) -> Tensor:
-        return self.own.attend(query, kv, cache, metadata.metadata, window)
+        return self.local.attend(query, kv, cache, metadata.metadata, window)
 
 
 class MirroredModel:
-    """The model over all ranks. Graphs cannot hold it: each step is told to the others from the host."""
+    """The model over all ranks. It cannot be captured in a graph, because the host sends each step to the other ranks.
+
+    Args:
+        local: the shard of this rank.
+    """
 
     capturable = False
 
-    def __init__(self, own: Decoder, members: RankGroup, collectives: Collectives) -> None:
-        self._own, self._members, self._collectives = own, members, collectives
+    def __init__(self, local: Decoder, rank_group: RankGroup, collectives: Collectives) -> None:
+        self._local, self._rank_group, self._collectives = local, rank_group, collectives
 
     def forward(
         self,
@@ -91,7 +100,7 @@ class MirroredModel:
     ) -> Tensor:
         assert isinstance(backend, MirroredAttention)
         assert isinstance(metadata, MirroredMetadata)
-        self._members.send(
+        self._rank_group.send(
             "step",
             step_messages.pack_step(metadata.shape, cache[0].block_size),
             tokens=len(tokens),
@@ -99,9 +108,11 @@ class MirroredModel:
         )
         try:
             self._collectives.broadcast(step_messages.join_ids(tokens, positions, rows))
-            return self._own.forward(tokens, positions, cache, backend.own, metadata.metadata, rows, layer_hook=layer_hook)
+            return self._local.forward(
+                tokens, positions, cache, backend.local, metadata.metadata, rows, layer_hook=layer_hook
+            )
         except Exception as error:
-            raise self._members.fail(f"a step failed on rank 0: {error}") from error
+            raise self._rank_group.fail(f"a step failed on rank 0: {error}") from error
 
     def write_kv(
         self,
@@ -111,58 +122,66 @@ class MirroredModel:
         backend: AttentionBackend[Any],
         metadata: Any,
     ) -> None:
-        raise InternalError("a draft model is not computed by several ranks")
+        raise InternalError("a tensor-parallel engine supports no draft model")
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        return self._own.final_norm(hidden)
+        return self._local.final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._own.logits(hidden)
+        return self._local.logits(hidden)
 
 
 class MirroredPool(KVPool):
-    """This rank's pool; the others' have as many blocks, and the same is done to them."""
+    """The KV pool of this rank. The pools of the other ranks have the same blocks and run the same operations."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, members: RankGroup) -> None:
-        members.call("pool", layout=dataclasses.asdict(layout), num_blocks=num_blocks)
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, rank_group: RankGroup) -> None:
+        rank_group.call("pool", layout=dataclasses.asdict(layout), num_blocks=num_blocks)
         super().__init__(layout, num_blocks, device)
-        self._members = members
+        self._rank_group = rank_group
 
     def zero(self, blocks: Sequence[int]) -> None:
         if blocks:
-            self._members.send("zero", step_messages.pack_ints(blocks))
+            self._rank_group.send("zero", step_messages.pack_ints(blocks))
         super().zero(blocks)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
-            self._members.send("copy", step_messages.pack_ints([block for pair in copies for block in pair]))
+            self._rank_group.send("copy", step_messages.pack_ints([block for pair in copies for block in pair]))
         super().copy(copies)
 
 
 class TensorParallelBuilder:
-    """Makes the stand-ins. The ranks have joined; they load while this one does."""
+    """Builds the mirrored model, pool and attention. All ranks have joined the group before."""
 
-    def __init__(self, members: RankGroup, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
-        self._members, self._config, self._source, self._device = members, config, source, device
+    def __init__(self, rank_group: RankGroup, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+        self._rank_group, self._config, self._source, self._device = rank_group, config, source, device
         self.shard = Shard(0, config.tensor_parallel_size)
-        self._host = members.host
+        self._host = rank_group.host
 
     @staticmethod
     def check(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
-        """ConfigError when the model cannot be cut so, or this machine lacks a device; before anybody is started."""
+        """Checks the configuration before a rank is started.
+
+        Raises:
+            ConfigError: the model cannot be sharded like this, or this machine has too few devices.
+        """
         Shard(0, config.tensor_parallel_size).shard_spec(source.spec)
-        there = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
-        if there < config.local_ranks:
+        devices = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
+        if devices < config.local_ranks:
             raise ConfigError(
-                f"{SHARD_FIELD}: {config.local_ranks} devices of this machine are needed, there are {there}",
+                f"{SHARD_FIELD}: {config.local_ranks} devices of this machine are needed, but only {devices} exist",
                 field=SHARD_FIELD,
             )
 
     def load(self, max_len: int, dtype: str) -> Model:
-        """This rank's part of the model, while the others load theirs. ConfigError when one of them cannot."""
-        members, config, device = self._members, self._config, self._device
+        """Loads the shard of this rank while the other ranks load theirs.
+
+        Raises:
+            InternalError: another rank failed to load.
+        """
+        rank_group, config, device = self._rank_group, self._config, self._device
         revision = self._source.revision(device)
-        for rank, channel in enumerate(members.channels(), 1):
+        for rank, channel in enumerate(rank_group.channels(), 1):
             channel.send(
                 "open",
                 device="cpu" if device.type == "cpu" else f"cuda:{device.index + rank % config.local_ranks}",
@@ -172,9 +191,9 @@ class TensorParallelBuilder:
                 weights_seed=config.weights_seed,
                 threads=config.threads_per_rank,
             )
-        members.receive()
+        rank_group.receive()
         store, port = open_store(self._host)
-        members.send(
+        rank_group.send(
             "load",
             size=self.shard.size,
             dtype=dtype,
@@ -183,16 +202,16 @@ class TensorParallelBuilder:
             host=self._host,
         )
         collectives = Collectives(store, 0, self.shard.size, device, self._host)
-        members.on_failure = collectives.abort
-        own = load_shard(
+        rank_group.on_failure = collectives.abort
+        local = load_shard(
             self._source, self.shard, max_len, device, TORCH_DTYPES[dtype], lambda ops: AllReduceOps(ops, collectives)
         )
-        members.receive()
-        log.info("%d tensor-parallel ranks have their weights", members.size)
-        return MirroredModel(own, members, collectives)
+        rank_group.receive()
+        log.info("%d tensor-parallel ranks have loaded their weights", rank_group.size)
+        return MirroredModel(local, rank_group, collectives)
 
     def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
-        return MirroredPool(layout, num_blocks, device, self._members)
+        return MirroredPool(layout, num_blocks, device, self._rank_group)
 
-    def attention(self, own: AttentionBackend[Any]) -> AttentionBackend[Any]:
-        return MirroredAttention(own)
+    def attention(self, local: AttentionBackend[Any]) -> AttentionBackend[Any]:
+        return MirroredAttention(local)

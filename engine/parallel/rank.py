@@ -1,9 +1,11 @@
-"""A rank after the first: a part of the model and of its KV, and a loop that does what rank 0 says.
+"""A rank other than rank 0: a shard of the model and of its KV, and a loop that runs what rank 0 sends.
 
     python -m engine.parallel.rank RANK HOST:PORT        (the group's secret is in BATON_SECRET)
 
-join -> open -> load -> pool -> steps... -> stop, or rank 0 is gone: then the process ends at once, whatever it waits
-for. An error ends it too: rank 0 notices, and the group is over. No scheduler, sampler or cache is here.
+    join -> open -> load -> pool -> step, zero, copy ... -> stop
+
+The process ends at once when rank 0 is gone, even while it waits for a device. An error ends it too; rank 0 notices,
+and the group has failed. A rank has no scheduler, sampler or prefix cache.
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ EXIT_FAILED, EXIT_ABANDONED = 1, 5
 
 
 class Rank:
-    """One rank. `run` returns when rank 0 says so. on_pool: called with each new pool."""
+    """One rank.
+
+    Args:
+        channel: to rank 0.
+        on_pool: called with each new KV pool.
+    """
 
     def __init__(self, rank: int, channel: RankChannel, on_pool: Callable[[KVPool], None] = lambda _: None) -> None:
         self._rank, self._channel, self._on_pool = rank, channel, on_pool
@@ -55,52 +62,58 @@ class Rank:
         self._attention: AttentionBackend[Any] | None = None
 
     def run(self) -> None:
-        """Raises Unavailable when rank 0 is gone; any other error of this rank is told to it first."""
-        answers = {"open": self._open, "load": self._load, "pool": self._create_pool}
-        follows = {"step": self._step, "zero": self._zero, "copy": self._copy}
+        """Runs the messages of rank 0 until it sends "stop".
+
+        Raises:
+            Unavailable: rank 0 is gone.
+            Exception: an error of this rank; it is sent to rank 0 first.
+        """
+        answered = {"open": self._open, "load": self._load, "pool": self._create_pool}
+        unanswered = {"step": self._step, "zero": self._zero, "copy": self._copy}
         while (message := self._channel.receive()).kind != "stop":
-            if message.kind in follows:
-                follows[message.kind](message)
+            if message.kind in unanswered:
+                unanswered[message.kind](message)
                 continue
             try:
-                answers[message.kind](message)
+                answered[message.kind](message)
             except Exception as error:
-                said = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-                self._channel.send("failed", error=said)
-                self._channel.wait_readable(STOP_S)  # rank 0 reads this, and then closes
+                text = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+                self._channel.send("failed", error=text)
+                self._channel.wait_readable(STOP_S)  # rank 0 reads the message, then closes
                 raise
             self._channel.send("done")
 
     def _open(self, message: RankMessage) -> None:
-        """What may be wrong with this rank alone is found before all ranks wait for each other."""
-        told = message.fields
-        torch.set_num_threads(told["threads"])
-        self._device = torch.device(told["device"])
+        """Opens device and model, so that an error of this rank shows before the ranks wait for each other."""
+        fields = message.fields
+        torch.set_num_threads(fields["threads"])
+        self._device = torch.device(fields["device"])
         make_current(self._device)
         if self._device.type == "cuda":
             torch.set_float32_matmul_precision("highest")
-        self._source = open_model(Path(told["model_dir"]), told["load_format"], told["weights_seed"])
+        self._source = open_model(Path(fields["model_dir"]), fields["load_format"], fields["weights_seed"])
         revision = self._source.revision(self._device)
-        if revision != told["revision"]:
+        if revision != fields["revision"]:
             raise ConfigError(
-                f"rank {self._rank} has another model in {told['model_dir']}: {revision}, not {told['revision']}",
+                f"rank {self._rank} has another model than rank 0 in {fields['model_dir']}: revision {revision} "
+                f"instead of {fields['revision']}",
                 field="model",
             )
 
     @torch.inference_mode()
     def _load(self, message: RankMessage) -> None:
-        told, source = message.fields, self._source
+        fields, source = message.fields, self._source
         assert source is not None
-        store = join_store(told["host"], told["store"])
-        collectives = Collectives(store, self._rank, told["size"], self._device, self._channel.host)
-        shard, dtype = Shard(self._rank, told["size"]), TORCH_DTYPES[told["dtype"]]
+        store = join_store(fields["host"], fields["store"])
+        collectives = Collectives(store, self._rank, fields["size"], self._device, self._channel.host)
+        shard, dtype = Shard(self._rank, fields["size"]), TORCH_DTYPES[fields["dtype"]]
         self._collectives = collectives
         self._model = load_shard(
-            source, shard, told["max_len"], self._device, dtype, lambda ops: AllReduceOps(ops, collectives)
+            source, shard, fields["max_len"], self._device, dtype, lambda ops: AllReduceOps(ops, collectives)
         )
 
     def _create_pool(self, message: RankMessage) -> None:
-        self._kv, self._cache, self._attention = None, (), None  # its memory is needed again
+        self._kv, self._cache, self._attention = None, (), None  # frees the memory of the old pool
         assert self._model is not None
         self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
         spec, self._cache = self._model.spec, kv.layers()
@@ -134,12 +147,12 @@ class Rank:
     @property
     def _pool(self) -> KVPool:
         if self._kv is None:
-            raise InternalError("rank 0 has made no pool")
+            raise InternalError("rank 0 sent a block operation before it made a pool")
         return self._kv
 
 
 def join(rank: int, master: str, kind: str = ENGINE_CHANNEL, timeout_s: float = JOIN_S) -> RankChannel:
-    """A channel to rank 0. Raises Unavailable when it does not listen in time."""
+    """Opens a channel to rank 0. Raises Unavailable if rank 0 does not listen in time."""
     host, port = split_address(master)
     until = time.monotonic() + timeout_s
     while True:
@@ -152,26 +165,26 @@ def join(rank: int, master: str, kind: str = ENGINE_CHANNEL, timeout_s: float = 
 
 
 def exit_with(channel: RankChannel) -> None:
-    """This process ends when rank 0 is gone, even where it waits for a device or another rank."""
+    """Ends this process when rank 0 is gone, even while it waits for a device or another rank."""
 
     def watch() -> None:
         while not channel.peer_closed():
             time.sleep(POLL_S)
-        time.sleep(POLL_S)  # for what it said last
+        time.sleep(POLL_S)  # time to read the last message
         os._exit(EXIT_ABANDONED)
 
     threading.Thread(target=watch, name="rank-0", daemon=True).start()
 
 
 def serve(rank: Rank) -> int:
-    """Runs it; the exit code."""
+    """Runs the rank. Returns the exit code."""
     try:
         rank.run()
     except Unavailable as error:
         log.error("%s", error.message)
         return EXIT_ABANDONED
     except Exception:
-        log.exception("this rank cannot go on")
+        log.exception("this rank failed")
         return EXIT_FAILED
     return 0
 
@@ -187,4 +200,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    os._exit(code)  # a rank leaves nothing to be tidied up, and torch's threads may wait for other ranks
+    os._exit(code)  # skips clean-up: there is nothing to clean, and threads of torch may wait for other ranks

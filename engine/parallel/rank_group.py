@@ -1,10 +1,10 @@
-"""Rank 0's other ranks: started here or expected from elsewhere, told what to do, and watched.
+"""The ranks of a tensor-parallel engine other than rank 0: started, joined, messaged and watched by rank 0.
 
-start -> every rank has joined -> told and asked, on the engine's thread -> closed, or failed
+    start -> all ranks have joined -> send, call (engine thread) -> closed or failed
 
-Ranks of this machine are children of ours and end with us. Those of other machines come to `master`. A group that lost
-a rank, or in which one failed halfway through a step, has `failure` from then on and computes nothing more: its parts
-may be of different steps. Nothing waits without a limit, and a rank that ended is noticed within WATCH_S.
+Ranks of this machine are child processes. Ranks of other machines connect to `tensor_parallel_master`. The group fails
+when a rank is lost, or when a rank fails in the middle of a step, since the ranks may then be in different steps. A
+failed group computes nothing more. Every wait has a limit, and a rank that ended is noticed within POLL_S.
 """
 
 from __future__ import annotations
@@ -29,31 +29,37 @@ from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 120.0  # for ranks of this machine, which import torch
-JOIN_NODES_S = 1800.0  # for those of other machines, which may have to be started first
-ANSWER_S = 1800.0  # a rank reads its weights before its first answer
+JOIN_S = 120.0  # longest wait for ranks of this machine, which import torch first
+JOIN_NODES_S = 1800.0  # longest wait for ranks of other machines, which may be started later
+ANSWER_S = 1800.0  # longest wait for an answer; a rank loads its weights before its first one
 POLL_S = 0.2
-STOP_S = 5.0
+STOP_S = 5.0  # after this time a rank that does not end is killed
 SECRET_VARIABLE = "BATON_SECRET"
 
-ENGINE_CHANNEL = "engine"  # the kind of a rank's first channel
+ENGINE_CHANNEL = "engine"  # kind of the channel that carries steps
 
+#: Command line of a rank, from its number and the address of rank 0.
 RankCommand = Callable[[int, str], list[str]]
 
 
 def rank_command(rank: int, master: str) -> list[str]:
-    """The command line of a rank of an engine without a pod; its secret is in the environment."""
+    """Command line of a rank of an engine without a pod. The secret is in the environment."""
     return [sys.executable, "-P", "-m", "engine.parallel.rank", str(rank), master]
 
 
 class RankGroup:
-    """The other ranks of a group, in order; each has one channel of every kind. `on_loss` is called once, on the
-    watching thread, when the group has failed.
+    """The ranks 1, 2, ... of a group.
+
+    Args:
+        size: number of ranks, with rank 0.
+        kinds: kinds of channels; each rank opens one channel of every kind.
     """
 
     def __init__(self, size: int, kinds: Sequence[str]) -> None:
         self.size = size
+        #: Why the group has failed; None while it works.
         self.failure: str | None = None
+        #: Called once, on the watching thread or the engine thread, when the group has failed.
         self.on_failure: Callable[[], object] = lambda: None
         self._channels: dict[str, dict[int, RankChannel]] = {kind: {} for kind in kinds}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -71,14 +77,20 @@ class RankGroup:
         command: RankCommand = rank_command,
         kinds: Sequence[str] = (ENGINE_CHANNEL,),
     ) -> RankGroup:
-        """Starts the ranks of this machine, and waits for all. command: what they run; kinds: of the channels that each
-        opens. secret: of the group; None: one that only our children know.
+        """Starts the ranks of this machine and waits until all ranks have joined.
 
-        Raises ConfigError when there can be no such group, InternalError when a rank does not come.
+        Args:
+            secret: of the group; None makes one that only the child processes get.
+            command: command line of the ranks of this machine.
+            kinds: kinds of channels that each rank opens.
+
+        Raises:
+            ConfigError: the configuration allows no group.
+            InternalError: a rank did not start or did not join in time.
         """
         if config.tensor_parallel_nodes > 1 and secret is None:
             raise ConfigError(
-                "tensor_parallel_nodes: only pods know the secret by which several machines trust each other",
+                "tensor_parallel_nodes: an engine without a pod runs on one machine, since only pods share a secret",
                 field="tensor_parallel_nodes",
             )
         host, port = split_address(config.tensor_parallel_master or "127.0.0.1:0")
@@ -86,39 +98,39 @@ class RankGroup:
             listener = socket.create_server((host, port), family=socket.AF_INET)
         except OSError as error:
             raise ConfigError(
-                f"tensor_parallel_master: {host}:{port} is not ours to listen on: {error}",
+                f"tensor_parallel_master: cannot listen on {host}:{port} of this machine: {error}",
                 field="tensor_parallel_master",
             ) from error
-        members = cls(config.tensor_parallel_size, kinds)
-        known = secret or secrets.token_hex(16)
+        group = cls(config.tensor_parallel_size, kinds)
+        group_secret = secret or secrets.token_hex(16)
         with listener:
-            at = f"{host}:{listener.getsockname()[1]}"
+            address = f"{host}:{listener.getsockname()[1]}"
             local = range(1, config.local_ranks)
-            members._watch({rank: command(rank, at) for rank in local}, {SECRET_VARIABLE: known})
+            group._watch({rank: command(rank, address) for rank in local}, {SECRET_VARIABLE: group_secret})
             limit = JOIN_S if config.tensor_parallel_nodes == 1 else JOIN_NODES_S
             try:
-                members._accept_ranks(listener, known.encode(), time.monotonic() + limit)
+                group._accept_ranks(listener, group_secret.encode(), time.monotonic() + limit)
             except BaseException:
-                members.close()
+                group.close()
                 raise
-        return members
+        return group
 
     def channels(self, kind: str = ENGINE_CHANNEL) -> list[RankChannel]:
-        """Those of one kind, by rank from 1 on."""
+        """Channels of one kind, by rank from 1 on."""
         return [self._channels[kind][rank] for rank in range(1, self.size)]
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks of this machine."""
+        """Process ids of the ranks of this machine."""
         return [child.pid for child in self._children.values()]
 
     @property
     def host(self) -> str:
-        """An address of ours that all other ranks reach."""
+        """An address of this machine that all other ranks reach."""
         return self.channels()[0].host
 
     def send(self, kind: str, payload: bytes | memoryview = b"", **fields: Any) -> None:
-        """To every rank, without an answer. Raises InternalError when the group has failed."""
+        """Sends a message to every rank. Raises InternalError if the group has failed."""
         self.check_alive()
         try:
             for channel in self.channels():
@@ -127,13 +139,13 @@ class RankGroup:
             raise self.fail(error.message) from error
 
     def call(self, kind: str, **fields: Any) -> list[RankMessage]:
-        """Every rank's answer. Raises InternalError when one fails, or says nothing in ANSWER_S."""
+        """Sends a message to every rank and returns their answers. Raises InternalError like `receive`."""
         self.send(kind, **fields)
         return self.receive()
 
     def receive(self) -> list[RankMessage]:
-        """What every rank says next."""
-        found: list[RankMessage] = []
+        """The next message of every rank. Raises InternalError if a rank fails, or sends nothing within ANSWER_S."""
+        messages: list[RankMessage] = []
         for rank, channel in enumerate(self.channels(), 1):
             try:
                 message = channel.receive(ANSWER_S)
@@ -141,26 +153,27 @@ class RankGroup:
                 raise self.fail(f"tensor-parallel rank {rank} is gone: {error.message}") from error
             if message.kind == "failed":
                 raise self.fail(f"tensor-parallel rank {rank} failed: {message.fields['error']}")
-            found.append(message)
-        return found
+            messages.append(message)
+        return messages
 
     def check_alive(self) -> None:
-        """Raises InternalError when the group has failed."""
+        """Raises InternalError if the group has failed."""
         if self.failure is not None:
             raise InternalError(self.failure)
 
     def fail(self, reason: str) -> InternalError:
-        """The group computes nothing more, its ranks end. Returns the error to raise, which names the rank that is at
-        fault where one is.
+        """Marks the group as failed and closes its channels, which ends the ranks.
+
+        Returns the error to raise. It names the lost rank if there is one, else it has `reason`.
         """
         if self.failure is None:
             self._set_failed(self._find_failed(STOP_S / 10) or reason)
-        for channel in self.channels():  # what the ranks computed may be of different steps
+        for channel in self.channels():  # the ranks may be in different steps
             channel.close()
         return InternalError(self.failure or reason)
 
     def close(self) -> None:
-        """Ends the ranks; those of this machine are gone afterwards. Idempotent."""
+        """Stops the ranks, and waits for those of this machine to end. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -173,34 +186,41 @@ class RankGroup:
             self._watcher.join(2 * STOP_S)
 
     def _accept_ranks(self, listener: socket.socket, secret: bytes, until: float) -> None:
-        """Accepts until every rank has opened every channel."""
+        """Accepts connections until every rank has opened every channel."""
         while missing := self._missing():
             if self.failure is not None:
                 raise InternalError(self.failure)
             if time.monotonic() > until:
-                raise InternalError(f"tensor-parallel ranks {missing} did not come")
+                raise InternalError(f"tensor-parallel ranks {missing} did not join in time")
             try:
-                came = RankChannel.accept(listener, secret, POLL_S)
+                accepted = RankChannel.accept(listener, secret, POLL_S)
             except (Unavailable, Unauthenticated) as error:
-                log.warning("somebody came and was not of the group: %s", error.message)
+                log.warning("refused a connection that does not belong to the group: %s", error.message)
                 continue
-            if came is None:
+            if accepted is None:
                 continue
-            channel, hello = came
-            rank, known = hello.fields.get("rank"), self._channels.get(hello.kind)
-            if known is None or not isinstance(rank, int) or not 0 < rank < self.size or rank in known:
-                log.warning("%s is no rank of this group, or is here already: %s %s", channel.name, hello.kind, rank)
+            channel, hello = accepted
+            rank, joined = hello.fields.get("rank"), self._channels.get(hello.kind)
+            if joined is None or not isinstance(rank, int) or not 0 < rank < self.size or rank in joined:
+                log.warning(
+                    "refused %s: the group has no rank like this, or it has joined already: kind %s, rank %s",
+                    channel.name,
+                    hello.kind,
+                    rank,
+                )
                 channel.close()
                 continue
             channel.name = f"tensor-parallel rank {rank}"
-            known[rank] = channel
+            joined[rank] = channel
 
     def _missing(self) -> list[int]:
-        return sorted({rank for known in self._channels.values() for rank in range(1, self.size) if rank not in known})
-
-    # The watching thread, which is the children's parent: they end with it.
+        return sorted(
+            {rank for joined in self._channels.values() for rank in range(1, self.size) if rank not in joined}
+        )
 
     def _watch(self, commands: Mapping[int, Sequence[str]], env: Mapping[str, str]) -> None:
+        """Starts the watching thread. It starts the child processes and is their parent, so they end with it."""
+
         def run() -> None:
             try:
                 for rank, command in commands.items():
@@ -214,8 +234,8 @@ class RankGroup:
                 self._start_error = error
             self._started.set()
             while not self._closing.wait(POLL_S):
-                if self.failure is None and (culprit := self._find_failed(0.0)) is not None:
-                    self._set_failed(culprit)
+                if self.failure is None and (reason := self._find_failed(0.0)) is not None:
+                    self._set_failed(reason)
             self._end_children()
 
         self._watcher = threading.Thread(target=run, name="tensor-parallel", daemon=True)
@@ -226,7 +246,7 @@ class RankGroup:
             raise InternalError(f"a tensor-parallel rank cannot be started: {self._start_error}")
 
     def _find_failed(self, wait_s: float) -> str | None:
-        """The rank that ended or failed, and how, if one did or does within wait_s."""
+        """Text about a rank that has ended or ends within `wait_s`; None if there is none."""
         until = time.monotonic() + wait_s
         while True:
             for rank, child in self._children.items():
@@ -234,12 +254,12 @@ class RankGroup:
                     return f"tensor-parallel rank {rank} has ended ({_exit_text(code)})"
             gone = {
                 rank: kind
-                for kind, known in self._channels.items()
-                for rank, c in list(known.items())
+                for kind, joined in self._channels.items()
+                for rank, c in list(joined.items())
                 if c.peer_closed()
             }
             for rank, kind in gone.items():
-                with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets are closed before it is over
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a process closes its sockets before it ends
                     if rank in self._children:
                         return f"tensor-parallel rank {rank} has ended ({_exit_text(self._children[rank].wait(1.0))})"
                 return f"tensor-parallel rank {rank} is gone (its {kind} channel is closed)"
@@ -266,7 +286,7 @@ class RankGroup:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """host:port"""
+    """Host and port of "host:port"."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 

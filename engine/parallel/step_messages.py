@@ -1,6 +1,6 @@
-"""A step as rank 0 tells it to the others: its shape as plain integers, its tokens by the devices' own path.
+"""The messages by which rank 0 sends a step to the other ranks.
 
-Which blocks a sequence has, and what is in a step, is decided on rank 0 alone.
+The shape of the step is packed as plain integers. Tokens, positions and rows travel between the devices by a broadcast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.attention.base import StepShape
 
 
 def pack_step(shape: StepShape, block_size: int) -> bytes:
-    """int32: the number of rows, then of each its start, new tokens and blocks, then all blocks."""
+    """Packs a shape as int32: R | starts [R] | num_new [R] | numbers of blocks [R] | blocks of all rows."""
     starts, num_new = np.asarray(shape.starts, dtype=np.int32), np.asarray(shape.num_new, dtype=np.int32)
     counts = -(-(starts + num_new) // block_size)
     blocks = [np.asarray(row, dtype=np.int32)[:count] for row, count in zip(shape.blocks, counts, strict=True)]
@@ -24,30 +24,30 @@ def pack_step(shape: StepShape, block_size: int) -> bytes:
 
 
 def unpack_step(packed: bytes) -> StepShape:
-    """What `pack_step` made it of, with no block more than the tokens need."""
-    pack_ints = np.frombuffer(packed, dtype=np.int32)
-    rows = int(pack_ints[0])
-    starts, num_new, counts = pack_ints[1 : 1 + 3 * rows].reshape(3, rows)
-    blocks = np.split(pack_ints[1 + 3 * rows :], np.cumsum(counts)[:-1])
+    """The shape that `pack_step` packed, with only the blocks that its tokens need."""
+    numbers = np.frombuffer(packed, dtype=np.int32)
+    rows = int(numbers[0])
+    starts, num_new, counts = numbers[1 : 1 + 3 * rows].reshape(3, rows)
+    blocks = np.split(numbers[1 + 3 * rows :], np.cumsum(counts)[:-1])
     return StepShape(starts.tolist(), num_new.tolist(), blocks)
 
 
 def join_ids(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-    """int64: one tensor, for one message."""
+    """tokens, positions and rows as one int64 tensor, for one broadcast."""
     return torch.cat([tokens, positions] if rows is None else [tokens, positions, rows])
 
 
 def split_ids(joined: Tensor, tokens: int, rows: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """tokens, positions and rows of `join_ids`, which had so many."""
+    """The inverse of `join_ids`. tokens, rows: their numbers."""
     return joined[:tokens], joined[tokens : 2 * tokens], None if rows is None else joined[2 * tokens :]
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
-    """Block ids for a message."""
+    """Packs block ids as int32."""
     return np.array(values, dtype=np.int32).tobytes()
 
 
 def unpack_ints(packed: bytes) -> list[int]:
-    """What `pack_ints` made it of."""
-    found: list[int] = np.frombuffer(packed, dtype=np.int32).tolist()
-    return found
+    """The block ids that `pack_ints` packed."""
+    values: list[int] = np.frombuffer(packed, dtype=np.int32).tolist()
+    return values

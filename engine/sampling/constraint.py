@@ -1,16 +1,15 @@
-"""What the next token of one sequence may be, whatever its probability: its grammar, its allowed tokens, its bad words.
+"""Which tokens may come next in one sequence: grammar, allowed tokens and bad words together.
 
-A Constraint follows the sequence's output: `advance` once for each token that is final, never for one that a step only
-proposes. So a preemption changes nothing, and a pod that takes a sequence over builds one from the tokens so far.
-`mask` is what the sampler has to respect for the token after them; what it drew is `advance`d or the sequence fails.
+A Constraint follows the output of a sequence. `advance` is called once for each final token, never for a token that a
+step only proposes. So a preemption changes nothing, and another pod builds the same Constraint from the output so far.
+The sampler applies `mask` to the next token.
 
-The end. A grammar that may end here allows the request's stop tokens, unless min_tokens forbids them; a grammar that
-can only end is `complete`, and the sequence stops there without an end-of-sequence token, whatever min_tokens or
-ignore_eos say. Tokens that end text for the model alone are never part of an answer.
+The end: a grammar that may end here allows the stop tokens of the request, unless min_tokens forbids them. A grammar
+that can only end is complete, and the sequence stops there without a stop token, regardless of min_tokens and
+ignore_eos. Tokens that end text only for the model (EOS) are never part of an answer.
 
-For speculation: `masks(draft)` gives the part of a draft that may be accepted and a mask for each of its positions and
-the one behind them, and leaves the state as it was. `advance` the accepted tokens, one by one, and ask `complete` after
-each: nothing may follow one after which it is.
+Speculation: `masks(drafts)` returns the drafts that may be accepted and the mask of each position, and leaves the state
+unchanged. Accepted tokens are then advanced one by one; no token may follow one that completes the grammar.
 """
 
 from __future__ import annotations
@@ -25,19 +24,26 @@ from common.errors import InvalidRequest
 from common.grammar import CompiledGrammar
 from common.types import ValidRequest
 
-Mask = np.ndarray  # int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i
+#: int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i.
+Mask = np.ndarray
 
 
 def needs_constraint(request: ValidRequest) -> bool:
-    """The request needs a Constraint."""
+    """Whether the request needs a Constraint."""
     sampling = request.sampling
     return request.grammar is not None or bool(sampling.allowed_token_ids or sampling.bad_words)
 
 
 class Constraint:
-    """Of a sequence with these output tokens. vocab_size: of the logits. grammar: the request's, compiled.
+    """The constraint of one sequence.
 
-    Raises what `advance` raises.
+    Args:
+        vocab_size: of the logits.
+        grammar: the compiled grammar of the request; None if it has none.
+        output: output of the sequence so far.
+
+    Raises:
+        InvalidRequest: the output does not follow the constraint.
     """
 
     def __init__(
@@ -47,16 +53,16 @@ class Constraint:
         sampling = request.sampling
         self.num_words = -(-vocab_size // 32)
         self._min_tokens = sampling.min_tokens
-        self._stops = sampling.stop_token_ids
+        self._stop_tokens = sampling.stop_token_ids
         self._matcher = None if grammar is None else grammar.matcher()
         self._field = None if grammar is None else grammar.grammar.field
-        self._always = self._ends = np.zeros(self.num_words, dtype=np.int32)
-        self._always = self._set(sampling.allowed_token_ids) if sampling.allowed_token_ids else ~self._ends
-        self._always &= ~self._set([word[0] for word in sampling.bad_words if len(word) == 1])
-        self._longer = [word for word in sampling.bad_words if len(word) > 1]
-        self._recent: deque[int] = deque(request.prompt_ids, maxlen=max(map(len, self._longer), default=1) - 1)
+        self._always = self._eos = np.zeros(self.num_words, dtype=np.int32)
+        self._always = self._mask_of(sampling.allowed_token_ids) if sampling.allowed_token_ids else ~self._eos
+        self._always &= ~self._mask_of([word[0] for word in sampling.bad_words if len(word) == 1])
+        self._long_bad_words = [word for word in sampling.bad_words if len(word) > 1]
+        self._recent: deque[int] = deque(request.prompt_ids, maxlen=max(map(len, self._long_bad_words), default=1) - 1)
         if grammar is not None:
-            self._ends = self._set([i for i in grammar.tokenizer.eos_tokens if i < vocab_size])
+            self._eos = self._mask_of([i for i in grammar.tokenizer.eos_tokens if i < vocab_size])
             self._buffer = np.zeros(-(-grammar.tokenizer.vocab_size // 32), dtype=np.int32)
         self._num_output = 0
         self._mask: Mask | None = None
@@ -65,15 +71,16 @@ class Constraint:
             self.advance(token)
 
     def copy(self) -> Constraint:
-        """Another one in the same state, for a sequence that goes its own way from here."""
+        """A Constraint in the same state, for a sequence that continues differently from here."""
         other = copy.copy(self)
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         other._recent = self._recent.copy()
         return other
 
     def mask(self) -> Mask:
-        """Tokens that may come next; the caller does not write to it. Never raises: what went wrong, and that nothing
-        may come, is told by `advance` of whatever is drawn.
+        """Mask of the next token; the caller does not write to it.
+
+        Never raises. If the matcher failed or no token is allowed, the next `advance` raises.
         """
         if self._mask is None:
             self._mask, self._complete = self._compute(self._recent, self._num_output)
@@ -81,57 +88,59 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing but the end may come."""
+        """The grammar can only end here."""
         if self._matcher is None:
             return False
         self.mask()
         return self._complete
 
     def advance(self, token: int) -> None:
-        """The token that comes next is this one.
+        """Appends the next token.
 
-        Raises InvalidRequest when the mask forbade it, since no token was left, or when the matcher gave up.
+        Raises:
+            InvalidRequest: the mask forbids the token, because no token is allowed, or the matcher failed.
         """
         if not _allows(self.mask(), token):
-            raise self._refusal()
-        if self._matcher is not None and token not in self._stops and not self._matcher.consume_token(token):
-            raise self._refusal()
+            raise self._error()
+        if self._matcher is not None and token not in self._stop_tokens and not self._matcher.consume_token(token):
+            raise self._error()
         self._recent.append(token)
         self._num_output += 1
         self._mask = None
 
-    def masks(self, draft: Sequence[int]) -> tuple[list[int], np.ndarray]:
-        """The longest head of a draft that may be accepted, n tokens, and int32 [n + 1, num_words]: the mask of each of
-        its positions and of the one behind it. Where a draft is a stop token, or makes the grammar complete, nothing
-        follows it, and the last mask allows all: what is drawn there is not used.
+    def masks(self, drafts: Sequence[int]) -> tuple[list[int], np.ndarray]:
+        """The longest prefix of the drafts that may be accepted, and the masks of its positions and of the next one.
+
+        The masks are int32 [n + 1, num_words] for n drafts. No token follows a stop token or one that completes the
+        grammar; the last mask then allows all tokens, and the token sampled there is not used.
         """
-        taken: list[int] = []
+        accepted: list[int] = []
         masks = [self.mask()]
         recent, consumed = self._recent.copy(), 0
-        for token in draft:
+        for token in drafts:
             if not _allows(masks[-1], token):
                 break
-            if token in self._stops:
-                # Not left out: were a drawn draft only tested when it does not end the answer, answers would grow.
-                taken.append(token)
+            if token in self._stop_tokens:
+                # Kept: if drafts were verified only when they do not end the answer, answers would get longer.
+                accepted.append(token)
                 masks.append(~np.zeros_like(masks[0]))
                 break
             if self._matcher is not None:
                 if not self._matcher.consume_token(token):
                     break
                 consumed += 1
-            taken.append(token)
+            accepted.append(token)
             recent.append(token)
-            mask, complete = self._compute(recent, self._num_output + len(taken))
+            mask, complete = self._compute(recent, self._num_output + len(accepted))
             masks.append(~np.zeros_like(mask) if complete else mask)
             if complete:
                 break
         if self._matcher is not None and consumed and not self._matcher.rollback(consumed):
-            return [], np.stack(masks[:1])  # the matcher is broken, and the next `advance` says so
-        return taken, np.stack(masks)
+            return [], np.stack(masks[:1])  # the matcher failed; the next `advance` raises
+        return accepted, np.stack(masks)
 
     def _compute(self, recent: Sequence[int], num_output: int) -> tuple[Mask, bool]:
-        """The mask of the state that the matcher is in, and whether nothing but the end may come."""
+        """The mask for the current state of the matcher, and whether the grammar can only end."""
         matcher = self._matcher
         mask = self._always
         if matcher is not None:
@@ -140,28 +149,29 @@ class Constraint:
             if matcher.is_stopped():
                 return np.zeros_like(mask), True
             matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
-            mask = mask & ~self._ends & self._buffer[: self.num_words]
-        banned = [word[-1] for word in self._longer if _ends_with(recent, word[:-1])]
+            mask = mask & ~self._eos & self._buffer[: self.num_words]
+        banned = [word[-1] for word in self._long_bad_words if _ends_with(recent, word[:-1])]
         if num_output < self._min_tokens:
-            banned += self._stops
+            banned += self._stop_tokens
         if banned:
-            mask = mask & ~self._set(banned)
+            mask = mask & ~self._mask_of(banned)
         if matcher is None or not matcher.is_accepting():
             return mask, False
         if not mask.any():
             return mask, True
-        if num_output >= self._min_tokens and self._stops:
-            mask |= self._set(self._stops) & self._always
+        if num_output >= self._min_tokens and self._stop_tokens:
+            mask |= self._mask_of(self._stop_tokens) & self._always
         return mask, False
 
-    def _set(self, tokens: Sequence[int]) -> Mask:
+    def _mask_of(self, tokens: Sequence[int]) -> Mask:
+        """Mask that allows these tokens only."""
         mask = np.zeros(self.num_words, dtype=np.uint32)
         for token in tokens:
             mask[token >> 5] |= np.uint32(1 << (token & 31))
         return mask.view(np.int32)
 
-    def _refusal(self) -> InvalidRequest:
-        if self._matcher is not None and self._matcher.is_error():  # a state of the grammar is beyond its limits
+    def _error(self) -> InvalidRequest:
+        if self._matcher is not None and self._matcher.is_error():  # the grammar has too many states
             reason = self._matcher.get_error().strip()[:300]
             return InvalidRequest(f"{self._field} cannot be followed: {reason}", field=self._field)
         return InvalidRequest("no token is left that allowed_token_ids, bad_words, min_tokens and the grammar allow")
@@ -171,6 +181,6 @@ def _allows(mask: Mask, token: int) -> bool:
     return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
-def _ends_with(recent: Sequence[int], head: Sequence[int]) -> bool:
-    start = len(recent) - len(head)
-    return start >= 0 and all(recent[start + i] == token for i, token in enumerate(head))
+def _ends_with(recent: Sequence[int], suffix: Sequence[int]) -> bool:
+    start = len(recent) - len(suffix)
+    return start >= 0 and all(recent[start + i] == token for i, token in enumerate(suffix))

@@ -1,11 +1,10 @@
-"""Sampling on the device, inside captured graphs, with the meaning of `engine/sampling/sampler.py`.
+"""Sampling on the device, also inside CUDA graphs, with the semantics of engine/sampling/sampler.py.
 
-A running request has a slot from `stage` to `drop`. What it samples with goes to the device once, by `flush`, and
-stays: a step uploads nothing. A row of a step names its slot and the position of its token; occurrences of tokens are
-counted where they are sampled. Slot `pad_slot` is greedy and has no state: the padding rows of a graph name it.
+A running request has a slot from `stage` to `clear_slot`. `flush` uploads its sampling state once; a step uploads
+nothing. Each row of a step names its slot and the position of its token. The kernels count the tokens that they sample,
+for penalties. Slot `pad_slot` is greedy and has no state; padding rows of graphs use it.
 
-All device work goes to the current stream, so what `flush` uploads is seen by the runs after it and by none before.
-Needs triton at import.
+All device work goes to the current stream: a `flush` affects the runs after it and none before. Needs triton at import.
 """
 
 from __future__ import annotations
@@ -28,12 +27,16 @@ from engine.kernels.sampling import (
 )
 from engine.sampling.sampler import SampleRow, has_penalties
 
-_MOST = 3e38  # a client's bias stays finite: -inf is a ban that ends
+_MAX_BIAS = 3e38  # biases of clients stay finite: -inf marks a stop token that is banned before min_tokens
 
 
 class DeviceSampler:
-    """Slots 0 .. max_rows - 1. A run has at most a row for each and one for each of max_drafts drafts; only one stream
-    runs it.
+    """Samples on one device, on one stream.
+
+    Args:
+        max_rows: number of slots, 0 ... max_rows - 1, and most sequences of a run.
+        vocab: vocabulary size of the logits.
+        max_drafts: most drafts of a run.
     """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, *, max_drafts: int = 0) -> None:
@@ -55,14 +58,14 @@ class DeviceSampler:
 
     @staticmethod
     def validate(params: SamplingParams) -> None:
-        """InvalidRequest when a request names more tokens than a slot holds."""
+        """Raises InvalidRequest if a request names more tokens than a slot holds."""
         if len(params.logit_bias) + len(params.stop_token_ids) > MAX_ENTRIES:
             raise InvalidRequest(
                 f"logit_bias and stop_token_ids may have {MAX_ENTRIES} entries together", field="logit_bias"
             )
 
     def stage(self, slot: int, row: SampleRow) -> None:
-        """The request takes the slot, with the tokens it has now; InvalidRequest as `check` says."""
+        """Gives the slot to a request with its tokens so far. Raises InvalidRequest like `validate`."""
         params = row.params
         self.validate(params)
         self.clear_slot(slot)
@@ -80,10 +83,12 @@ class DeviceSampler:
         ints[sampling.CHILD] = row.child
         ints[sampling.BAN_UNTIL] = row.prompt_len + params.min_tokens
         banned = params.stop_token_ids if len(row.tokens) < row.prompt_len + params.min_tokens else ()
-        named = sorted([(t, max(-_MOST, min(_MOST, b))) for t, b in params.logit_bias] + [(t, -np.inf) for t in banned])
-        ints[sampling.NUM_ENTRIES] = len(named)
-        if named:
-            tokens, biases = zip(*named, strict=True)
+        entries = sorted(
+            [(t, max(-_MAX_BIAS, min(_MAX_BIAS, b))) for t, b in params.logit_bias] + [(t, -np.inf) for t in banned]
+        )
+        ints[sampling.NUM_ENTRIES] = len(entries)
+        if entries:
+            tokens, biases = zip(*entries, strict=True)
             self._entries[slot] = np.array(tokens, dtype=np.int32), np.array(biases, dtype=np.float32)
         ints[sampling.PENALISED] = has_penalties(params)
         if has_penalties(params):
@@ -92,7 +97,7 @@ class DeviceSampler:
             self._history[slot] = history
 
     def clear_slot(self, slot: int) -> None:
-        """The slot's request is gone."""
+        """Removes the state of the slot."""
         self._words[slot] = 0
         self._entries.pop(slot, None)
         self._history.pop(slot, None)
@@ -100,7 +105,7 @@ class DeviceSampler:
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Uploads what changed since the last flush; without a change it does nothing. Not inside a graph."""
+        """Uploads all changes since the last flush. Does nothing without a change. Never inside a graph."""
         if not self._changed:
             return
         self._tensors.words.copy_(self._pinned(self._words), non_blocking=True)
@@ -129,11 +134,15 @@ class DeviceSampler:
         drafts: tuple[Tensor, Tensor] | None = None,
         results: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """tokens int64[B] and finite bool[B] of logits [B, vocab]; can be captured, waits for nothing.
+        """Samples one token per row: int64 [B] tokens, and bool [B] whether the logits were finite.
 
-        slots, positions: integer [B]; positions[b] is the index in its request of the token that is sampled. Rows that
-        are not finite have no token and change nothing. allowed, drafts, results: see Sampler.sample; with drafts
-        `accept_drafts` is to follow.
+        Can be captured in a graph, and waits for nothing. A row that is not finite has no token and changes no state.
+
+        Args:
+            logits: [B, vocab]
+            slots: integer [B]
+            positions: integer [B], the position in its request of the token that is sampled.
+            allowed, drafts, results: see SamplingKernels.sample. With drafts a call of `accept_drafts` must follow.
         """
         return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results)
 
@@ -148,17 +157,17 @@ class DeviceSampler:
         *,
         query: int,
     ) -> None:
-        """Accounts a run with drafts: see engine.kernels.sampling.accept_drafts."""
+        """Accepts the drafts of a run, see engine.kernels.sampling.accept_drafts."""
         accept_drafts(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
 
     def uncount_tokens(self, slots: Tensor, tokens: Tensor) -> None:
-        """Takes back what `run` counted for these slots, int64 [B]: their tokens, -1 where it had none."""
+        """Removes tokens that `sample` counted. slots, tokens: int64 [B]; -1 where no token was sampled."""
         penalised = self._tensors.words[slots, NUM_FLOATS // 2 + sampling.PENALISED] > 0
         gone = (penalised & (tokens >= 0)).to(torch.int32)
         self._tensors.counts.index_put_((slots, tokens.clamp(min=0)), -gone, accumulate=True)
 
     def _pinned(self, array: np.ndarray) -> Tensor:
-        """A copy that a transfer may read after the array has changed."""
+        """A copy that a transfer can read after the array has changed."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor.clone()
 

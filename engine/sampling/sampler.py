@@ -1,12 +1,12 @@
-"""Logits to tokens, for all rows of a step at once; a row's token depends on that row alone.
+"""Sampling in torch, for all rows of a step at once. The token of a row depends on that row alone.
 
-Order as in transformers: penalties and bias, temperature, top-k, top-p, min-p. A token is then drawn by Gumbel-max
-(argmax of logits + noise, Gumbel 1954) with noise keyed by (seed, child, position), so the same request draws the same
-tokens in any batch, on any pod, before and after a preemption. Penalties are replayed from token ids: no state remains.
-What may not come at all (see constraint.py) is out before temperature. Log-probabilities are those of the raw logits,
-before all of that. What no row asks for costs nothing.
+The order is that of transformers: penalties and bias, temperature, top-k, top-p, min-p. The token is drawn by
+Gumbel-max (argmax of logits + noise, Gumbel 1954) with noise keyed by (seed, child, position). So a request samples the
+same tokens in any batch, on any pod, and after a preemption. Penalties are recomputed from the token ids, so no state
+remains. Masks (constraint.py) apply before temperature. Log-probabilities are those of the raw logits. Operations that
+no row needs are skipped.
 
-top-k, top-p and min-p are thresholds on the logit: tokens exactly at a threshold all stay.
+top-k, top-p and min-p are thresholds on the logit: all tokens exactly at the threshold stay.
 """
 
 from __future__ import annotations
@@ -21,43 +21,45 @@ from torch import Tensor
 from common.types import SamplingParams
 from engine.sampling.philox import gumbel, gumbel_at
 
-CANDIDATES = 1024  # most likely tokens that are looked at before a row's whole vocabulary is sorted
-MIN_TEMPERATURE = 1e-5  # below it the division overflows, and the draw is greedy anyway
+CANDIDATES = 1024  # most likely tokens to try before the whole vocabulary of a row is sorted
+MIN_TEMPERATURE = 1e-5  # lower values overflow the division, and sampling is greedy here already
 NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one row of logits is sampled with. tokens: prompt and output so far, of which prompt_len are the prompt.
-
-    drafts: taken to follow them. allowed: int32 [ceil(vocab / 32)], bit i % 32 of word i // 32 allows token i (None:
-    all).
-    """
+    """Sampling state of one row of logits."""
 
     params: SamplingParams
+    #: Prompt and output so far.
     tokens: Sequence[int]
     prompt_len: int
+    #: Number of the child among the n samples of the request.
     child: int = 0
+    #: Drafts that are assumed to follow `tokens`.
     drafts: Sequence[int] = ()
+    #: int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i. None: all tokens are allowed.
     allowed_mask: np.ndarray | None = None
 
     @property
     def position(self) -> int:
-        """Of the token that is sampled."""
+        """Position of the token that is sampled."""
         return len(self.tokens) + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """tokens: int64[R]; finite: bool[R], False where the logits were NaN or infinite and the token means nothing."""
+    """Sampled tokens of R rows."""
 
+    #: int64 [R]
     tokens: Tensor
+    #: bool [R]; False where the logits had NaN or infinity, and the token is meaningless.
     finite: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseKeys:
-    """Where the noise of R rows comes from: int64[R] each."""
+    """Keys of the noise of R rows, int64 [R] each."""
 
     seed: Tensor
     child: Tensor
@@ -82,7 +84,7 @@ class NoiseKeys:
 
 
 def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-    """Draws one token a row from raw float32[R, vocab] logits, which are not changed."""
+    """Samples one token per row from float32 [R, vocab] logits, which stay unchanged."""
     finite = torch.isfinite(raw.sum(dim=-1))
     logits = _apply_penalties(raw, rows)
     drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
@@ -96,7 +98,7 @@ def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
 
 
 def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """float32[R, vocab]: the probabilities that `sample` draws each row's token with."""
+    """float32 [R, vocab], the distribution that `sample` draws the token of each row from."""
     logits = _apply_penalties(raw, rows)
     temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
     scaled = logits / temperature[:, None]
@@ -105,16 +107,19 @@ def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         ordered = scaled[cut].sort(dim=-1, descending=True).values
         threshold, _ = _threshold(scaled[cut], ordered, [rows[r].params for r in cut])
         scaled[cut] = _cut(scaled[cut], threshold)
-    chances = scaled.softmax(dim=-1)
+    probs = scaled.softmax(dim=-1)
     greedy = [r for r, row in enumerate(rows) if row.params.greedy]
     if greedy:
         best = logits[greedy].argmax(dim=-1, keepdim=True)
-        chances[greedy] = torch.zeros_like(chances[greedy]).scatter_(1, best, 1.0)
-    return chances
+        probs[greedy] = torch.zeros_like(probs[greedy]).scatter_(1, best, 1.0)
+    return probs
 
 
 def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probability of each row's token, and values and ids of the num_top likeliest (None for 0), best first."""
+    """Log-probability of the token of each row, and values and ids of the num_top most likely tokens, best first.
+
+    Values and ids are None for num_top 0.
+    """
     logprobs = raw.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     top = logprobs.topk(min(num_top, raw.shape[1]), dim=-1) if num_top else None
@@ -122,12 +127,12 @@ def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, T
 
 
 def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Penalties, bias, the ban of stop tokens before min_tokens, and what is allowed; a copy when there are any."""
+    """Applies penalties, bias, the ban of stop tokens before min_tokens, and masks, to a copy if there are any."""
     penalised = [r for r, row in enumerate(rows) if has_penalties(row.params)]
     biased = [r for r, row in enumerate(rows) if row.params.logit_bias]
-    held = [r for r, row in enumerate(rows) if row.position - row.prompt_len < row.params.min_tokens]
+    before_min_tokens = [r for r, row in enumerate(rows) if row.position - row.prompt_len < row.params.min_tokens]
     masked = [r for r, row in enumerate(rows) if row.allowed_mask is not None]
-    if not (penalised or biased or held or masked):
+    if not (penalised or biased or before_min_tokens or masked):
         return raw
     logits = raw.clone()
     if penalised:
@@ -136,8 +141,8 @@ def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         at = [(r, token, bias) for r in biased for token, bias in rows[r].params.logit_bias]
         where = (_longs([r for r, _, _ in at], raw), _longs([t for _, t, _ in at], raw))
         logits.index_put_(where, _floats([b for _, _, b in at], raw), accumulate=True)
-    if held:
-        stops = [(r, token) for r in held for token in rows[r].params.stop_token_ids]
+    if before_min_tokens:
+        stops = [(r, token) for r in before_min_tokens for token in rows[r].params.stop_token_ids]
         logits[_longs([r for r, _ in stops], raw), _longs([t for _, t in stops], raw)] = NEG_INF
     if masked:
         words = np.stack([rows[r].allowed_mask for r in masked])  # type: ignore[misc]
@@ -151,12 +156,12 @@ def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Logits depend on the tokens that occurred."""
+    """Whether the logits depend on the tokens so far."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Repetition (Keskar et al. 2019) over prompt and output, then presence and frequency over the output."""
+    """Repetition penalty (Keskar et al. 2019) over prompt and output, then presence and frequency over the output."""
     seen = _counts(logits, [[*row.tokens, *row.drafts] for row in rows]) > 0
     repetition = _floats([row.params.repetition_penalty for row in rows], logits)[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -167,7 +172,7 @@ def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """float32[R, vocab] occurrences of each token."""
+    """float32 [R, vocab], occurrences of each token."""
     counts = torch.zeros_like(logits)
     row_of = torch.repeat_interleave(torch.tensor([len(t) for t in tokens])).to(logits.device)
     flat = _longs([token for row in tokens for token in row], logits)
@@ -176,7 +181,7 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _gumbel_max(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Gumbel-max of every row, all of which have temperature > 0."""
+    """Gumbel-max for rows with temperature > 0."""
     noise = NoiseKeys.for_rows(rows, logits)
     temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
     logits = logits / temperature[:, None]
@@ -195,7 +200,7 @@ def _gumbel_max(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _draw_cut(logits: Tensor, params: Sequence[SamplingParams], noise: NoiseKeys) -> Tensor:
-    """Rows with top-k, top-p or min-p: noise is only needed at the few tokens that survive."""
+    """Samples rows with top-k, top-p or min-p. Noise is computed only for the few tokens that remain."""
     vocab = logits.shape[1]
     values, indices = logits.topk(min(CANDIDATES, vocab), dim=-1)
     threshold, complete = _threshold(logits, values, params)
@@ -209,7 +214,7 @@ def _draw_cut(logits: Tensor, params: Sequence[SamplingParams], noise: NoiseKeys
 
 
 def _draw_among(values: Tensor, indices: Tensor, threshold: Tensor, noise: NoiseKeys) -> Tensor:
-    """Values and indices [R, K] in descending order of value; those below the row's threshold are out."""
+    """Gumbel-max over candidates [R, K], descending by value, without those below the threshold of the row."""
     kept = max(int((values >= threshold).sum(dim=-1).max()), 1)
     values, indices = values[:, :kept], indices[:, :kept]
     best = (_cut(values, threshold) + noise.at(indices)).argmax(dim=-1)
@@ -217,6 +222,7 @@ def _draw_among(values: Tensor, indices: Tensor, threshold: Tensor, noise: Noise
 
 
 def _truncates(params: SamplingParams) -> bool:
+    """Whether the request uses top-k, top-p or min-p."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
@@ -225,29 +231,29 @@ def _cut(values: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _threshold(logits: Tensor, ordered: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """[R, 1] smallest logit that stays, and bool[R]: no token outside `ordered` can be at or above it.
+    """The smallest logit that stays, [R, 1], and whether no token outside `ordered` can reach it, bool [R].
 
-    ordered: the largest logits of each row, descending; maybe not all of them.
+    ordered: the largest logits of each row, descending; possibly not all.
     """
     size, vocab = ordered.shape[1], logits.shape[1]
     ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     k = _longs(ks, logits)[:, None]
-    # top-k: the k-th value; where k reaches past `ordered` every one of them stays.
+    # top-k: the k-th value. If k is beyond `ordered`, all of `ordered` stays.
     kth = ordered.gather(1, (k - 1).clamp(max=size - 1))
     threshold = torch.where(k <= size, kth, NEG_INF)
     if any(p.top_p < 1.0 for p in params):
-        # top-p (Holtzman et al. 2020) over what top-k left: the shortest head whose mass reaches p.
+        # top-p (Holtzman et al. 2020) after top-k: the fewest tokens with a total probability of at least p.
         top_p = _floats([p.top_p for p in params], logits)[:, None]
         kept = _cut(ordered, threshold)
-        everything = torch.where(k <= size, kept.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
-        mass = (kept - everything).exp()
+        total_mass = torch.where(k <= size, kept.logsumexp(-1, keepdim=True), logits.logsumexp(-1, keepdim=True))
+        mass = (kept - total_mass).exp()
         before = mass.cumsum(dim=-1) - mass
         inside = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1)
         nucleus = ordered.gather(1, inside - 1)
         reaches = (inside < size) | (k <= size)
         threshold = torch.where((top_p < 1.0) & reaches, torch.maximum(threshold, nucleus), threshold)
     if any(p.min_p > 0.0 for p in params):
-        # min-p (Nguyen et al. 2024): at least min_p times the most likely token's probability.
+        # min-p (Nguyen et al. 2024): at least min_p times the probability of the most likely token.
         min_p = _floats([p.min_p for p in params], logits)[:, None]
         threshold = torch.maximum(threshold, ordered[:, :1] + min_p.log())
     complete = ordered[:, -1:] < threshold
@@ -255,7 +261,7 @@ def _threshold(logits: Tensor, ordered: Tensor, params: Sequence[SamplingParams]
 
 
 def _signed(seed: int) -> int:
-    """An unsigned 64-bit seed as the int64 with the same bits."""
+    """The int64 with the bits of an unsigned 64-bit seed."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 

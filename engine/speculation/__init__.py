@@ -1,1 +1,1 @@
-"""Speculative decoding: cheap guesses of the next tokens, verified by the model in the step that it takes anyway."""
+"""Speculative decoding: proposes draft tokens, and verifies them in the step that would decode one token."""

@@ -1,4 +1,4 @@
-"""Which drafts stand: pure, shared by everything that collects a step."""
+"""Which drafts of a verify step are accepted, computed on the host and on the device by the same rule."""
 
 from __future__ import annotations
 
@@ -8,30 +8,40 @@ from torch import Tensor
 
 
 def accepted_tokens(drafts: Sequence[int], sampled: Sequence[int]) -> Sequence[int]:
-    """What a verify step gives: the lead of sampled[len(drafts) + 1] that follows accepted drafts, one token at least.
+    """The tokens that a verify step adds to a sequence: the accepted drafts and one more, at least one token.
 
-    sampled[i] was drawn as if drafts[:i] were right. It is part of the output while they are, so a draft is accepted
-    while it equals what was drawn in its place, and the first token that differs is the output's own. With noise keyed
-    by position this is the output without drafts, token for token. Rejection sampling follows the same rule: where it
-    accepts a draft it draws that draft, where it does not it draws from a distribution without it.
+    sampled[i] of `len(drafts) + 1` tokens was sampled as if drafts[:i] were right. A draft is accepted if all drafts
+    before it are and it equals the token sampled in its place. The first sampled token that differs from its draft is
+    still a valid token of the output:
+
+        drafts     5  8  2  4
+        sampled    5  8  7  1  3
+        accepted   5  8  7
+
+    With noise keyed by position the output equals the output without drafts. Rejection sampling uses the same rule: it
+    samples an accepted draft itself, and replaces a rejected draft by a different token.
     """
-    accepted_mask = 0
-    while accepted_mask < len(drafts) and sampled[accepted_mask] == drafts[accepted_mask]:
-        accepted_mask += 1
-    return sampled[: accepted_mask + 1]
+    count = 0
+    while count < len(drafts) and sampled[count] == drafts[count]:
+        count += 1
+    return sampled[: count + 1]
 
 
 def accepted_mask(sampled: Tensor, inputs: Tensor, offsets: Tensor, query: int) -> tuple[Tensor, Tensor]:
-    """bool [T] twice, of rows of up to `query` tokens that follow each other: the token is its row's first, or a draft
-    that was accepted; and it is the last such token of its row.
+    """Accepted input tokens of a verify step, and the last accepted token of each row; both bool [T].
 
-    inputs: the tokens, int64 [T]; offsets: the place of each in its row, int [T]; sampled: what was drawn after it. A
-    draft is accepted while it equals what was sampled before it, see `accepted_tokens`.
+    The first token of a row is always accepted. The others are drafts, accepted by the rule of `accepted_tokens`.
+
+    Args:
+        sampled: int64 [T], the token sampled after each input token.
+        inputs: int64 [T], input tokens of the rows in order.
+        offsets: integer [T], place of each input token in its row.
+        query: most tokens of a row.
     """
     first = offsets == 0
     right = (inputs == sampled.roll(1)) & ~first
-    counts = first
+    accepted = first
     for _ in range(query - 1):
-        counts = first | (right & counts.roll(1))
-    goes_on = (counts & ~first).roll(-1)
-    return counts, counts & ~goes_on
+        accepted = first | (right & accepted.roll(1))
+    has_next = (accepted & ~first).roll(-1)
+    return accepted, accepted & ~has_next

@@ -1,22 +1,18 @@
-"""Whether drafts pay. Both sides are measured: acceptance per sequence, step times per size of the batch.
+"""Decides how many drafts each sequence of a batch gets, from measured acceptance rates and step times.
 
-A step without drafts takes time 1 and gives B tokens; with drafts it takes 1 + C and gives B + E, where E is the sum
-over the sequences of r + r ** 2 + ... for a chain of drafts that are each right at the rate r. Most of C is there with
-the first draft (a product of a matrix with five columns instead of one), so a sequence drafts as much as it may or not
-at all. Where steps are padded to one length (graphs), C is the same however many draft: everyone does, if E / B > C.
-Elsewhere a sequence does if its part of E is more than its part of C.
+A plain step takes time 1 and gives B tokens. A verify step takes 1 + C and gives B + E tokens. E is the sum over the
+sequences of r + r**2 + ..., where r is the acceptance rate of a sequence.
 
-A draft model is asked for each of its drafts, so there C grows with every one, and where steps are not padded a
-sequence drafts as many as give the most tokens a time: the k with the largest (1 + r + ... + r ** k) / (1 + c * k).
+- Padded steps (CUDA graphs): C does not depend on the number of drafts, so all sequences draft if E / B > C.
+- Other steps: most of C comes with the first draft (a matrix product with five columns instead of one), so a sequence
+  drafts as much as allowed if its part of E is above its part of C, and not at all otherwise.
+- A draft model adds to C with each draft, so a sequence gets the k that maximises (1 + r + ... + r**k) / (1 + c * k).
 
-What does not pay now may pay later, so it is tried now and then, ever more rarely while it fails: by one sequence, or
-by the batch where it is padded.
+Drafts that do not pay are probed at growing intervals: by one sequence, or by the batch where steps are padded.
 
-Estimates may be wrong, so there is an account, too, in units of a step without drafts. A step that had drafts, or that
-waited to learn that there are none, pays what it took more, and gets what its batch gained. Every other step brings
-INCOME, and what is saved up is bounded; nobody drafts below zero. So whatever the text, in a time of N steps drafts
-lose no more than INCOME * N, what had been saved up, and the one step that went below zero. Not in this account is what
-a draft model computes of text for which nobody drafts: its keys and values, to keep blocks complete.
+A time budget, in plain steps, bounds the loss from wrong estimates. A step with drafts, or one that waited for drafts
+and got none, pays its extra time and earns its accepted drafts. Other steps earn TIME_BUDGET_RATE. Nothing is drafted
+while the budget is negative. In N steps drafts cost at most TIME_BUDGET_RATE * N, the saved budget, and one step.
 """
 
 from __future__ import annotations
@@ -27,185 +23,214 @@ from dataclasses import dataclass
 
 from engine.schedule.drafts import DraftState
 
-SEQ_DECAY = 0.9  # weight of a sequence's drafts after those of one more step
-ALL_DECAY = 0.98  # of all sequences' drafts
-TIME_DECAY = 0.95  # of steps
-START_RATE, START_WEIGHT, LEAST_START = 0.6, 2.0, 0.25
-FIRST_EXTRA, MOST_EXTRA = 0.2, 1.2  # before it was measured; what is measured on a busy machine may be anything
-FIRST_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 32  # tokens of a sequence, or steps of a batch, between two tries
-FIRST_PLAIN, PLAIN_EVERY = 8, 200  # steps with drafts in a row before plain ones, for the comparison
-PLAIN_RUN = 2  # of these in a row, if the first one does not do: it may have been launched late
-TIME_BUDGET_RATE, FIRST_TIME_BUDGET, MAX_TIME_BUDGET = 0.01, 2.0, 4.0  # steps
-MAX_EMPTY_PROPOSALS = 2  # empty proposals in a row after which a sequence no longer makes steps wait
+# Factors on the weight of older measurements.
+SEQ_DECAY = 0.9  # acceptance of one sequence, per verify step
+ALL_DECAY = 0.98  # acceptance of all sequences, per verified sequence
+TIME_DECAY = 0.95  # step times, per step
+
+START_RATE = 0.6  # acceptance rate before the first measurement
+START_WEIGHT = 2.0  # drafts that the start rate counts for
+MIN_START_RATE = 0.25  # lowest start rate of a new sequence, however poor the others are
+
+FIRST_EXTRA = 0.2  # extra time of a verify step before the first measurement
+MAX_EXTRA = 1.2  # upper bound of the extra time: measurements on a busy machine may be far off
+
+# Interval between two probes: tokens of a sequence, or steps of a padded batch.
+FIRST_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 32
+
+FIRST_PLAIN = 8  # steps with drafts before the first plain step, which is timed for comparison
+PLAIN_EVERY = 200  # steps with drafts before each later plain step
+PLAIN_RUN = 2  # most plain steps in a row; the first may have waited, and then its time does not count
+
+# In times of plain steps.
+TIME_BUDGET_RATE, FIRST_TIME_BUDGET, MAX_TIME_BUDGET = 0.01, 2.0, 4.0
+
+MAX_EMPTY_PROPOSALS = 2  # steps stop waiting for a sequence after this many empty proposals in a row
 
 
 @dataclass(slots=True)
 class _StepTimes:
-    """Of steps of about one size, mean seconds: plain ones, which have no drafts and waited for none; those with some,
-    and their mean drafts; those that waited in vain. since_plain: steps with drafts since the last plain one; withheld:
-    steps that were to be plain.
-    """
+    """Mean seconds of the steps of one size class; 0: not measured."""
 
+    #: Steps without drafts that did not wait for any.
     plain: float = 0.0
+    #: Steps with drafts.
     verify: float = 0.0
-    vain: float = 0.0
+    #: Steps that waited for drafts and got none.
+    empty_wait: float = 0.0
+    #: Mean number of drafts of a verify step.
     drafts: float = 0.0
-    since_plain: int = FIRST_PLAIN
-    withheld: int = 0
+    #: Steps with drafts since the last plain step.
+    drafting_steps: int = FIRST_PLAIN
+    #: Steps since then that were kept free of drafts to be timed as plain.
+    num_skipped: int = 0
 
     def add(self, drafts: int, seconds: float, *, waited: bool) -> None:
         if drafts:
             self.verify, self.drafts = _mean(self.verify, seconds), _mean(self.drafts, drafts)
-            self.since_plain += 1
+            self.drafting_steps += 1
         elif waited:
-            self.vain = _mean(self.vain, seconds)
+            self.empty_wait = _mean(self.empty_wait, seconds)
         else:
             self.plain = _mean(self.plain, seconds)
-            self.since_plain = self.withheld = 0
+            self.drafting_steps = self.num_skipped = 0
 
-    def withhold(self) -> bool:
-        """A step without drafts is due, to be timed."""
-        if self.since_plain < (PLAIN_EVERY if self.plain else FIRST_PLAIN):
+    def skip_drafts(self) -> bool:
+        """Decides whether the next step gets no drafts, so that it can be timed as plain."""
+        if self.drafting_steps < (PLAIN_EVERY if self.plain else FIRST_PLAIN):
             return False
-        self.withheld += 1
-        if self.withheld == PLAIN_RUN:
-            self.since_plain = self.withheld = 0  # also if prompts join the steps, which tell nothing then
+        self.num_skipped += 1
+        if self.num_skipped == PLAIN_RUN:
+            self.drafting_steps = self.num_skipped = 0  # give up: steps with prompts are not timed
         return True
 
     @property
     def extra(self) -> float:
-        """What a step with drafts takes more, as a share of a plain one."""
-        return self._more(self.verify)
+        """Extra time of a verify step, as a share of a plain step."""
+        return self._extra(self.verify)
 
     @property
-    def extra_in_vain(self) -> float:
-        """The same of a step that waited to learn that there are none."""
-        return self._more(self.vain)
+    def extra_of_empty_wait(self) -> float:
+        """Extra time of a step that waited for drafts and got none, as a share of a plain step."""
+        return self._extra(self.empty_wait)
 
-    def _more(self, seconds: float) -> float:
+    def _extra(self, seconds: float) -> float:
         return seconds / self.plain - 1 if self.plain and seconds else FIRST_EXTRA
 
 
 class DraftController:
-    """most: drafts of a sequence in a step. padded: a step with drafts costs the same however many it has. drawn: each
-    of them takes a step of a draft model.
+    """Decides how many drafts each sequence gets.
+
+    Args:
+        max_drafts: most drafts of a sequence in a step.
+        pads_steps: a verify step takes the same time for any number of drafts.
+        has_model: each draft takes a step of a draft model.
     """
 
     def __init__(self, max_drafts: int, *, pads_steps: bool, has_model: bool = False) -> None:
         self.max_drafts = max_drafts
-        self._padded, self._drawn = pads_steps, has_model
-        self._most_extra = MOST_EXTRA + (
-            max_drafts if has_model else 0
-        )  # a draft takes no longer than the target's token
+        self._pads_steps, self._has_model = pads_steps, has_model
+        # A step of the draft model takes at most as long as a step of the target.
+        self._max_extra = MAX_EXTRA + (max_drafts if has_model else 0)
         self._times: dict[int, _StepTimes] = {}
         self._accepted, self._tested = START_RATE * START_WEIGHT, START_WEIGHT
         self._steps = 0
-        self._pause, self._probe_at = 0, 0
+        self._probe_interval, self._probe_at = 0, 0
         self._time_budget, self._accepted_in_step = FIRST_TIME_BUDGET, 0
 
-    def new_state(self, kept: object) -> DraftState:
-        """A new sequence is expected to be like those before it, and may soon show that it is not."""
-        rate = max(self._accepted / self._tested, LEAST_START)
-        return DraftState(kept, rate * START_WEIGHT, START_WEIGHT)
+    def new_state(self, proposer_state: object) -> DraftState:
+        """State of a new sequence. It starts with the rate of all sequences at a low weight, so it adapts quickly."""
+        rate = max(self._accepted / self._tested, MIN_START_RATE)
+        return DraftState(proposer_state, rate * START_WEIGHT, START_WEIGHT)
 
     def limits(self, states: Sequence[tuple[DraftState, int]]) -> list[int]:
-        """Drafts for each sequence of a batch: its state, and how many tokens of output it has."""
+        """Most drafts of each sequence of a batch, given as its state and its number of output tokens."""
         if not states:
             return []
-        times = self._times.setdefault(_size(len(states)), _StepTimes())
-        if self._time_budget < 0 or times.withhold():
+        times = self._times.setdefault(_size_class(len(states)), _StepTimes())
+        if self._time_budget < 0 or times.skip_drafts():
             return [0] * len(states)
-        if self._padded:
+        if self._pads_steps:
             return [self.max_drafts if self._batch_pays(states, times) else 0] * len(states)
-        extra = min(times.extra, self._most_extra)
-        if self._drawn:
-            # Of a batch the extra is for as many drafts as its longest chain, which is about the mean one.
-            each = extra / max(1.0, times.drafts / len(states))
-            return [self._limit(state, output, self._best(state, each)) for state, output in states]
+        extra = min(times.extra, self._max_extra)
+        if self._has_model:
+            # The draft model takes as many steps as the longest draft of the batch, which is close to the mean.
+            cost = extra / max(1.0, times.drafts / len(states))
+            return [self._limit(state, output, self._best_count(state, cost)) for state, output in states]
         share = extra / max(1.0, times.drafts / self.max_drafts)
-        return [self._limit(state, output, self.max_drafts * (self._gain(state) > share)) for state, output in states]
+        return [
+            self._limit(state, output, self.max_drafts * (self._expected_accepted(state) > share))
+            for state, output in states
+        ]
 
-    def _best(self, state: DraftState, each: float) -> int:
-        """Drafts that give the most tokens a time, where each costs so much of a step."""
-        best, most, tokens = 0, 1.0, 1.0
+    def _best_count(self, state: DraftState, cost: float) -> int:
+        """Number of drafts with the most tokens per time, if each draft costs `cost` plain steps."""
+        best, best_rate, tokens = 0, 1.0, 1.0
         for count in range(1, self.max_drafts + 1):
             tokens += state.acceptance_rate**count
-            if tokens / (1 + each * count) > most:
-                best, most = count, tokens / (1 + each * count)
+            if tokens / (1 + cost * count) > best_rate:
+                best, best_rate = count, tokens / (1 + cost * count)
         return best
 
     def _batch_pays(self, states: Sequence[tuple[DraftState, int]], times: _StepTimes) -> bool:
-        gain = sum(state.hit_rate * self._gain(state) for state, _ in states)
-        if gain > min(times.extra, self._most_extra) * len(states):
-            self._pause = 0
+        """Whether a padded batch should draft: because drafts pay, or because a probe is due."""
+        gain = sum(state.hit_rate * self._expected_accepted(state) for state, _ in states)
+        if gain > min(times.extra, self._max_extra) * len(states):
+            self._probe_interval = 0
             return True
-        if not self._pause:
-            self._pause = FIRST_PROBE_INTERVAL
-            self._probe_at = self._steps + self._pause
+        if not self._probe_interval:
+            self._probe_interval = FIRST_PROBE_INTERVAL
+            self._probe_at = self._steps + self._probe_interval
         return self._steps >= self._probe_at
 
     def on_proposal_asked(self) -> None:
-        """The batch was asked for drafts."""
-        if self._pause:
-            self._pause = min(MAX_PROBE_INTERVAL, 2 * self._pause)
-            self._probe_at = self._steps + self._pause
+        """The proposer is asked for drafts of a batch."""
+        if self._probe_interval:
+            self._probe_interval = min(MAX_PROBE_INTERVAL, 2 * self._probe_interval)
+            self._probe_at = self._steps + self._probe_interval
 
-    def _limit(self, state: DraftState, output: int, paying: int) -> int:
-        if paying:
+    def _limit(self, state: DraftState, output: int, best: int) -> int:
+        """`best` drafts, or where that is 0, drafts if a probe of the sequence is due."""
+        if best:
             state.probe_interval = 0
-            return paying
+            return best
         if not state.probe_interval:
             state.probe_interval = FIRST_PROBE_INTERVAL
             state.probe_at = output + state.probe_interval
-        return (1 if self._drawn else self.max_drafts) if output >= state.probe_at else 0
+        return (1 if self._has_model else self.max_drafts) if output >= state.probe_at else 0
 
-    def _gain(self, state: DraftState) -> float:
-        """Accepted drafts of a whole chain."""
+    def _expected_accepted(self, state: DraftState) -> float:
+        """Expected number of accepted drafts out of `max_drafts`."""
         rate = state.acceptance_rate
         return rate * (1 - rate**self.max_drafts) / (1 - rate) if rate < 1 else self.max_drafts
 
     def on_proposed(self, state: DraftState, drafts: int) -> None:
-        """The proposer had so many drafts for a sequence that was to have some."""
+        """The proposer returned `drafts` drafts for a sequence that it was asked for."""
         state.waits_left = MAX_EMPTY_PROPOSALS if drafts else max(0, state.waits_left - 1)
         state.hit_rate = SEQ_DECAY * state.hit_rate + (1 - SEQ_DECAY) * (drafts > 0)
 
     def on_verified(self, state: DraftState, output: int, drafts: int, accepted: int) -> None:
-        """What became of a sequence's drafts."""
+        """A step verified the drafts of a sequence, which has `output` output tokens now."""
         self._accepted_in_step += accepted
         tested = min(drafts, accepted + 1)
         state.accepted, state.tested = SEQ_DECAY * state.accepted + accepted, SEQ_DECAY * state.tested + tested
         self._accepted, self._tested = ALL_DECAY * self._accepted + accepted, ALL_DECAY * self._tested + tested
-        trying = bool(state.probe_interval or self._pause)
-        if trying and accepted == drafts and not self._drawn:
-            # The text has changed: it repeats something now. What was before says little.
+        probing = bool(state.probe_interval or self._probe_interval)
+        if probing and accepted == drafts and not self._has_model:
+            # The text has begun to repeat something, so the older acceptance says little about it.
             state.accepted, state.tested, state.hit_rate = (
                 START_RATE * START_WEIGHT + accepted,
                 START_WEIGHT + accepted,
                 1.0,
             )
         elif state.probe_interval:
-            # That a draft model is often right is no news: whether it pays is asked with every step.
-            again = accepted and not self._drawn
-            state.probe_interval = FIRST_PROBE_INTERVAL if again else min(MAX_PROBE_INTERVAL, 2 * state.probe_interval)
+            # One accepted draft of a draft model is no sign of a change: its acceptance rate enters every decision.
+            promising = accepted and not self._has_model
+            state.probe_interval = (
+                FIRST_PROBE_INTERVAL if promising else min(MAX_PROBE_INTERVAL, 2 * state.probe_interval)
+            )
             state.probe_at = output + state.probe_interval
 
     def on_step(self, rows: int, drafts: int, seconds: float, *, waited: bool = False) -> None:
-        """A step in which every one of `rows` sequences decoded. waited: it was launched late, to know of drafts."""
+        """A step of `rows` decoding sequences ended; rows is 0 if it also had prompts.
+
+        waited: the step was launched late, after the result of the step before, to have drafts.
+        """
         self._steps += 1
         gained, self._accepted_in_step = self._accepted_in_step, 0
         if not rows:
             return
-        times = self._times.setdefault(_size(rows), _StepTimes())
+        times = self._times.setdefault(_size_class(rows), _StepTimes())
         times.add(drafts, seconds, waited=waited)
         change = TIME_BUDGET_RATE
         if drafts or waited:
-            extra = times.extra if drafts else times.extra_in_vain
-            change = gained / rows - min(max(extra, 0.0), self._most_extra)
+            extra = times.extra if drafts else times.extra_of_empty_wait
+            change = gained / rows - min(max(extra, 0.0), self._max_extra)
         self._time_budget = min(MAX_TIME_BUDGET, self._time_budget + change)
 
 
 class AlwaysDraft(DraftController):
-    """Every sequence drafts as much as it may, whatever that costs: for tests, and to measure what it costs."""
+    """Gives every sequence the most drafts at any cost. For tests and measurements."""
 
     def __init__(self, max_drafts: int) -> None:
         super().__init__(max_drafts, pads_steps=False)
@@ -214,11 +239,11 @@ class AlwaysDraft(DraftController):
         return [self.max_drafts] * len(states)
 
 
-def _size(rows: int) -> int:
-    """Batches within a factor of 1.4 of each other."""
+def _size_class(rows: int) -> int:
+    """Size class of a batch: sizes within a factor of about 1.4 share one."""
     return round(2 * math.log2(max(1, rows)))
 
 
 def _mean(mean: float, value: float) -> float:
-    """One step that took much longer than its kind does says nothing about the next ones."""
+    """Decaying mean. A value counts as three times the mean at most, because one slow step predicts nothing."""
     return TIME_DECAY * mean + (1 - TIME_DECAY) * min(value, 3 * mean) if mean else value

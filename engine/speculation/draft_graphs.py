@@ -1,8 +1,8 @@
-"""The draft loop on a GPU: K steps of the draft model, with sampling, in one CUDA graph for each batch bucket.
+"""The draft loop on a GPU: all steps of the draft model, with sampling, in one CUDA graph for each batch bucket.
 
-The host sends four numbers a row (slot of the sampler, position of the newest token, how many drafts, the token) and
-the rows' block tables, and reads K tokens a row back. A row that wants fewer drafts, and a padding row, computes along
-and writes nowhere. Which tokens a row has drafted already is read by the sampler from the graph's own buffer.
+The host sends four numbers for each row (slot, position of the newest token, number of drafts, the token) and the block
+tables, and reads the drafts back. A row with fewer drafts than the graph, or a padding row, is computed too, but writes
+no KV. The sampler reads the drafts of earlier steps from the graph's own buffer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,22 @@ if TYPE_CHECKING:
 
     from engine.sampling.device_sampler import DeviceSampler
 
-SLOT, START, STEPS, TOKEN, HEADER = range(5)
+SLOT, START, NUM_DRAFTS, TOKEN, HEADER = range(5)  # columns of the header, and their number
 
 
 class DraftGraphs:
-    """buckets: rows that graphs are captured for, ascending; drafts: K; width: blocks of the longest lease. stage:
-    makes the sampler know what sequences are sampled with.
+    """Draws the drafts of a batch with one graph. For coupled acceptance only.
+
+    Args:
+        stage: stages the sampling state of sequences in the sampler.
+        buckets: batch sizes to capture.
+        max_seq_drafts: drafts of a row in each graph.
+        max_blocks: most blocks of a lease.
     """
 
     def __init__(
         self,
-        drafter: DraftModel,
+        draft_model: DraftModel,
         sampler: DeviceSampler,
         stage: Callable[[Sequence[EngineSequence]], None],
         *,
@@ -46,38 +51,40 @@ class DraftGraphs:
         device: torch.device,
     ) -> None:
         self.shapes = tuple(sorted(buckets, reverse=True))
-        self._draft_model, self._sampler, self._stage = drafter, sampler, stage
-        self._drafts, self._block_size, self._device = max_seq_drafts, block_size, device
-        most = self.shapes[0]
-        self._header = torch.zeros(most, HEADER, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(most, max_blocks, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(most, max_seq_drafts, dtype=torch.int64, device=device)
+        self._draft_model, self._sampler, self._stage = draft_model, sampler, stage
+        self._max_seq_drafts, self._block_size, self._device = max_seq_drafts, block_size, device
+        max_rows = self.shapes[0]
+        self._header = torch.zeros(max_rows, HEADER, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(max_rows, max_seq_drafts, dtype=torch.int64, device=device)
         self._graphs = CudaGraphs("draft", device, self._compute, keep=_nothing, describe="{} rows".format)
 
     def fits(self, rows: int) -> bool:
         return rows <= self.shapes[0]
 
-    def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int], blocks: Sequence[np.ndarray]) -> DraftBatch:
-        """See DraftLoop.run; waits for the device."""
+    def run(
+        self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int], blocks: Sequence[np.ndarray]
+    ) -> DraftBatch:
+        """Draws num_drafts[i] drafts of each sequence. blocks: their block tables. Waits for the device."""
         self._stage(seqs)
         rows = min(size for size in self.shapes if size >= len(seqs))
         header = self._padding(rows)
         header[: len(seqs), SLOT] = [seq.slot for seq in seqs]
         header[: len(seqs), START] = [seq.start for seq in seqs]
-        header[: len(seqs), STEPS] = steps
+        header[: len(seqs), NUM_DRAFTS] = num_drafts
         header[: len(seqs), TOKEN] = [seq.tokens[seq.start] for seq in seqs]
         tables = np.zeros((len(seqs), max(len(row) for row in blocks)), dtype=np.int32)
-        for line, row in zip(tables, blocks, strict=True):
-            line[: len(row)] = row
+        for table, row in zip(tables, blocks, strict=True):
+            table[: len(row)] = row
         self._header[:rows].copy_(pinned_copy(header, self._device), non_blocking=True)
-        there = pinned_copy(tables, self._device).to(self._device, non_blocking=True)
-        self._tables[: len(seqs), : tables.shape[1]].copy_(there)
+        device_tables = pinned_copy(tables, self._device).to(self._device, non_blocking=True)
+        self._tables[: len(seqs), : tables.shape[1]].copy_(device_tables)
         self._graphs.run(rows)
-        drawn = self._tokens[: len(seqs)].cpu().numpy()
-        return DraftBatch(drawn[:, : max(steps)], np.array(steps, dtype=np.int64))
+        drafts = self._tokens[: len(seqs)].cpu().numpy()
+        return DraftBatch(drafts[:, : max(num_drafts)], np.array(num_drafts, dtype=np.int64))
 
     def capture(self, shapes: Sequence[int] | None = None) -> None:
-        """Records the graphs of all numbers of rows, or of some, the largest first."""
+        """Captures the graphs of these batch sizes (None: all), the largest first."""
         self._graphs.capture(shapes or self.shapes, self._empty)
 
     def _empty(self, rows: int) -> None:
@@ -89,35 +96,37 @@ class DraftGraphs:
         return header
 
     def _compute(self, rows: int) -> None:
-        """Fills the tokens of the first `rows` rows."""
+        """Writes the drafts of the first `rows` rows to `_tokens`."""
         size, backend = self._block_size, self._draft_model.backend
         assert isinstance(backend, TritonAttention)
-        header, tables, drawn = self._header[:rows], self._tables[:rows], self._tokens[:rows]
+        header, tables, drafts = self._header[:rows], self._tables[:rows], self._tokens[:rows]
         slots, start = header[:, SLOT].long(), header[:, START]
-        # A model that lags computes its last draft as well: it may be right.
-        count = self._drafts + self._draft_model.lags
-        places = torch.arange(count, dtype=torch.int32, device=self._device)
-        live = places[:, None] < (header[:, STEPS] + (header[:, STEPS] > 0) * self._draft_model.lags)[None, :]
-        # [count, rows]; 0 where nothing is drawn, for rope tables and block tables may end before such a place.
-        positions = (start[None, :] + places[:, None]) * live
+        # A model that lags also computes its last draft, which may be accepted and then needs KV.
+        num_steps = self._max_seq_drafts + self._draft_model.lags
+        steps = torch.arange(num_steps, dtype=torch.int32, device=self._device)
+        active = (
+            steps[:, None] < (header[:, NUM_DRAFTS] + (header[:, NUM_DRAFTS] > 0) * self._draft_model.lags)[None, :]
+        )
+        # int32 [steps, rows]. Inactive steps get position 0: RoPE and block tables may end before the real position.
+        positions = (start[None, :] + steps[:, None]) * active
         block = tables.t().gather(0, (positions // size).long())
-        kv_slots = (block * size + positions % size).masked_fill(~live, -1)
-        seq_lens = (positions + 1) * live
+        slot_mapping = (block * size + positions % size).masked_fill(~active, -1)
+        seq_lens = (positions + 1) * active
         cu_q = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
-        behind = tables.gather(1, ((start - 1).clamp(min=0) // size)[:, None].long()).squeeze(1).long()
-        before: Any = self._draft_model.initial_states(behind)
-        offsets = places[:, None].expand(-1, rows).contiguous()
+        last_blocks = tables.gather(1, ((start - 1).clamp(min=0) // size)[:, None].long()).squeeze(1).long()
+        states: Any = self._draft_model.initial_states(last_blocks)
+        offsets = steps[:, None].expand(-1, rows).contiguous()
         tokens = header[:, TOKEN].long()
-        for place in range(count):
-            metadata = backend.decode_metadata(kv_slots[place], cu_q, seq_lens[place], tables, max_new=1)
-            if place == self._drafts:
-                self._draft_model.write_kv(tokens, positions[place], metadata)
+        for step in range(num_steps):
+            metadata = backend.decode_metadata(slot_mapping[step], cu_q, seq_lens[step], tables, max_new=1)
+            if step == self._max_seq_drafts:
+                self._draft_model.write_kv(tokens, positions[step], metadata)
                 break
-            logits, before = self._draft_model.draft_step(tokens, before, positions[place], metadata)
-            said = drawn[:, max(0, place - 1)]
-            tokens, _ = self._sampler.sample(logits, slots, positions[place] + 1, drafts=(said, offsets[place]))
-            drawn[:, place] = tokens
+            logits, states = self._draft_model.draft_step(tokens, states, positions[step], metadata)
+            previous = drafts[:, max(0, step - 1)]
+            tokens, _ = self._sampler.sample(logits, slots, positions[step] + 1, drafts=(previous, offsets[step]))
+            drafts[:, step] = tokens
 
 
 def _nothing(output: None) -> None:
-    """The tokens are in a buffer of their own."""
+    """Keeps no output of a graph: the drafts are in `_tokens`."""

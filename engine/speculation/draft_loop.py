@@ -1,12 +1,13 @@
-"""K tokens drawn one after the other from a draft model, for several sequences at a time.
+"""Draws drafts from a draft model, one token after the other, for several sequences at a time.
 
-Step 0 computes a sequence's newest token, which has no KV yet, at its own position; each further one computes the draft
-before it. Keys and values go to the slots behind the sequence's end, which its lease has room for and in which nothing
-counts: the step that verifies the drafts writes there again.
+Step 0 computes the newest token of each sequence, which has no KV yet, at its own position. Each further step computes
+the draft before it. KV goes to the slots behind the end of the sequence, inside its lease; the verify step writes those
+slots again.
 
-For coupled acceptance a draft is drawn as the target would draw the token there: same parameters, same noise. For
-rejection sampling it is drawn with noise of its own, and what it was drawn from is kept.
-On a GPU the loop is one CUDA graph (draft_graphs.py), for coupled acceptance and drafters that can be captured.
+Coupled acceptance: a draft is drawn with the parameters and the noise that the target will use for the same position.
+Rejection sampling: a draft is drawn with noise of its own, and its distribution is kept.
+
+On a GPU the loop is one CUDA graph (draft_graphs.py), for coupled acceptance with a capturable draft model.
 """
 
 from __future__ import annotations
@@ -27,71 +28,77 @@ from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.proposer import DraftBatch
 
-CATCH_UP_TOKENS = 1024  # tokens that are made up for at a time
-DRAFT_STREAM = 3  # stream of noise of drafts that are accepted by rejection sampling
+CATCH_UP_TOKENS = 1024  # tokens of one catch-up batch
+DRAFT_STREAM = 3  # noise stream of drafts for rejection sampling
 
 
 class DraftLoop:
-    """tables: of the running sequences. rejection: what drafts are drawn from is kept. graphs: None computes step by
-    step.
+    """Draws drafts from one draft model.
+
+    Args:
+        tables: block tables of the running sequences.
+        rejection: draw for rejection sampling.
+        graphs: runs the loop as a CUDA graph; None: step by step.
     """
 
     def __init__(
         self,
-        drafter: DraftModel,
+        draft_model: DraftModel,
         kv: KVPool,
         tables: BlockTables,
         *,
         rejection: bool,
         graphs: DraftGraphs | None = None,
     ) -> None:
-        self.name = drafter.name
-        self._draft_model, self._kv, self._tables = drafter, kv, tables
+        self.name = draft_model.name
+        self._draft_model, self._kv, self._tables = draft_model, kv, tables
         self._rejection, self.graphs = rejection, graphs
         self._device = kv.data.device
 
     @torch.inference_mode()
-    def run(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> DraftBatch:
-        """steps[i] >= 1 drafts of each sequence, all of whose tokens are known and whose lease has room for the newest
-        token and all drafts; fewer where the draft's output is not a number. Waits for the device.
+    def run(self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int]) -> DraftBatch:
+        """num_drafts[i] >= 1 drafts of each sequence, fewer where the draft model's logits are not finite.
+
+        All tokens of the sequences are known, and their leases have room for the newest token and all drafts. Waits for
+        the device.
         """
         self.catch_up([seq for seq in seqs if seq.draft_lag])
         if self.graphs is not None and self.graphs.fits(len(seqs)):
-            return self.graphs.run(seqs, steps, [self._tables.row(seq) for seq in seqs])
-        self._zero_new_blocks(seqs, steps)
-        drafts = DraftBatch.empty(len(seqs), max(steps))
+            return self.graphs.run(seqs, num_drafts, [self._tables.row(seq) for seq in seqs])
+        self._zero_new_blocks(seqs, num_drafts)
+        drafts = DraftBatch.empty(len(seqs), max(num_drafts))
         probs: Tensor | None = None
         blocks = [self._tables.row(seq) for seq in seqs]
         starts = np.array([seq.start for seq in seqs])
-        (behind,) = upload([_block_at(blocks, starts - 1, self._kv.layout.block_size)], self._device)
-        before = self._draft_model.initial_states(behind)
+        (last_blocks,) = upload([_block_at(blocks, starts - 1, self._kv.layout.block_size)], self._device)
+        states = self._draft_model.initial_states(last_blocks)
         rows, tokens = list(range(len(seqs))), np.array([seq.tokens[seq.start] for seq in seqs])
-        for place in range(max(steps)):
-            going = [i for i, row in enumerate(rows) if steps[row] > place and drafts.lengths[row] == place]
-            if not going:
+        for step in range(max(num_drafts)):
+            active = [i for i, row in enumerate(rows) if num_drafts[row] > step and drafts.lengths[row] == step]
+            if not active:
                 break
-            if len(going) < len(rows):
-                rows = [rows[i] for i in going]
-                tokens = tokens[going]
-                if before is not None:
-                    (at,) = upload([np.array(going)], self._device)
-                    before = before.index_select(0, at)
-            at_now = starts[rows] + place
-            shape = StepShape(at_now.tolist(), [1] * len(rows), [blocks[row] for row in rows])
-            ids, positions = upload([tokens, at_now], self._device)
+            if len(active) < len(rows):
+                rows = [rows[i] for i in active]
+                tokens = tokens[active]
+                if states is not None:
+                    (at,) = upload([np.array(active)], self._device)
+                    states = states.index_select(0, at)
+            positions_now = starts[rows] + step
+            shape = StepShape(positions_now.tolist(), [1] * len(rows), [blocks[row] for row in rows])
+            ids, positions = upload([tokens, positions_now], self._device)
             metadata = self._draft_model.backend.prepare(shape)
-            logits, before = self._draft_model.draft_step(ids, before, positions, metadata)
-            sampled_as = [_row(seqs[r], drafts.tokens[r, :place]) for r in rows]
-            drawn, finite, drawn_from = draw_drafts(logits, sampled_as, rejection=self._rejection)
+            logits, states = self._draft_model.draft_step(ids, states, positions, metadata)
+            sample_rows = [_row(seqs[r], drafts.tokens[r, :step]) for r in rows]
+            drawn, finite, draft_probs = draw_drafts(logits, sample_rows, rejection=self._rejection)
             tokens = drawn.cpu().numpy()
-            drafts.tokens[rows, place] = tokens
+            drafts.tokens[rows, step] = tokens
             drafts.lengths[rows] += finite.cpu().numpy()
-            if drawn_from is not None:
+            if draft_probs is not None:
                 if probs is None:
-                    probs = drawn_from.new_zeros(len(seqs), max(steps), drawn_from.shape[1])
-                probs[rows, place] = drawn_from
+                    probs = draft_probs.new_zeros(len(seqs), max(num_drafts), draft_probs.shape[1])
+                probs[rows, step] = draft_probs
         if self._draft_model.lags:
-            # The last draft of all may be right, and then it has KV like the others.
+            # The last draft may be accepted, and then it needs KV like the others.
             rows = [row for row in range(len(seqs)) if drafts.lengths[row]]
             self._write_kv(
                 [seqs[row] for row in rows],
@@ -103,66 +110,75 @@ class DraftLoop:
 
     @torch.inference_mode()
     def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
-        """Makes up for the tokens that the draft model has not computed; waits for the device."""
+        """Computes the draft KV of all tokens for which it is missing. Waits for the device."""
         if not seqs:
             return
-        for part in _parts(seqs):
-            starts = np.array([seq.complete_len for seq in part])
-            self._write_kv(part, starts, [seq.tokens[seq.complete_len : seq.computed] for seq in part])
-            for seq in part:
+        for batch in _parts(seqs):
+            starts = np.array([seq.complete_len for seq in batch])
+            self._write_kv(batch, starts, [seq.tokens[seq.complete_len : seq.computed] for seq in batch])
+            for seq in batch:
                 seq.draft_lag = 0
         self._wait()
 
     def _wait(self) -> None:
-        """No step fence keeps the blocks that were written: those for drafts that no step verifies may go to others."""
+        """Waits for the writes. No step fence covers them, and blocks of drafts that are not verified may be reused."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def _write_kv(self, seqs: Sequence[EngineSequence], starts: np.ndarray, tokens: Sequence[Sequence[int]]) -> None:
-        """The draft model's layers for tokens of each sequence, from starts[i] on."""
+        """Writes the draft KV of tokens[i] of each sequence, at positions from starts[i] on."""
         if not seqs:
             return
-        counts = [len(some) for some in tokens]
+        counts = [len(tokens_of) for tokens_of in tokens]
         shape = StepShape(starts.tolist(), counts, [self._tables.row(seq) for seq in seqs])
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), counts, strict=True)])
-        ids, at = upload([np.array([token for some in tokens for token in some]), positions], self._device)
+        ids, at = upload([np.array([token for tokens_of in tokens for token in tokens_of]), positions], self._device)
         self._draft_model.write_kv(ids, at, self._draft_model.backend.prepare(shape))
 
-    def _zero_new_blocks(self, seqs: Sequence[EngineSequence], steps: Sequence[int]) -> None:
-        """Zeroes the blocks in which nothing is yet, where attention reads slots before they are written."""
+    def _zero_new_blocks(self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int]) -> None:
+        """Zeroes the blocks that the loop begins, if the attention backend reads unwritten slots."""
         if not self._draft_model.backend.reads_unwritten_slots:
             return
         size = self._kv.layout.block_size
-        begun: list[int] = []
-        for seq, count in zip(seqs, steps, strict=True):
+        new_blocks: list[int] = []
+        for seq, count in zip(seqs, num_drafts, strict=True):
             assert seq.lease is not None
-            begun += seq.lease.blocks[-(-seq.start // size) : -(-(seq.start + count + 1) // size)]
-        self._kv.zero(begun)
+            new_blocks += seq.lease.blocks[-(-seq.start // size) : -(-(seq.start + count + 1) // size)]
+        self._kv.zero(new_blocks)
 
 
 def draw_drafts(logits: Tensor, rows: Sequence[SampleRow], *, rejection: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A draft of each row of float32 [R, vocab] logits of the draft, int64 [R]; whether it means something, bool [R];
-    and for rejection sampling what it was drawn from, float32 [R, vocab].
+    """Draws one draft per row.
+
+    Args:
+        logits: float32 [R, vocab] of the draft model.
+
+    Returns:
+        The drafts, int64 [R]; whether their logits were finite, bool [R]; and for rejection sampling the distributions
+        that they were drawn from, float32 [R, vocab].
     """
     if not rejection:
         sampled = sample(logits, rows)
         return sampled.tokens, sampled.finite, None
-    chances = token_probs(logits, rows)
+    probs = token_probs(logits, rows)
     noise = NoiseKeys.for_rows(rows, logits).for_vocab(logits.shape[1], stream=DRAFT_STREAM)
-    return (chances.log() + noise).argmax(dim=-1), torch.isfinite(chances.sum(dim=-1)), chances
+    return (probs.log() + noise).argmax(dim=-1), torch.isfinite(probs.sum(dim=-1)), probs
 
 
 def _row(seq: EngineSequence, drafts: np.ndarray) -> SampleRow:
-    said: list[int] = drafts.tolist()
+    """Sampling state of the draft after these drafts."""
+    earlier: list[int] = drafts.tolist()
     allowed = None
     if seq.constraint is not None:
-        taken, masks = seq.constraint.masks(said)
-        allowed = masks[-1] if len(taken) == len(said) else None  # else they are trimmed there anyway
-    return SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=said, allowed_mask=allowed)
+        allowed_drafts, masks = seq.constraint.masks(earlier)
+        allowed = (
+            masks[-1] if len(allowed_drafts) == len(earlier) else None
+        )  # forbidden drafts are trimmed before the verify step
+    return SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=earlier, allowed_mask=allowed)
 
 
 def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
-    """Sequences that lag by no more than MADE_UP tokens together, or by more alone."""
+    """Splits the sequences into parts of at most CATCH_UP_TOKENS missing tokens; a longer one is its own part."""
     parts: list[list[EngineSequence]] = []
     tokens = 0
     for seq in seqs:
@@ -175,5 +191,5 @@ def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
 
 
 def _block_at(blocks: Sequence[np.ndarray], positions: np.ndarray, size: int) -> np.ndarray:
-    """int64 [R]"""
+    """int64 [R], the block of each position."""
     return np.array([row[at // size] for row, at in zip(blocks, positions.tolist(), strict=True)], dtype=np.int64)

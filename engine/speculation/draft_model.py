@@ -1,17 +1,18 @@
-"""Layers of a draft model, whose keys and values lie in further segments of the target's own blocks.
+"""The layers of a draft model or an EAGLE head. Their KV lies in further segments of the target's own blocks.
 
-Steps of the target compute them too, for the same tokens (`follow`). So at the end of a step all segments of a block
-are equally complete: whatever moves, caches, copies, preempts or recomputes a block does so for the draft as well, and
-a rejected draft is as much as never written. Between two steps a few more tokens are drawn one after the other (`step`,
-see draft_loop.py), in slots past the sequence's end.
+A step of the target writes the KV of these layers for the same tokens. All segments of a block are then equally
+complete: a block that is cached, copied, moved or recomputed carries the draft's KV with it, and rejected drafts leave
+nothing behind. Between two steps `draft_step` draws tokens one after the other (draft_loop.py) in slots past the end.
 
-A whole model is no small part of a step, so it *lags*: only prompts are followed. It computes its drafts, and the last
-of them too, before they are verified; what a sequence decoded without drafts is made up for (`fill`) when it drafts
-again, and every LAG tokens, for a block is published only when it is complete (`Sequence.lagging`).
+A whole model would slow down every step, so it *lags*: steps compute its layers for prompts only. It computes its own
+drafts as it draws them, the last one too. Tokens decoded without drafts are computed when the sequence drafts again, or
+once MAX_DRAFT_LAG of them are missing; their blocks are not published before (`Sequence.draft_lag`).
 
-A head that goes on from the target's states (EAGLE) needs the one before the first token of a step. It lies in the
-block of the token that made it: segment "draft_state" has the state of a block's last token that counts (`note`). A
-full block thus has that of its last slot, wherever it went, and a sequence that goes on, the one it goes on from.
+An EAGLE head continues from the target's state at the token before. The segment "draft_state" of each block stores the
+state of the block's last accepted token:
+
+    block      [ t0 t1 t2 t3 ] [ t4 t5 .. .. ]      the next step begins with t6
+    state             of t3           of t5  <----- and continues from this state
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ AttentionClass = type[TritonAttention] | type[TorchAttention]
 
 
 class TargetModel(NamedTuple):
-    """The model that is followed, its layers of the pool and its attention."""
+    """The served model with its layers of the KV pool and its attention."""
 
     model: Model
     cache: Sequence[LayerKV]
@@ -49,27 +50,29 @@ class TargetModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateLinks:
-    """How the rows of a step continue what was before. firsts: int64 [R], each row's first token of the step; before:
-    int64 [R], block of the token before it, any one where there is none.
-    """
+    """How the rows of a step continue from earlier steps."""
 
+    #: int64 [R], index of the first token of each row in the step.
     firsts: Tensor
+    #: int64 [R], block of the token before it; any block for a row that begins its sequence.
     blocks_before: Tensor
 
 
 class DraftModel(Protocol):
-    """name: in metrics. capturable: see Model. backend: attention over its own layers. lags: those are computed by
-    `fill`, of prompts in their steps and of a sequence that decodes once it drafts again; else by `follow`, in every
-    step, and `note` ends each.
-    """
+    """Draft layers over a KV pool."""
 
+    #: Label of the metrics.
     name: str
+    #: See Model.capturable.
     capturable: bool
+    #: True: `write_kv` computes the layers, for prompts in their steps and for decoded tokens when the sequence drafts
+    #: again. False: `forward_with_target` computes them in every step, and `store_states` ends the step.
     lags: bool
+    #: Attention over the draft layers.
     backend: AttentionBackend[Any]
 
     def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        """Keys and values of its layers for tokens that the target has computed. metadata: of backend."""
+        """Writes the draft layers' KV of tokens that the target has computed. metadata: of `backend`."""
 
     def forward_with_target(
         self,
@@ -81,23 +84,33 @@ class DraftModel(Protocol):
         rows: Tensor | None,
         links: StateLinks,
     ) -> tuple[Tensor, Tensor]:
-        """What target.model.hidden returns, and the states of all tokens [T, hidden]; its layers' keys and values for
-        the same tokens are written.
+        """Runs the target and the draft layers, and writes the KV of both.
+
+        Returns the target's hidden states of the tokens `rows` (None: all), and the states of all tokens [T, hidden].
         """
 
-    def store_states(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
-        """States of the tokens at[C] (int64) of a step go to these blocks, int64 [C]."""
+    def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
+        """Stores the states of tokens in blocks. indices: int64 [C], tokens of the step; blocks: int64 [C]."""
 
     def initial_states(self, blocks: Tensor) -> Tensor | None:
-        """What `step` begins with, for rows whose last token with KV is in these blocks, int64 [R]."""
+        """States that the first `draft_step` continues from; None if the model has none.
 
-    def draft_step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
-        """float32 [R, vocab] logits after one more token of each row, and what the next step begins with."""
+        blocks: int64 [R], block of the last token with KV of each row.
+        """
+
+    def draft_step(
+        self, tokens: Tensor, prev_states: Tensor | None, positions: Tensor, metadata: Any
+    ) -> tuple[Tensor, Any]:
+        """Computes one more token of each row. Returns its logits, float32 [R, vocab], and the next `prev_states`."""
 
 
 class SeparateDraftModel:
-    """A whole model that reads the same tokens. vocab: of the target; the draft's may be padded to another size.
-    attention: of the kind that the model was made for.
+    """A whole second model with the tokenizer of the target.
+
+    Args:
+        shape: of this model.
+        vocab: vocabulary size of the target; the second model's may be padded to another size.
+        attention: class of the backend.
     """
 
     name = "draft_model"
@@ -124,15 +137,17 @@ class SeparateDraftModel:
         rows: Tensor | None,
         links: StateLinks,
     ) -> tuple[Tensor, Tensor]:
-        raise AssertionError("it lags")
+        raise AssertionError("a draft model that lags is not computed with the target")
 
-    def store_states(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
-        raise AssertionError("it has no states")
+    def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
+        raise AssertionError("a separate draft model has no states")
 
     def initial_states(self, blocks: Tensor) -> None:
         return None
 
-    def draft_step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
+    def draft_step(
+        self, tokens: Tensor, prev_states: Tensor | None, positions: Tensor, metadata: Any
+    ) -> tuple[Tensor, Any]:
         hidden = self._model.forward(self._known(tokens), positions, self._cache, self.backend, metadata)
         logits = self._model.logits(hidden)
         if self._own_vocab < self._vocab:
@@ -140,6 +155,7 @@ class SeparateDraftModel:
         return logits[:, : self._vocab], None
 
     def _known(self, tokens: Tensor) -> Tensor:
+        """The tokens, with those outside this model's vocabulary replaced by its last one."""
         return tokens if self._own_vocab >= self._vocab else tokens.clamp(max=self._own_vocab - 1)
 
 
@@ -162,7 +178,7 @@ class EagleDraftModel:
         )
 
     def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        raise AssertionError("it follows")
+        raise AssertionError("an EAGLE head is computed with the target")
 
     def forward_with_target(
         self,
@@ -175,58 +191,67 @@ class EagleDraftModel:
         links: StateLinks,
     ) -> tuple[Tensor, Tensor]:
         hidden, states = self._forward_target(target, tokens, positions, metadata, rows)
-        before = torch.cat([states[:1], states[:-1]])
-        before.index_copy_(0, links.firsts, self.initial_states(links.blocks_before))
-        self._head.write_kv(tokens, before, positions, self._cache, target.backend, metadata)
+        prev_states = torch.cat([states[:1], states[:-1]])
+        prev_states.index_copy_(0, links.firsts, self.initial_states(links.blocks_before))
+        self._head.write_kv(tokens, prev_states, positions, self._cache, target.backend, metadata)
         return hidden, states
 
     def _forward_target(
         self, target: TargetModel, tokens: Tensor, positions: Tensor, metadata: Any, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The target's hidden states of `rows`, and the states of pairs of all tokens."""
+        """The target's hidden states of `rows`, and the head's input states of all tokens."""
         model = target.model
         assert isinstance(model, Decoder)
         if not self._aux_layers:
             hidden = model.forward(tokens, positions, target.cache, target.backend, metadata)
             return hidden if rows is None else hidden[rows], model.final_norm(hidden)
         width = self._width
-        joined = torch.empty(len(tokens), len(self._aux_layers) * width, dtype=self._dtype, device=tokens.device)
+        aux_states = torch.empty(len(tokens), len(self._aux_layers) * width, dtype=self._dtype, device=tokens.device)
 
-        def tap(index: int, x: Tensor) -> None:
+        def hook(layer_index: int, x: Tensor) -> None:
             for place, layer in enumerate(self._aux_layers):
-                if layer == index:
-                    joined[:, place * width : (place + 1) * width] = x
+                if layer == layer_index:
+                    aux_states[:, place * width : (place + 1) * width] = x
 
-        late = self._target_layers in self._aux_layers  # then the last layer is wanted of all tokens
+        # If the head reads the state after the last layer, that layer has to compute all tokens.
+        needs_all_tokens = self._target_layers in self._aux_layers
         hidden = model.forward(
-            tokens, positions, target.cache, target.backend, metadata, None if late else rows, layer_hook=tap
+            tokens,
+            positions,
+            target.cache,
+            target.backend,
+            metadata,
+            None if needs_all_tokens else rows,
+            layer_hook=hook,
         )
-        return hidden[rows] if late and rows is not None else hidden, self._head.fuse(joined)
+        return hidden[rows] if needs_all_tokens and rows is not None else hidden, self._head.fuse(aux_states)
 
-    def store_states(self, states: Tensor, at: Tensor, blocks: Tensor) -> None:
-        self._state.index_copy_(0, blocks, states.index_select(0, at).to(self._state.dtype))
+    def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
+        self._state.index_copy_(0, blocks, states.index_select(0, indices).to(self._state.dtype))
 
     def initial_states(self, blocks: Tensor) -> Tensor:
         return self._state.index_select(0, blocks).to(self._dtype)
 
-    def draft_step(self, tokens: Tensor, before: Tensor | None, positions: Tensor, metadata: Any) -> tuple[Tensor, Any]:
-        assert before is not None
-        states = self._head.draft_step(tokens, before, positions, self._cache, self.backend, metadata)
+    def draft_step(
+        self, tokens: Tensor, prev_states: Tensor | None, positions: Tensor, metadata: Any
+    ) -> tuple[Tensor, Any]:
+        assert prev_states is not None
+        states = self._head.draft_step(tokens, prev_states, positions, self._cache, self.backend, metadata)
         return self._head.logits(states), states
 
 
-# A drafter over a pool, for an engine's pools: the trial one that memory is measured with, and its own.
+#: Builds the draft model over a KV pool: over the trial pool for measuring memory, and then over the engine's pool.
 BuildDraftModel = Callable[[KVPool, AttentionClass], DraftModel]
 
 
 def state_links_of(shape: StepShape, kv: KVPool) -> StateLinks:
-    """Of a step's rows; a sequence that begins has the dummy block behind it."""
+    """State links of the rows of a step. A row that begins its sequence links to the dummy block."""
     size, ends = kv.layout.block_size, np.cumsum(shape.num_new)
-    before = [
+    blocks_before = [
         int(blocks[(start - 1) // size]) if start else kv.dummy_block
         for start, blocks in zip(shape.starts, shape.blocks, strict=True)
     ]
-    return StateLinks(*upload([ends - np.array(shape.num_new), np.array(before)], kv.data.device))
+    return StateLinks(*upload([ends - np.array(shape.num_new), np.array(blocks_before)], kv.data.device))
 
 
 def store_step_states(
@@ -235,31 +260,39 @@ def store_step_states(
     shape: StepShape,
     sampled: Tensor,
     ids: Tensor,
-    last_of: np.ndarray,
-    counts: np.ndarray,
+    logits_indices: np.ndarray,
+    num_results: np.ndarray,
     *,
     kv: KVPool,
     query: int,
 ) -> None:
-    """Leaves the states of tokens that count in their blocks: of a row's last one, and of every full block's.
+    """Stores the states of the last accepted token of each row, and of the last slot of each block that got full.
 
-    states: [T, hidden] of the step's tokens; ids: int64 [T], these. last_of: int64 [rows], those after which something
-    is sampled, and the last one of a row that samples nothing; sampled: int64 [rows], what follows each; counts: such
-    tokens of each row of the step, at most `query`.
+    Args:
+        states: [T, hidden] of the tokens of the step.
+        sampled: int64 [results], the token sampled after each token of `logits_indices`.
+        ids: int64 [T], the tokens.
+        logits_indices: int64 [results], the tokens that are sampled after, and the last token of other rows.
+        num_results: results of each row, at most `query`.
     """
     size, ends = kv.layout.block_size, np.cumsum(shape.num_new)
     positions = np.arange(int(ends[-1])) + np.repeat(np.array(shape.starts) - (ends - shape.num_new), shape.num_new)
-    full = (positions + 1) % size == 0
-    ended = full[last_of].astype(np.int64)
-    full[last_of] = False
-    written = np.concatenate([last_of, np.flatnonzero(full)])
-    rows = np.searchsorted(ends, written, side="right")
-    places = zip(rows.tolist(), (positions[written] // size).tolist(), strict=True)
+    fills_block = (positions + 1) % size == 0
+    ends_block = fills_block[logits_indices].astype(np.int64)
+    fills_block[logits_indices] = False
+    stored = np.concatenate([logits_indices, np.flatnonzero(fills_block)])
+    rows = np.searchsorted(ends, stored, side="right")
+    places = zip(rows.tolist(), (positions[stored] // size).tolist(), strict=True)
     blocks = np.array([int(shape.blocks[row][place]) for row, place in places])
-    offsets = np.arange(len(last_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    at, into, there, full_there = upload([written, blocks, offsets, ended], kv.data.device)
-    if len(last_of) > len(counts):
-        counted, final = accepted_mask(sampled, ids.index_select(0, at[: len(last_of)]), there, query)
-        here = into[: len(last_of)].masked_fill(~(final | (counted & (full_there > 0))), kv.dummy_block)
-        into = torch.cat([here, into[len(last_of) :]])
-    draft.store_states(states, at, into)
+    offsets = np.arange(len(logits_indices)) - np.repeat(np.cumsum(num_results) - num_results, num_results)
+    indices, target_blocks, device_offsets, device_ends_block = upload(
+        [stored, blocks, offsets, ends_block], kv.data.device
+    )
+    if len(logits_indices) > len(num_results):
+        accepted, is_last = accepted_mask(
+            sampled, ids.index_select(0, indices[: len(logits_indices)]), device_offsets, query
+        )
+        keeps = is_last | (accepted & (device_ends_block > 0))
+        checked = target_blocks[: len(logits_indices)].masked_fill(~keeps, kv.dummy_block)
+        target_blocks = torch.cat([checked, target_blocks[len(logits_indices) :]])
+    draft.store_states(states, indices, target_blocks)

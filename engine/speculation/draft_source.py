@@ -1,7 +1,8 @@
-"""From the directory of a draft model, or of an EAGLE head, to layers that run beside the target's.
+"""Opens the draft model or EAGLE head that the configuration names.
 
-`open_draft` reads configurations only and says what the head keeps in a block, so that the KV layout is known before
-weights are read. What does not fit the target is refused with a ConfigError of the field speculation_model.
+`open_draft` reads configurations only. It returns a `DraftSource` that knows which fields the draft adds to the KV
+layout before any weights are read. A draft that does not fit the target raises a ConfigError of the field
+`speculation_model`.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, Sep
 
 log = logging.getLogger(__name__)
 
-MAX_VOCAB_PADDING = 1024  # tokens that one vocabulary of a family may have more than another, all of them unused
+MAX_VOCAB_PADDING = (
+    1024  # most tokens by which the vocabularies of one family may differ; the additional tokens are unused
+)
 
 
 class DraftSource(Protocol):
-    """What is known of a draft model before it is loaded."""
+    """A draft model that is not loaded yet."""
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
-        """The fields of KVLayout that are about the draft."""
+        """The fields that the draft sets in KVLayout."""
 
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
-        """Reads or invents the weights; ConfigError when they do not fit."""
+        """Loads the weights, or makes random ones. Raises ConfigError if they do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeparateDraftSource:
-    """A model of its own, of the same tokenizer."""
+    """A whole second model with the tokenizer of the target."""
 
     source: ModelSource
     target: ModelShape
@@ -62,18 +65,21 @@ class SeparateDraftSource:
 
 @dataclass(frozen=True, slots=True)
 class EagleSource:
-    """An EAGLE head of the target. seed: of random weights; None: the directory's."""
+    """An EAGLE head of the target."""
 
     spec: EagleSpec
     target: ModelSpec
     model_dir: Path
+    #: Seed of random weights; None: the weights of `model_dir`.
     seed: int | None
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
         layer = self.spec.layer
-        known = f"eagle dummy {self.seed} {device.type} {self.spec!r}"
+        random_weights = f"eagle dummy {self.seed} {device.type} {self.spec!r}"
         revision = (
-            eagle_weights.eagle_revision(self.spec, self.model_dir) if self.seed is None else weights.digest(known)
+            eagle_weights.eagle_revision(self.spec, self.model_dir)
+            if self.seed is None
+            else weights.digest(random_weights)
         )
         return {
             "draft_layers": 1,
@@ -96,9 +102,14 @@ class EagleSource:
 def open_draft(
     kind: str, model_dir: Path, target: ModelShape, target_dir: Path, *, load_format: str, seed: int, max_len: int
 ) -> DraftSource:
-    """kind: draft_model or eagle. max_len: longest sequence."""
+    """Opens a draft.
+
+    Args:
+        kind: "draft_model" or "eagle".
+        max_len: longest sequence.
+    """
     if kind == "eagle":
-        return _open_head(model_dir, target, seed if load_format == "dummy" else None)
+        return _open_eagle(model_dir, target, seed if load_format == "dummy" else None)
     try:
         source = open_model(model_dir, load_format, seed)
     except ConfigError as error:
@@ -107,43 +118,49 @@ def open_draft(
     if abs(shape.vocab_size - target.vocab_size) > MAX_VOCAB_PADDING or not _same_tokens(model_dir, target_dir):
         raise ConfigError(
             f"the draft model in {model_dir} has another vocabulary ({shape.vocab_size} tokens) than the model "
-            f"({target.vocab_size}): the two must have one tokenizer",
+            f"({target.vocab_size} tokens): use a draft model with the same tokenizer",
             field=SPECULATION_FIELD,
         )
     if shape.max_position < max_len:
         if not isinstance(shape, ModelSpec):
             raise ConfigError(
-                f"the draft model ends at {shape.max_position} tokens, not {max_len}", field=SPECULATION_FIELD
+                f"the draft model supports {shape.max_position} tokens, but max_model_len is {max_len}",
+                field=SPECULATION_FIELD,
             )
-        log.warning("the draft model was made for %d tokens: past them its drafts are poor", shape.max_position)
+        log.warning("the draft model was trained for %d tokens: drafts at later positions are poor", shape.max_position)
     return SeparateDraftSource(source, target)
 
 
-def _open_head(model_dir: Path, target: ModelShape, seed: int | None) -> EagleSource:
+def _open_eagle(model_dir: Path, target: ModelShape, seed: int | None) -> EagleSource:
     spec = load_eagle_spec(model_dir)
     if not isinstance(target, ModelSpec):
         raise ConfigError(
-            f"EAGLE heads need a model with native code, {target.architecture} has none", field=SPECULATION_FIELD
+            f"EAGLE heads need a model that Baton computes itself; {target.architecture} is computed by transformers",
+            field=SPECULATION_FIELD,
         )
     spec.aux_layers_of(target.num_layers)
     if spec.target_hidden != target.hidden_size:
         raise ConfigError(
-            f"the EAGLE head is of a model with hidden size {spec.target_hidden}, this one has {target.hidden_size}",
+            f"the EAGLE head is for a model with hidden size {spec.target_hidden}, this model has {target.hidden_size}",
             field=SPECULATION_FIELD,
         )
     if not spec.is_eagle3 and spec.layer.hidden_size != target.hidden_size:
-        raise ConfigError("an EAGLE head has the hidden size of its model", field=SPECULATION_FIELD)
+        raise ConfigError(
+            f"the EAGLE head has hidden size {spec.layer.hidden_size}, its model has {target.hidden_size}",
+            field=SPECULATION_FIELD,
+        )
     if spec.layer.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"the EAGLE head is of a model with {spec.layer.vocab_size} tokens, this one has {target.vocab_size}",
+            f"the EAGLE head is for a model with {spec.layer.vocab_size} tokens in its vocabulary, this model has "
+            f"{target.vocab_size} tokens",
             field=SPECULATION_FIELD,
         )
     return EagleSource(spec, target, model_dir, seed)
 
 
-def _same_tokens(one: Path, other: Path) -> bool:
-    """Their tokenizers give the same ids, as far as both directories tell."""
-    files = [directory / "tokenizer.json" for directory in (one, other)]
+def _same_tokens(first_dir: Path, second_dir: Path) -> bool:
+    """Whether the tokenizers give the same ids. True if that cannot be known."""
+    files = [directory / "tokenizer.json" for directory in (first_dir, second_dir)]
     if not all(file.is_file() for file in files):
         return True
     first, second = (file.read_bytes() for file in files)
@@ -152,5 +169,5 @@ def _same_tokens(one: Path, other: Path) -> bool:
     try:
         vocabularies = [json.loads(content)["model"]["vocab"] for content in (first, second)]
     except (ValueError, KeyError, TypeError):
-        return True  # unknown kinds of tokenizers: the sizes have to do
+        return True  # unknown kind of tokenizer: only the sizes are compared
     return bool(vocabularies[0] == vocabularies[1])

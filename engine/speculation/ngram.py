@@ -1,9 +1,12 @@
-"""Prompt look-up (Saxena 2023): the newest tokens occurred before, so what followed them then is proposed.
+"""Prompt look-up (Saxena 2023): if the newest tokens occurred before, the tokens that followed them are proposed.
 
-Each sequence has an index of its own over prompt and output: for every n the place where each n-gram ended last. The
-prompt's is built with numpy and searched by bisection; n-grams that output completes go to a dictionary, which is asked
-first, for the latest place is the best guess. So a token costs a few dictionary entries, however long the context. They
-are made of all tokens since the last look at once, for all n in one product: the device may be waiting.
+Each sequence has an index over its prompt and output: for each n, where each n-gram ended last.
+
+    prompt    n-grams as sorted arrays, built with numpy, searched by bisection
+    output    n-grams in a dictionary, looked up first: the latest occurrence is the best guess
+
+A new token costs a few dictionary entries at any length of the context. The hashes of all tokens since the last look
+are computed in one matrix product for all n, because the device may be waiting.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import numpy as np
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.proposer import DraftBatch
 
-LENGTHS = (5, 3, 2)  # of n-grams, the best guess first
+LENGTHS = (5, 3, 2)  # n of the n-grams, in the order they are tried: a longer match is a better guess
 MAX_LENGTH = LENGTHS[0]
-FACTOR = 0x9E3779B97F4A7C15  # odd: of a polynomial hash modulo 2**64
-# The codes of the n-grams at the end of LONGEST tokens are these times that, a column for each n.
+FACTOR = 0x9E3779B97F4A7C15  # of a polynomial hash modulo 2**64; odd
+# uint64 [MAX_LENGTH, n-gram lengths]: MAX_LENGTH tokens times this are the hashes of the n-grams at their end.
 POWERS = np.array(
     [[pow(FACTOR, MAX_LENGTH - 1 - i, 1 << 64) * (i >= MAX_LENGTH - n) for n in LENGTHS] for i in range(MAX_LENGTH)],
     dtype=np.uint64,
@@ -29,25 +32,28 @@ POWERS = np.array(
 
 @dataclass(slots=True)
 class _NgramTable:
-    """n-grams of one length. hashes: the prompt's, ascending; ends: the positions after them. later: the output's."""
+    """n-grams of one length in one sequence."""
 
     length: int
+    #: uint64, ascending: hashes of the n-grams of the prompt.
     hashes: np.ndarray
+    #: Position after each of them; equal hashes are in the order of their positions.
     ends: np.ndarray
-    later: dict[int, int]
+    #: Position after the last occurrence of each n-gram that output completed, by its hash.
+    output_ends: dict[int, int]
 
 
 class NgramIndex:
-    """One sequence's tokens and the places of their n-grams."""
+    """The tokens of one sequence and the positions of their n-grams."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.count = len(tokens)
-        # LONGEST places of no token come first, so that every place has as many before it.
+        # MAX_LENGTH entries without a token come first, so that every position has that many entries before it.
         self._padded = np.full(max(256, 2 * self.count) + MAX_LENGTH, -1, dtype=np.int64)
         self._padded[MAX_LENGTH : MAX_LENGTH + self.count] = tokens
         codes = self._codes(0)
         self._newest: list[int] = codes[-1].tolist()
-        self._grams = [_index(n, codes[n:-1, column]) for column, n in enumerate(LENGTHS)]
+        self._tables = [_index(n, codes[n:-1, column]) for column, n in enumerate(LENGTHS)]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -55,7 +61,7 @@ class NgramIndex:
         return self._padded[MAX_LENGTH : MAX_LENGTH + self.count]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens that follow."""
+        """Appends tokens."""
         if not tokens:
             return
         first, self.count = self.count, self.count + len(tokens)
@@ -63,67 +69,69 @@ class NgramIndex:
             self._padded = np.concatenate([self._padded, np.empty(self.count, dtype=np.int64)])
         self._padded[MAX_LENGTH + first : MAX_LENGTH + self.count] = tokens
         *followed, self._newest = self._codes(first).tolist()
-        for grams, codes in zip(self._grams, zip(*followed, strict=True), strict=True):
-            begin = max(first, grams.length)
-            grams.later.update(zip(codes[begin - first :], range(begin, self.count), strict=True))
+        for table, codes in zip(self._tables, zip(*followed, strict=True), strict=True):
+            begin = max(first, table.length)
+            table.output_ends.update(zip(codes[begin - first :], range(begin, self.count), strict=True))
 
-    def match(self, most: int) -> tuple[int, np.ndarray]:
-        """How many of the newest tokens occurred before, as far as is known, and what followed them then, up to `most`.
+    def match(self, limit: int) -> tuple[int, np.ndarray]:
+        """Length of the longest indexed n-gram at the end that occurred before, and up to `limit` tokens that followed.
 
-        0 and nothing when they are new. Where what followed reaches the end it goes on with itself: it is a loop.
+        0 and no tokens if none did. If the tokens that followed reach the end of the sequence, they repeat: the text is
+        in a loop.
         """
         tokens = self.tokens
-        for grams, code in zip(self._grams, self._newest, strict=True):
-            at = self._find(grams, code) if self.count >= grams.length else None
-            if at is not None:
-                return grams.length, tokens[at + np.arange(most) % (self.count - at)]
+        for table, code in zip(self._tables, self._newest, strict=True):
+            end = self._find(table, code) if self.count >= table.length else None
+            if end is not None:
+                return table.length, tokens[end + np.arange(limit) % (self.count - end)]
         return 0, tokens[:0]
 
-    def _find(self, grams: _NgramTable, code: int) -> int | None:
-        at, n, tokens = grams.later.get(code), grams.length, self.tokens
-        if at is None:
-            place = int(np.searchsorted(grams.hashes, np.uint64(code), side="right")) - 1
-            if place < 0 or int(grams.hashes[place]) != code:
+    def _find(self, table: _NgramTable, code: int) -> int | None:
+        """Position after the last earlier occurrence of the newest n-gram, which has this hash."""
+        end, n, tokens = table.output_ends.get(code), table.length, self.tokens
+        if end is None:
+            row = int(np.searchsorted(table.hashes, np.uint64(code), side="right")) - 1
+            if row < 0 or int(table.hashes[row]) != code:
                 return None
-            at = int(grams.ends[place])
-        return at if np.array_equal(tokens[at - n : at], tokens[self.count - n :]) else None
+            end = int(table.ends[row])
+        return end if np.array_equal(tokens[end - n : end], tokens[self.count - n :]) else None
 
     def _codes(self, first: int) -> np.ndarray:
-        """uint64 [count - first + 1, lengths]: the n-grams right before each place from `first` on, the end included.
+        """uint64 [count - first + 1, n-gram lengths], hashes of the n-grams before each position first ... count.
 
-        Of a place with fewer than n tokens before it the code means nothing.
+        The hash is meaningless at a position with fewer than n tokens before it.
         """
-        places = np.arange(first, self.count + 1)[:, None] + np.arange(MAX_LENGTH)
-        codes: np.ndarray = (self._padded[places] + 1).astype(np.uint64) @ POWERS
+        positions = np.arange(first, self.count + 1)[:, None] + np.arange(MAX_LENGTH)
+        codes: np.ndarray = (self._padded[positions] + 1).astype(np.uint64) @ POWERS
         return codes
 
 
 def _index(length: int, codes: np.ndarray) -> _NgramTable:
-    """codes: of n-grams that some token follows, from place `length` on."""
+    """Table of the prompt's n-grams. codes: their hashes by the position after them, from `length` on."""
     order = np.argsort(codes, kind="stable")
     return _NgramTable(length, codes[order], order + length, {})
 
 
 class NgramProposer:
-    """See the top of this file."""
+    """Proposes what followed the newest n-gram of the same sequence."""
 
     name = "ngram"
 
     def new_state(self, seq: EngineSequence) -> NgramIndex:
         return NgramIndex(seq.tokens)
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = DraftBatch.empty(len(seqs), max(limits))
-        for row, (seq, history, most) in enumerate(zip(seqs, kept, limits, strict=True)):
-            history.extend(seq.tokens[history.count :])
-            _, found = history.match(most)
+        for row, (seq, index, limit) in enumerate(zip(seqs, states, limits, strict=True)):
+            index.extend(seq.tokens[index.count :])
+            _, found = index.match(limit)
             drafts.tokens[row, : len(found)] = found
             drafts.lengths[row] = len(found)
         return drafts
 
-    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
-        kept.extend(seq.tokens[kept.count :])
-        return bool(kept.match(1)[0])
+    def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
+        state.extend(seq.tokens[state.count :])
+        return bool(state.match(1)[0])
 
-    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
-        """The history reads the sequence's tokens."""
+    def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
+        """Nothing to do: the index reads the tokens of the sequence."""

@@ -1,8 +1,8 @@
-"""The seam between decoding and whatever guesses tokens.
+"""The interface between decoding and everything that proposes drafts.
 
-A proposer sees sequences whose tokens are all known to the host. It may keep something of each, which `begin` makes and
-which lives as long as the sequence does, through preemptions too: nobody tells a proposer that a sequence is over.
-Proposals are chains: draft i + 1 is a guess for the case that draft i is right. Wrong ones cost time, never an answer.
+A proposer sees sequences with all tokens known to the host. It may keep a state of its own for each sequence:
+`new_state` makes it, a preemption keeps it, and it is dropped with the sequence. Draft i + 1 is a guess for the case
+that draft i is right. A wrong draft costs time and never changes the output.
 """
 
 from __future__ import annotations
@@ -21,39 +21,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """tokens: int64 [B, K], of which each row's first lengths[row] count; lengths: int64 [B].
+    """Drafts of B sequences, up to K of each."""
 
-    probs: float32 [B, K, vocab] on the device, what each draft was drawn from; None where nothing was drawn. Drafts
-    that were drawn with the noise of their positions, as coupled acceptance wants them, need none.
-    """
-
+    #: int64 [B, K]; the first lengths[row] tokens of a row are its drafts.
     tokens: np.ndarray
+    #: int64 [B]
     lengths: np.ndarray
+    #: float32 [B, K, vocab] on the device, the distribution that each draft was drawn from. None for drafts that were
+    #: not drawn, and for coupled acceptance, which needs no distribution.
     probs: Tensor | None = None
 
     @classmethod
-    def empty(cls, rows: int, most: int) -> DraftBatch:
-        return cls(np.zeros((rows, most), dtype=np.int64), np.zeros(rows, dtype=np.int64))
+    def empty(cls, rows: int, max_drafts: int) -> DraftBatch:
+        """No drafts of `rows` sequences."""
+        return cls(np.zeros((rows, max_drafts), dtype=np.int64), np.zeros(rows, dtype=np.int64))
 
 
 class Proposer(Protocol):
-    """name: in metrics."""
+    """Proposes drafts."""
 
+    #: Label of the metrics.
     name: str
 
     def new_state(self, seq: EngineSequence) -> Any:
-        """What the proposer keeps of a sequence; called once, before its first proposal."""
+        """State of one sequence. Called once, before the first proposal for it."""
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         """Up to limits[i] >= 1 drafts for each sequence, none where there is no good guess.
 
-        kept: what `begin` made of each. All token ids are in the vocabulary, as those of the sequences are.
+        Every draft is a token id of the vocabulary.
+
+        Args:
+            states: what `new_state` returned for each sequence.
         """
 
-    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
-        """Now and then, while the device computes the next token: there is time for what `propose` wants of those
-        before it. Whether they lead to expect that there will be drafts once it is known.
+    def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
+        """Whether drafts are likely once the next token is known.
+
+        Called now and then while the device computes that token, so there is time to read the tokens before it.
         """
 
-    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
-        """A step has verified so many drafts, and appended the accepted ones and the token after them."""
+    def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
+        """A step verified `drafts` drafts of the sequence, and appended the accepted ones and one more token."""

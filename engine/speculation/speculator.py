@@ -1,8 +1,13 @@
-"""Drafts for the sequences that decode next: who gets how many, from whom, and what became of them.
+"""Connects proposer and controller with the stepper: which sequences draft, how much, and how the drafts did.
 
-Called by the stepper on the engine's thread: `draft` before a step is planned whose tokens are all known, `verified`
-for each sequence whose drafts a step has tested, `stepped` after each step, `due`, while a device computes, to learn
-whether the next step should wait for this one's result. A proposer that fails costs its drafts and no more.
+Runs on the engine thread. The stepper calls
+
+- `draft` before it plans a step, if all tokens so far are known;
+- `wants_drafts` while the device computes, to decide if the next step waits for the result of this one;
+- `on_verified` for each sequence with verified drafts;
+- `on_step` after each step.
+
+A proposer that raises loses its drafts, and the sequences continue without.
 """
 
 from __future__ import annotations
@@ -21,13 +26,18 @@ from engine.speculation.stats import SpeculationStats
 
 log = logging.getLogger(__name__)
 
-MAX_DRAFT_LAG = 64  # tokens that a draft model may be behind while nobody drafts: until then they are not published
-OBSERVED_PER_STEP = 4  # sequences whose new tokens the proposer sees while a step is computed
-NO_STATE = object()  # is kept of a sequence that the proposer failed to begin with
+MAX_DRAFT_LAG = 64  # tokens that a draft model may lag; blocks with these tokens are not published before it catches up
+OBSERVED_PER_STEP = 4  # sequences that the proposer reads during a step
+NO_STATE = object()  # proposer state of a sequence for which `Proposer.new_state` raised
 
 
 class Speculator:
-    """control: how many drafts who gets; max_seqs: nobody drafts where more sequences decode."""
+    """Proposes and accounts the drafts of an engine.
+
+    Args:
+        controller: decides how many drafts each sequence gets.
+        max_seqs: no sequence drafts while more than this many decode.
+    """
 
     def __init__(self, proposer: Proposer, controller: DraftController, *, max_seqs: int) -> None:
         self.stats = SpeculationStats(proposer.name, controller.max_drafts)
@@ -37,19 +47,19 @@ class Speculator:
         self._steps = 0
 
     def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, DraftTokens]:
-        """Drafts of those sequences for which they pay."""
+        """Drafts of the sequences for which they pay."""
         if any(seq.draft_lag >= MAX_DRAFT_LAG for seq in seqs):
             self._catch_up([seq for seq in seqs if seq.draft_lag])
         limits = self._limits(seqs)
-        asked = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
-        if not asked:
+        requested = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
+        if not requested:
             return NO_DRAFTS
         self._controller.on_proposal_asked()
-        chosen = [seq for seq, _ in asked]
-        kept = [seq.draft_state.proposer_state for seq in chosen if seq.draft_state is not None]
+        chosen = [seq for seq, _ in requested]
+        states = [seq.draft_state.proposer_state for seq in chosen if seq.draft_state is not None]
         drafts: DraftBatch | None = None
         with self._tolerate_failure():
-            drafts = self._proposer.propose(chosen, kept, [limit for _, limit in asked])
+            drafts = self._proposer.propose(chosen, states, [limit for _, limit in requested])
         if drafts is None:
             return NO_DRAFTS
         proposed: dict[EngineSequence, DraftTokens] = {}
@@ -69,7 +79,7 @@ class Speculator:
                 self._proposer.catch_up(seqs)
 
     def wants_drafts(self, seqs: Sequence[EngineSequence]) -> bool:
-        """Some of these sequences, which are in the step in flight, should draft for the next one."""
+        """Whether some of these sequences, which are in the step in flight, should draft for the next step."""
         decoding = [seq for seq in seqs if seq.decoding and not seq.hand_off]
         if any(seq.draft_lag >= MAX_DRAFT_LAG for seq in decoding):
             return True
@@ -81,10 +91,13 @@ class Speculator:
         )
 
     def _observe(self, seqs: Sequence[EngineSequence]) -> None:
-        """The device computes, so looking costs no time: only who may have drafts by what is known makes steps wait."""
+        """Lets the proposer read the new tokens of a few sequences, which costs no time while the device computes.
+
+        Only sequences with likely drafts make the next step wait.
+        """
         first = self._steps * OBSERVED_PER_STEP
-        for place in range(first, first + min(OBSERVED_PER_STEP, len(seqs))):
-            seq = seqs[place % len(seqs)]
+        for index in range(first, first + min(OBSERVED_PER_STEP, len(seqs))):
+            seq = seqs[index % len(seqs)]
             state = seq.draft_state
             if state is not None and state.proposer_state is not NO_STATE:
                 likely = False
@@ -93,47 +106,48 @@ class Speculator:
                 state.waits_left = max(state.waits_left, int(likely))
 
     def on_verified(self, seq: EngineSequence, drafts: int, accepted: int) -> None:
-        """A step has tested the sequence's drafts."""
+        """A step verified drafts of the sequence."""
         assert seq.draft_state is not None
         self.stats.add(drafts, accepted)
         self._controller.on_verified(seq.draft_state, seq.num_output, drafts, accepted)
         try:
             self._proposer.on_verified(seq, seq.draft_state.proposer_state, drafts, accepted)
         except Exception:
-            self._failed()
+            self._log_failure()
 
-    def on_step(self, items: Sequence[ScheduledSequence], seconds: float, *, waited: bool = False) -> None:
-        """A step has ended after so many seconds. waited: it was launched after the result of the one before."""
+    def on_step(self, scheduled: Sequence[ScheduledSequence], seconds: float, *, waited: bool = False) -> None:
+        """A step of `seconds` ended. waited: it was launched after the result of the step before."""
         self._steps += 1
-        decodes = len(items) if all(item.is_decode for item in items) else 0
-        self._controller.on_step(decodes, sum(len(item.drafts) for item in items), seconds, waited=waited)
+        decodes = len(scheduled) if all(entry.is_decode for entry in scheduled) else 0
+        self._controller.on_step(decodes, sum(len(entry.drafts) for entry in scheduled), seconds, waited=waited)
 
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
+        """Most drafts of each sequence."""
         if len(seqs) > self._max_seqs:
             return [0] * len(seqs)
-        states = [(seq.draft_state or self._begin(seq), seq.num_output) for seq in seqs]
+        states = [(seq.draft_state or self._new_state(seq), seq.num_output) for seq in seqs]
         limits = self._controller.limits(states)
         return [
             0 if state.proposer_state is NO_STATE else limit for (state, _), limit in zip(states, limits, strict=True)
         ]
 
-    def _begin(self, seq: EngineSequence) -> DraftState:
-        kept: object = NO_STATE
+    def _new_state(self, seq: EngineSequence) -> DraftState:
+        proposer_state: object = NO_STATE
         with self._tolerate_failure():
-            kept = self._proposer.new_state(seq)
-        seq.draft_state = self._controller.new_state(kept)
+            proposer_state = self._proposer.new_state(seq)
+        seq.draft_state = self._controller.new_state(proposer_state)
         return seq.draft_state
 
     @contextlib.contextmanager
     def _tolerate_failure(self) -> Iterator[None]:
-        """The proposer may fail inside."""
+        """Counts and logs an exception of the proposer."""
         try:
             yield
         except Exception:
-            self._failed()
+            self._log_failure()
 
-    def _failed(self) -> None:
-        """One that fails in every step does not fill the log."""
+    def _log_failure(self) -> None:
+        """Logs failures 1, 2, 4, 8, ..., so that a proposer that always fails does not fill the log."""
         self.stats.failures += 1
         if self.stats.failures.bit_count() == 1:
             log.exception("the %s proposer failed, %d times so far", self._proposer.name, self.stats.failures)

@@ -1,28 +1,33 @@
-"""What speculation came to, since the start: read by metrics, written by the engine's thread."""
+"""Counts of drafts since the start: written by the engine thread, read by the metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-ALARM_CHAINS = 50  # proposals in a row of which nothing was accepted: something is wrong with the proposer
+USELESS_AFTER = 50  # verified proposals in a row without an accepted draft that mean a broken proposer
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """proposer: its name. chains: verified proposals of one sequence in one step. proposed, accepted: their drafts.
+    """Counts of drafts. A chain is the drafts of one sequence that one step verified."""
 
-    proposed_at[i], accepted_at[i]: of those, the ones at place i. fruitless: chains in a row without acceptance.
-    failures: proposals that raised.
-    """
-
+    #: Name of the proposer.
     proposer: str
+    #: Most drafts of a chain.
     max_drafts: int
+    #: Verified chains.
     chains: int = 0
+    #: Drafts of all chains.
     proposed: int = 0
+    #: Accepted drafts of all chains.
     accepted: int = 0
+    #: Drafts by their place in the chain.
     proposed_at: list[int] = field(default_factory=list)
+    #: Accepted drafts by their place in the chain.
     accepted_at: list[int] = field(default_factory=list)
+    #: Newest chains in a row without an accepted draft.
     rejected_in_a_row: int = 0
+    #: Calls of the proposer that raised.
     failures: int = 0
 
     def __post_init__(self) -> None:
@@ -30,7 +35,7 @@ class SpeculationStats:
         self.accepted_at = [0] * self.max_drafts
 
     def add(self, proposed: int, accepted: int) -> None:
-        """One chain."""
+        """Counts one chain."""
         self.chains += 1
         self.proposed += proposed
         self.accepted += accepted
@@ -42,5 +47,5 @@ class SpeculationStats:
 
     @property
     def is_useless(self) -> bool:
-        """The acceptance length stays at 1.00: drafts cost time and give nothing."""
-        return self.rejected_in_a_row >= ALARM_CHAINS
+        """The newest USELESS_AFTER chains had no accepted draft: drafts cost time and gain nothing."""
+        return self.rejected_in_a_row >= USELESS_AFTER

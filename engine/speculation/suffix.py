@@ -1,13 +1,13 @@
-"""What other requests said after the same words (SuffixDecoding, Oliaro et al. 2024, with bounded counts).
+"""Drafts from the output of other requests (SuffixDecoding, Oliaro et al. 2024, with bounded counts).
 
-One table per pod, shared by its sequences: for suffixes of some lengths the token that followed most, by a majority
-vote (Boyer and Moore 1981): a vote for it counts up, one for another token down, and at zero the other takes over. A
-guess is the vote of the longest suffix that is known, and is taken for said to guess the next one, while the votes are
-clear. A sequence's own prompt and output are asked too (ngram.py): whoever knows the longer suffix drafts.
+One table per pod is shared by its sequences. For suffixes of some lengths it keeps the most frequent next token by
+majority vote (Boyer and Moore 1981): a vote for the candidate counts up, a vote for another token counts down, and at
+zero the other token replaces it. Drafts come from the longest known suffix, one token after the other while the votes
+are clear. The sequence's own n-grams (ngram.py) are used instead where they match a longer suffix.
 
-The table has two generations. Votes go to the young one; when that is full, the old one is dropped and the young one
-takes its place, so memory is bounded and what nobody has said for long is forgotten. What tenants with different cache
-salts say does not mix: from how fast an answer comes nobody learns what others asked.
+The table has two generations. Votes go to the young one. When it is full, the old one is dropped and the young one
+takes its place, so memory is bounded and unused suffixes are forgotten. Requests with different cache salts have
+separate entries: the speed of an answer reveals nothing about other tenants.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramIndex
 from engine.speculation.proposer import DraftBatch
 
-LENGTHS = (12, 6, 3)  # of suffixes, the best guess first
-MAX_SUFFIXES = 1 << 18  # of a generation; about 170 bytes each
-MAX_VOTES = 15
-MIN_VOTES = 2  # votes of a shortest suffix before it is believed; longer ones need one
+LENGTHS = (12, 6, 3)  # of suffixes in tokens, in the order they are tried
+MAX_SUFFIXES = 1 << 18  # suffixes of a generation, about 170 bytes each
+MAX_VOTES = 15  # most votes of a candidate
+MIN_VOTES = 2  # votes that a suffix of the shortest length needs before it is used; longer ones need one
 
 
 class SuffixTable:
-    """Votes by suffix: candidate token * (MOST_VOTES + 1) + votes."""
+    """The most frequent next token of each suffix."""
 
-    def __init__(self, most: int = MAX_SUFFIXES) -> None:
-        self._most = most
+    def __init__(self, max_suffixes: int = MAX_SUFFIXES) -> None:
+        self._max_suffixes = max_suffixes
+        # By key of the suffix: candidate token * (MAX_VOTES + 1) + votes.
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
@@ -38,30 +39,31 @@ class SuffixTable:
         return len(self._young) + len(self._old)
 
     def learn(self, salt: str, tokens: Sequence[int], first: int) -> None:
-        """tokens[first:] were said, each after all tokens before it."""
-        for place in range(first, len(tokens)):
+        """Counts tokens[first:], each as the next token after those before it."""
+        for end in range(first, len(tokens)):
             for length in LENGTHS:
-                if length <= place:
-                    self._vote(_key(salt, tokens[place - length : place]), tokens[place])
-        if len(self._young) > self._most:
+                if length <= end:
+                    self._vote(_key(salt, tokens[end - length : end]), tokens[end])
+        if len(self._young) > self._max_suffixes:
             self._old, self._young = self._young, {}
 
-    def predict(self, salt: str, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
-        """Length of the suffix that the first guess is from, 0 for none, and up to `most` guesses."""
-        said, known = list(tail[-LENGTHS[0] :]), 0
-        start = len(said)
-        while len(said) - start < most:
-            length, token = self._next(salt, said)
+    def predict(self, salt: str, tail: Sequence[int], limit: int) -> tuple[int, list[int]]:
+        """Length of the suffix that gives the first draft, 0 if none is known, and up to `limit` drafts."""
+        context, known = list(tail[-LENGTHS[0] :]), 0
+        start = len(context)
+        while len(context) - start < limit:
+            length, token = self._next(salt, context)
             if not length:
                 break
             known = known or length
-            said.append(token)
-        return known, said[start:]
+            context.append(token)
+        return known, context[start:]
 
-    def _next(self, salt: str, said: list[int]) -> tuple[int, int]:
+    def _next(self, salt: str, context: list[int]) -> tuple[int, int]:
+        """Length of the longest known suffix and its candidate; 0 and -1 if none is known."""
         for length in LENGTHS:
-            if length <= len(said):
-                key = _key(salt, said[-length:])
+            if length <= len(context):
+                key = _key(salt, context[-length:])
                 voted = self._young.get(key) or self._old.get(key)
                 if voted is not None:
                     token, votes = divmod(voted, MAX_VOTES + 1)
@@ -84,37 +86,39 @@ class SuffixTable:
 
 
 def _key(salt: str, suffix: Sequence[int]) -> int:
-    """Within this process only; that two suffixes share a key costs a wrong guess."""
+    """Key of a suffix, valid in this process only. A collision costs a wrong draft."""
     return hash((salt, *suffix))
 
 
 @dataclass(slots=True)
 class _SuffixState:
-    """A sequence's own history; learnt: its tokens that the table knows."""
+    """State of one sequence."""
 
-    history: NgramIndex
-    learnt: int
+    #: n-grams of its own tokens.
+    index: NgramIndex
+    #: Number of its tokens that the table has counted.
+    num_learnt: int
 
 
 class SuffixProposer:
-    """See the top of this file."""
+    """Proposes from the shared table, or from the sequence itself where that matches a longer suffix."""
 
     name = "suffix"
 
-    def __init__(self, most: int = MAX_SUFFIXES) -> None:
-        self.table = SuffixTable(most)
+    def __init__(self, max_suffixes: int = MAX_SUFFIXES) -> None:
+        self.table = SuffixTable(max_suffixes)
 
     def new_state(self, seq: EngineSequence) -> _SuffixState:
-        own = _SuffixState(NgramIndex(seq.tokens), seq.prompt_len)
-        self._learn(seq, own)
-        return own
+        state = _SuffixState(NgramIndex(seq.tokens), seq.prompt_len)
+        self._learn(seq, state)
+        return state
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = DraftBatch.empty(len(seqs), max(limits))
-        for row, (seq, own, most) in enumerate(zip(seqs, kept, limits, strict=True)):
-            self._note(seq, own)
-            known, found = own.history.match(most)
-            shared, guesses = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], most)
+        for row, (seq, state, limit) in enumerate(zip(seqs, states, limits, strict=True)):
+            self._update(seq, state)
+            known, found = state.index.match(limit)
+            shared, guesses = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], limit)
             if shared > known:
                 drafts.tokens[row, : len(guesses)] = guesses
                 drafts.lengths[row] = len(guesses)
@@ -123,22 +127,23 @@ class SuffixProposer:
                 drafts.lengths[row] = len(found)
         return drafts
 
-    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
-        self._note(seq, kept)
+    def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
+        self._update(seq, state)
         shared, _ = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], 1)
-        return bool(shared or kept.history.match(1)[0])
+        return bool(shared or state.index.match(1)[0])
 
-    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
-        self._learn(seq, kept)
+    def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
+        self._learn(seq, state)
 
-    def _note(self, seq: EngineSequence, own: _SuffixState) -> None:
-        self._learn(seq, own)
-        own.history.extend(seq.tokens[own.history.count :])
+    def _update(self, seq: EngineSequence, state: _SuffixState) -> None:
+        """Adds the new tokens of the sequence to the table and to its own index."""
+        self._learn(seq, state)
+        state.index.extend(seq.tokens[state.index.count :])
 
-    def _learn(self, seq: EngineSequence, own: _SuffixState) -> None:
-        """The output that is new, in the context of the prompt's end."""
+    def _learn(self, seq: EngineSequence, state: _SuffixState) -> None:
+        """Adds the new output to the table. Its first tokens follow the end of the prompt."""
         count = len(seq.tokens)
-        if own.learnt < count:
-            first = max(0, own.learnt - LENGTHS[0])
-            self.table.learn(seq.request.cache_salt, seq.tokens[first:], own.learnt - first)
-            own.learnt = count
+        if state.num_learnt < count:
+            first = max(0, state.num_learnt - LENGTHS[0])
+            self.table.learn(seq.request.cache_salt, seq.tokens[first:], state.num_learnt - first)
+            state.num_learnt = count

@@ -1,14 +1,15 @@
-"""Decode steps in static buffers: one launch of a CUDA graph from the last tokens to the next ones.
+"""Decode steps in static buffers: from the last sampled tokens to the next ones in one launch of a CUDA graph.
 
-`stage` tells the device what is new, in one copy of a few numbers a row; `run` computes: inputs, all layers, LM head,
-sampling, and the sampled tokens into `last_tokens`, where the next step finds them. `capture` records `run` once for
-each batch bucket and query length, the largest first, all in one memory pool; afterwards `run` replays. A step with
-fewer rows than its bucket is padded with rows that have no tokens.
+`stage` copies a few numbers for each row to the device. `run` computes the inputs, all layers, the LM head, sampling,
+and writes the sampled tokens to `last_tokens`, where the next step reads them. `capture` records `run` once for each
+batch bucket and query length, and `run` replays from then on. A step with fewer rows than its bucket is padded with
+rows that have no tokens.
 
-Query length 1 is a plain decode step. The other one is for rows with drafts: something is sampled after every token of
-theirs, as if the drafts before it were right, and what is sampled after the accepted ones counts.
+Query length 1 is a plain decode step. The other query length, 1 + max_seq_drafts, is for rows with drafts: the step
+samples after every token of a row as if all drafts before it were right, and the samples after accepted drafts count.
 
-Everything goes to the current stream, so steps may be staged and run ahead of what the host knows.
+Everything goes to the current stream, so a step may be staged and run before the host knows the results of the one
+before.
 """
 
 from __future__ import annotations
@@ -34,27 +35,31 @@ from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel
 
 
 def batch_buckets(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes that graphs are captured for, ascending; the last is max_rows."""
+    """Batch sizes to capture graphs for, ascending; the last is max_rows."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
     return (*(size for size in steps if size < max_rows), max_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """results: int64 [T], what is sampled after each token, the rows' tokens following each other; -1 where logits were
-    not finite. logits: float32 [T, vocab]. Both belong to the step: the next one overwrites them.
-    """
+    """Output of one step, in buffers of the step: the next step overwrites it."""
 
+    #: int64 [T], the token sampled after each token of the rows in order; -1 where the logits were not finite.
     results: Tensor
+    #: float32 [T, vocab]
     logits: Tensor
 
 
 class DecodeStep:
-    """max_rows: most rows of a step. drafts: most of a row, 0 for none; max_drafts: most of a step, which bounds the
-    rows of steps that have any. draft: layers of a draft model, computed with every step.
+    """Steps in which every sequence decodes.
 
-    last_tokens: int64 [slots], the token that was sampled last in each slot; shared with steps that run elsewhere.
-    tables: of all slots; width and slots are the pool's and the scheduler's.
+    Args:
+        tables: block tables of all slots.
+        last_tokens: int64 [slots + 1], the token that was sampled last in each slot; shared with all other steps.
+        max_rows: most sequences of a step.
+        max_seq_drafts: most drafts of a sequence; 0: none.
+        max_drafts: most drafts of a step. It bounds the number of sequences of a step with drafts.
+        draft_model: every step computes the layers of an EAGLE head; those of a draft model that lags are left out.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class DecodeStep:
         self._tables, self._last_tokens = tables, last_tokens
         self._draft, self._target = draft_model, TargetModel(model, cache, backend)
         self._block_size, self._device = cache[0].block_size, last_tokens.device
-        self._pad_block = cache[0].kv.shape[0] - 1  # the dummy one
+        self._pad_block = cache[0].kv.shape[0] - 1  # the dummy block
         buckets, self._max_query = batch_buckets(max_rows), 1 + max_seq_drafts
         self._buckets = {1: buckets}
         if max_seq_drafts:
@@ -89,68 +94,69 @@ class DecodeStep:
             reverse=True,
         )
         most_tokens = max(rows * query for rows, query in self.shapes)
-        # A line more than there are slots: the padding rows' own, like the sampler's.
-        lines = (sampler.pad_slot + 1, tables.blocks.shape[1])
-        self._slot_tables = torch.zeros(lines, dtype=torch.int32, device=self._device)
+        # One line more than slots: the padding rows have a slot of their own, in the sampler too.
+        table_shape = (sampler.pad_slot + 1, tables.blocks.shape[1])
+        self._slot_tables = torch.zeros(table_shape, dtype=torch.int32, device=self._device)
         words = max(rows * packed_width(query, self._block_size) for rows, query in self.shapes)
         self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
-        self._inputs = DecodeInputs.empty(max_rows, most_tokens, lines[1], self._device)
+        self._inputs = DecodeInputs.empty(max_rows, most_tokens, table_shape[1], self._device)
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
-        self._graphs = CudaGraphs("decode", self._device, self._compute, keep=_without_ownership, describe=_described)
+        self._graphs = CudaGraphs("decode", self._device, self._compute, keep=_without_ownership, describe=_describe)
 
     @property
     def draft_buckets(self) -> tuple[int, ...]:
-        """Rows of steps with drafts."""
+        """Batch sizes of steps with drafts, ascending."""
         return self._buckets[self._max_query]
 
-    def fits(self, items: Sequence[ScheduledSequence]) -> bool:
-        """The step can run here: every item samples after its one token, and after each of its drafts."""
-        query = self._query(items)
+    def fits(self, scheduled: Sequence[ScheduledSequence]) -> bool:
+        """Whether the step can run here: every sequence has one new token beside its drafts, and samples after each."""
+        query = self._query(scheduled)
         return (
             query in self._buckets
-            and len(items) <= self._buckets[query][-1]
-            and all(item.samples and item.num_new == 1 + len(item.drafts) for item in items)
+            and len(scheduled) <= self._buckets[query][-1]
+            and all(entry.samples and entry.num_new == 1 + len(entry.drafts) for entry in scheduled)
         )
 
-    def stage(self, items: Sequence[ScheduledSequence]) -> tuple[int, int]:
-        """Sends a step's rows; its bucket: rows and query length."""
-        query = self._query(items)
-        rows = next(size for size in self._buckets[query] if size >= len(items))
-        size, live = self._block_size, len(items)
-        for item in items:
-            self._tables.row(item.seq)
-        slots = np.array([item.seq.slot for item in items])
-        starts = np.array([item.start for item in items])
-        num_new = np.array([item.num_new for item in items])
+    def stage(self, scheduled: Sequence[ScheduledSequence]) -> tuple[int, int]:
+        """Copies the rows of a step to the device. Returns its bucket: rows and query length."""
+        query = self._query(scheduled)
+        rows = next(size for size in self._buckets[query] if size >= len(scheduled))
+        size, count = self._block_size, len(scheduled)
+        for entry in scheduled:
+            self._tables.row(entry.seq)
+        slots = np.array([entry.seq.slot for entry in scheduled])
+        starts = np.array([entry.start for entry in scheduled])
+        num_new = np.array([entry.num_new for entry in scheduled])
         ends = np.cumsum(num_new)
-        # Blocks from the one of the first new token on travel with the row; those before it are there, or go ahead.
-        base, final = starts // size, (starts + num_new - 1) // size
-        behind = self._tables.num_on_device[slots] < base
-        if behind.any():
-            self._copy_table_rows(slots[behind], int(base[behind].max()))
-        self._tables.num_on_device[slots] = final + 1
+        # The blocks of the new tokens travel with the row. Those before them are on the device, or are copied first.
+        base, last = starts // size, (starts + num_new - 1) // size
+        missing = self._tables.num_on_device[slots] < base
+        if missing.any():
+            self._copy_table_rows(slots[missing], int(base[missing].max()))
+        self._tables.num_on_device[slots] = last + 1
 
         packed = np.zeros((rows, packed_width(query, size)), dtype=np.int32)
-        packed[live:, 0] = self._sampler.pad_slot
-        packed[live:, 2] = ends[-1]
-        packed[:live, 0] = slots
-        packed[:live, 1] = starts
-        packed[:live, 2] = ends - num_new
-        packed[:live, 3] = num_new
-        packed[:live, HEADER : HEADER + query] = [
-            (_token(item.seq.tokens, item.start), *item.drafts, *(0,) * (query - item.num_new)) for item in items
+        packed[count:, 0] = self._sampler.pad_slot
+        packed[count:, 2] = ends[-1]
+        packed[:count, 0] = slots
+        packed[:count, 1] = starts
+        packed[:count, 2] = ends - num_new
+        packed[:count, 3] = num_new
+        packed[:count, HEADER : HEADER + query] = [
+            (_token(entry.seq.tokens, entry.start), *entry.drafts, *(0,) * (query - entry.num_new))
+            for entry in scheduled
         ]
-        touched = np.minimum(base[:, None] + np.arange(blocks_touched(query, size)), final[:, None])
-        packed[:live, HEADER + query :] = self._tables.blocks[slots[:, None], touched]
+        touched = np.minimum(base[:, None] + np.arange(blocks_touched(query, size)), last[:, None])
+        packed[:count, HEADER + query :] = self._tables.blocks[slots[:, None], touched]
         self._send(packed)
         return rows, query
 
     def run(self, rows: int, query: int) -> DecodeOutput:
-        """Queues the staged step."""
+        """Queues the staged step; rows and query are its bucket."""
         return self._graphs.run((rows, query))
 
     def capture(self, shapes: Sequence[tuple[int, int]] | None = None) -> None:
-        """Records the graphs of all shapes, or of some, the largest first. The model must be capturable."""
+        """Captures the graphs of these shapes (None: all), the largest first. The model must be capturable."""
         self._graphs.capture(shapes or self.shapes, lambda shape: self._send(self._padding(*shape)))
 
     def _compute(self, shape: tuple[int, int]) -> DecodeOutput:
@@ -179,13 +185,13 @@ class DecodeStep:
         return DecodeOutput(results, logits)
 
     def _forward(self, inputs: DecodeInputs, metadata: TritonMetadata) -> tuple[Tensor, Tensor | None]:
-        """Of all tokens, and their states, if there is a draft model that follows."""
+        """Hidden states of all tokens, and their states for an EAGLE head, if there is one."""
         if self._draft is None or self._draft.lags:
             return self._model.forward(inputs.tokens, inputs.positions, self._cache, self._backend, metadata), None
-        # A row without tokens begins with one that nobody owns.
+        # A padding row has no tokens. Its "first token" is a padding token, and the state of that is not used.
         firsts = inputs.cu_q[:-1].long()
-        behind = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
-        links = StateLinks(firsts, inputs.tables.gather(1, behind.long()[:, None]).squeeze(1).long())
+        last_blocks = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
+        links = StateLinks(firsts, inputs.tables.gather(1, last_blocks.long()[:, None]).squeeze(1).long())
         return self._draft.forward_with_target(
             self._target, inputs.tokens, inputs.positions, metadata, rows=None, links=links
         )
@@ -193,23 +199,23 @@ class DecodeStep:
     def _store_states(
         self, draft: DraftModel, states: Tensor, inputs: DecodeInputs, sampled: Tensor, query: int
     ) -> None:
-        """Leaves the states of tokens that count in their blocks, see draft_model.py; of others in nobody's block."""
+        """Stores the states of accepted tokens in their blocks (draft_model.py), all others in the dummy block."""
         size = self._block_size
-        counted, final = accepted_mask(sampled, inputs.tokens, inputs.offsets, query)
-        wanted = (final | (counted & ((inputs.positions + 1) % size == 0))) & (inputs.slot_mapping >= 0)
-        blocks = (inputs.slot_mapping // size).masked_fill(~wanted, self._pad_block).long()
+        accepted, last = accepted_mask(sampled, inputs.tokens, inputs.offsets, query)
+        stored = (last | (accepted & ((inputs.positions + 1) % size == 0))) & (inputs.slot_mapping >= 0)
+        blocks = (inputs.slot_mapping // size).masked_fill(~stored, self._pad_block).long()
         draft.store_states(states, torch.arange(len(blocks), device=self._device), blocks)
 
-    def _query(self, items: Sequence[ScheduledSequence]) -> int:
-        return self._max_query if any(item.drafts for item in items) else 1
+    def _query(self, scheduled: Sequence[ScheduledSequence]) -> int:
+        return self._max_query if any(entry.drafts for entry in scheduled) else 1
 
     def _send(self, packed: np.ndarray) -> None:
         self._packed[: packed.size].copy_(pinned_copy(packed.reshape(-1), self._device), non_blocking=True)
 
     def _copy_table_rows(self, slots: np.ndarray, width: int) -> None:
-        """Brings the lead of these slots' block tables to the device."""
-        lines, at = upload([self._tables.blocks[slots, :width], slots.astype(np.int32)], self._device)
-        self._slot_tables[:, :width].index_copy_(0, at.long(), lines)
+        """Copies the first `width` entries of these slots' block tables to the device."""
+        rows, at = upload([self._tables.blocks[slots, :width], slots.astype(np.int32)], self._device)
+        self._slot_tables[:, :width].index_copy_(0, at.long(), rows)
 
     def _padding(self, rows: int, query: int) -> np.ndarray:
         packed = np.zeros((rows, packed_width(query, self._block_size)), dtype=np.int32)
@@ -218,15 +224,15 @@ class DecodeStep:
 
 
 def _token(tokens: Sequence[int], index: int) -> int:
-    """-1 for the one that only the device knows."""
+    """The token, or -1 if only the device knows it."""
     return tokens[index] if index < len(tokens) else -1
 
 
-def _described(shape: tuple[int, int]) -> str:
+def _describe(shape: tuple[int, int]) -> str:
     rows, query = shape
     return f"{rows} rows of {query} tokens"
 
 
 def _without_ownership(output: DecodeOutput) -> DecodeOutput:
-    """results are a buffer of ours."""
+    """The output without ownership of the graph's memory. `results` is a buffer of DecodeStep, not of the graph."""
     return DecodeOutput(output.results, unowned_view(output.logits))

@@ -1,6 +1,10 @@
-"""A step on the device, and what it comes to on the host.
+"""A step on the device, and its results on the host.
 
-The runner makes a Launched without waiting for anything; `collect` waits, and gives every item its result.
+`ModelRunner.launch` makes a `LaunchedStep` without waiting for the device. `collect` waits for the step and gives every
+scheduled sequence its `RunnerOutput`.
+
+The results of a step form one flat dimension: each scheduled sequence has one result for its newest token and one more
+for each of its drafts.
 """
 
 from __future__ import annotations
@@ -23,107 +27,125 @@ from engine.speculation.acceptance import accepted_tokens
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step on the device. results: int64 per item and draft, on its way to the host: the token that follows, 0 where
-    none was asked for, -1 where the model's output was not a number. wanted: results with log-probabilities; logprobs:
-    theirs (chosen, top, top ids). forked: first tokens of further children. arrived: None on a CPU. undrawn: what is to
-    be drawn again before all that is sent; until then results are still on the device. scores: of prompt tokens.
-    """
+    """A step on the device; its results are on their way to the host."""
 
     scheduled: Sequence[ScheduledSequence]
+    #: int64 [results]: the sampled token, 0 where the sequence does not sample, -1 where the logits were not finite.
+    #: On the device while `deferred` is set, in host memory otherwise.
     results: Tensor
+    #: Results with log-probabilities, ascending.
     logprob_rows: Sequence[int]
+    #: Of `logprob_rows`: float32 [n] of the sampled tokens, float32 and int64 [n, N] of the N most likely tokens. Empty
+    #: without `logprob_rows`; the last two are None for N = 0.
     logprobs: tuple[Tensor | None, ...]
     forked: Sequence[ForkedSamples]
+    #: Recorded behind the copies to the host; None on a CPU.
     copy_event: torch.cuda.Event | None
+    #: Tokens to sample again before the results are sent to the host.
     deferred: DeferredSampling | None = None
     prompt_logprobs: Sequence[PromptLogprobTensors] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobTensors:
-    """Log-probabilities of an item's prompt tokens from position `first` on: float32 chosen [n] and top [n, N], int64
-    ranks [n] and top_ids [n, N].
-    """
+    """Log-probabilities of n consecutive prompt tokens of one sequence."""
 
+    #: Index of the sequence in the step.
     index: int
+    #: Position of the first of these tokens.
     first: int
+    #: float32 [n], of the prompt's own tokens.
     chosen: Tensor
+    #: int64 [n], rank of the prompt's own tokens; the most likely token has rank 1.
     ranks: Tensor
+    #: float32 [n, N], of the most likely tokens.
     top: Tensor
+    #: int64 [n, N], the most likely tokens.
     top_ids: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredSampling:
-    """Tokens that were drawn without regard to constraints. items: theirs, without drafts; rows: theirs of the results.
+    """Tokens that were sampled without a mask, because the mask depends on a token that only the device knew."""
 
-    logits: of the step; logit_rows: result -> row of logits.
-    """
-
+    #: Sequences to sample again; none of them has drafts.
     scheduled: Sequence[ScheduledSequence]
+    #: Result of each of them.
     result_rows: Sequence[int]
+    #: float32 [rows, vocab] of the step.
     logits: Tensor
+    #: Row of `logits` of each result of the step.
     logit_rows: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class ForkedSamples:
-    """Of the item at `index`. tokens: int64 [n - 1], of child 1 and on; logprobs: as in Launched, () if not wanted."""
+    """First tokens of the children 1, 2, ... of one request."""
 
+    #: Index of the request's sequence in the step.
     index: int
+    #: int64 [n - 1]
     tokens: Tensor
+    #: As in LaunchedStep; empty if the request wants none.
     logprobs: tuple[Tensor | None, ...]
 
 
-def first_result_rows(items: Sequence[ScheduledSequence]) -> np.ndarray:
-    """Each item's first result."""
-    return np.cumsum([0, *(1 + len(item.drafts) for item in items)])[:-1]
+def first_result_rows(scheduled: Sequence[ScheduledSequence]) -> np.ndarray:
+    """First result of each scheduled sequence."""
+    return np.cumsum([0, *(1 + len(entry.drafts) for entry in scheduled)])[:-1]
 
 
-def logprob_rows(items: Sequence[ScheduledSequence]) -> list[int]:
-    """Results whose log-probabilities somebody wants."""
-    wanted: list[int] = []
+def rows_with_logprobs(scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    """Results of the requests that ask for log-probabilities."""
+    found: list[int] = []
     row = 0
-    for item in items:
-        rows = 1 + len(item.drafts)
-        if item.samples and item.seq.request.sampling.logprobs is not None:
-            wanted += range(row, row + rows)
+    for entry in scheduled:
+        rows = 1 + len(entry.drafts)
+        if entry.samples and entry.seq.request.sampling.logprobs is not None:
+            found += range(row, row + rows)
         row += rows
-    return wanted
+    return found
 
 
 def send_to_host(
-    items: Sequence[ScheduledSequence],
+    scheduled: Sequence[ScheduledSequence],
     results: Tensor,
-    wanted: Sequence[int],
+    logprob_rows: Sequence[int],
     logits: Tensor,
     logit_rows: np.ndarray,
-    scores: Sequence[PromptLogprobTensors],
+    prompt_logprobs: Sequence[PromptLogprobTensors],
     forked: Sequence[ForkedSamples],
 ) -> LaunchedStep:
-    """All that was drawn, and log-probabilities of what is wanted of it, on its way to the host."""
-    logprobs = [_to_host(x) for x in _logprobs(items, wanted, logits, logit_rows, results)]
-    there = [
-        PromptLogprobTensors(s.index, s.first, *map(_on_host, (s.chosen, s.ranks, s.top, s.top_ids))) for s in scores
+    """Starts the copy of all results and log-probabilities to the host."""
+    logprobs = [_to_host(x) for x in _logprobs(scheduled, logprob_rows, logits, logit_rows, results)]
+    prompt_logprobs = [
+        PromptLogprobTensors(p.index, p.first, *map(_on_host, (p.chosen, p.ranks, p.top, p.top_ids)))
+        for p in prompt_logprobs
     ]
     forked = [ForkedSamples(f.index, _on_host(f.tokens), tuple(_to_host(x) for x in f.logprobs)) for f in forked]
     results = _on_host(results)
-    arrived = None
+    copy_event = None
     if logits.device.type == "cuda":
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-    return LaunchedStep(items, results, wanted, tuple(logprobs), forked, arrived, prompt_logprobs=there)
+        copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copy_event.record()
+    return LaunchedStep(
+        scheduled, results, logprob_rows, tuple(logprobs), forked, copy_event, prompt_logprobs=prompt_logprobs
+    )
 
 
 def _logprobs(
-    items: Sequence[ScheduledSequence], wanted: Sequence[int], logits: Tensor, logit_rows: np.ndarray, results: Tensor
+    scheduled: Sequence[ScheduledSequence],
+    logprob_rows: Sequence[int],
+    logits: Tensor,
+    logit_rows: np.ndarray,
+    results: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Of the `wanted` results; as many alternatives as any item wants."""
-    if not wanted:
+    """Log-probabilities of these results, with as many alternatives as the largest request asks for."""
+    if not logprob_rows:
         return ()
-    most = max(item.seq.request.sampling.logprobs or 0 for item in items)
-    at, rows = upload([np.array(wanted), logit_rows[list(wanted)]], logits.device)
-    return token_logprobs(logits.index_select(0, rows), results.index_select(0, at).clamp(min=0), most)
+    num_top = max(entry.seq.request.sampling.logprobs or 0 for entry in scheduled)
+    at, rows = upload([np.array(logprob_rows), logit_rows[list(logprob_rows)]], logits.device)
+    return token_logprobs(logits.index_select(0, rows), results.index_select(0, at).clamp(min=0), num_top)
 
 
 def _to_host(tensor: Tensor | None) -> Tensor | None:
@@ -131,61 +153,62 @@ def _to_host(tensor: Tensor | None) -> Tensor | None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """On a GPU torch allocates what goes to the host without waiting in pinned memory."""
+    """The copy of a GPU tensor is pinned memory: torch allocates it so for a non-blocking copy."""
     return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def collect(launched: LaunchedStep) -> list[RunnerOutput]:
-    """One result per item, in order; waits for the device."""
+    """The output of each scheduled sequence, in order. Waits for the device."""
     if launched.copy_event is not None:
         launched.copy_event.synchronize()
     results: list[int] = launched.results.tolist()
-    logprob_of = {row: at for at, row in enumerate(launched.logprob_rows)}
-    scores = {found.index: _prompt_logprobs(found) for found in launched.prompt_logprobs}
-    others = {f.index: _first_tokens(launched.scheduled[f.index].seq, f) for f in launched.forked}
-    collected: list[RunnerOutput] = []
-    first = 0
-    for index, item in enumerate(launched.scheduled):
-        row = first
-        first += 1 + len(item.drafts)
-        run = accepted_tokens(item.drafts, results[row:first])
-        if run[-1] < 0:
-            collected.append(RunnerOutput(False))
-        elif not item.samples:
-            collected.append(RunnerOutput(True, prompt_logprobs=scores.get(index)))
+    logprob_index = {row: index for index, row in enumerate(launched.logprob_rows)}
+    prompt_logprobs = {p.index: _prompt_logprobs(p) for p in launched.prompt_logprobs}
+    child_tokens = {f.index: _first_tokens(launched.scheduled[f.index].seq, f) for f in launched.forked}
+    outputs: list[RunnerOutput] = []
+    end = 0
+    for index, entry in enumerate(launched.scheduled):
+        row = end
+        end += 1 + len(entry.drafts)
+        accepted = accepted_tokens(entry.drafts, results[row:end])
+        if accepted[-1] < 0:
+            outputs.append(RunnerOutput(False))
+        elif not entry.samples:
+            outputs.append(RunnerOutput(True, prompt_logprobs=prompt_logprobs.get(index)))
         else:
-            seq = item.seq
-            tokens = [Token(i, token, child=seq.child) for i, token in enumerate(run, seq.num_output)]
-            if row in logprob_of:
-                at = logprob_of[row]
+            seq = entry.seq
+            tokens = [Token(i, token, child=seq.child) for i, token in enumerate(accepted, seq.num_output)]
+            if row in logprob_index:
+                at = logprob_index[row]
                 tokens = [_with_logprobs(t, seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
-            collected.append(RunnerOutput(True, tuple(tokens), scores.get(index), others.get(index, ())))
-    return collected
+            outputs.append(RunnerOutput(True, tuple(tokens), prompt_logprobs.get(index), child_tokens.get(index, ())))
+    return outputs
 
 
-def _prompt_logprobs(found: PromptLogprobTensors) -> PromptLogprobs:
+def _prompt_logprobs(tensors: PromptLogprobTensors) -> PromptLogprobs:
     return PromptLogprobs(
-        found.first,
-        tuple(found.chosen.tolist()),
-        tuple(found.ranks.tolist()),
-        tuple(found.top_ids.flatten().tolist()),
-        tuple(found.top.flatten().tolist()),
+        tensors.first,
+        tuple(tensors.chosen.tolist()),
+        tuple(tensors.ranks.tolist()),
+        tuple(tensors.top_ids.flatten().tolist()),
+        tuple(tensors.top.flatten().tolist()),
     )
 
 
 def _first_tokens(seq: EngineSequence, forked: ForkedSamples) -> tuple[Token, ...]:
     tokens = [Token(0, token, child=child) for child, token in enumerate(forked.tokens.tolist(), 1)]
     if forked.logprobs:
-        tokens = [_with_logprobs(token, seq, at, forked.logprobs) for at, token in enumerate(tokens)]
+        tokens = [_with_logprobs(token, seq, row, forked.logprobs) for row, token in enumerate(tokens)]
     return tuple(tokens)
 
 
-def _with_logprobs(token: Token, seq: EngineSequence, at: int, logprobs: Sequence[Tensor | None]) -> Token:
+def _with_logprobs(token: Token, seq: EngineSequence, row: int, logprobs: Sequence[Tensor | None]) -> Token:
+    """The token with row `row` of the log-probabilities, cut to as many alternatives as the request asks for."""
     chosen, values, ids = logprobs
     assert chosen is not None
     count = seq.request.sampling.logprobs or 0
     top: tuple[TokenLogprob, ...] = ()
     if count and values is not None and ids is not None:
-        pairs = zip(ids[at, :count].tolist(), values[at, :count].tolist(), strict=True)
+        pairs = zip(ids[row, :count].tolist(), values[row, :count].tolist(), strict=True)
         top = tuple(TokenLogprob(i, v) for i, v in pairs)
-    return Token(token.index, token.id, float(chosen[at]), top, token.child)
+    return Token(token.index, token.id, float(chosen[row]), top, token.child)

@@ -1,9 +1,14 @@
-"""How many KV blocks fit on a GPU, measured before the pool exists: the largest step is run and its graphs are captured
-over a pool of one block, and the pool gets what is left.
+"""How many KV blocks fit on a GPU, measured before the pool exists.
 
-This process takes at most its share of the card, and never what is not free: others on the same card keep what they
-have. What a graph takes beside torch's memory is the driver's, and is read off the card's free memory: engines that
-start on one card take turns (`device.card_turn`).
+    +----------+-------------+--------+---------------------+---------------------------+
+    | weights  | activations | graphs |      KV blocks      |  other processes, driver  |
+    +----------+-------------+--------+---------------------+---------------------------+
+    |<------- gpu_memory_utilization x total -------------->|
+
+The largest step is run and its graphs are captured over a pool of one block. The KV pool gets the rest of this process'
+share of the GPU, but never memory that is not free: other processes keep theirs. Part of a graph's memory belongs to
+the driver and shows only in the free memory of the GPU, so engines that start on one GPU measure one after the other
+(`device.gpu_start_lock`).
 """
 
 from __future__ import annotations
@@ -25,27 +30,29 @@ from engine.step.warm_up import StepRows
 
 S = TypeVar("S")
 
-RESERVED_BYTES = 256 << 20  # bytes left free: what the driver takes later, and what does not fit between allocations
-EXTRA_BLOCKS = 2  # of a pool, see KVPool
+RESERVED_BYTES = 256 << 20  # stays free: for later allocations of the driver, and for fragmentation
+EXTRA_BLOCKS = 2  # blocks of a pool that hold no sequence, see KVPool
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on one device. total, others: the card, and what other processes and the driver hold; share: of total that
-    this process may take; weights: with all that the engine keeps beside them; activations: of the largest step, at its
-    peak; graphs: captured ones.
-    """
+    """Bytes on one GPU."""
 
     total: int
+    #: Held by other processes and the driver.
     other_processes: int
+    #: Part of `total` that this process may take, 0 to 1.
     share: float
+    #: Weights and all buffers of the engine beside them.
     weights: int
+    #: Of the largest step, at its peak.
     activations: int
+    #: Of all captured graphs.
     graphs: int
 
     @property
     def available(self) -> int:
-        """For the KV pool; negative when nothing is left."""
+        """Bytes for the KV pool; negative if nothing is left."""
         own = self.weights + self.activations + self.graphs
         return min(int(self.total * self.share), self.total - self.other_processes - RESERVED_BYTES) - own
 
@@ -62,18 +69,25 @@ class MemoryUse:
 
 def measure_memory(
     build: Callable[[KVPool], ModelRunner],
-    one: Callable[[], KVPool],
+    trial_pool: Callable[[], KVPool],
     device: torch.device,
     *,
     share: float,
     graphs: str | None,
     step: StepRows,
 ) -> MemoryUse:
-    """What an engine takes on a CUDA device; its weights are loaded. build: a runner over a pool; one: a pool of one
-    block; graphs: what to change where there is no memory for them, None where there are none; step: the largest.
-    ConfigError when there is no memory for any of it.
+    """Measures the memory of an engine with loaded weights on a CUDA device.
+
+    Args:
+        build: makes a runner over a pool.
+        trial_pool: makes a pool of one block.
+        graphs: advice for the error if graphs do not fit; None: the engine captures none.
+        step: the largest step.
+
+    Raises:
+        ConfigError: the activations or the graphs do not fit.
     """
-    trial = one()
+    trial = trial_pool()
     runner = build(trial)
     torch.cuda.synchronize(device)
     weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
@@ -100,7 +114,7 @@ def measure_memory(
 
 
 def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
-    """Blocks of a KV pool; ConfigError that says who has the memory when there is not room for a few."""
+    """Number of blocks of the KV pool. Raises ConfigError with the use of the memory if fewer than two fit."""
     blocks = use.available // layout.block_bytes - EXTRA_BLOCKS
     if blocks < 2:
         left = (
@@ -126,8 +140,10 @@ def _all_graph_bytes(runner: ModelRunner, device: torch.device) -> int:
 
 
 def _graph_bytes(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], device: torch.device) -> int:
-    """Of all shapes, from the three largest: the first brings the memory that all share, each later one a little: what
-    either of the next two took, as somebody who runs on this card may have taken some meanwhile.
+    """Estimates the bytes of all graphs from three captures.
+
+    The first graph, the largest, allocates the memory that all share. Each later graph adds a little. That is the
+    smaller of the next two measurements, because another process may allocate memory during one of them.
     """
     free = [_free(device)]
     for shape in (*shapes, shapes[-1], shapes[-1])[:3]:
@@ -138,6 +154,7 @@ def _graph_bytes(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], de
 
 
 def _free(device: torch.device) -> int:
+    """Free bytes of the GPU, after this process has returned all unused memory to the driver."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -1,14 +1,15 @@
-"""Steps with prompt tokens in static buffers: all layers are one launch of a CUDA graph.
+"""Steps with prompt tokens in static buffers: all layers of the model in one launch of a CUDA graph.
 
-A step of its own size is some ten launches a layer, and below about 1024 tokens a GPU computes them faster than a host
-queues them (8B shape: 24 to 34 ms for the host, 7 to 23 for an H100). So such a step is padded to a captured number of
-tokens. Its rows, prompts or chunks and sequences that decode beside them, all take the paged kernel, which finds their
-lengths on the device. LM head and sampling stay outside: they depend on who samples. The layers of a draft model are
-inside, as in any step: see engine/speculation/draft_model.py.
+Two kinds of steps are captured, each for a different cost on the host:
 
-A longer chunk keeps the GPU busy for longer than the host takes to queue it, but the interpreter is busy all that time,
-and other threads of the pod wait for it. Chunks of chosen lengths after chosen prefixes, each alone in its step, are
-captured too, with the kernels that they would have anyway: what these do depends on both lengths, so nothing is padded.
+- Small steps. Layer by layer a step takes some ten launches per layer. Below about 1024 tokens a GPU computes them
+  faster than the host queues them (8B shape: 24 to 34 ms for the host, 7 to 23 ms for an H100). A small step is padded
+  to a captured number of tokens. All its rows use the paged kernel, which reads their lengths on the device.
+- Chunks of chosen lengths after chosen prefixes, alone in their step. The GPU is busy for longer than the host takes
+  to queue them, but queueing holds the interpreter, and other threads of the pod wait for it. Nothing is padded: which
+  kernels a chunk uses depends on both lengths.
+
+LM head and sampling stay outside: their inputs depend on which rows sample. The layers of a draft model are inside.
 """
 
 from __future__ import annotations
@@ -29,29 +30,34 @@ from engine.models.base import Model
 from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel, state_links_of
 
 TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
-MAX_ROWS = 8  # of a step, and of the tokens whose states are asked for
-MAX_SCORES = 2 << 20  # new tokens x keys: with more the other kernels' speed is worth the launches
+MAX_ROWS = 8  # rows of a step, and tokens with requested hidden states
+MAX_SCORES = 2 << 20  # new tokens x keys; above it the dense kernels save more time than the launches take
 
 
 class PromptBucket(NamedTuple):
-    """What one graph computes: a step of up to so many tokens; or, with a start, one chunk of just so many after so
-    many cached ones.
-    """
+    """Shape of one graph: a step of up to `tokens` tokens, or one chunk of exactly `tokens` tokens."""
 
     tokens: int
+    #: Of a chunk, the number of cached tokens before it; -1 for a padded step.
     start: int = -1
 
     @property
-    def chunk(self) -> bool:
+    def is_chunk(self) -> bool:
         return self.start >= 0
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens after {self.start}" if self.chunk else f"{self.tokens} tokens"
+        return f"{self.tokens} tokens after {self.start}" if self.is_chunk else f"{self.tokens} tokens"
 
 
 class PromptStep:
-    """kv: the pool; most_tokens: of any step; max_blocks: of the longest lease. draft: layers of a draft model. chunks:
-    cached and new tokens of chunks that are captured, as far as they have plans of their own.
+    """The layers of steps with prompt tokens.
+
+    Args:
+        max_step_tokens: most tokens of a step.
+        max_blocks: most blocks of a lease.
+        draft_model: its layers are computed in the same graph; None without one.
+        chunk_graphs: cached and new tokens of the chunks to capture. A chunk without a cuDNN plan is left out, and with
+            a draft model all are.
     """
 
     def __init__(
@@ -74,19 +80,23 @@ class PromptStep:
             if draft_model is None and backend.has_cudnn_plan(start, new)
         }
         self.shapes = tuple(sorted((*map(PromptBucket, self._sizes), *self._chunks), reverse=True))
-        most = self.shapes[0].tokens
-        self._tokens, self._positions, self._rows = self._zeros(most), self._zeros(most), self._zeros(MAX_ROWS)
-        self._slots = self._zeros(most, dtype=torch.int32)
+        max_tokens = self.shapes[0].tokens
+        self._tokens, self._positions, self._rows = (
+            self._zeros(max_tokens),
+            self._zeros(max_tokens),
+            self._zeros(MAX_ROWS),
+        )
+        self._slots = self._zeros(max_tokens, dtype=torch.int32)
         self._cu_q = self._zeros(MAX_ROWS + 1, dtype=torch.int32)
         self._seq_lens = self._zeros(MAX_ROWS, dtype=torch.int32)
         self._tables = self._zeros(MAX_ROWS, max_blocks, dtype=torch.int32)
-        # Of a draft model: where it writes if it lags, and what it goes on from if it follows.
-        self._draft_slots = self._zeros(most, dtype=torch.int32)
+        # For a draft model that lags: the slots it writes to. For an EAGLE head: the states it continues from.
+        self._draft_slots = self._zeros(max_tokens, dtype=torch.int32)
         self._state_links = StateLinks(self._zeros(MAX_ROWS), self._zeros(MAX_ROWS))
         self._graphs = CudaGraphs("prompt", self._device, self._compute, keep=_without_ownership, describe=str)
 
     def fits(self, shape: StepShape, rows: int) -> bool:
-        """The step can run here. rows: tokens whose states are asked for."""
+        """Whether the step can run here. rows: number of tokens with requested hidden states."""
         return self._bucket(shape, rows) is not None
 
     def _bucket(self, shape: StepShape, rows: int) -> PromptBucket | None:
@@ -101,66 +111,71 @@ class PromptStep:
     def run(
         self, shape: StepShape, tokens: Tensor, positions: Tensor, rows: Tensor, prompts: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """What Model.hidden returns for these rows, and the states of all tokens if a draft model follows; both belong
-        to the step, the next one overwrites them.
+        """Hidden states of the tokens `rows`, and states of all tokens for an EAGLE head, if there is one. The next
+        step overwrites both.
 
-        tokens, positions: int64 [T] of the step; rows: int64 [R], which of them; prompts: rows of the step that do not
-        decode.
+        Args:
+            tokens: int64 [T]
+            positions: int64 [T]
+            rows: int64 [R], indices of tokens.
+            prompts: rows of the step that do not decode.
         """
-        count, live = len(tokens), len(shape.num_new)
+        count, num_rows = len(tokens), len(shape.num_new)
         bucket = self._bucket(shape, len(rows))
         assert bucket is not None, "the step does not fit"
         size = bucket.tokens
         starts, num_new = np.asarray(shape.starts), np.asarray(shape.num_new)
         ends = starts + num_new
-        used = -(-ends // self._block_size)
-        tables = np.zeros((live, int(used.max())), dtype=np.int32)
-        for row, (blocks, there) in enumerate(zip(shape.blocks, used.tolist(), strict=True)):
-            tables[row, :there] = blocks[:there]
-        row_of = np.repeat(np.arange(live), num_new)
-        firsts = np.concatenate([[0], np.cumsum(num_new)])
-        at = np.arange(count) - firsts[row_of] + starts[row_of]
+        num_blocks = -(-ends // self._block_size)
+        tables = np.zeros((num_rows, int(num_blocks.max())), dtype=np.int32)
+        for row, (blocks, used) in enumerate(zip(shape.blocks, num_blocks.tolist(), strict=True)):
+            tables[row, :used] = blocks[:used]
+        row_of = np.repeat(np.arange(num_rows), num_new)
+        first_tokens = np.concatenate([[0], np.cumsum(num_new)])
+        in_sequence = np.arange(count) - first_tokens[row_of] + starts[row_of]
         slots = np.full(size, -1, dtype=np.int32)
-        slots[:count] = tables[row_of, at // self._block_size] * self._block_size + at % self._block_size
+        slots[:count] = (
+            tables[row_of, in_sequence // self._block_size] * self._block_size + in_sequence % self._block_size
+        )
         cu_q = np.full(MAX_ROWS + 1, count, dtype=np.int32)
-        cu_q[: live + 1] = firsts
+        cu_q[: num_rows + 1] = first_tokens
         seq_lens = np.zeros(MAX_ROWS, dtype=np.int32)
-        seq_lens[:live] = ends
+        seq_lens[:num_rows] = ends
         draft_slots = np.full(size, -1, dtype=np.int32)
         draft_slots[:count] = np.where(np.isin(row_of, prompts), slots[:count], -1)
-        there_slots, there_draft, there_cu_q, there_lens, there_tables = upload(
+        device_slots, device_draft_slots, device_cu_q, device_lens, device_tables = upload(
             [slots, draft_slots, cu_q, seq_lens, tables], self._device
         )
-        self._slots[:size].copy_(there_slots)
-        self._draft_slots[:size].copy_(there_draft)
-        self._cu_q.copy_(there_cu_q)
-        self._seq_lens.copy_(there_lens)
-        self._tables[:live, : tables.shape[1]].copy_(there_tables)
+        self._slots[:size].copy_(device_slots)
+        self._draft_slots[:size].copy_(device_draft_slots)
+        self._cu_q.copy_(device_cu_q)
+        self._seq_lens.copy_(device_lens)
+        self._tables[:num_rows, : tables.shape[1]].copy_(device_tables)
         self._tokens[:count].copy_(tokens)
         self._positions[:count].copy_(positions)
         self._rows[: len(rows)].copy_(rows)
-        self._rows[len(rows) :].zero_()  # what a larger step left may lie beyond this one's end
+        self._rows[len(rows) :].zero_()  # an index of a larger step may lie beyond this step's end
         if self._draft is not None and not self._draft.lags:
             links = state_links_of(shape, self._kv)
-            for buffer, there in (
+            for buffer, values in (
                 (self._state_links.firsts, links.firsts),
                 (self._state_links.blocks_before, links.blocks_before),
             ):
-                buffer[:live].copy_(there)
-                buffer[live:].copy_(there[:1].expand(MAX_ROWS - live))  # once more what the first row says
+                buffer[:num_rows].copy_(values)
+                buffer[num_rows:].copy_(values[:1].expand(MAX_ROWS - num_rows))  # padding repeats the first row
         hidden, states = self._graphs.run(bucket)
         return hidden[: len(rows)], None if states is None else states[:count]
 
     def capture(self, shapes: Sequence[PromptBucket] | None = None) -> None:
-        """Records the graphs of all shapes, or of some, the largest first. The model must be capturable."""
+        """Captures the graphs of these shapes (None: all), the largest first. The model must be capturable."""
         self._graphs.capture(shapes or self.shapes, self._empty)
 
     def _compute(self, bucket: PromptBucket) -> tuple[Tensor, Tensor | None]:
-        """Of MOST_ROWS tokens, and states of all."""
+        """Hidden states of MAX_ROWS tokens, and states of all tokens for an EAGLE head."""
         model, cache, _ = self._target
         size = bucket.tokens
         tokens, positions = self._tokens[:size], self._positions[:size]
-        if bucket.chunk:
+        if bucket.is_chunk:
             metadata = self._backend.chunk_metadata(
                 self._slots[:size], self._cu_q[:2], self._seq_lens[:1], self._tables[:1], start=bucket.start
             )
@@ -184,7 +199,7 @@ class PromptStep:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _empty(self, bucket: PromptBucket) -> None:
-        """A step whose rows have no tokens. A chunk's have, of blocks that it only reads."""
+        """Fills the buffers for a capture: rows without tokens, or a chunk that writes to no block."""
         self._slots.fill_(-1)
         self._draft_slots.fill_(-1)
         for buffer in (self._tokens, self._positions, self._cu_q, self._seq_lens, self._rows, self._state_links.firsts):
@@ -193,5 +208,6 @@ class PromptStep:
 
 
 def _without_ownership(output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """The output without ownership of the graph's memory."""
     hidden, states = output
     return unowned_view(hidden), None if states is None else unowned_view(states)

@@ -1,18 +1,16 @@
-"""A Batch becomes tensors, tensors become tokens.
+"""Runs the steps of an engine: a scheduled batch becomes tensors, and tensors become tokens.
 
-`launch` queues the whole step on the device and returns without waiting for it; `collect` waits and brings the results
-to the host. Between the two the sampled tokens exist on the device only, and the next step may be launched already: it
-takes them from `last_tokens`. Steps run in the order of their launch.
+                 launch(step 1)  launch(step 2)  collect(step 1)  launch(step 3)  collect(step 2)
+    host    ------|---------------|---------------|----------------|---------------|------->
+    device        [== step 1 ================][== step 2 =================][== step 3 ====
 
-What may come next of a sequence with a constraint depends on its last token, which the host may not know at launch.
-Such a step is launched like any other, and `constrain` draws those tokens again, from the same logits, once the step
-before it is accounted for. So the device computes while the host looks for masks, and other sequences pay nothing.
+`launch` queues a whole step and returns. `collect` waits for it and brings the results to the host. In between, the
+sampled tokens exist on the device only: the next step reads them from `last_tokens`. Steps run in launch order. On a
+CPU `launch` computes.
 
-A draft model's layers are computed in the same steps, for the same tokens, see engine/speculation/draft_model.py.
-
-On a GPU a step in which every sequence decodes runs from static buffers (decode_step.py), as a CUDA graph where one
-was captured, and so do the layers of a step with few prompt tokens, or with a chunk that was captured (prompt_step.py);
-every other step is made of tensors of its own size. On a CPU, launch computes.
+A sequence with a constraint may need a mask that depends on a token which only the device knows. Its token is sampled
+without the mask at launch. `sample_deferred` samples it again from the same logits once the step before has been
+collected, so the device computes while the host computes masks.
 """
 
 from __future__ import annotations
@@ -36,13 +34,14 @@ from engine.schedule.stepper import LaunchCallback, RunnerOutput
 from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_loop import DraftLoop
 from engine.speculation.draft_model import DraftModel, TargetModel, state_links_of, store_step_states
+from engine.step.inputs import PromptLogprobRange, StepInputs, partly_filled_blocks, step_inputs, token_positions
 from engine.step.launched_step import (
     DeferredSampling,
     LaunchedStep,
     PromptLogprobTensors,
     collect,
     first_result_rows,
-    logprob_rows,
+    rows_with_logprobs,
     send_to_host,
 )
 from engine.step.step_sampler import StepSampler, mask_unknown
@@ -53,19 +52,25 @@ if TYPE_CHECKING:
     from engine.step.decode_step import DecodeStep
     from engine.step.prompt_step import PromptStep
 
-LOGPROB_CHUNK = 64  # prompt tokens whose logits exist at a time
-PromptLogprobRange = tuple[
-    int, ScheduledSequence, int, int
-]  # an item and its index; the prompt tokens from here to before there are scored
+LOGPROB_CHUNK = 64  # prompt tokens for which logits exist at one time
 
 
 class ModelRunner:
-    """Owns the model; writes KV only to the blocks of the items' leases.
+    """Runs steps of one model over one KV pool. Implements `StepRunner`.
 
-    max_seqs: slots of the scheduler; max_blocks: of the longest lease. sampler, rejection: see StepSampler. static:
-    decode steps, those with few prompt tokens, and `chunks` of prompts (cached and new tokens) run from static buffers;
-    needs a sampler and the Triton backend. most_tokens: of a step. drafts: most of an item, max_drafts: of a step.
-    draft: layers of a draft model over this pool.
+    It writes KV only to blocks of the leases of the scheduled sequences.
+
+    Args:
+        max_seqs: slots of the scheduler.
+        max_blocks: most blocks of a lease.
+        max_step_tokens: most tokens of a step.
+        sampler: samples on the device; None samples with torch.
+        use_cuda_graphs: make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend.
+        max_seq_drafts: most drafts of a sequence.
+        max_drafts: most drafts of a step.
+        rejection: accept drafts by rejection sampling.
+        draft_model: over the same pool; None without one.
+        chunk_graphs: cached and new tokens of the chunks to capture.
     """
 
     def __init__(
@@ -91,10 +96,10 @@ class ModelRunner:
         self._tables = BlockTables(max_seqs, max_blocks)
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
         self._sampling = StepSampler(
-            sampler, self._last_tokens, slots=max_seqs, drafts=max_seq_drafts, rejection=rejection
+            sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
         )
-        self._replayed: tuple[int, int] | None = None
-        self._drafts, self._draft = max_seq_drafts, draft_model
+        self._last_bucket: tuple[int, int] | None = None  # of the last launched step, if that was a DecodeStep
+        self._max_seq_drafts, self._draft = max_seq_drafts, draft_model
         self._target_model = TargetModel(model, self._cache, backend)
         self.decode_step: DecodeStep | None = None
         self.prompt_step: PromptStep | None = None
@@ -143,115 +148,130 @@ class ModelRunner:
 
     @property
     def draft_model_lags(self) -> bool:
-        """See Drafter.lags."""
+        """See DraftModel.lags."""
         return self._draft is not None and self._draft.lags
 
     def capture(self) -> None:
-        """Records the CUDA graphs of all static steps."""
+        """Captures all CUDA graphs."""
         for step in (self.decode_step, self.prompt_step, self.draft_graphs):
             if step is not None:
                 step.capture()
 
     @torch.inference_mode()
-    def launch(self, items: Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> LaunchedStep:
-        """Queues forward pass and sampling of all items; every item's lease covers its tokens. See StepRunner."""
-        self._sampling.stage([item.seq for item in items if item.samples])
-        self._kv.copy([item.block_copy for item in items if item.block_copy is not None])
-        wanted = logprob_rows(items)
-        self._replayed = None
+    def launch(self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None = None) -> LaunchedStep:
+        """Queues the forward pass and the sampling of a step. See StepRunner.launch.
+
+        A step takes one of three paths:
+
+        - all sequences decode: `DecodeStep`, one CUDA graph for layers and sampling;
+        - few prompt tokens, or a chunk of a captured length: `PromptStep`, one CUDA graph for the layers;
+        - anything else: layer by layer, with tensors of the step's own size.
+
+        The layers of a draft model are computed in the same step (engine/speculation/draft_model.py).
+        """
+        self._sampling.stage([entry.seq for entry in scheduled if entry.samples])
+        self._kv.copy([entry.block_copy for entry in scheduled if entry.block_copy is not None])
+        logprob_rows = rows_with_logprobs(scheduled)
+        self._last_bucket = None
         plain = not (
-            self._sampling.uses_rejection(items)
-            or _constrained_drafts(items)
-            or any(item.seq.wants_embedding for item in items)
+            self._sampling.uses_rejection(scheduled)
+            or _constrained_drafts(scheduled)
+            or any(entry.seq.wants_embedding for entry in scheduled)
         )
-        if plain and self.decode_step is not None and self.decode_step.fits(items):
-            self._zero_new_blocks(items)
-            self._replayed = rows, query = self.decode_step.stage(items)
+        prompt_logprobs: list[PromptLogprobTensors] = []
+        if plain and self.decode_step is not None and self.decode_step.fits(scheduled):
+            self._zero_new_blocks(scheduled)
+            self._last_bucket = rows, query = self.decode_step.stage(scheduled)
             output = self.decode_step.run(rows, query)
-            count = sum(1 + len(item.drafts) for item in items)
+            count = sum(1 + len(entry.drafts) for entry in scheduled)
             results, logits, logit_rows = output.results[:count], output.logits, np.arange(count)
-            undrawn = [item.seq.constraint is not None for item in items]
-            scores: list[PromptLogprobTensors] = []
+            unmasked = [entry.seq.constraint is not None for entry in scheduled]  # the graph samples without masks
         else:
-            results, logits, logit_rows, scores = self._launch_eager(items, between)
-            undrawn = [item.samples and mask_unknown(item.seq) for item in items]
-        if not any(undrawn):
-            return self._send(items, results, wanted, logits, logit_rows, scores)
-        again = DeferredSampling(
-            [item for item, undone in zip(items, undrawn, strict=True) if undone],
-            [int(row) for row, undone in zip(first_result_rows(items), undrawn, strict=True) if undone],
+            results, logits, logit_rows, prompt_logprobs = self._launch_eager(scheduled, on_layer)
+            unmasked = [entry.samples and mask_unknown(entry.seq) for entry in scheduled]
+        if not any(unmasked):
+            return self._send(scheduled, results, logprob_rows, logits, logit_rows, prompt_logprobs)
+        deferred = DeferredSampling(
+            [entry for entry, again in zip(scheduled, unmasked, strict=True) if again],
+            [int(row) for row, again in zip(first_result_rows(scheduled), unmasked, strict=True) if again],
             logits,
             logit_rows,
         )
-        launched = LaunchedStep(items, results, wanted, (), (), None, again, scores)
-        return launched if any(mask_unknown(item.seq) for item in again.scheduled) else self.sample_deferred(launched)
+        launched = LaunchedStep(scheduled, results, logprob_rows, (), (), None, deferred, prompt_logprobs)
+        if any(mask_unknown(entry.seq) for entry in deferred.scheduled):
+            return launched
+        return self.sample_deferred(launched)
 
     @torch.inference_mode()
     def sample_deferred(self, launched: LaunchedStep) -> LaunchedStep:
-        """Draws again what was launched before its constraint knew the last token. Called once the steps before are
-        accounted for; for most steps there is nothing to do.
+        """Samples the deferred tokens of a step under their masks, and sends all results to the host.
+
+        Called once the steps before it are accounted for. Most steps have no deferred tokens and are returned as is.
         """
-        undrawn, results = launched.deferred, launched.results
-        if undrawn is None:
+        deferred, results = launched.deferred, launched.results
+        if deferred is None:
             return launched
         pairs = [
-            (i, row)
-            for i, row in zip(undrawn.scheduled, undrawn.result_rows, strict=True)
-            if i.seq.finish_reason is None
+            (entry, row)
+            for entry, row in zip(deferred.scheduled, deferred.result_rows, strict=True)
+            if entry.seq.finish_reason is None
         ]
         if pairs:
-            self._sampling.resample([item for item, _ in pairs], [row for _, row in pairs], undrawn, results)
+            self._sampling.resample([entry for entry, _ in pairs], [row for _, row in pairs], deferred, results)
         return self._send(
             launched.scheduled,
             results,
             launched.logprob_rows,
-            undrawn.logits,
-            undrawn.logit_rows,
+            deferred.logits,
+            deferred.logit_rows,
             launched.prompt_logprobs,
         )
 
     def is_done(self, launched: LaunchedStep) -> bool:
-        """Whether `collect` would not wait."""
+        """Whether `collect` would return without waiting."""
         return launched.copy_event is None or bool(launched.copy_event.query())  # type: ignore[no-untyped-call]
 
     def collect(self, launched: LaunchedStep) -> list[RunnerOutput]:
-        """One result per item, in order; waits for the device."""
+        """The output of each scheduled sequence, in order. Waits for the device."""
         return collect(launched)
 
     def time_replay(self, count: int) -> float | None:
-        """Seconds that the last launched step takes when it is run `count` times back to back; None when it was not one
-        from static buffers. Its sequences' KV and sampling state are spoilt: for measurements.
+        """Seconds of the last launched step when its graph is replayed `count` times back to back.
+
+        None if that step was not a `DecodeStep` on a GPU. For measurements only: the replays overwrite KV and sampling
+        state of the step's sequences.
         """
-        if self._replayed is None or self.decode_step is None or self._device.type != "cuda":
+        if self._last_bucket is None or self.decode_step is None or self._device.type != "cuda":
             return None
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             began.record()
             for _ in range(count):
-                self.decode_step.run(*self._replayed)
+                self.decode_step.run(*self._last_bucket)
             ended.record()
         ended.synchronize()
         return float(began.elapsed_time(ended)) * 1e-3 / count
 
     @torch.inference_mode()
     def warm_up(self, rows: StepRows, block: int) -> None:
-        """Queues a step whose rows all sample, with log-probabilities, and use that block of the pool alone.
+        """Queues a step in which all rows sample with log-probabilities. It touches only `block` of the pool.
 
-        A row with as many new tokens as one with drafts has is taken for one.
+        A row with `1 + max_seq_drafts` new tokens counts as a row with drafts.
         """
         shape = self._warm_up_shape(rows, block)
         ends = np.cumsum(shape.num_new)
-        counts = np.where(np.array(shape.num_new) == 1 + self._drafts, shape.num_new, 1)
-        last = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
-        ids, at, sampled = upload([np.zeros(ends[-1], dtype=np.int64), _positions(shape), last], self._device)
-        hidden, _ = self._forward(shape, ids, at, sampled, every=len(last) == len(ids))
-        self._fill_draft(shape, ids, at, list(range(len(rows))))
+        num_results = np.where(np.array(shape.num_new) == 1 + self._max_seq_drafts, shape.num_new, 1)
+        last = np.repeat(ends - np.cumsum(num_results), num_results) + np.arange(num_results.sum())
+        tokens = np.zeros(ends[-1], dtype=np.int64)
+        ids, positions, logits_indices = upload([tokens, token_positions(shape), last], self._device)
+        hidden, _ = self._forward(shape, ids, positions, None if len(last) == len(ids) else logits_indices)
+        self._write_draft_kv(shape, ids, positions, list(range(len(rows))))
         logits = self._model.logits(hidden)
-        self._sampling.warm_up(counts, logits, last)
+        self._sampling.warm_up(num_results, logits, last)
 
     @torch.inference_mode()
     def warm_up_attention(self, rows: StepRows, block: int) -> None:
-        """`rehearse` for the plans that the step's attention builds, without the rest of the model where it can."""
+        """Builds the cuDNN plans of a step, by attention alone if the backend can, else by the whole model."""
         if self._model.capturable and isinstance(self._backend, TritonAttention):
             self._backend.warm_up(self._warm_up_shape(rows, block))
         else:
@@ -265,107 +285,81 @@ class ModelRunner:
         )
 
     def _launch_eager(
-        self, items: Sequence[ScheduledSequence], between: LaunchCallback | None
+        self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None
     ) -> tuple[Tensor, Tensor, np.ndarray, list[PromptLogprobTensors]]:
-        """results of any step, the logits that they are drawn from, each result's row of these, and scores."""
-        self._zero_new_blocks(items)
-        shape = StepShape(
-            starts=[item.start for item in items],
-            num_new=[item.num_new for item in items],
-            blocks=[self._tables.row(item.seq) for item in items],
-        )
-        ends = np.cumsum(shape.num_new)
-        tokens: list[int] = []
-        unseen: list[int] = []  # items whose last token only the device knows
-        for index, item in enumerate(items):
-            tokens += item.seq.tokens[item.start : item.start + item.num_new - len(item.drafts)]
-            tokens += item.drafts
-            if len(tokens) < ends[index]:
-                tokens.append(0)
-                unseen.append(index)
-        # A row is a token after which something is sampled, or the last one of an item that samples nothing.
-        counts = np.array([1 + len(item.drafts) for item in items])
-        item_of = np.repeat(np.arange(len(items)), counts)
-        back = np.cumsum(counts)[item_of] - 1 - np.arange(len(item_of))
-        samples = np.array([item.samples for item in items])[item_of]
-        slots = np.array([item.seq.slot for item in items])
-        positions_of = _positions(shape)
-        last_of = ends[item_of] - 1 - back
-        to_score = _prompt_logprob_ranges(items)
-        shown_rows = [
-            np.arange(first, end) + ends[i] - (item.start + item.num_new) - 1 for i, item, first, end in to_score
-        ]
-        ids, positions, last, rows, row_slots, sampled_at, late, late_slots, shown = upload(
-            [
-                np.array(tokens),
-                positions_of,
-                last_of,
-                np.flatnonzero(samples),
-                slots[item_of[samples]],
-                positions_of[last_of[samples]] + 1,
-                ends[unseen] - 1,
-                slots[unseen],
-                np.concatenate([last_of, *shown_rows]),
-            ],
-            self._device,
-        )
-        if unseen:
-            ids.index_copy_(0, late, self._last_tokens.index_select(0, late_slots))
-        prompts = [row for row, item in enumerate(items) if not item.is_decode]
-        if self.prompt_step is not None and self.prompt_step.fits(shape, len(shown)):
-            hidden, states = self.prompt_step.run(shape, ids, positions, shown, prompts)
-        else:
-            whole = len(last) == len(ids) and not to_score
-            hidden, states = self._forward(shape, ids, positions, shown, every=whole, between=between)
-            self._fill_draft(shape, ids, positions, prompts)
-        scores = self._prompt_logprobs(to_score, hidden[len(last) :]) if to_score else []
-        hidden = hidden[: len(last)]
-        for item, end in zip(items, np.cumsum(counts), strict=True):
-            if item.seq.wants_embedding and item.samples:
-                item.seq.embedding = self._model.final_norm(hidden[end - 1 : end])[0]
-        sampling = [item for item in items if item.samples]
-        every = bool(samples.all())
-        results = torch.zeros(len(item_of), dtype=torch.int64, device=self._device)
-        if not every:
+        """Queues a step of any size; its layers may be a `PromptStep`.
+
+        Returns the results, the logits, the row of logits of each sampled result, and the prompt log-probabilities.
+        """
+        self._zero_new_blocks(scheduled)
+        step = step_inputs(scheduled, self._tables, self._last_tokens)
+        hidden, states, prompt_logprobs = self._hidden_states(step, on_layer)
+        for entry, end in zip(scheduled, np.cumsum(step.num_results), strict=True):
+            if entry.seq.wants_embedding and entry.samples:
+                entry.seq.embedding = self._model.final_norm(hidden[end - 1 : end])[0]
+        sampling = [entry for entry in scheduled if entry.samples]
+        all_sample = bool(step.samples.all())
+        results = torch.zeros(len(step.samples), dtype=torch.int64, device=self._device)
+        if not all_sample:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
         if not sampling:
-            self._store_states(states, shape, results, ids, last_of, counts)
-            return results, hidden, np.zeros(0), scores
-        logits = self._model.logits(hidden if every else hidden.index_select(0, rows))
-        before = None
-        if len(item_of) > len(items):
-            before = ids.index_select(0, last if every else last.index_select(0, rows))
-        sampled = self._sampling.sample(sampling, logits, row_slots, sampled_at, before)
-        drawn = torch.where(sampled.finite, sampled.tokens, -1)
-        if every:
-            results = drawn
+            self._store_states(states, step, results)
+            return results, hidden, np.zeros(0), prompt_logprobs
+        rows, indices = step.sampled_rows, step.logits_indices
+        logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows))
+        previous = None
+        if len(step.samples) > len(scheduled):  # some sequences have drafts
+            previous = step.ids.index_select(0, indices if all_sample else indices.index_select(0, rows))
+        sampled = self._sampling.sample(sampling, logits, step.sampled_slots, step.sampled_positions, previous)
+        tokens = torch.where(sampled.finite, sampled.tokens, -1)
+        if all_sample:
+            results = tokens
         else:
-            results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, drawn))
-        self._store_states(states, shape, results, ids, last_of, counts)
-        return results, logits, np.cumsum(samples) - 1, scores
+            results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, tokens))
+        self._store_states(states, step, results)
+        return results, logits, np.cumsum(step.samples) - 1, prompt_logprobs
+
+    def _hidden_states(
+        self, step: StepInputs, on_layer: LaunchCallback | None
+    ) -> tuple[Tensor, Tensor | None, list[PromptLogprobTensors]]:
+        """Hidden states of the results [results, hidden], states for an EAGLE head, and prompt log-probabilities."""
+        num_results, ranges = len(step.logits_indices), step.logprob_ranges
+        if self.prompt_step is not None and self.prompt_step.fits(step.shape, len(step.hidden_indices)):
+            hidden, states = self.prompt_step.run(
+                step.shape, step.ids, step.positions, step.hidden_indices, step.prompts
+            )
+        else:
+            all_tokens = num_results == len(step.ids) and not ranges
+            rows = None if all_tokens else step.hidden_indices
+            hidden, states = self._forward(step.shape, step.ids, step.positions, rows, on_layer)
+            self._write_draft_kv(step.shape, step.ids, step.positions, step.prompts)
+        prompt_logprobs = self._prompt_logprobs(ranges, hidden[num_results:]) if ranges else []
+        return hidden[:num_results], states, prompt_logprobs
 
     def _forward(
         self,
         shape: StepShape,
         ids: Tensor,
         positions: Tensor,
-        rows: Tensor,
-        *,
-        every: bool,
-        between: LaunchCallback | None = None,
+        rows: Tensor | None,
+        on_layer: LaunchCallback | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of these tokens, and states of all where a draft model follows; every: these are all, in order."""
-        metadata = self._backend.prepare(shape)
-        wanted = None if every else rows
-        if self._draft is None or self._draft.lags:
-            tap: LayerHook | None = None if between is None else lambda _layer, _stream: between()
-            kept = self._model.forward(ids, positions, self._cache, self._backend, metadata, rows=wanted, layer_hook=tap)
-            return kept, None
-        links = state_links_of(shape, self._kv)
-        return self._draft.forward_with_target(self._target_model, ids, positions, metadata, rows=wanted, links=links)
+        """Hidden states of the tokens `rows` (None: all), and states of all tokens for an EAGLE head, if there is one.
 
-    def _fill_draft(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
-        """A draft model that lags computes the tokens of these rows, which are prompts."""
+        callback: called before each layer.
+        """
+        metadata = self._backend.prepare(shape)
+        if self._draft is None or self._draft.lags:
+            hook: LayerHook | None = None if on_layer is None else lambda _layer, _stream: on_layer()
+            hidden = self._model.forward(
+                ids, positions, self._cache, self._backend, metadata, rows=rows, layer_hook=hook
+            )
+            return hidden, None
+        links = state_links_of(shape, self._kv)
+        return self._draft.forward_with_target(self._target_model, ids, positions, metadata, rows=rows, links=links)
+
+    def _write_draft_kv(self, shape: StepShape, ids: Tensor, positions: Tensor, rows: Sequence[int]) -> None:
+        """Writes the KV of a draft model that lags, for the tokens of these rows of the step, which are prompts."""
         if self._draft is None or not self._draft.lags or not rows:
             return
         if len(rows) < len(shape.num_new):
@@ -379,91 +373,69 @@ class ModelRunner:
             )
         self._draft.write_kv(ids, positions, self._draft.backend.prepare(shape))
 
-    def _store_states(
-        self,
-        states: Tensor | None,
-        shape: StepShape,
-        sampled: Tensor,
-        ids: Tensor,
-        last_of: np.ndarray,
-        counts: np.ndarray,
-    ) -> None:
-        """The draft's head leaves the states that it goes on from in their blocks."""
+    def _store_states(self, states: Tensor | None, step: StepInputs, results: Tensor) -> None:
+        """Stores the states that an EAGLE head continues from in the blocks of the step."""
         if self._draft is not None and states is not None:
             store_step_states(
-                self._draft, states, shape, sampled, ids, last_of, counts, kv=self._kv, query=1 + self._drafts
+                self._draft,
+                states,
+                step.shape,
+                results,
+                step.ids,
+                step.host_logits_indices,
+                step.num_results,
+                kv=self._kv,
+                query=1 + self._max_seq_drafts,
             )
 
-    def _prompt_logprobs(self, to_score: Sequence[PromptLogprobRange], hidden: Tensor) -> list[PromptLogprobTensors]:
-        """hidden: of the tokens before those that are scored, item after item. Few logits exist at a time."""
-        scores: list[PromptLogprobTensors] = []
-        for index, item, first, end in to_score:
-            count = item.seq.request.sampling.prompt_logprobs or 0
-            (targets,) = upload([np.array(item.seq.tokens[first:end])], self._device)
-            before, hidden = hidden[: end - first], hidden[end - first :]
+    def _prompt_logprobs(self, ranges: Sequence[PromptLogprobRange], hidden: Tensor) -> list[PromptLogprobTensors]:
+        """Log-probabilities of prompt tokens, LOGPROB_CHUNK at a time: logits of all would take too much memory.
+
+        hidden: states of the token before each of them, range after range.
+        """
+        found: list[PromptLogprobTensors] = []
+        for row, entry, first, end in ranges:
+            num_top = entry.seq.request.sampling.prompt_logprobs or 0
+            (targets,) = upload([np.array(entry.seq.tokens[first:end])], self._device)
+            previous, hidden = hidden[: end - first], hidden[end - first :]
             parts: list[tuple[Tensor, ...]] = []
-            for states, ids in zip(*(torch.split(x, LOGPROB_CHUNK) for x in (before, targets)), strict=True):
+            for states, ids in zip(*(torch.split(x, LOGPROB_CHUNK) for x in (previous, targets)), strict=True):
                 logits = self._model.logits(states)
-                chosen, top, top_ids = token_logprobs(logits, ids, count)
+                chosen, top, top_ids = token_logprobs(logits, ids, num_top)
                 ranks = (logits > logits.gather(1, ids[:, None])).sum(dim=-1) + 1
                 if top is None or top_ids is None:
                     top, top_ids = chosen.new_empty(len(ids), 0), ids.new_empty(len(ids), 0)
                 parts.append((chosen, ranks, top, top_ids))
-            scores.append(PromptLogprobTensors(index, first, *(torch.cat(part) for part in zip(*parts, strict=True))))
-        return scores
+            found.append(PromptLogprobTensors(row, first, *(torch.cat(part) for part in zip(*parts, strict=True))))
+        return found
 
     def _send(
         self,
-        items: Sequence[ScheduledSequence],
+        scheduled: Sequence[ScheduledSequence],
         results: Tensor,
-        wanted: Sequence[int],
+        logprob_rows: Sequence[int],
         logits: Tensor,
         logit_rows: np.ndarray,
-        scores: Sequence[PromptLogprobTensors],
+        prompt_logprobs: Sequence[PromptLogprobTensors],
     ) -> LaunchedStep:
-        forked = self._sampling.fork(items, logits, logit_rows)
-        return send_to_host(items, results, wanted, logits, logit_rows, scores, forked)
+        forked = self._sampling.fork(scheduled, logits, logit_rows)
+        return send_to_host(scheduled, results, logprob_rows, logits, logit_rows, prompt_logprobs, forked)
 
-    def _zero_new_blocks(self, items: Sequence[ScheduledSequence]) -> None:
-        """Zeroes the blocks that this step starts to fill and leaves partly unwritten.
+    def _zero_new_blocks(self, scheduled: Sequence[ScheduledSequence]) -> None:
+        """Zeroes the blocks that this step begins and does not fill.
 
-        A prompt's last block may travel to a pod that reads all of it; of one that decodes only a backend could that
-        reads slots before they are written. Where a draft model lags, its loop has cleared them, and written there.
+        A hand-off sends a prompt's last block whole, so its unwritten slots must be defined. The block of a sequence
+        that decodes needs zeroes only if the attention backend reads unwritten slots. The draft loop of a model that
+        lags has zeroed the blocks of its sequences, and written to them.
         """
-        size = self._kv.layout.block_size
-        begun: list[int] = []
-        for item in items:
-            if item.drafts and self.draft_model_lags:
-                continue
-            end = item.start + item.num_new
-            if (
-                end % size
-                and end - end % size >= item.start
-                and (self._backend.reads_unwritten_slots or not item.is_decode)
-            ):
-                assert item.seq.lease is not None
-                begun.append(item.seq.lease.blocks[end // size])
-        self._kv.zero(begun)
+        blocks = partly_filled_blocks(
+            scheduled,
+            self._kv.layout.block_size,
+            decodes=self._backend.reads_unwritten_slots,
+            with_drafts=not self.draft_model_lags,
+        )
+        self._kv.zero(blocks)
 
 
-def _constrained_drafts(items: Sequence[ScheduledSequence]) -> bool:
-    return any(item.drafts and item.seq.constraint is not None for item in items)
-
-
-def _prompt_logprob_ranges(items: Sequence[ScheduledSequence]) -> list[PromptLogprobRange]:
-    found: list[PromptLogprobRange] = []
-    for index, item in enumerate(items):
-        first = max(item.seq.next_prompt_logprob, item.start + 1)
-        end = min(item.start + item.num_new + 1, item.seq.prompt_len)
-        if first < end:
-            found.append((index, item, first, end))
-    return found
-
-
-def _positions(shape: StepShape) -> np.ndarray:
-    """int64 [T]"""
-    num_new = np.asarray(shape.num_new)
-    ends = np.cumsum(num_new)
-    offsets: np.ndarray = np.repeat(np.asarray(shape.starts) - (ends - num_new), num_new)
-    positions: np.ndarray = np.arange(int(ends[-1])) + offsets
-    return positions
+def _constrained_drafts(scheduled: Sequence[ScheduledSequence]) -> bool:
+    return any(entry.drafts and entry.seq.constraint is not None for entry in scheduled)

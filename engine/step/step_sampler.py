@@ -1,8 +1,8 @@
-"""From a step's logits to its tokens: who samples, with what noise, under which masks, after which drafts.
+"""Sampling of a step: from logits to tokens, with each sequence's parameters, noise, masks and drafts.
 
-On a GPU the device's sampler keeps what a running sequence is sampled with in the sequence's slot, from `stage` on; on
-a CPU, and for rejection sampling, torch samples and no state remains. Either way the token that was sampled last in a
-slot is left in `last_tokens`, where the next step finds it before the host has seen it.
+On a GPU `DeviceSampler` keeps the sampling state of a running sequence in the sequence's slot, from `stage` on. On a
+CPU, and for rejection sampling, torch samples and keeps no state. Both write the sampled token to `last_tokens`, where
+the next step reads it before the host has seen it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,32 @@ from engine.step.launched_step import DeferredSampling, ForkedSamples, first_res
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
-MAX_LOGPROBS = 20  # alternatives beside a token, as SamplingParams allows
+MAX_LOGPROBS = 20  # most alternatives that SamplingParams allows
 
 
 class StepSampler:
-    """device: None samples with torch, which waits for the device: for a CPU. last_tokens: int64 [slots + 1], the
-    token that was sampled last in each slot. drafts: most of an item. rejection: drafts are accepted by rejection
-    sampling, in torch; on a GPU only those that were drawn, since for others sampling with their positions' noise has
-    the same distribution.
+    """Samples the tokens of all steps of a runner.
+
+    Args:
+        sampler: samples on the device; None samples with torch, which waits for the device.
+        last_tokens: int64 [slots + 1], the token that was sampled last in each slot.
+        slots: slots of the scheduler.
+        max_seq_drafts: most drafts of a sequence.
+        rejection: accept drafts by rejection sampling, in torch. On a GPU this holds only for drafts with
+            probabilities: for other drafts coupled acceptance has the same distribution.
     """
 
     def __init__(
-        self, device: DeviceSampler | None, last_tokens: Tensor, *, slots: int, drafts: int, rejection: bool
+        self, sampler: DeviceSampler | None, last_tokens: Tensor, *, slots: int, max_seq_drafts: int, rejection: bool
     ) -> None:
-        self._sampler, self._last_tokens = device, last_tokens
-        self._drafts, self._rejection = drafts, rejection
+        self._sampler, self._last_tokens = sampler, last_tokens
+        self._max_seq_drafts, self._rejection = max_seq_drafts, rejection
         self._device = last_tokens.device
+        #: Lease of the sequence with its state in each slot of the device sampler.
         self._staged: list[Lease | None] = [None] * slots
 
     def stage(self, seqs: Sequence[EngineSequence]) -> None:
-        """The device's sampler, if there is one, learns what sequences are sampled with that sample for the first time
-        with their lease.
-        """
+        """Stages the sampling state of the sequences that sample for the first time with their lease."""
         sampler = self._sampler
         if sampler is None:
             return
@@ -57,142 +61,163 @@ class StepSampler:
                 self._staged[seq.slot] = seq.lease
         sampler.flush()
 
-    def uses_rejection(self, items: Sequence[ScheduledSequence]) -> bool:
-        """The step is sampled by rejection sampling."""
+    def uses_rejection(self, scheduled: Sequence[ScheduledSequence]) -> bool:
+        """Whether the step is sampled by rejection sampling."""
         if not self._rejection:
             return False
-        return any(item.drafts if self._sampler is None else item.draft_probs is not None for item in items)
+        return any(entry.drafts if self._sampler is None else entry.draft_probs is not None for entry in scheduled)
 
     def sample(
         self,
-        items: Sequence[ScheduledSequence],
+        scheduled: Sequence[ScheduledSequence],
         logits: Tensor,
         slots: Tensor,
         positions: Tensor,
-        before: Tensor | None,
+        previous: Tensor | None,
     ) -> Sampled:
-        """Of all rows of the items, under the constraints of those whose last token is known. before: int64, the token
-        before each row's, where some row follows drafts.
+        """Samples all results of these sequences. A mask applies to a sequence with no token in flight.
+
+        Args:
+            logits: float32 [R, vocab], `1 + drafts` rows of each sequence.
+            slots: int64 [R], the slot of the sequence of each row.
+            positions: int64 [R], the position of the token that is sampled.
+            previous: int64 [R], the token before it; None if no sequence has drafts.
         """
-        rejects = self.uses_rejection(items)
-        if self._sampler is not None and before is not None and not rejects:
-            counts = np.array([1 + len(item.drafts) for item in items])
-            item_slots = [item.seq.slot for item in items]
-            allowed = self._allowed(items)
-            return self._sample_drafts(self._sampler, item_slots, counts, logits, slots, positions, before, allowed)
+        rejects = self.uses_rejection(scheduled)
+        if self._sampler is not None and previous is not None and not rejects:
+            num_results = np.array([1 + len(entry.drafts) for entry in scheduled])
+            entry_slots = [entry.seq.slot for entry in scheduled]
+            allowed = self._allowed(scheduled)
+            return self._sample_drafts(
+                self._sampler, entry_slots, num_results, logits, slots, positions, previous, allowed
+            )
         if self._sampler is not None and not rejects:
-            drawn, finite = self._sampler.sample(logits, slots, positions, self._allowed(items))
+            drawn, finite = self._sampler.sample(logits, slots, positions, self._allowed(scheduled))
             self._last_tokens.index_copy_(0, slots, drawn)
             return Sampled(drawn, finite)
         rows: list[SampleRow] = []
-        for item in items:
-            seq, known = item.seq, item.start + item.num_new - len(item.drafts)
+        for entry in scheduled:
+            seq, known = entry.seq, entry.start + entry.num_new - len(entry.drafts)
             tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
-            masks = _masks(item) if seq.constraint is not None and not seq.pending else None
-            for taken in range(1 + len(item.drafts)):
-                rows.append(_row(item, tokens, item.drafts[:taken], None if masks is None else masks[taken]))
+            masks = _masks(entry) if seq.constraint is not None and not seq.pending else None
+            for num_taken in range(1 + len(entry.drafts)):
+                rows.append(_row(entry, tokens, entry.drafts[:num_taken], None if masks is None else masks[num_taken]))
         if rejects:
-            sampled = rejection_sample(logits, rows, [DraftTokens(item.drafts, item.draft_probs) for item in items])
+            sampled = rejection_sample(
+                logits, rows, [DraftTokens(entry.drafts, entry.draft_probs) for entry in scheduled]
+            )
         else:
             sampled = sample(logits, rows)
         if self._sampler is None:
             self._last_tokens.index_copy_(0, slots, sampled.tokens)
         else:
-            for item in items:  # the device's sampler has not seen what was sampled: it starts anew
-                self._staged[item.seq.slot] = None
+            for entry in scheduled:  # the device sampler has not counted these tokens: stage the sequence again
+                self._staged[entry.seq.slot] = None
         return sampled
 
     def _sample_drafts(
         self,
         sampler: DeviceSampler,
-        item_slots: Sequence[int],
-        counts: np.ndarray,
+        entry_slots: Sequence[int],
+        num_results: np.ndarray,
         logits: Tensor,
         slots: Tensor,
         positions: Tensor,
-        before: Tensor,
+        previous: Tensor,
         allowed: Tensor | None = None,
     ) -> Sampled:
-        """Rows of items that have so many each: after one known token, and after each draft."""
-        ends = np.cumsum(counts)
-        offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-        there, cu_q, row_slots = upload([offsets, np.concatenate([[0], ends]), np.array(item_slots)], self._device)
-        tokens, finite = sampler.sample(logits, slots, positions, allowed, drafts=(before, there))
-        sampler.accept_drafts(tokens, finite, before, cu_q, row_slots, self._last_tokens, query=1 + self._drafts)
+        """Samples after the known token and after each draft of each sequence, and accepts drafts.
+
+        entry_slots, num_results: slot and number of rows of each sequence. Other arguments as for `sample`.
+        """
+        ends = np.cumsum(num_results)
+        offsets = np.arange(ends[-1]) - np.repeat(ends - num_results, num_results)
+        device_offsets, cu_q, row_slots = upload(
+            [offsets, np.concatenate([[0], ends]), np.array(entry_slots)], self._device
+        )
+        tokens, finite = sampler.sample(logits, slots, positions, allowed, drafts=(previous, device_offsets))
+        sampler.accept_drafts(
+            tokens, finite, previous, cu_q, row_slots, self._last_tokens, query=1 + self._max_seq_drafts
+        )
         return Sampled(tokens, finite)
 
-    def _allowed(self, items: Sequence[ScheduledSequence]) -> Tensor | None:
-        """int32 [R, words] for all rows of these items; None when nothing is forbidden."""
+    def _allowed(self, scheduled: Sequence[ScheduledSequence]) -> Tensor | None:
+        """int32 [R, words], masks of all rows of these sequences; None if no mask applies."""
         masks: list[np.ndarray] = []
-        at: list[int] = []
+        indices: list[int] = []
         row = 0
-        for item in items:
-            rows = 1 + len(item.drafts)
-            if item.seq.constraint is not None and not item.seq.pending:
-                masks.append(_masks(item))
-                at += range(row, row + rows)
+        for entry in scheduled:
+            rows = 1 + len(entry.drafts)
+            if entry.seq.constraint is not None and not entry.seq.pending:
+                masks.append(_masks(entry))
+                indices += range(row, row + rows)
             row += rows
         if not masks:
             return None
         words = np.concatenate(masks)
         allowed = torch.full((row, words.shape[1]), -1, dtype=torch.int32, device=self._device)
-        index, there = upload([np.array(at, dtype=np.int32), words], self._device)
-        return allowed.index_copy_(0, index.long(), there)
+        index, device_words = upload([np.array(indices, dtype=np.int32), words], self._device)
+        return allowed.index_copy_(0, index.long(), device_words)
 
-    def warm_up(self, counts: np.ndarray, logits: Tensor, positions: np.ndarray) -> None:
-        """`sample` of so many rows of each item, with log-probabilities, in the slot that is nobody's; nothing where
-        torch samples.
+    def warm_up(self, num_results: np.ndarray, logits: Tensor, positions: np.ndarray) -> None:
+        """`sample` and log-probabilities in the padding slot. Does nothing if torch samples.
+
+        num_results: rows of each sequence; positions: of all rows.
         """
         if self._sampler is None:
             return
-        pad = [self._sampler.pad_slot] * len(counts)
-        slots, there = upload([np.repeat(pad, counts), positions], self._device)
-        if len(positions) > len(counts):
-            tokens = self._sample_drafts(self._sampler, pad, counts, logits, slots, there, slots * 0).tokens
+        pad = [self._sampler.pad_slot] * len(num_results)
+        slots, device_positions = upload([np.repeat(pad, num_results), positions], self._device)
+        if len(positions) > len(num_results):
+            tokens = self._sample_drafts(
+                self._sampler, pad, num_results, logits, slots, device_positions, slots * 0
+            ).tokens
         else:
-            tokens, _ = self._sampler.sample(logits, slots, there)
+            tokens, _ = self._sampler.sample(logits, slots, device_positions)
         token_logprobs(logits, tokens, MAX_LOGPROBS)
 
     def resample(
-        self, items: Sequence[ScheduledSequence], rows: Sequence[int], undrawn: DeferredSampling, results: Tensor
+        self, scheduled: Sequence[ScheduledSequence], rows: Sequence[int], deferred: DeferredSampling, results: Tensor
     ) -> None:
-        """Overwrites these results, and the last tokens of their slots."""
-        masks = np.stack([mask for item in items for mask in _masks(item)])
-        at, logit_rows, slots, positions = upload(
+        """Samples these rows of the results again under their masks. Overwrites the results and `last_tokens`."""
+        masks = np.stack([mask for entry in scheduled for mask in _masks(entry)])
+        indices, logit_rows, slots, positions = upload(
             [
                 np.array(rows),
-                undrawn.logit_rows[rows],
-                np.array([item.seq.slot for item in items]),
-                np.array([item.start + item.num_new for item in items]),
+                deferred.logit_rows[rows],
+                np.array([entry.seq.slot for entry in scheduled]),
+                np.array([entry.start + entry.num_new for entry in scheduled]),
             ],
             self._device,
         )
-        logits = undrawn.logits.index_select(0, logit_rows)
+        logits = deferred.logits.index_select(0, logit_rows)
         if self._sampler is None:
-            sampled = sample(logits, [_row(i, i.seq.tokens, (), m) for i, m in zip(items, masks, strict=True)])
+            sampled = sample(logits, [_row(e, e.seq.tokens, (), m) for e, m in zip(scheduled, masks, strict=True)])
         else:
-            self._sampler.uncount_tokens(slots, results.index_select(0, at))
+            self._sampler.uncount_tokens(slots, results.index_select(0, indices))
             (allowed,) = upload([masks], self._device)
             sampled = Sampled(*self._sampler.sample(logits, slots, positions, allowed))
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
-        results.index_copy_(0, at, torch.where(sampled.finite, sampled.tokens, -1))
+        results.index_copy_(0, indices, torch.where(sampled.finite, sampled.tokens, -1))
 
-    def fork(self, items: Sequence[ScheduledSequence], logits: Tensor, logit_rows: np.ndarray) -> list[ForkedSamples]:
-        """First tokens of the children beside the one that was sampled, from the same logits.
+    def fork(
+        self, scheduled: Sequence[ScheduledSequence], logits: Tensor, logit_rows: np.ndarray
+    ) -> list[ForkedSamples]:
+        """Samples the first tokens of children 1, 2, ... of each request from the logits of child 0.
 
-        On a device the children take the sequence's slot in turn, so that each is sampled as it would be alone.
+        On a GPU the children use the sequence's slot one after the other, so each is sampled as it would be alone.
         """
         forked: list[ForkedSamples] = []
-        for index, item in enumerate(items):
-            seq, params = item.seq, item.seq.request.sampling
-            if not item.samples or seq.num_samples == 1 or seq.finish_reason is not None:
+        for index, entry in enumerate(scheduled):
+            seq, params = entry.seq, entry.seq.request.sampling
+            if not entry.samples or seq.num_samples == 1 or seq.finish_reason is not None:
                 continue
-            allowed = None if seq.constraint is None else _masks(item)[0]
+            allowed = None if seq.constraint is None else _masks(entry)[0]
             rows = [
                 SampleRow(params, seq.tokens, seq.prompt_len, child, allowed_mask=allowed)
                 for child in range(1, seq.num_samples)
             ]
-            row = int(logit_rows[first_result_rows(items)[index]])
+            row = int(logit_rows[first_result_rows(scheduled)[index]])
             same = logits[row : row + 1].expand(len(rows), -1)
             if self._sampler is None:
                 tokens = sample(same, rows).tokens
@@ -212,25 +237,27 @@ class StepSampler:
             sampler.stage(slot, row)
             sampler.flush()
             drawn.append(sampler.sample(logits, slots, positions, allowed)[0].clone())
-        self._staged[slot] = None  # the next step of the sequence in this slot brings its own state
+        self._staged[slot] = None  # the next step of the sequence stages its own state again
         return torch.cat(drawn)
 
 
 def mask_unknown(seq: EngineSequence) -> bool:
-    """What may come next is not known before a token is that only the device knows."""
+    """Whether the mask of the next token depends on a token that only the device knows."""
     return seq.constraint is not None and seq.pending > 0
 
 
-def _masks(item: ScheduledSequence) -> np.ndarray:
-    """int32 [1 + drafts, words]"""
-    assert item.seq.constraint is not None
-    masks = item.seq.constraint.masks(item.drafts)[1]
-    missing = 1 + len(item.drafts) - len(masks)  # a matcher that fails is told when the token is accounted for
+def _masks(entry: ScheduledSequence) -> np.ndarray:
+    """int32 [1 + drafts, words], the masks after the known tokens and after each draft."""
+    assert entry.seq.constraint is not None
+    masks = entry.seq.constraint.masks(entry.drafts)[1]
+    missing = (
+        1 + len(entry.drafts) - len(masks)
+    )  # the matcher failed; the error is raised once the token is accounted for
     return np.concatenate([masks, np.zeros((missing, masks.shape[1]), dtype=np.int32)]) if missing else masks
 
 
 def _row(
-    item: ScheduledSequence, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None
+    entry: ScheduledSequence, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None
 ) -> SampleRow:
-    seq = item.seq
+    seq = entry.seq
     return SampleRow(seq.request.sampling, tokens, seq.prompt_len, seq.child, drafts=drafts, allowed_mask=allowed)

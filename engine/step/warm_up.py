@@ -1,23 +1,31 @@
-"""Steps that a GPU runs before the first request: the largest, to measure its memory, and one of each kind that
-compiles kernels or builds plans of its own, so that no request waits for that.
+"""Steps that a GPU runs before the first request.
 
-Kernels are compiled once for the process, cuDNN's plans are built on each thread anew.
+The largest step measures memory. One step of each kind compiles kernels and builds cuDNN plans, so that no request
+waits for that. Kernels are compiled once for the process; cuDNN plans are built once for each thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-StepRows = Sequence[tuple[int, int]]  # of a step: tokens in the cache, new tokens
+#: Cached and new tokens of each row of a step.
+StepRows = Sequence[tuple[int, int]]
 
-MAX_PLAN_TOKENS = 16384  # a long prompt needs plans for the length of each chunk, and of its prefix
-PLAN_QUANTUM = 1024  # lengths that have plans are multiples of it
-MAX_EQUAL_PROMPTS = 8  # whole prompts of one length have a plan for every power of two of them up to here
+MAX_PLAN_TOKENS = 16384  # longest prompt with plans: one for each chunk length and prefix length
+PLAN_QUANTUM = 1024  # lengths with plans are multiples of this
+MAX_EQUAL_PROMPTS = 8  # 2, 4, ... up to this many whole prompts of one length have a plan
 
 
 def largest_step(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0, max_drafts: int = 0) -> StepRows:
-    """All slots sample, as many as may with drafts; the rest is a chunk that ends the longest sequence, and where that
-    is short, prompts of the other slots.
+    """The step with the largest activations: all slots sample, and as many as possible have drafts.
+
+    The remaining tokens are a chunk that ends the longest sequence, and then prompts in the other slots.
+
+    Args:
+        most_tokens: most tokens of a step.
+        max_len: longest sequence.
+        drafts: most drafts of a sequence.
+        max_drafts: most drafts of a step.
     """
     rows, drafting = min(max_seqs, most_tokens), 0
     if 0 < drafts < max_len:
@@ -34,17 +42,17 @@ def largest_step(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0,
 
 
 def kernel_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0) -> list[StepRows]:
-    """Steps of all kinds that the limits allow, for the kernels that they compile."""
+    """One step of each kind within the limits; running them compiles all kernels."""
     steps: list[StepRows] = [
         [(0, 1), (5, 1)],
-        # Drafts and ends of prompts, by how many rows their queries are padded to.
+        # Rows with drafts and ends of prompts, one step for each padded query length.
         *([(0, count), (7, count)] for count in {2, 3, 5, 1 + drafts}),
-        # Chunks of all lengths beside a row that decodes.
+        # Short and long chunks beside a row that decodes.
         [(0, 1), (0, 16), (16, 40)],
         [(0, 1), (0, 1040), (48, 900)],
         [(0, 1), (1040, 1040)],
         [(0, 600)] * 4,
-        # Prompts whose ends are attended for one by one, by what their number is padded to; two and four are above.
+        # Prompts with separate attention for their ends, by the padded number of prompts; two and four are above.
         [(0, 1040)],
         [(0, 140)] * 8,
     ]
@@ -54,9 +62,13 @@ def kernel_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0)
 def cudnn_plan_steps(
     most_tokens: int, shared_tokens: int, max_seqs: int, max_len: int, last_tokens: int = 0
 ) -> list[StepRows]:
-    """Long prompts, chunks of longer ones, and equal prompts side by side, that the limits allow, for the plans that
-    they build. most_tokens: of a step with a prompt alone; shared_tokens: of one with several; last_tokens: of the
-    last chunk of a prompt that is handed off.
+    """Long prompts, chunks of longer prompts, and equal prompts side by side within the limits; running them builds all
+    cuDNN plans.
+
+    Args:
+        most_tokens: most tokens of a step with a single prompt.
+        shared_tokens: most tokens of a step with several prompts.
+        last_tokens: most tokens of the last chunk of a prompt that is handed off.
     """
     lengths = range(PLAN_QUANTUM, min(most_tokens, MAX_PLAN_TOKENS) + 1, PLAN_QUANTUM)
     steps: list[StepRows] = [[(0, length)] for length in lengths]
@@ -76,11 +88,11 @@ def cudnn_plan_steps(
     return _within_limits(steps, most_tokens, max_seqs, max_len)
 
 
-def chunk_graph_shapes(within: int, token_budget: int) -> list[tuple[int, int]]:
-    """Cached and new tokens of the chunks that are captured: of the token budget, and of the shortest that has a plan,
-    where they end within so many tokens.
+def chunk_graph_shapes(within: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """Cached and new tokens of the chunks to capture: chunks of `chunk_tokens` and of the shortest length with a plan,
+    which end within the first `within` tokens of a prompt.
     """
-    lengths = {PLAN_QUANTUM, token_budget} if token_budget % PLAN_QUANTUM == 0 else set[int]()
+    lengths = {PLAN_QUANTUM, chunk_tokens} if chunk_tokens % PLAN_QUANTUM == 0 else set[int]()
     return [(start, new) for new in sorted(lengths) for start in range(0, within - new + 1, PLAN_QUANTUM)]
 
 

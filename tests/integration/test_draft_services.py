@@ -1,4 +1,4 @@
-"""Draft models on pods: what they keep goes with the hand-off, so drafts are as good after it as in one process."""
+"""Draft models on pods: the hand-off moves the draft KV too, so drafts after it equal those of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAFTS = 4
 
 
 def drafting(kind: str, model_dir: Path, root: Path) -> dict[str, Any]:
-    """Settings of a pod or an engine."""
+    """Settings of the proposer for a pod or an engine."""
     if kind == "draft_model":
         directory = disturbed(model_dir, root / "draft", 0.03)
     else:
@@ -34,7 +34,7 @@ def drafting(kind: str, model_dir: Path, root: Path) -> dict[str, Any]:
     return {"speculation": name, "speculation_model": str(directory), "speculation_tokens": DRAFTS}
 
 
-def always(pod: Pod) -> None:
+def always_draft(pod: Pod) -> None:
     engine = pod.runtime.engine
     engine.set_proposer(engine.configured_proposer(), AlwaysDraft(DRAFTS))
 
@@ -61,19 +61,21 @@ async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model
     expected, stats = in_one_process(oracle(model_dir, **(settings | {"speculation_model": model})), requests)
     more = {"kv_memory": 1 << 20}
     async with Cluster.start(model_dir, prefill_config=settings | more, decode_config=settings | more) as cluster:
-        always(cluster.decode)
-        answers = [await cluster.generate(r, remote_only=True) for r in requests]  # one after the other, as there
+        always_draft(cluster.decode)
+        answers = [
+            await cluster.generate(r, remote_only=True) for r in requests
+        ]  # one after the other, like in one process
         assert [answer.ids for answer in answers] == expected
         assert all(answer.handed_off is not None for answer in answers)
         speculator = cluster.decode.runtime.engine.speculator
         assert speculator is not None
-        there = speculator.stats
-        assert (there.proposed, there.accepted, there.accepted_at) == (
+        pod_stats = speculator.stats
+        assert (pod_stats.proposed, pod_stats.accepted, pod_stats.accepted_at) == (
             stats.proposed,
             stats.accepted,
             stats.accepted_at,
         )
-        assert 0 < there.accepted < there.proposed
+        assert 0 < pod_stats.accepted < pod_stats.proposed
         counted = {
             (s.labels["proposer"], s.labels["outcome"])
             for metric in cluster.decode.runtime.metrics.metrics.registry.collect()
@@ -85,7 +87,7 @@ async def test_drafts_after_a_hand_off_are_those_of_one_process(kind: str, model
 
 @pytest.fixture(scope="module")
 def byte_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A smaller model, with a tokenizer."""
+    """A smaller model with a byte tokenizer."""
     directory = tiny_target(tmp_path_factory.mktemp("bytes"), vocab=BYTES, length=MAX_LEN)
     byte_tokenizer(directory)
     return directory
@@ -97,7 +99,7 @@ def byte_drafting(byte_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def mixed() -> list[ValidRequest]:
-    """Fifty requests of all kinds of sampling, whose prompts repeat themselves; some follow a grammar."""
+    """Fifty requests with repetitive prompts and all kinds of sampling, some with a grammar."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7, "top_p": 0.8},
@@ -117,7 +119,7 @@ def mixed() -> list[ValidRequest]:
 
 @pytest.fixture(scope="module")
 def fifty(byte_dir: Path) -> tuple[list[ValidRequest], list[list[int]]]:
-    """And their answers by one engine without speculation."""
+    """Fifty requests and their answers from one engine without speculation."""
     requests = mixed()
     grammars = [r.grammar for r in requests]
     answers = oracle(byte_dir).generate(
@@ -132,7 +134,7 @@ def fifty(byte_dir: Path) -> tuple[list[ValidRequest], list[list[int]]]:
 
 
 async def ask_all(cluster: Cluster, requests: Sequence[ValidRequest]) -> list[Answer]:
-    """All their answers, some side by side; what finds no room is asked again."""
+    """Answers of all requests, up to 14 at a time. An overloaded request is sent again."""
     turn = asyncio.Semaphore(14)
 
     async def ask(asked: ValidRequest) -> Answer:
@@ -153,13 +155,13 @@ async def test_fifty_requests_are_the_same_after_a_hand_off(
     byte_drafting: dict[str, dict[str, Any]],
     fifty: tuple[list[ValidRequest], list[list[int]]],
 ) -> None:
-    """Side by side, and on a decode pod that has to preempt."""
+    """Concurrent requests on a decode pod that has to preempt."""
     requests, expected = fifty
     settings = {name: str(value) for name, value in byte_drafting[kind].items()} | {"speculation_tokens": DRAFTS}
     blocks = oracle(byte_dir, **byte_drafting[kind]).engine.layout.block_bytes
     pods = [settings | {"kv_memory": count * blocks} for count in (200, 34)]
     async with Cluster.start(byte_dir, prefill_config=pods[0], decode_config=pods[1]) as cluster:
-        always(cluster.decode)
+        always_draft(cluster.decode)
         answers = await ask_all(cluster, requests)
         assert [answer.ids for answer in answers] == expected
         assert all(answer.handed_off is not None or len(answer.ids) == 1 for answer in answers)
@@ -172,33 +174,33 @@ async def test_fifty_requests_are_the_same_after_a_hand_off(
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
-async def test_fifty_requests_go_on_behind_any_of_their_tokens(
+async def test_fifty_requests_resume_after_any_of_their_tokens(
     kind: str,
     byte_dir: Path,
     byte_drafting: dict[str, dict[str, Any]],
     fifty: tuple[list[ValidRequest], list[list[int]]],
 ) -> None:
-    """As after the death of the pod that generated those: with drafts, grammars, penalties and preemptions."""
+    """Like after the loss of a decode pod: with drafts, grammars, penalties and preemptions."""
     settings = {name: str(value) for name, value in byte_drafting[kind].items()} | {"speculation_tokens": DRAFTS}
     blocks = oracle(byte_dir, **byte_drafting[kind]).engine.layout.block_bytes
     pods = [settings | {"kv_memory": count * blocks} for count in (200, 34)]
     cut = [(r, ids, 1 + 5 * i % (len(ids) - 1)) for i, (r, ids) in enumerate(zip(*fifty, strict=True)) if len(ids) > 1]
     assert len(cut) > 40
     async with Cluster.start(byte_dir, prefill_config=pods[0], decode_config=pods[1]) as cluster:
-        always(cluster.decode)
+        always_draft(cluster.decode)
         answers = await ask_all(cluster, [r.resumed(0, ids[:at]) for r, ids, at in cut])
         for answer, (_, ids, at) in zip(answers, cut, strict=True):
             assert [(t.index, t.id) for t in answer.tokens] == [*enumerate(ids)][at:]
 
 
-async def test_pods_with_other_drafts_refuse_each_other(model_dir: Path, tmp_path: Path) -> None:
+async def test_pods_with_different_drafts_refuse_each_other(model_dir: Path, tmp_path: Path) -> None:
     settings = drafting("draft_model", model_dir, tmp_path)
     async with Cluster.start(model_dir, decode_config=settings | {"kv_memory": 1 << 20}) as cluster:
         with pytest.raises(BatonError, match="draft_layers"):
             await cluster.prefill.runtime.transfer_node.connect(cluster.decode.runtime.address)
 
 
-async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_smollm2_drafts_are_as_good_after_a_hand_off(smollm2_dir: Path, tmp_path: Path) -> None:
     draft_dir = without_layers(smollm2_dir, tmp_path / "draft", SMOLLM2_LAYERS)
     settings: dict[str, Any] = {"speculation": "draft_model", "speculation_model": draft_dir, "speculation_tokens": 4}
     sizes = {"block_size": 16, "max_model_len": 128}
@@ -208,12 +210,12 @@ async def test_smollm2_without_two_layers_drafts_as_well_under_pd(smollm2_dir: P
     expected, alone = in_one_process(llm, requests)
     pod = settings | sizes | {"speculation_model": str(draft_dir), "kv_memory": 48 << 20, "chunk_tokens": 64}
     async with Cluster.start(smollm2_dir, prefill_config=pod, decode_config=pod) as cluster:
-        always(cluster.decode)
+        always_draft(cluster.decode)
         answers = [await cluster.generate(r, timeout_s=120.0) for r in requests]
         assert [answer.ids for answer in answers] == expected
         speculator = cluster.decode.runtime.engine.speculator
         assert speculator is not None
-        there = speculator.stats
-        assert there.proposed > 25
-        assert there.accepted / there.proposed == pytest.approx(alone.accepted / alone.proposed, abs=0.02)
-        assert 0.3 < there.accepted / there.proposed < 0.95
+        pod_stats = speculator.stats
+        assert pod_stats.proposed > 25
+        assert pod_stats.accepted / pod_stats.proposed == pytest.approx(alone.accepted / alone.proposed, abs=0.02)
+        assert 0.3 < pod_stats.accepted / pod_stats.proposed < 0.95

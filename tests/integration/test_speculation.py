@@ -1,4 +1,4 @@
-"""Speculation changes no token: with and without it, every kind of sampling, batch, preemption and hand-off."""
+"""Speculation changes no token, with any proposer, sampling parameters, batch or preemption."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafting(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What an engine needs for each kind of proposer."""
+    """Engine settings of each kind of proposer."""
     return draft_settings(tiny_dir, tmp_path_factory.mktemp("drafts"), vocab=VOCAB)
 
 
@@ -48,7 +48,7 @@ def make(directory: Path, **config: Any) -> LLM:
 
 
 def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests of all lengths and kinds of sampling, whose prompts repeat themselves."""
+    """Requests with repetitive prompts, of all lengths and kinds of sampling."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7, "logprobs": 2},
@@ -74,11 +74,11 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_dir: Path) -> list[Completion]:
-    """Without speculation."""
+    """Completions without speculation."""
     return make(tiny_dir).generate(*mixed(), ignore_eos=True, show_progress=False)
 
 
-def equal(got: Sequence[Completion], wanted: Sequence[Completion]) -> None:
+def check_equal(got: Sequence[Completion], wanted: Sequence[Completion]) -> None:
     assert [c.ids for c in got] == [c.ids for c in wanted]
     assert [c.finish for c in got] == [c.finish for c in wanted]
     for a, b in zip(got, wanted, strict=True):
@@ -87,8 +87,8 @@ def equal(got: Sequence[Completion], wanted: Sequence[Completion]) -> None:
         assert [[x.token for x in t.top] for t in a.tokens] == [[x.token for x in t.top] for t in b.tokens]
 
 
-def clean(engine: Engine) -> None:
-    """No block is in use any more, and drafts were made, accepted and rejected."""
+def check_clean(engine: Engine) -> None:
+    """Checks that no block is in use, and that drafts were accepted and rejected."""
     engine.pool.check_integrity()
     counts = engine.pool.counts()
     assert counts.leased == counts.quarantined == 0
@@ -119,8 +119,8 @@ def test_no_token_changes(
     overlap: bool,
 ) -> None:
     llm = make(tiny_dir, **drafting[proposer], speculation_tokens=tokens, overlap=overlap)
-    equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
-    clean(llm.engine)
+    check_equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
+    check_clean(llm.engine)
     assert llm.engine.counters.decode_tokens == sum(len(c.ids) - 1 for c in expected)
 
 
@@ -128,39 +128,39 @@ def test_no_token_changes(
     ("proposer", "overlap"),
     [("ngram", False), ("ngram", True), ("suffix", False), ("draft_model", True), ("eagle", False), ("eagle3", True)],
 )
-def test_preemption_in_the_middle_changes_nothing(
+def test_preemption_changes_no_token(
     tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str, overlap: bool
 ) -> None:
     llm = make(tiny_dir, **drafting[proposer], num_blocks=40, overlap=overlap)
     llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
-    equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
+    check_equal(llm.generate(*mixed(), ignore_eos=True, show_progress=False), expected)
     assert llm.engine.scheduler.stats().preemptions > 0
-    clean(llm.engine)
+    check_clean(llm.engine)
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "draft_model", "eagle", "eagle3"])
-def test_rejection_sampling_of_greedy_requests_changes_nothing(
+def test_rejection_sampling_changes_no_greedy_token(
     tiny_dir: Path, expected: list[Completion], drafting: dict[str, dict[str, Any]], proposer: str
 ) -> None:
-    """And sampled ones end as they should, with log-probabilities of all tokens."""
+    """Sampled requests still end correctly and have all log-probabilities."""
     llm = make(tiny_dir, **drafting[proposer], speculation_accept="rejection")
     llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(4))
     prompts, params = mixed()
     got = llm.generate(prompts, params, ignore_eos=True, show_progress=False)
     greedy = [i for i, p in enumerate(params) if p.greedy]
-    equal([got[i] for i in greedy], [expected[i] for i in greedy])
+    check_equal([got[i] for i in greedy], [expected[i] for i in greedy])
     for completion, p in zip(got, params, strict=True):
         assert len(completion.ids) == p.max_tokens or completion.ids[-1] in p.stop_token_ids
         assert all((token.logprob is not None) == (p.logprobs is not None) for token in completion.tokens)
-    assert any(got[i].ids != expected[i].ids for i in range(PROMPTS) if i not in greedy), "other noise, other tokens"
-    clean(llm.engine)
+    assert any(got[i].ids != expected[i].ids for i in range(PROMPTS) if i not in greedy), (
+        "different noise gives different tokens"
+    )
+    check_clean(llm.engine)
 
 
 @pytest.mark.parametrize("proposer", ["draft_model", "eagle3"])
-def test_children_eight_bits_and_host_memory(
-    tiny_dir: Path, drafting: dict[str, dict[str, Any]], proposer: str
-) -> None:
-    """What a draft keeps goes where blocks go: to children, into 8 bits, to the host and back."""
+def test_draft_kv_follows_its_blocks(tiny_dir: Path, drafting: dict[str, dict[str, Any]], proposer: str) -> None:
+    """To children, in an 8-bit cache, and to host memory and back."""
     prompts, params = (part[:20] for part in mixed())
     params = [dataclasses.replace(p, n=1 + i % 3) for i, p in enumerate(params)]
     wanted = make(tiny_dir, kv_dtype="fp8_e4m3").generate(prompts, params, ignore_eos=True, show_progress=False)
@@ -171,7 +171,7 @@ def test_children_eight_bits_and_host_memory(
     stats = llm.engine.scheduler.stats()
     assert stats.preemptions > 0
     assert stats.fully_restored > 0
-    clean(llm.engine)
+    check_clean(llm.engine)
     llm.engine.close()
 
 
@@ -185,12 +185,15 @@ SCHEMA: dict[str, Any] = {"type": "array", "items": ITEM, "minItems": 2, "maxIte
 
 
 class Counting:
-    """A proposer, and how many of its drafts a constraint cuts. answers: by prompts; two proposals in three begin with
-    their tokens, for a random model hardly ever guesses what a grammar allows.
+    """Wraps a proposer and counts the drafts that constraints trim.
+
+    Args:
+        answers: expected output by prompt. Two of three proposals begin with its tokens, because a random model hardly
+            ever drafts what a grammar allows.
     """
 
     def __init__(self, proposer: Proposer, answers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
-        self.name, self._proposer, self.cut = proposer.name, proposer, 0
+        self.name, self._proposer, self.trimmed = proposer.name, proposer, 0
         self._answers, self._proposals = answers, 0
         self.new_state, self.expects_drafts, self.on_verified = (
             proposer.new_state,
@@ -198,15 +201,15 @@ class Counting:
             proposer.on_verified,
         )
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
-        drafts = self._proposer.propose(seqs, kept, limits)
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+        drafts = self._proposer.propose(seqs, states, limits)
         for seq, row, length in zip(seqs, drafts.tokens, drafts.lengths.tolist(), strict=True):
             self._proposals += 1
-            right = min(length, self._proposals % 3 * 2)
-            known = self._answers[seq.request.prompt_ids][seq.num_output :][:right]
+            num_known = min(length, self._proposals % 3 * 2)
+            known = self._answers[seq.request.prompt_ids][seq.num_output :][:num_known]
             row[: len(known)] = known
             if seq.constraint is not None:
-                self.cut += length - len(seq.constraint.masks(row[:length].tolist())[0])
+                self.trimmed += length - len(seq.constraint.masks(row[:length].tolist())[0])
         return drafts
 
 
@@ -223,15 +226,15 @@ def json_drafting(json_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def verified_under_constraints(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each chain that a step verifies under a constraint, whether that allows all of it; filled as steps run."""
+    """A list that gets, for each chain verified under a constraint, whether the constraint allows all of it."""
     verified: list[bool] = []
     launch = llm.engine.runner.launch
 
-    def watched(items: Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> LaunchedStep:
-        for item in items:
-            if item.drafts and item.seq.constraint is not None:
-                verified.append(item.seq.constraint.masks(item.drafts)[0] == list(item.drafts))
-        return launch(items, between)
+    def watched(scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None = None) -> LaunchedStep:
+        for entry in scheduled:
+            if entry.drafts and entry.seq.constraint is not None:
+                verified.append(entry.seq.constraint.masks(entry.drafts)[0] == list(entry.drafts))
+        return launch(scheduled, on_layer)
 
     monkeypatch.setattr(llm.engine.runner, "launch", watched)
     return verified
@@ -242,14 +245,16 @@ def grammatical_prompts() -> list[list[int]]:
 
 
 def grammatical(llm: LLM) -> list[Completion]:
-    """Greedy, sampled and penalised requests whose answers follow a JSON schema, between others."""
+    """Completions of greedy, sampled and penalised requests, most of them with a JSON schema."""
     prompts = grammatical_prompts()
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9, "logprobs": 1},
         {"temperature": 0.7, "frequency_penalty": 0.1},
     ]
-    no_space = tuple((token, -30.0) for token in llm.encode(" \n\t\r"))  # or a random model writes little else
+    no_space = tuple(
+        (token, -30.0) for token in llm.encode(" \n\t\r")
+    )  # otherwise a random model writes mostly white space
     params = [
         SamplingParams(**({"seed": i, "max_tokens": 96, "logit_bias": no_space} | kinds[i % 3])) for i in range(12)
     ]
@@ -259,7 +264,7 @@ def grammatical(llm: LLM) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def followed(json_dir: Path) -> list[Completion]:
-    """Without speculation."""
+    """Completions without speculation."""
     return grammatical(make(json_dir))
 
 
@@ -274,7 +279,7 @@ def followed(json_dir: Path) -> list[Completion]:
         ("eagle3", False),
     ],
 )
-def test_a_schema_is_followed_whoever_drafts(
+def test_schemas_are_followed_with_every_proposer(
     json_dir: Path,
     followed: list[Completion],
     json_drafting: dict[str, dict[str, Any]],
@@ -282,7 +287,7 @@ def test_a_schema_is_followed_whoever_drafts(
     blind: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """blind: drafts are made without regard to the grammar, as a captured loop draws them."""
+    """blind: drafts are drawn without masks, like those of a captured draft loop."""
     if blind:
         monkeypatch.setattr(
             draft_loop,
@@ -297,18 +302,18 @@ def test_a_schema_is_followed_whoever_drafts(
     counting = Counting(llm.engine.configured_proposer(), answers)
     llm.engine.set_proposer(counting, AlwaysDraft(4))
     got = grammatical(llm)
-    equal(got, followed)
+    check_equal(got, followed)
     ended = [c for i, c in enumerate(got) if i % 4 != 3 and c.finish is FinishReason.STOP]
     assert len(ended) > 3
     for completion in ended:
         jsonschema.validate(json.loads(completion.text), SCHEMA)
-    assert counting.cut > 0 or not blind
+    assert counting.trimmed > 0 or not blind
     assert len(verified) > 30
-    assert all(verified), "what the grammar forbids is left out before a step computes it"
-    clean(llm.engine)
+    assert all(verified), "forbidden drafts are trimmed before the verify step"
+    check_clean(llm.engine)
 
 
-def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
+def test_smollm2_follows_a_schema_with_drafts(smollm2_dir: Path) -> None:
     llm = LLM(smollm2_dir, kv_memory=64 << 20, chunk_tokens=64, max_model_len=256, threads=1, speculation="ngram")
     item = {"type": "object", "properties": {"name": {"enum": ["salt", "pepper"]}, "grams": {"type": "integer"}}}
     item |= {"required": ["name", "grams"], "additionalProperties": False}
@@ -321,9 +326,9 @@ def test_drafts_are_trimmed_by_the_grammar(smollm2_dir: Path) -> None:
     answers = {f"local-{3 + i}": completion.ids for i, completion in enumerate(wanted)}
     llm.engine.set_proposer(Guesses(answers, vocab=llm.engine.vocab_size, wrong=3))
     got = llm.generate(prompts, params, grammar=grammar, show_progress=False)
-    equal(got, wanted)
+    check_equal(got, wanted)
     for completion in got:
         if completion.finish is FinishReason.STOP:
             assert 2 <= len(json.loads(completion.text)) <= 3
     assert any(completion.finish is FinishReason.STOP for completion in got)
-    clean(llm.engine)
+    check_clean(llm.engine)

@@ -1,4 +1,4 @@
-"""Speculation on decode pods: tokens after a hand-off are those of an engine without drafts; drafts are counted."""
+"""Speculation on decode pods: tokens equal those of an engine without drafts, and metrics count the drafts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DRAFTS = 4
 
 
 def gauge(pod: Pod, name: str) -> float:
-    """The value of the pod's one sample of that name."""
+    """Value of the only sample with this name in the pod's metrics."""
     samples = [s for metric in pod.runtime.metrics.metrics.registry.collect() for s in metric.samples]
     (value,) = (sample.value for sample in samples if sample.name == name)
     return value
 
 
 def counted(pod: Pod, outcome: str) -> list[float]:
-    """Drafts with that outcome by their places, as the pod's metrics tell them."""
+    """Drafts with this outcome by their place, from the pod's metrics."""
     samples = [s for metric in pod.runtime.metrics.metrics.registry.collect() for s in metric.samples]
     places = {
         s.labels["place"]: s.value
@@ -58,13 +58,13 @@ async def test_tokens_of_a_hand_off_are_those_without_drafts(model_dir: Path, ro
         assert [a + r for a, r in zip(accepted, rejected, strict=True)] == stats.proposed_at
         assert 0 < stats.accepted < stats.proposed
         assert min(accepted) > 0, "at every place"
-        # Each answer's own come with its tokens: its usage is made of them.
-        told = [drafts for answer in answers for drafts in answer.drafts]
-        assert [sum(column) for column in zip(*told, strict=True)] == [stats.proposed, stats.accepted]
-        assert len(told) == stats.chains
+        # Each answer carries the counts of its own drafts, for its usage.
+        counts = [drafts for answer in answers for drafts in answer.drafts]
+        assert [sum(column) for column in zip(*counts, strict=True)] == [stats.proposed, stats.accepted]
+        assert len(counts) == stats.chains
 
 
-async def test_drafts_that_are_never_right_raise_an_alarm(model_dir: Path) -> None:
+async def test_the_useless_gauge_is_set_while_no_draft_is_accepted(model_dir: Path) -> None:
     (answer,) = oracle(model_dir).generate(
         [[5, 6, 7]], request([5, 6, 7], max_tokens=60).sampling, ignore_eos=True, show_progress=False
     )

@@ -1,4 +1,4 @@
-"""One engine over two ranks on a CPU: the same numbers as on one device, and no rank is lost silently."""
+"""One engine over two ranks on CPUs: same results as on one device, and a lost rank fails the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two(model_dir: Path) -> Iterator[LLM]:
     assert made.engine.rank_group is not None
     (pid,) = made.engine.rank_group.pids
     made.engine.close()
-    with pytest.raises(ProcessLookupError):  # ranks end with their engine
+    with pytest.raises(ProcessLookupError):  # the rank has ended with its engine
         os.kill(pid, 0)
 
 
@@ -43,7 +43,7 @@ def same(left: list[Completion], right: list[Completion]) -> None:
             assert [t.token for t in y.top] == [t.token for t in x.top]
 
 
-def test_tokens_and_logprobs_are_those_of_one_device_and_of_transformers(model_dir: Path, llm: LLM, two: LLM) -> None:
+def test_results_equal_one_device_and_transformers(model_dir: Path, llm: LLM, two: LLM) -> None:
     from transformers import AutoModelForCausalLM
 
     prompts = [prompt_of(n, seed=n) for n in (1, 3, 4, 17, 40)]
@@ -58,7 +58,7 @@ def test_tokens_and_logprobs_are_those_of_one_device_and_of_transformers(model_d
             assert token.logprob == pytest.approx(float(logprobs[at, token.id]), abs=1e-4)
 
 
-def test_a_prefix_is_used_again_and_preempted_sequences_go_on(llm: LLM, two: LLM) -> None:
+def test_prefix_hits_and_preemption(llm: LLM, two: LLM) -> None:
     shared = prompt_of(24, seed=7)
     first = two.generate([shared], GREEDY, ignore_eos=True)[0]
     longer = [*shared, *first.ids[:5], 9]
@@ -72,8 +72,8 @@ def test_a_prefix_is_used_again_and_preempted_sequences_go_on(llm: LLM, two: LLM
     two.engine.pool.check_integrity()
 
 
-def test_samples_children_grammars_and_scored_prompts(llm: LLM, two: LLM) -> None:
-    prompt = prompt_of(13, seed=3)  # its last block is shared by the children, who copy it
+def test_children_masks_and_prompt_logprobs(llm: LLM, two: LLM) -> None:
+    prompt = prompt_of(13, seed=3)  # the children share its last block and copy it
     params = [
         SamplingParams(seed=5, max_tokens=6, n=3, logprobs=3),
         SamplingParams(seed=6, max_tokens=6, logprobs=3, allowed_token_ids=(3, 4, 5)),
@@ -82,7 +82,7 @@ def test_samples_children_grammars_and_scored_prompts(llm: LLM, two: LLM) -> Non
     same(llm.generate([prompt] * 3, params, ignore_eos=True), two.generate([prompt] * 3, params, ignore_eos=True))
 
 
-def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) -> None:
+def test_ngram_drafts_and_eight_bit_kv_and_a_lost_rank(model_dir: Path) -> None:
     settings = {**SETTINGS, "load_format": "dummy", "kv_dtype": "fp8_e4m3", "speculation": "ngram", "num_blocks": 64}
     prompts = [prompt_of(5, seed=1) * 4, prompt_of(30, seed=2)]
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3)
@@ -93,7 +93,7 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
     assert speculator is not None
     assert 0 < speculator.stats.accepted < speculator.stats.proposed
 
-    # A rank that is killed fails the call long before a collective gives up, and every later one.
+    # A killed rank fails this call long before the time-out of a collective, and every later call.
     assert llm.engine.rank_group is not None
     (pid,) = llm.engine.rank_group.pids
     os.kill(pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_drafts_of_a_host_and_eight_bit_kv_with_random_weights(model_dir: Path) 
     llm.engine.close()
 
 
-def test_a_rank_with_another_model_says_so(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_another_model_is_reported(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.models.loader.ModelSource.revision", lambda _self, _device: "another")
     with pytest.raises(InternalError, match="rank 1 failed: rank 1 has another model"):
         LLM(model_dir, num_blocks=16, tensor_parallel_size=2, **SETTINGS)
@@ -120,15 +120,15 @@ def test_a_rank_with_another_model_says_so(model_dir: Path, monkeypatch: pytest.
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "num_key_value_heads, 2"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size", "at least 1"),
         ({"tensor_parallel_nodes": 3}, "tensor_parallel_nodes", "does not divide"),
-        ({"tensor_parallel_nodes": 2}, "tensor_parallel_master", "where they meet"),
+        ({"tensor_parallel_nodes": 2}, "tensor_parallel_master", "address of rank 0"),
         ({"tensor_parallel_nodes": 2, "tensor_parallel_master": "x:1"}, "tensor_parallel_nodes", "only pods"),
-        ({"host_cache": 1 << 20}, "host_cache", "does not go with"),
-        ({"checksums": True}, "checksums", "does not go with"),
+        ({"host_cache": 1 << 20}, "host_cache", "cannot be combined with"),
+        ({"checksums": True}, "checksums", "cannot be combined with"),
         ({"speculation": "draft_model", "speculation_model": Path("x")}, "speculation", "draft model"),
-        ({"tensor_parallel_master": "192.0.2.1:7"}, "tensor_parallel_master", "not ours"),
+        ({"tensor_parallel_master": "192.0.2.1:7"}, "tensor_parallel_master", "cannot listen"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     model_dir: Path, changed: dict[str, Any], field: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as refused:
@@ -136,7 +136,7 @@ def test_what_is_not_served_is_refused_by_name(
     assert refused.value.field == field
 
 
-def test_sizes_that_do_not_divide_the_model_name_it(tmp_path: Path) -> None:
+def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
     base = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 30}
     base |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps(base))

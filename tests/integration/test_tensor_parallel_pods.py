@@ -1,4 +1,4 @@
-"""Pods of two ranks each over NIXL: rank r's KV goes to rank r, and the tokens are those of one device."""
+"""Pods with two ranks each over NIXL: KV moves from rank r to rank r, and the tokens equal those of one device."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from tests.rigs.waiting import until
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "checksums": False}
 
 
-async def test_kv_of_all_ranks_moves_and_tokens_are_those_of_one_device(model_dir: Path, llm: LLM) -> None:
+async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path, llm: LLM) -> None:
     async with Cluster.start(
         model_dir, own_backend=True, prefill_config=TWO, decode_config={**TWO, "local_prefill": "off"}
     ) as cluster:
         lengths = [1, BLOCK, BLOCK + 1, CHUNK, 3 * CHUNK + 1]
         requests = [request(prompt_of(n, seed=n), 6) for n in lengths]
-        given = await asyncio.gather(*(cluster.generate(r, remote_only=True) for r in requests))
-        for r, answer in zip(requests, given, strict=True):
+        answers = await asyncio.gather(*(cluster.generate(r, remote_only=True) for r in requests))
+        for r, answer in zip(requests, answers, strict=True):
             assert answer.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
         decode, prefill = cluster.decode, cluster.prefill
         assert (await decode.info()).computed.local == 0
         assert prefill.runtime.transfer_node.stats().sent_transfers == len(requests)
-        # A conversation goes on: what decode has is matched there, by block ids that all ranks share.
-        longer = request([*requests[-1].prompt_ids, *given[-1].ids, 5, 6, 7], 6)
+        # The next turn of a conversation hits the prefix cache of the decode pod; all ranks share its block ids.
+        longer = request([*requests[-1].prompt_ids, *answers[-1].ids, 5, 6, 7], 6)
         again = await cluster.generate(longer, remote_only=True)
         assert again.ids == llm.generate([longer.prompt_ids], longer.sampling, ignore_eos=True)[0].ids
         assert again.target is not None
         assert again.target.first_block > 0
 
-        # A pod of one device is refused at the handshake, by name.
+        # A pod with one device is refused at the handshake.
         alone = await cluster.add(Role.PREFILL, checksums=False)
         with pytest.raises(LayoutMismatch, match="differ in tensor_parallel") as refused:
             await alone.runtime.transfer_node.connect(decode.runtime.address)
         assert refused.value.field == "tensor_parallel"
 
-        # A rank that is lost is its pod's end, soon and with a reason; nothing waits for it.
-        members = prefill.runtime.engine.rank_group
-        assert members is not None
-        os.kill(members.pids[0], signal.SIGKILL)
+        # A lost rank ends its pod soon and with a reason.
+        rank_group = prefill.runtime.engine.rank_group
+        assert rank_group is not None
+        os.kill(rank_group.pids[0], signal.SIGKILL)
         with pytest.raises(BatonError):
             await cluster.generate(request(prompt_of(9, seed=99), 4), remote_only=True, timeout_s=30)
         await until(lambda: prefill.runtime.lifecycle.draining)
@@ -59,20 +59,20 @@ async def test_kv_of_all_ranks_moves_and_tokens_are_those_of_one_device(model_di
 
 
 async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path) -> None:
-    """The second is a process of its own, which comes first, serves health, and ends with the pod."""
+    """The rank of the second machine is a `baton worker`. It starts first, serves health, and ends with the pod."""
     leases = PortLease(), PortLease()
-    meet, health = (lease.port for lease in leases)
-    argv = [sys.executable, "-m", "cli", "worker", f"--tensor-parallel-master=127.0.0.1:{meet}"]
+    master, health = (lease.port for lease in leases)
+    argv = [sys.executable, "-m", "cli", "worker", f"--tensor-parallel-master=127.0.0.1:{master}"]
     worker = ChildProcess("worker", [*argv, f"--port={health}"], log=tmp_path / "worker.log", env=dict(os.environ))
     worker.start()
     try:
-        two = {**TWO, "tensor_parallel_nodes": 2, "tensor_parallel_master": f"127.0.0.1:{meet}"}
+        two = {**TWO, "tensor_parallel_nodes": 2, "tensor_parallel_master": f"127.0.0.1:{master}"}
         async with Cluster.start(model_dir, prefill=0, role=Role.BOTH, decode_config=two, own_backend=True) as cluster:
             r = request(prompt_of(21, seed=4), 5)
             assert (await cluster.generate(r)).ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
             assert await trouble(f"grpc://127.0.0.1:{health}", 60.0) is None
             assert await trouble(f"grpc://127.0.0.1:{health}/live", 60.0) is None
-            worker.send(signal.SIGTERM)  # the whole group is told to leave, and this one waits for the pod
+            worker.send(signal.SIGTERM)  # the worker drains, but waits for the pod
             await until(lambda: "draining" in "".join(worker.tail()))
             r = request(prompt_of(22, seed=5), 5)
             assert (await cluster.generate(r)).ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids

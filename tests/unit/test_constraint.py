@@ -1,4 +1,4 @@
-"""What may come next: grammar, allowed tokens and bad words together, drafts, the end, and a state that is not lost."""
+"""`Constraint`: grammar, allowed tokens and bad words together, drafts, the end of an answer, and copies."""
 
 from __future__ import annotations
 
@@ -42,51 +42,51 @@ WORDS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
 
 
 @given(WORDS, st.sets(st.integers(0, 39), max_size=6), st.lists(st.integers(0, 5), max_size=8))
-def test_bad_words_and_allowed_tokens_by_their_definition(
-    words: tuple[tuple[int, ...], ...], some: set[int], output: list[int]
+def test_bad_words_and_allowed_tokens(
+    words: tuple[tuple[int, ...], ...], allowed_ids: set[int], output: list[int]
 ) -> None:
-    params = SamplingParams(bad_words=(*words, (39,)), allowed_token_ids=tuple(some))
-    found = constraint(params, vocab=40)
-    said = [3, 4]
+    params = SamplingParams(bad_words=(*words, (39,)), allowed_token_ids=tuple(allowed_ids))
+    rules = constraint(params, vocab=40)
+    context = [3, 4]
     for token in [*output, -1]:
-        want = (some or set(range(40))) - {
-            w[-1] for w in (*words, (39,)) if said[len(said) - len(w) + 1 :] == [*w[:-1]]
+        want = (allowed_ids or set(range(40))) - {
+            w[-1] for w in (*words, (39,)) if context[len(context) - len(w) + 1 :] == [*w[:-1]]
         }
-        assert allowed(found.mask()) & set(range(40)) == want
+        assert allowed(rules.mask()) & set(range(40)) == want
         if token not in want:
             break
-        found.advance(token)
-        said.append(token)
+        rules.advance(token)
+        context.append(token)
 
 
 def test_a_grammar_that_may_end_allows_stop_tokens(tokenizer: GrammarTokenizer) -> None:
     grammar = compile_grammar(tokenizer, grammars.from_regex("a+", field="f"))
     [a] = tokenizer.get().tokenize_str("a")
-    found = constraint(SamplingParams(stop_token_ids=(EOS, 77)), grammar)
-    assert not {EOS, 77} & allowed(found.mask())
-    found.advance(a)
-    assert {EOS, 77, a} <= allowed(found.mask())
-    assert not found.is_complete
-    held = constraint(SamplingParams(stop_token_ids=(EOS,), min_tokens=2), grammar, (a,))
-    assert EOS not in allowed(held.mask())
-    held.advance(a)
-    assert EOS in allowed(held.mask())
-    ignoring = constraint(SamplingParams(), grammar, (a,))
-    assert EOS not in allowed(ignoring.mask())
+    rules = constraint(SamplingParams(stop_token_ids=(EOS, 77)), grammar)
+    assert not {EOS, 77} & allowed(rules.mask())
+    rules.advance(a)
+    assert {EOS, 77, a} <= allowed(rules.mask())
+    assert not rules.is_complete
+    with_min_tokens = constraint(SamplingParams(stop_token_ids=(EOS,), min_tokens=2), grammar, (a,))
+    assert EOS not in allowed(with_min_tokens.mask())
+    with_min_tokens.advance(a)
+    assert EOS in allowed(with_min_tokens.mask())
+    without_stop_tokens = constraint(SamplingParams(), grammar, (a,))
+    assert EOS not in allowed(without_stop_tokens.mask())
 
 
-def test_a_grammar_that_can_only_end_is_complete_whatever_else_is_asked(tokenizer: GrammarTokenizer) -> None:
+def test_a_grammar_that_can_only_end_is_complete_despite_min_tokens(tokenizer: GrammarTokenizer) -> None:
     grammar = compile_grammar(tokenizer, grammars.from_choice(["ab"], field="f"))
     ids = tokenizer.get().tokenize_str("ab")
     for params in (SamplingParams(stop_token_ids=(EOS,)), SamplingParams(min_tokens=9, stop_token_ids=(EOS,))):
-        found = constraint(params, grammar)
+        rules = constraint(params, grammar)
         for token in ids:
-            assert not found.is_complete
-            found.advance(token)
-        assert found.is_complete
+            assert not rules.is_complete
+            rules.advance(token)
+        assert rules.is_complete
 
 
-def test_a_token_that_is_forbidden_fails_the_request_alone(tokenizer: GrammarTokenizer) -> None:
+def test_a_forbidden_token_raises(tokenizer: GrammarTokenizer) -> None:
     grammar = compile_grammar(tokenizer, grammars.from_choice(["ab"], field="f"))
     with pytest.raises(InvalidRequest):
         constraint(SamplingParams(), grammar).advance(EOS)
@@ -97,13 +97,13 @@ def test_a_token_that_is_forbidden_fails_the_request_alone(tokenizer: GrammarTok
         nothing.advance(9)
 
 
-def test_a_grammar_whose_states_outgrow_the_matcher_is_its_authors_fault(tokenizer: GrammarTokenizer) -> None:
+def test_a_grammar_with_too_many_states_is_an_invalid_request(tokenizer: GrammarTokenizer) -> None:
     grammar = compile_grammar(tokenizer, grammars.from_lark_or_gbnf('start: "a" start', field="f"))
-    found = constraint(SamplingParams(), grammar)
+    rules = constraint(SamplingParams(), grammar)
 
     def follow() -> None:
         for _ in range(100_000):
-            found.advance(min(allowed(found.mask()), default=0))
+            rules.advance(min(allowed(rules.mask()), default=0))
 
     with pytest.raises(InvalidRequest, match="f cannot be followed") as error:
         follow()
@@ -117,12 +117,12 @@ def test_a_grammar_whose_states_outgrow_the_matcher_is_its_authors_fault(tokeniz
         (grammars.from_regex("[ab]{3}c*", field="f"), True),
     ],
 )
-def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, grammar: Grammar, ends_soon: bool) -> None:
+def test_masks_trims_drafts_and_keeps_the_state(tokenizer: GrammarTokenizer, grammar: Grammar, ends_soon: bool) -> None:
     compiled = compile_grammar(tokenizer, grammar)
     params = SamplingParams(bad_words=((7, 8),), stop_token_ids=(EOS,))
     rng, ended = random.Random(1), 0
     for _ in range(5):
-        found, plain = (constraint(params, compiled) for _ in range(2))
+        rules, plain = (constraint(params, compiled) for _ in range(2))
         for _step in range(12):
             draft: list[int] = []
             ahead = plain.copy()
@@ -130,38 +130,38 @@ def test_drafts_are_trimmed_and_leave_no_trace(tokenizer: GrammarTokenizer, gram
                 choices = sorted(allowed(ahead.mask()) - {EOS})
                 draft.append(rng.choice(choices))
                 ahead.advance(draft[-1])
-            taken, masks = found.masks([*draft, EOS, EOS])
+            accepted, masks = rules.masks([*draft, EOS, EOS])
             walk = plain.copy()
             for token, mask in zip(draft, masks, strict=False):
                 assert allowed(mask) == allowed(walk.mask())
                 walk.advance(token)
             ends = not walk.is_complete and EOS in allowed(walk.mask())
-            assert taken == [*draft, *([EOS] if ends else [])], "a stop token is a draft like any, and the last one"
-            assert len(masks) == len(taken) + 1
+            assert accepted == [*draft, *([EOS] if ends else [])], "a stop token is a draft, and the last one"
+            assert len(masks) == len(accepted) + 1
             if not walk.is_complete:
                 assert allowed(masks[len(draft)]) == allowed(walk.mask())
             ended += ends
-            assert allowed(found.mask()) == allowed(plain.mask())
+            assert allowed(rules.mask()) == allowed(plain.mask())
             if not draft:
                 break
-            found.advance(draft[0])
+            rules.advance(draft[0])
             plain.advance(draft[0])
-            assert found.is_complete == plain.is_complete
-            if found.is_complete:
+            assert rules.is_complete == plain.is_complete
+            if rules.is_complete:
                 break
     assert ended > 0 or not ends_soon
 
 
-def test_a_draft_ends_where_the_grammar_forbids_it(tokenizer: GrammarTokenizer) -> None:
+def test_drafts_end_at_a_forbidden_token(tokenizer: GrammarTokenizer) -> None:
     compiled = compile_grammar(tokenizer, grammars.from_regex("[ab]{4}", field="f"))
     a, b, x = (tokenizer.get().tokenize_str(c)[0] for c in "abx")
-    taken, masks = constraint(SamplingParams(), compiled).masks([a, b, x, a])
-    assert taken == [a, b]
+    accepted, masks = constraint(SamplingParams(), compiled).masks([a, b, x, a])
+    assert accepted == [a, b]
     assert len(masks) == 3
     assert x not in allowed(masks[2])
 
 
-def test_a_copy_goes_its_own_way(tokenizer: GrammarTokenizer) -> None:
+def test_a_copy_is_independent(tokenizer: GrammarTokenizer) -> None:
     compiled = compile_grammar(tokenizer, grammars.from_regex("a[bc]", field="f"))
     a, b, c = (tokenizer.get().tokenize_str(x)[0] for x in "abc")
     first = constraint(SamplingParams(), compiled, (a,))

@@ -1,4 +1,4 @@
-"""Drafts of a second model are those that it makes of the whole text, whatever it had to make up for."""
+"""The drafts of a separate draft model equal those that the model computes from the whole text at once."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ BLOCK = 4
 
 
 class Recorder(ModelProposer):
-    """Keeps what was proposed after which tokens of which child, and how far behind the model ever was."""
+    """Records each proposal with the tokens before it and its child, and the lags that were caught up."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.runner.draft_loop is not None
         super().__init__(engine.runner.draft_loop, engine.scheduler.reserve_for_drafts)
-        self.seen: list[tuple[list[int], list[int], int]] = []
+        self.proposals: list[tuple[list[int], list[int], int]] = []
         self.caught_up: list[int] = []
 
     def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
         self.caught_up += [seq.draft_lag for seq in seqs]
         super().catch_up(seqs)
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
-        drafts = super().propose(seqs, kept, limits)
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+        drafts = super().propose(seqs, states, limits)
         for seq, row, length in zip(seqs, drafts.tokens.tolist(), drafts.lengths.tolist(), strict=True):
             if length:
-                self.seen.append((list(seq.tokens), row[:length], seq.child))
+                self.proposals.append((list(seq.tokens), row[:length], seq.child))
         return drafts
 
 
-class Late(DraftController):
-    """Nobody drafts before so many tokens of output."""
+class DraftsLater(DraftController):
+    """Gives no drafts before `after` output tokens."""
 
     def __init__(self, max_drafts: int, after: int) -> None:
         super().__init__(max_drafts, pads_steps=False)
@@ -57,8 +57,8 @@ class Late(DraftController):
         return [self.max_drafts if output >= self.after else 0 for _, output in states]
 
 
-class Alone:
-    """The draft model without cache, batch and blocks."""
+class ReferenceModel:
+    """The draft model in transformers, without cache, batch or blocks."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -69,7 +69,7 @@ class Alone:
     def drafts(
         self, tokens: Sequence[int], count: int, params: SamplingParams, *, prompt_len: int = 0, child: int = 0
     ) -> list[int]:
-        """What it would say after these tokens, sampled as the target samples."""
+        """Its drafts after these tokens, sampled with the parameters and noise of the target."""
         said: list[int] = []
         for _ in range(count):
             logits = self._model(torch.tensor([[*tokens, *said]])).logits[0, -1:]
@@ -99,52 +99,54 @@ def engine(dirs: tuple[Path, Path], **config: Any) -> LLM:
 
 
 @pytest.mark.parametrize(
-    ("control", "overlap"),
+    ("controller", "overlap"),
     [
         (AlwaysDraft(3), False),
-        (Late(3, 5), True),
-        (Late(3, MAX_DRAFT_LAG + 20), False),
-        (Late(3, MAX_DRAFT_LAG + 20), True),
+        (DraftsLater(3, 5), True),
+        (DraftsLater(3, MAX_DRAFT_LAG + 20), False),
+        (DraftsLater(3, MAX_DRAFT_LAG + 20), True),
     ],
 )
-def test_drafts_are_those_of_the_model_alone(control: DraftController, overlap: bool, dirs: tuple[Path, Path]) -> None:
-    alone = Alone(dirs[1])
+def test_drafts_equal_those_of_the_whole_text(
+    controller: DraftController, overlap: bool, dirs: tuple[Path, Path]
+) -> None:
+    reference = ReferenceModel(dirs[1])
     llm = engine(dirs, overlap=overlap)
     recorder = Recorder(llm.engine)
-    llm.engine.set_proposer(recorder, control)
+    llm.engine.set_proposer(recorder, controller)
     prompts = [[5], [9, 30, 7], [(7 * i) % 45 + 3 for i in range(21)]]
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_DRAFT_LAG + 40)
     answers = llm.generate(prompts, greedy, ignore_eos=True, show_progress=False)
-    assert len(recorder.seen) > 12
-    for tokens, drafts, _ in recorder.seen:
-        assert alone.drafts(tokens, len(drafts), greedy) == drafts
-    if isinstance(control, Late):
-        assert (max(recorder.caught_up, default=0) >= MAX_DRAFT_LAG) == (control.after > MAX_DRAFT_LAG)
-    # What is published is complete, and nearly all is.
+    assert len(recorder.proposals) > 12
+    for tokens, drafts, _ in recorder.proposals:
+        assert reference.drafts(tokens, len(drafts), greedy) == drafts
+    if isinstance(controller, DraftsLater):
+        assert (max(recorder.caught_up, default=0) >= MAX_DRAFT_LAG) == (controller.after > MAX_DRAFT_LAG)
+    # Published blocks have complete draft KV, and nearly all blocks are published.
     for prompt, answer in zip(prompts, answers, strict=True):
         said = [*prompt, *answer.ids]
-        recorder.seen.clear()
+        recorder.proposals.clear()
         (again,) = llm.generate([said], greedy, ignore_eos=True, show_progress=False)
         assert again.cached_tokens > len(said) - MAX_DRAFT_LAG - 2 * BLOCK
-        tokens, drafts, _ = recorder.seen[0]
-        assert alone.drafts(tokens, len(drafts), greedy) == drafts
+        tokens, drafts, _ = recorder.proposals[0]
+        assert reference.drafts(tokens, len(drafts), greedy) == drafts
     assert llm.engine.speculator is not None
     assert llm.engine.speculator.stats.failures == 0
     llm.engine.pool.check_integrity()
 
 
-def test_children_share_a_prompt_and_no_draft(dirs: tuple[Path, Path]) -> None:
-    """The last block of the prompt is everyone's until they write there, drafts included."""
+def test_children_share_the_prompt_but_no_drafts(dirs: tuple[Path, Path]) -> None:
+    """The children share the last block of the prompt until they write to it; drafts are writes too."""
     llm = engine(dirs)
-    recorder, alone = Recorder(llm.engine), Alone(dirs[1])
+    recorder, reference = Recorder(llm.engine), ReferenceModel(dirs[1])
     llm.engine.set_proposer(recorder, AlwaysDraft(3))
     prompt = [(5 * i) % 44 + 3 for i in range(2 * BLOCK + 1)]
     params = SamplingParams(temperature=0.8, seed=6, max_tokens=12, n=4)
     answers = llm.generate([prompt], params, ignore_eos=True, show_progress=False)
     assert len({tuple(answer.ids) for answer in answers}) == 4
-    assert {child for *_, child in recorder.seen} == set(range(4))
-    for tokens, drafts, child in recorder.seen:
-        assert alone.drafts(tokens, len(drafts), params, prompt_len=len(prompt), child=child) == drafts
+    assert {child for *_, child in recorder.proposals} == set(range(4))
+    for tokens, drafts, child in recorder.proposals:
+        assert reference.drafts(tokens, len(drafts), params, prompt_len=len(prompt), child=child) == drafts
     assert llm.engine.speculator is not None
     assert 0 < llm.engine.speculator.stats.accepted < llm.engine.speculator.stats.proposed
 
@@ -157,7 +159,7 @@ def test_a_model_with_another_vocabulary_is_refused(dirs: tuple[Path, Path], tmp
 
 
 def test_a_padded_vocabulary_is_served(dirs: tuple[Path, Path], tmp_path: Path) -> None:
-    """Families pad their vocabularies by size: tokens that only one has are never drafted, and never fail."""
+    """Models of one family pad their vocabularies differently. Tokens of only one vocabulary are never drafted."""
     for vocab in (40, 64):
         llm = engine((dirs[0], tiny_target(tmp_path / f"v{vocab}", vocab=vocab)))
         llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(3))

@@ -1,6 +1,8 @@
-"""Rejection sampling of drafts, through the code that makes them and the code that verifies them: the output's
-distribution is the target's; as many drafts are accepted as the two distributions overlap; and with a broken rule the
-same test fails. Of tokens of SmolLM2 with a draft model, or a look-up, and of whole engines with every proposer.
+"""Rejection sampling of drafts, from drawing them to verifying them: for SmolLM2 with a draft model or a look-up, and
+for whole engines with every proposer.
+
+The output has the distribution of the target, the share of accepted drafts equals the overlap of the distributions of
+target and draft, and the same test fails with a broken rule.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from tests.rigs.engine.comparisons import chi_square_p
 from tests.rigs.engine.draft_models import draft_settings, tiny_target
 
 DRAWS, AT_ONCE = 20_000, 1_000
-KNOWN = 192  # tokens of SmolLM2 that may come: the likeliest of target and draft
+KNOWN = 192  # most likely tokens of target and draft; the others are left out
 PROMPT = [504, 1592, 5354, 282, 253, 1165, 2837, 314]  # "The best part of a good ... is"
 SAMPLING: dict[str, Any] = {
     "temperature": 0.9,
@@ -53,7 +55,7 @@ def params(seed: int, **more: Any) -> SamplingParams:
 
 @torch.inference_mode()
 def last_logits(directory: Path, prompts: list[list[int]]) -> Tensor:
-    """float32 [prompts, vocab] after each prompt, all of one length."""
+    """float32 [prompts, vocab], logits after each prompt; the prompts have one length."""
     source = open_model(directory)
     model = source.load(64, torch.device("cpu"), torch.float32)
     assert isinstance(model, Decoder)
@@ -69,8 +71,9 @@ def last_logits(directory: Path, prompts: list[list[int]]) -> Tensor:
 
 
 class Pair:
-    """SmolLM2 and itself without layers 12 and 18, after one prompt and after one with each token more. Tokens are
-    numbers below KNOWN; what precedes them is PROMPT, told by numbers past these.
+    """Logits of SmolLM2 and of SmolLM2 without layers 12 and 18, after PROMPT and after PROMPT and one more token.
+
+    Tokens are indices into `ids`, 0 ... KNOWN - 1.
     """
 
     def __init__(self, target_dir: Path, draft_dir: Path) -> None:
@@ -88,9 +91,9 @@ class Pair:
         for place, token in enumerate(reach):
             self.second[token] = [second[place][likely] for second in seconds]
 
-    def logits(self, model: int, said: tuple[int, ...]) -> Tensor:
+    def logits(self, model: int, context: tuple[int, ...]) -> Tensor:
         """float32 [KNOWN] of target (0) or draft (1)."""
-        return self.firsts[model] if not said else self.second[said[0]][model]
+        return self.firsts[model] if not context else self.second[context[0]][model]
 
 
 @pytest.fixture(scope="module")
@@ -99,56 +102,61 @@ def pair(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(smollm2_dir, draft_dir)
 
 
-def looked_up(pair: Pair, said: tuple[int, ...]) -> int:
-    """What a look-up has for a guess, the same whenever the same was said: here the target's second choice."""
-    row = SampleRow(params(0), [], 0, drafts=said)
-    return int(token_probs(pair.logits(0, said)[None], [row])[0].topk(2).indices[1])
+def looked_up(pair: Pair, context: tuple[int, ...]) -> int:
+    """The draft of a look-up, which depends on the tokens before it only: here the second choice of the target."""
+    row = SampleRow(params(0), [], 0, drafts=context)
+    return int(token_probs(pair.logits(0, context)[None], [row])[0].topk(2).indices[1])
 
 
 def run(pair: Pair, draws: int, *, drawn: bool) -> tuple[Counter[tuple[int, int]], float, int]:
-    """Pairs of first tokens, the share of first drafts that was accepted, and all drafts that were. drawn: those of the
-    draft model.
+    """Counts of the first two tokens, the share of accepted first drafts, and the number of accepted drafts.
+
+    drawn: drafts are drawn from the draft model; False: drafts of a look-up.
     """
     counts: Counter[tuple[int, int]] = Counter()
     right = accepted = 0
     for begin in range(0, draws, AT_ONCE):
         seeds = range(begin, begin + AT_ONCE)
-        said: list[tuple[int, ...]] = [()] * AT_ONCE
+        context: list[tuple[int, ...]] = [()] * AT_ONCE
         probs: list[Tensor] = []
         if not drawn:
             first = looked_up(pair, ())
-            said = [(first, looked_up(pair, (first,)))] * AT_ONCE
+            context = [(first, looked_up(pair, (first,)))] * AT_ONCE
         for _ in range(2 if drawn else 0):
-            rows = [SampleRow(params(s), [], 0, drafts=d) for s, d in zip(seeds, said, strict=True)]
-            tokens, finite, chances = draw_drafts(torch.stack([pair.logits(1, d) for d in said]), rows, rejection=True)
+            rows = [SampleRow(params(s), [], 0, drafts=d) for s, d in zip(seeds, context, strict=True)]
+            tokens, finite, chances = draw_drafts(
+                torch.stack([pair.logits(1, d) for d in context]), rows, rejection=True
+            )
             assert chances is not None
             assert bool(finite.all())
             probs.append(chances)
-            said = [(*d, int(t)) for d, t in zip(said, tokens, strict=True)]
+            context = [(*d, int(t)) for d, t in zip(context, tokens, strict=True)]
         drawn_from = torch.stack(probs, dim=1) if drawn else [None] * AT_ONCE
-        chains = [DraftTokens(d, p) for d, p in zip(said, drawn_from, strict=True)]
-        rows = [SampleRow(params(s), [], 0, drafts=d[:n]) for s, d in zip(seeds, said, strict=True) for n in range(3)]
-        # What follows the second draft is not looked at.
-        raw = torch.stack([pair.logits(0, d[:n]) for d in said for n in (0, 1, 1)])
+        chains = [DraftTokens(d, p) for d, p in zip(context, drawn_from, strict=True)]
+        rows = [
+            SampleRow(params(s), [], 0, drafts=d[:n]) for s, d in zip(seeds, context, strict=True) for n in range(3)
+        ]
+        # The token after the second draft is not used.
+        raw = torch.stack([pair.logits(0, d[:n]) for d in context for n in (0, 1, 1)])
         sampled = rejection_sample(raw, rows, chains).tokens.tolist()
-        short: list[tuple[int, int]] = []
-        for row, (seed, draft) in enumerate(zip(seeds, said, strict=True)):
-            got = accepted_tokens(draft, sampled[3 * row : 3 * row + 3])
-            right, accepted = right + (len(got) > 1), accepted + len(got) - 1
-            if len(got) == 1:
-                short.append((seed, got[0]))
+        rejected: list[tuple[int, int]] = []
+        for row, (seed, draft) in enumerate(zip(seeds, context, strict=True)):
+            accepted_run = accepted_tokens(draft, sampled[3 * row : 3 * row + 3])
+            right, accepted = right + (len(accepted_run) > 1), accepted + len(accepted_run) - 1
+            if len(accepted_run) == 1:
+                rejected.append((seed, accepted_run[0]))
             else:
-                counts[got[0], got[1]] += 1
-        if not short:  # a broken rule accepts all
+                counts[accepted_run[0], accepted_run[1]] += 1
+        if not rejected:  # a broken rule accepts all drafts
             continue
-        raw = torch.stack([pair.logits(0, (token,)) for _, token in short])
-        seconds = sample(raw, [SampleRow(params(s), [t], 0) for s, t in short]).tokens.tolist()
-        counts.update((token, second) for (_, token), second in zip(short, seconds, strict=True))
+        raw = torch.stack([pair.logits(0, (token,)) for _, token in rejected])
+        seconds = sample(raw, [SampleRow(params(s), [t], 0) for s, t in rejected]).tokens.tolist()
+        counts.update((token, second) for (_, token), second in zip(rejected, seconds, strict=True))
     return counts, right / draws, accepted
 
 
 def expected(pair: Pair, *, drawn: bool) -> tuple[dict[tuple[int, int], float], float]:
-    """Chance of each pair, and how much the distributions of the first token overlap."""
+    """Probability of each pair, and the overlap of target and draft distribution for the first token."""
     first, guess = (token_probs(pair.logits(m, ())[None], [SampleRow(params(0), [], 0)])[0] for m in (0, 1))
     if not drawn:
         guess = torch.zeros(KNOWN).index_fill_(0, torch.tensor(looked_up(pair, ())), 1.0)
@@ -161,11 +169,11 @@ def expected(pair: Pair, *, drawn: bool) -> tuple[dict[tuple[int, int], float], 
 
 
 @pytest.mark.parametrize("drawn", [True, False])
-def test_first_tokens_of_smollm2(drawn: bool, pair: Pair) -> None:
+def test_first_tokens_of_smollm2_have_the_target_distribution(drawn: bool, pair: Pair) -> None:
     counts, right, accepted = run(pair, DRAWS, drawn=drawn)
     chances, overlap = expected(pair, drawn=drawn)
     assert sum(counts.values()) == DRAWS
-    assert set(counts) <= set(chances), "a token that was cut off"
+    assert set(counts) <= set(chances), "a token outside top-p"
     assert chi_square_p(counts, chances) > 0.01
     assert 0 < accepted < 2 * DRAWS
     assert right == pytest.approx(overlap, abs=0.02)
@@ -174,7 +182,7 @@ def test_first_tokens_of_smollm2(drawn: bool, pair: Pair) -> None:
 
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "always accepts": ("uniform", lambda seed, child, position, stream: torch.zeros(len(seed))),
-    "never looks at q": ("_draft_probs", lambda chain, like: torch.ones(len(chain.tokens), like.shape[1])),
+    "ignores q": ("_draft_probs", lambda chain, like: torch.ones(len(chain.tokens), like.shape[1])),
     "replaces from p": ("_residual", lambda target, proposed: target),
 }
 
@@ -182,7 +190,9 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize(
     ("broken", "drawn"), [*((broken, True) for broken in BROKEN), ("always accepts", False), ("replaces from p", False)]
 )
-def test_a_broken_rule_is_found_out(broken: str, drawn: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_fails_the_distribution_test(
+    broken: str, drawn: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rejection, *BROKEN[broken])
     counts, _, _ = run(pair, DRAWS // 5, drawn=drawn)
     assert chi_square_p(counts, expected(pair, drawn=drawn)[0]) < 1e-6
@@ -192,7 +202,7 @@ def test_a_broken_rule_is_found_out(broken: str, drawn: bool, pair: Pair, monkey
 
 VOCAB, OUTPUT = 12, 3
 ALLOWED, STOPS = tuple(range(1, VOCAB)), (4, 7, 9)
-REPEATS = [3, 4, 3, 5, 3, 6, 3, 7, 3, 8, 3, 9, 3, 10, 3]  # whatever comes next, it most likely came after a 3 before
+REPEATS = [3, 4, 3, 5, 3, 6, 3, 7, 3, 8, 3, 9, 3, 10, 3]  # any next token has probably followed a 3 before
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +216,7 @@ def drafting(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def chances_of(tiny_dir: Path, **more: Any) -> dict[tuple[int, ...], float]:
-    """Of each output of OUTPUT tokens, or fewer where a stop token ends it."""
+    """Probability of each output of OUTPUT tokens, or of fewer if a stop token ends it."""
     own = params(0, **more)
     words = np.zeros(1, dtype=np.int32)
     for token in own.allowed_token_ids or range(VOCAB):
@@ -214,12 +224,12 @@ def chances_of(tiny_dir: Path, **more: Any) -> dict[tuple[int, ...], float]:
     found: dict[tuple[int, ...], float] = {(): 1.0}
     ended: dict[tuple[int, ...], float] = {}
     for _ in range(OUTPUT):
-        said = list(found)
-        logits = last_logits(tiny_dir, [[*REPEATS, *tokens] for tokens in said])
-        rows = [SampleRow(own, [*REPEATS, *tokens], len(REPEATS), allowed_mask=words) for tokens in said]
+        context = list(found)
+        logits = last_logits(tiny_dir, [[*REPEATS, *tokens] for tokens in context])
+        rows = [SampleRow(own, [*REPEATS, *tokens], len(REPEATS), allowed_mask=words) for tokens in context]
         longer = {
             (*tokens, token): found[tokens] * float(row[token])
-            for tokens, row in zip(said, token_probs(logits, rows), strict=True)
+            for tokens, row in zip(context, token_probs(logits, rows), strict=True)
             for token in row.nonzero().flatten().tolist()
         }
         ended |= {tokens: chance for tokens, chance in longer.items() if tokens[-1] in own.stop_token_ids}
@@ -233,10 +243,10 @@ def chances(tiny_dir: Path) -> dict[tuple[int, ...], float]:
 
 
 class Overlap:
-    """`rejection_sample`, and how often it accepts a chain's first draft, and how often it should."""
+    """Wraps `rejection_sample` and counts accepted first drafts and their expected number."""
 
     def __init__(self) -> None:
-        self.chains, self.right, self.due = 0, 0, 0.0
+        self.chains, self.accepted, self.expected = 0, 0, 0.0
 
     def __call__(self, raw: Tensor, rows: Sequence[SampleRow], chains: Sequence[DraftTokens]) -> Sampled:
         sampled = rejection_sample(raw, rows, chains)
@@ -245,8 +255,10 @@ class Overlap:
         target = token_probs(raw[[at for at, _ in tested]], [rows[at] for at, _ in tested])
         for (at, chain), chance in zip(tested, target, strict=True):
             draft = chain.tokens[0]
-            self.due += float(chance[draft] if chain.probs is None else torch.minimum(chance, chain.probs[0]).sum())
-            self.right += int(sampled.tokens[at]) == draft
+            self.expected += float(
+                chance[draft] if chain.probs is None else torch.minimum(chance, chain.probs[0]).sum()
+            )
+            self.accepted += int(sampled.tokens[at]) == draft
         self.chains += len(tested)
         return sampled
 
@@ -254,7 +266,7 @@ class Overlap:
 def outputs(
     tiny_dir: Path, settings: dict[str, Any], requests: int, monkeypatch: pytest.MonkeyPatch, **more: Any
 ) -> tuple[Counter[tuple[int, ...]], Overlap]:
-    """How often each output of an engine came that drafts whatever it can."""
+    """Counts of the outputs of an engine that always drafts."""
     llm = LLM(
         tiny_dir,
         **settings,
@@ -269,7 +281,7 @@ def outputs(
     llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(2))
     overlap = Overlap()
     monkeypatch.setattr(step_sampler, "rejection_sample", overlap)
-    # The last token of all is never drafted.
+    # The last token of a request is never drafted.
     sampling = [params(seed, max_tokens=OUTPUT + 1, **more) for seed in range(requests)]
     answers = llm.generate([REPEATS] * requests, sampling, ignore_eos=True, show_progress=False)
     assert llm.engine.speculator is not None
@@ -280,34 +292,34 @@ def outputs(
 
 
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
-def test_outputs_of_an_engine(
+def test_engine_outputs_have_the_target_distribution(
     kind: str,
     tiny_dir: Path,
     drafting: dict[str, dict[str, Any]],
     chances: dict[tuple[int, ...], float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """20,000 tokens of requests with three drafts' worth of output each; and a rule that is broken does not pass."""
+    """20,000 tokens of requests with OUTPUT tokens each. A broken rule does not pass."""
     counts, overlap = outputs(tiny_dir, drafting[kind], -(-DRAWS // OUTPUT), monkeypatch)
-    assert set(counts) <= set(chances), "a token that was cut off"
+    assert set(counts) <= set(chances), "a token outside top-p"
     assert chi_square_p(counts, chances) > 0.01
     assert overlap.chains > 4000
-    assert overlap.right / overlap.chains == pytest.approx(overlap.due / overlap.chains, abs=0.02)
+    assert overlap.accepted / overlap.chains == pytest.approx(overlap.expected / overlap.chains, abs=0.02)
     monkeypatch.setattr(rejection, *BROKEN["always accepts"])
     counts, _ = outputs(tiny_dir, drafting[kind], 1000, monkeypatch)
     assert chi_square_p(counts, chances) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
-def test_an_end_that_is_drafted_is_tested_like_any_draft(
+def test_drafted_stop_tokens_are_verified_like_any_draft(
     kind: str, tiny_dir: Path, drafting: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a constraint too, which trims drafts. Were ends left out, outputs would end too rarely."""
+    """Also under a constraint, which trims drafts. Without drafted stop tokens, outputs would end too rarely."""
     more = {"allowed_token_ids": ALLOWED, "stop_token_ids": STOPS}
     chances = chances_of(tiny_dir, **more)
     ending = sum(chance for tokens, chance in chances.items() if 1 < len(tokens) < OUTPUT)
-    assert 0.1 < ending < 0.9, "drafts have to do with it"
+    assert 0.1 < ending < 0.9, "drafts matter for the end"
     counts, overlap = outputs(tiny_dir, drafting[kind], -(-DRAWS // OUTPUT), monkeypatch, **more)
     assert set(counts) <= set(chances)
     assert chi_square_p(counts, chances) > 0.01
-    assert overlap.right / overlap.chains == pytest.approx(overlap.due / overlap.chains, abs=0.02)
+    assert overlap.accepted / overlap.chains == pytest.approx(overlap.expected / overlap.chains, abs=0.02)

@@ -1,5 +1,6 @@
-"""EAGLE heads against a forward pass that is written here from the papers: drafts of the real loop, over the paged
-pool, after prompts in chunks, prefix hits, and steps that accept some drafts.
+"""Drafts of EAGLE heads against a forward pass written here from the papers.
+
+The drafts come from the real loop over the paged pool, after chunked prompts, prefix hits and partly accepted drafts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Reference:
-    """Everything at once, from the first token, with plain matrices."""
+    """Target and head over the whole text at once, with plain matrices."""
 
     def __init__(self, target_dir: Path, head_dir: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -65,19 +66,22 @@ class Reference:
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
         """Greedy drafts after the tokens."""
-        late: list[Tensor] = []
-        hook = self._target.model.norm.register_forward_pre_hook(lambda _, args: late.append(args[0][0]))
+        pre_norm: list[Tensor] = []
+        hook = self._target.model.norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0][0]))
         out = self._target(torch.tensor([list(tokens)]), output_hidden_states=True)
         hook.remove()
         states = [state[0] for state in out.hidden_states]  # [i]: before layer i; the last one is normed
         if self._fuses:
             aux = self._config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-            taps = [i + 1 for i in aux] if aux else [2, LAYERS // 2, LAYERS - 3]
-            features = torch.cat([states[i] if i < LAYERS else late[0] for i in taps], dim=-1) @ self._w["fc.weight"].T
+            layer_ids = [i + 1 for i in aux] if aux else [2, LAYERS // 2, LAYERS - 3]
+            features = (
+                torch.cat([states[i] if i < LAYERS else pre_norm[0] for i in layer_ids], dim=-1)
+                @ self._w["fc.weight"].T
+            )
         else:
             features = states[-1]
         known, drafted = list(tokens), []
-        features = features[: len(known) - 1]  # the newest token has none yet
+        features = features[: len(known) - 1]  # the newest token has no state yet
         for _ in range(count):
             out_states, logits = self._head(known[1:], features)
             draft = int(logits[-1].argmax())
@@ -87,7 +91,7 @@ class Reference:
         return drafted
 
     def _head(self, tokens: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the pairs (features[i], tokens[i]), at positions 0, 1, ..."""
+        """States and logits for the pairs (features[i], tokens[i]) at positions 0, 1, ..."""
         w, at = self._w, "midlayer." if self._fuses else "layers.0."
         embedded = self._target.get_input_embeddings().weight[tokens]
         if self._fuses:
@@ -128,22 +132,25 @@ class Reference:
 
 
 class Recorder(ModelProposer):
-    """Keeps what was proposed after which tokens. answers: by prompts; of two proposals in three their tokens take the
-    place of the head's, so that runs of all lengths are accepted however poor the head is.
+    """Records each proposal with the tokens before it.
+
+    Args:
+        answers: expected output by prompt. In two of three proposals its tokens replace the first drafts, so that runs
+            of all lengths are accepted although the head is random.
     """
 
     def __init__(self, engine: Engine, answers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
         assert engine.runner.draft_loop is not None
         super().__init__(engine.runner.draft_loop, engine.scheduler.reserve_for_drafts)
         self._answers = answers
-        self.seen: list[tuple[list[int], list[int]]] = []
+        self.proposals: list[tuple[list[int], list[int]]] = []
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
-        drafts = super().propose(seqs, kept, limits)
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+        drafts = super().propose(seqs, states, limits)
         for seq, row, length in zip(seqs, drafts.tokens, drafts.lengths.tolist(), strict=True):
             if length:
-                self.seen.append((list(seq.tokens), row[:length].tolist()))
-            right = min(length, len(self.seen) % 3 * 2)
+                self.proposals.append((list(seq.tokens), row[:length].tolist()))
+            right = min(length, len(self.proposals) % 3 * 2)
             row[:right] = self._answers[seq.request.prompt_ids][seq.num_output :][:right]
         return drafts
 
@@ -163,7 +170,7 @@ def engine(target_dir: Path, head_dir: Path, **config: Any) -> LLM:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: Path) -> None:
+def test_drafts_equal_those_of_the_papers(kind: str, target_dir: Path, tmp_path: Path) -> None:
     head_dir = eagle_head(tmp_path / "head", vocab=VOCAB, hidden=HIDDEN, **KINDS[kind])
     reference = Reference(target_dir, head_dir)
     shared = [(7 * i) % 45 + 3 for i in range(17)]
@@ -175,7 +182,7 @@ def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: P
     recorder = Recorder(llm.engine, {tuple(p): ids for p, ids in zip(prompts, wanted, strict=True)})
     llm.engine.set_proposer(recorder, AlwaysDraft(3))
     got = []
-    for batch in (prompts[:3], prompts[3:]):  # the second one finds blocks of the first
+    for batch in (prompts[:3], prompts[3:]):  # the second batch has prefix hits on the first
         got += [answer.ids for answer in llm.generate(batch, params, ignore_eos=True, show_progress=False)]
     assert got == wanted
     assert llm.engine.speculator is not None
@@ -183,15 +190,15 @@ def test_drafts_are_those_of_the_papers(kind: str, target_dir: Path, tmp_path: P
     assert stats.failures == 0
     assert stats.accepted_at[2] > 0
     assert stats.accepted < stats.proposed
-    assert len(recorder.seen) > 30
-    lengths = {len(tokens) for tokens, _ in recorder.seen}
+    assert len(recorder.proposals) > 30
+    lengths = {len(tokens) for tokens, _ in recorder.proposals}
     assert {2, 3, 18, 41} <= lengths
-    wrong = [(t, d) for t, d in recorder.seen if reference.drafts(t, len(d)) != d]
-    assert not wrong, f"{len(wrong)} of {len(recorder.seen)}: {wrong[0]}"
+    wrong = [(t, d) for t, d in recorder.proposals if reference.drafts(t, len(d)) != d]
+    assert not wrong, f"{len(wrong)} of {len(recorder.proposals)}: {wrong[0]}"
     llm.engine.pool.check_integrity()
 
 
-def test_layers_of_the_target_by_both_conventions() -> None:
+def test_aux_layers_in_both_conventions() -> None:
     base = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Which tokens count, as a device finds it, and as the host does."""
+"""`accepted_mask` on the device and `accepted_tokens` on the host follow the same rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ row = st.integers(0, 4).flatmap(
 
 
 @given(st.lists(row, min_size=1, max_size=5))
-def test_a_device_and_the_host_agree(rows: list[tuple[list[int], list[int]]]) -> None:
+def test_device_and_host_accept_the_same_tokens(rows: list[tuple[list[int], list[int]]]) -> None:
     inputs, sampled, offsets = [], [], []
     counts: list[bool] = []
     final: list[bool] = []
@@ -25,9 +25,9 @@ def test_a_device_and_the_host_agree(rows: list[tuple[list[int], list[int]]]) ->
         inputs += [9, *drafts]
         sampled += drawn
         offsets += range(len(drawn))
-        right = len(accepted_tokens(drafts, drawn))
-        counts += [place < right for place in range(len(drawn))]
-        final += [place == right - 1 for place in range(len(drawn))]
+        count = len(accepted_tokens(drafts, drawn))
+        counts += [place < count for place in range(len(drawn))]
+        final += [place == count - 1 for place in range(len(drawn))]
     got = accepted_mask(torch.tensor(sampled), torch.tensor(inputs), torch.tensor(offsets), 5)
     assert got[0].tolist() == counts
     assert got[1].tolist() == final

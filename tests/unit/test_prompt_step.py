@@ -1,4 +1,4 @@
-"""Which steps with prompt tokens are padded to a captured size."""
+"""Which steps with prompt tokens run as a captured graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.step.warm_up import chunk_graph_shapes
 
 
 def forward(tokens: Tensor, *_: Any, rows: Tensor) -> Tensor:
-    """A model whose states are the tokens."""
+    """Hidden states that equal the tokens."""
     return tokens.float()[rows]
 
 
@@ -36,16 +36,16 @@ def shape(*rows: tuple[int, int]) -> StepShape:
     return StepShape([start for start, _ in rows], [new for _, new in rows], [[0]] * len(rows))
 
 
-def test_sizes_end_where_steps_do() -> None:
+def test_token_buckets_end_at_the_largest_step() -> None:
     assert step(5000).shapes == tuple(PromptBucket(size) for size in reversed(TOKEN_BUCKETS))
     assert step(100).shapes == tuple(map(PromptBucket, (100, 96, 64, 32)))
     assert step(12).shapes == (PromptBucket(12),)
 
 
-def test_chunks_that_are_captured_fit_whatever_they_attend_to_and_others_do_not() -> None:
+def test_only_captured_chunks_fit_above_the_padded_sizes() -> None:
     some = step(4096, [(0, 2048), (2048, 2048), (2048, 1024), (100, 2048)])
     assert some.shapes[:3] == (PromptBucket(2048, 2048), PromptBucket(2048, 0), PromptBucket(1024, 2048))
-    assert some.shapes[3:] == step(4096).shapes  # one has no plan
+    assert some.shapes[3:] == step(4096).shapes  # the chunk (100, 2048) has no plan
     assert some.fits(shape((2048, 2048)), 1)
     assert some.fits(shape((2048, 1024)), 1)
     assert not some.fits(shape((2048, 2047)), 1)
@@ -64,7 +64,7 @@ def test_chunks_that_are_captured_fit_whatever_they_attend_to_and_others_do_not(
         assert hidden_of.tolist() == [wanted + 7]
 
 
-def test_which_chunks_are_captured() -> None:
+def test_chunk_graph_shapes() -> None:
     assert chunk_graph_shapes(0, 2048) == chunk_graph_shapes(1023, 2048) == []
     assert chunk_graph_shapes(4096, 2048) == [
         *((start, 1024) for start in (0, 1024, 2048, 3072)),
@@ -74,7 +74,7 @@ def test_which_chunks_are_captured() -> None:
     assert chunk_graph_shapes(8192, 1000) == []  # no chunk of that length has a plan
 
 
-def test_long_wide_and_far_steps_keep_their_own_size() -> None:
+def test_steps_with_many_tokens_rows_or_keys_are_not_padded() -> None:
     some = step(4096)
     assert some.fits(shape((0, 1024)), 1)
     assert not some.fits(shape((0, 1025)), 1)
@@ -86,7 +86,7 @@ def test_long_wide_and_far_steps_keep_their_own_size() -> None:
     assert some.fits(shape((100_000, 1), (0, 30)), 2)
 
 
-def test_a_small_step_after_a_large_one_has_no_rows_of_that() -> None:
+def test_a_small_step_after_a_large_one_has_its_own_rows() -> None:
     some = step(4096)
     for rows, wanted in (([(0, 500), (0, 400)], [499, 899]), ([(0, 20)], [19]), ([(0, 300)], [299])):
         count = sum(new for _, new in rows)

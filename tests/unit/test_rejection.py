@@ -1,5 +1,5 @@
-"""Rejection sampling of drafts: the output's distribution is the target's, whatever was proposed; and a rule that is
-broken does not pass. Draws are many, the vocabulary is small, penalties and cuts are on.
+"""Rejection sampling of drafts on a small vocabulary: the output has the distribution of the target for any proposal,
+with penalties and truncation. A broken rule does not pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.speculation.rejection import rejection_sample
 from tests.rigs.engine.comparisons import chi_square_p
 
 VOCAB, DRAWS, DRAFTS = 10, 20_000, 2
-ROWS = range(DRAFTS + 1)  # of a chain
+ROWS = range(DRAFTS + 1)  # of a sequence with DRAFTS drafts
 PARAMS = {
     "plain": {"temperature": 1.0},
     "cut": {"temperature": 0.8, "top_p": 0.85, "top_k": 7, "min_p": 0.01},
@@ -34,24 +34,24 @@ PARAMS = {
         "logit_bias": ((3, 0.7),),
     },
 }
-SAID = [1, 2, 2, 4]
+CONTEXT = [1, 2, 2, 4]
 
 
 @functools.cache
 def logits_after(tokens: tuple[int, ...]) -> Tensor:
-    """float32[VOCAB] of a model that has seen SAID and these."""
+    """float32 [VOCAB], logits of a model after CONTEXT and these tokens."""
     return torch.randn(
         VOCAB, generator=torch.Generator().manual_seed(sum(7**i * (t + 1) for i, t in enumerate(tokens)))
     )
 
 
 def target(tokens: tuple[int, ...], params: SamplingParams) -> Tensor:
-    row = SampleRow(params, [*SAID, *tokens], 2)
+    row = SampleRow(params, [*CONTEXT, *tokens], 2)
     return token_probs(logits_after(tokens)[None], [row])[0]
 
 
 def point() -> DraftTokens:
-    """Often right, and never the target's only choice."""
+    """Drafts that are not drawn: the second choice of the target, often right."""
     tokens: tuple[int, ...] = ()
     for _ in range(DRAFTS):
         tokens = (*tokens, int(logits_after(tokens).topk(2).indices[1]))
@@ -59,7 +59,7 @@ def point() -> DraftTokens:
 
 
 def drawn(flat: bool) -> list[DraftTokens]:
-    """DRAWS chains of a draft model that is not far from the target, or of one that knows nothing."""
+    """DRAWS chains of a draft model that is close to the target, or of a uniform one."""
     coins = torch.Generator().manual_seed(1)
     begun: dict[tuple[int, ...], tuple[int, list[Tensor]]] = {(): (DRAWS, [])}
     for _ in range(DRAFTS):
@@ -76,7 +76,7 @@ def drawn(flat: bool) -> list[DraftTokens]:
 
 @pytest.fixture(scope="module")
 def chains() -> dict[str, list[DraftTokens]]:
-    """For each kind of proposer DRAWS chains."""
+    """DRAWS chains of each kind of proposer."""
     return {"point": [point()] * DRAWS, "drawn": drawn(flat=False), "flat": drawn(flat=True)}
 
 
@@ -88,7 +88,7 @@ def draw(chains: list[DraftTokens], params: SamplingParams) -> tuple[dict[tuple[
     seeds = [replace(params, seed=seed) for seed in range(len(chains))]
     before = [(chain.tokens[:n], own) for chain, own in zip(chains, seeds, strict=True) for n in ROWS]
     raw = torch.stack([logits_after(tokens) for tokens, _ in before])
-    rows = [SampleRow(own, SAID, 2, drafts=tokens) for tokens, own in before]
+    rows = [SampleRow(own, CONTEXT, 2, drafts=tokens) for tokens, own in before]
     sampled = rejection_sample(raw, rows, chains).tokens.tolist()
     counts: Counter[tuple[int, int]] = Counter()
     accepted, short = [], []
@@ -102,7 +102,7 @@ def draw(chains: list[DraftTokens], params: SamplingParams) -> tuple[dict[tuple[
             counts[run[0], run[1]] += 1
     if short:
         raw = torch.stack([logits_after((token,)) for _, token in short])
-        rows = [SampleRow(seeds[n], [*SAID, t], 2) for n, t in short]
+        rows = [SampleRow(seeds[n], [*CONTEXT, t], 2) for n, t in short]
         seconds = sample(raw, rows).tokens.tolist()
         counts.update((token, second) for (_, token), second in zip(short, seconds, strict=True))
     return counts, accepted
@@ -126,7 +126,7 @@ def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[
     counts, accepted = draw(chains[kind], params)
     expected = pairs(params)
     assert sum(counts.values()) == DRAWS
-    assert set(counts) <= set(expected), "a token that was cut off"
+    assert set(counts) <= set(expected), "a token that is truncated"
     assert chi_square_p(counts, expected) > 0.01
     # The first draft is accepted as often as the two distributions overlap.
     right = sum(number > 0 for number in accepted) / DRAWS
@@ -136,19 +136,21 @@ def test_the_distribution_is_the_targets(kind: str, sampling: str, chains: dict[
     assert right == pytest.approx(float(torch.minimum(target((), params), q).sum()), abs=0.02)
 
 
-def test_a_step_in_parts_draws_the_same(chains: dict[str, list[DraftTokens]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_parts_samples_the_same(
+    chains: dict[str, list[DraftTokens]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     some = [*chains["drawn"][::800], DraftTokens(()), chains["point"][0]]
     before = [chain.tokens[:n] for chain in some for n in range(len(chain.tokens) + 1)]
     raw = torch.stack([logits_after(tokens) for tokens in before])
-    rows = [SampleRow(SamplingParams(seed=i), SAID, 2, drafts=tokens) for i, tokens in enumerate(before)]
+    rows = [SampleRow(SamplingParams(seed=i), CONTEXT, 2, drafts=tokens) for i, tokens in enumerate(before)]
     whole = rejection_sample(raw, rows, some)
     for most in (1, 4, 7):
         monkeypatch.setattr(rejection, "LOGITS_AT_ONCE", most * VOCAB)
         assert torch.equal(rejection_sample(raw, rows, some).tokens, whole.tokens)
 
 
-@pytest.mark.parametrize("broken", ["always accepts", "never looks at q", "replaces from p"])
-def test_a_broken_rule_is_found_out(
+@pytest.mark.parametrize("broken", ["always accepts", "ignores q", "replaces from p"])
+def test_a_broken_rule_fails_the_distribution_test(
     broken: str,
     monkeypatch: pytest.MonkeyPatch,
     chains: dict[str, list[DraftTokens]],
@@ -156,7 +158,7 @@ def test_a_broken_rule_is_found_out(
     params = SamplingParams(**PARAMS["plain"])  # type: ignore[arg-type]
     if broken == "always accepts":
         monkeypatch.setattr(rejection, "uniform", lambda seed, child, position, stream: torch.zeros(len(seed)))
-    elif broken == "never looks at q":
+    elif broken == "ignores q":
         monkeypatch.setattr(rejection, "_draft_probs", lambda chain, like: torch.ones(len(chain.tokens), VOCAB))
     else:
         monkeypatch.setattr(rejection, "_residual", lambda target, proposed: target)
@@ -165,10 +167,10 @@ def test_a_broken_rule_is_found_out(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_distribution_that_is_drawn_from(temperature: float) -> None:
+def test_token_probs_is_the_distribution_of_sample(temperature: float) -> None:
     """`token_probs` against the frequency of `sample`."""
     params = SamplingParams(temperature=temperature, top_p=0.9, frequency_penalty=0.5)
-    rows = [SampleRow(replace(params, seed=i), SAID, 2) for i in range(DRAWS)]
+    rows = [SampleRow(replace(params, seed=i), CONTEXT, 2) for i in range(DRAWS)]
     raw = logits_after((5,))[None].expand(DRAWS, VOCAB)
     seen = torch.bincount(sample(raw, rows).tokens, minlength=VOCAB) / DRAWS
     assert torch.allclose(seen, token_probs(raw[:1], rows[:1])[0], atol=0.015)

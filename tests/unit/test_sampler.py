@@ -1,4 +1,4 @@
-"""The sampler against the logits processors of transformers, its noise against published vectors and distributions."""
+"""The torch sampler against transformers' logits processors, and its noise against published vectors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def noise_of(r: SampleRow, vocab: int) -> Tensor:
 
 
 def reference(logits: Tensor, r: SampleRow) -> int:
-    """Token of one row: transformers' processors, then Gumbel-max with the same noise."""
+    """The token of one row by transformers' processors and Gumbel-max with the same noise."""
     p, scores, ids = r.params, logits[None].clone(), torch.tensor([list(r.tokens)])
     if p.repetition_penalty != 1.0:
         scores = RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, scores)
@@ -113,27 +113,27 @@ def test_noise_at_indices_is_the_noise_everywhere() -> None:
             assert not torch.equal(everywhere[i], everywhere[j])
 
 
-def test_drafts_count_as_if_they_had_been_said() -> None:
-    """For penalties, min_tokens and noise, once each: of few tokens, so that many are repeated."""
+def test_drafts_count_like_output_tokens() -> None:
+    """In penalties, min_tokens and noise. The vocabulary is small, so that many tokens repeat."""
     rng, vocab, banned = random.Random(5), 12, 0
     for trial in range(12):
-        said = []
+        full = []
         for _ in range(16):
             drawn = random_row(rng, vocab)
-            held = rng.randrange(len(drawn.tokens) - drawn.prompt_len + 3)
-            said.append(dataclasses.replace(drawn, params=dataclasses.replace(drawn.params, min_tokens=held)))
-        known = [rng.randrange(r.prompt_len, len(r.tokens) + 1) for r in said]
+            min_tokens = rng.randrange(len(drawn.tokens) - drawn.prompt_len + 3)
+            full.append(dataclasses.replace(drawn, params=dataclasses.replace(drawn.params, min_tokens=min_tokens)))
+        known = [rng.randrange(r.prompt_len, len(r.tokens) + 1) for r in full]
         drafted = [
             dataclasses.replace(r, tokens=r.tokens[:at], drafts=r.tokens[at:])
-            for r, at in zip(said, known, strict=True)
+            for r, at in zip(full, known, strict=True)
         ]
         banned += sum(
             at - r.prompt_len < r.params.min_tokens <= len(r.tokens) - r.prompt_len
-            for r, at in zip(said, known, strict=True)
+            for r, at in zip(full, known, strict=True)
         )
         logits = make_logits(16, vocab, trial)
-        assert sample(logits, drafted).tokens.tolist() == sample(logits, said).tokens.tolist()
-        assert torch.equal(token_probs(logits, drafted), token_probs(logits, said))
+        assert sample(logits, drafted).tokens.tolist() == sample(logits, full).tokens.tolist()
+        assert torch.equal(token_probs(logits, drafted), token_probs(logits, full))
     assert banned > 10, "min_tokens ends within drafts"
 
 
@@ -150,7 +150,7 @@ def test_equals_transformers_processors(vocab: int) -> None:
 
 
 def test_flat_logits_need_the_whole_vocabulary() -> None:
-    """top-p over a distribution so flat that the most likely 1024 tokens do not hold the mass."""
+    """top-p over a flat distribution: the 1024 most likely tokens have less than p of the mass."""
     logits = make_logits(3, 5000) * 0.01
     rows = [
         row(top_p=0.9, seed=4),
@@ -160,7 +160,7 @@ def test_flat_logits_need_the_whole_vocabulary() -> None:
     assert sample(logits, rows).tokens.tolist() == [reference(logits[r], rows[r]) for r in range(3)]
 
 
-def test_neighbours_and_order_do_not_matter() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     rng = random.Random(8)
     logits = make_logits(24, 2000)
     rows = [random_row(rng, 2000) for _ in range(24)]
@@ -178,7 +178,7 @@ def test_neighbours_and_order_do_not_matter() -> None:
     ids=["plain", "temperature", "top_k", "top_p", "min_p"],
 )
 def test_distribution(params: dict[str, Any]) -> None:
-    """Chi-square of 20,000 draws over eight tokens; each row has its own seed, as requests do."""
+    """Chi-square test of 20,000 draws over eight tokens; each row has its own seed, like a request."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0])
     scaled = logits / params.get("temperature", 1.0)
     probabilities = scaled.softmax(0)
@@ -196,16 +196,18 @@ def test_distribution(params: dict[str, Any]) -> None:
     assert counts[~keep].sum() == 0
     ideal = expected[keep] * draws
     statistic = float(((counts[keep] - ideal) ** 2 / ideal).sum())
-    assert statistic < 24.3  # the 0.1% quantile of chi-square with 7 degrees of freedom; fewer here make it laxer
+    assert (
+        statistic < 24.3
+    )  # 0.1% quantile of chi-square with 7 degrees of freedom; with fewer tokens the test is weaker
 
 
-def test_every_knob_changes_the_result() -> None:
+def test_every_parameter_changes_the_result() -> None:
     logits = torch.zeros(1, 10)
     logits[0, 4], logits[0, 5], logits[0, 6] = 3.0, 2.5, 2.0
-    said = [4, 4, 5, 4]
+    full = [4, 4, 5, 4]
 
     def greedy(**params: Any) -> int:
-        return int(sample(logits, [row(said, 1, temperature=0.0, **params)]).tokens)
+        return int(sample(logits, [row(full, 1, temperature=0.0, **params)]).tokens)
 
     assert greedy() == 4
     assert greedy(repetition_penalty=2.0) == 6
@@ -215,7 +217,7 @@ def test_every_knob_changes_the_result() -> None:
     assert greedy(logit_bias=((8, 4.0),)) == 8
     assert greedy(min_tokens=4, stop_token_ids=(4,)) == 5
     assert greedy(min_tokens=3, stop_token_ids=(4,)) == 4
-    # Presence and frequency are about what was generated, repetition about the prompt too.
+    # Presence and frequency penalties count output tokens, the repetition penalty counts the prompt too.
     assert int(sample(logits, [row([4, 4], 2, temperature=0.0, presence_penalty=2.0)]).tokens) == 4
     assert int(sample(logits, [row([4, 4], 2, temperature=0.0, repetition_penalty=2.0)]).tokens) == 5
 
@@ -236,7 +238,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_poisoned_row_does_not_touch_the_others(poison: float) -> None:
+def test_a_row_that_is_not_finite_does_not_change_the_others(poison: float) -> None:
     rng = random.Random(2)
     logits = make_logits(8, 1500)
     rows = [random_row(rng, 1500) for _ in range(8)]
@@ -249,15 +251,15 @@ def test_a_poisoned_row_does_not_touch_the_others(poison: float) -> None:
     assert result.tokens[healthy].tolist() == clean[healthy].tolist()
 
 
-def test_inputs_are_left_alone() -> None:
+def test_logits_are_not_changed() -> None:
     logits = make_logits(4, 60)
     before = logits.clone()
     sample(logits, [random_row(random.Random(i), 60) for i in range(4)])
     assert torch.equal(logits, before)
 
 
-def test_only_what_is_allowed_is_drawn_with_the_noise_of_always() -> None:
-    """Rows with and without a mask in one batch; a masked row is one whose other logits are gone."""
+def test_masked_rows_sample_allowed_tokens_with_the_same_noise() -> None:
+    """Rows with and without a mask in one batch. A masked row equals a row with very low logits elsewhere."""
     rng = random.Random(8)
     vocab = 70
     logits = make_logits(16, vocab)

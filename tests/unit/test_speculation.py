@@ -1,4 +1,4 @@
-"""Proposers, the control of how many drafts are made, and what is counted."""
+"""Proposers, the draft controller, the speculator and the statistics of drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.speculation.controller import (
 )
 from engine.speculation.ngram import LENGTHS, NgramIndex, NgramProposer
 from engine.speculation.speculator import Speculator
-from engine.speculation.stats import ALARM_CHAINS, SpeculationStats
+from engine.speculation.stats import USELESS_AFTER, SpeculationStats
 from engine.speculation.suffix import SuffixProposer, SuffixTable
 
 
@@ -32,59 +32,59 @@ def sequence(prompt: abc.Sequence[int], output: abc.Sequence[int] = (), *, salt:
     return Sequence(request, fingerprint="00" * 16, block_size=4, output=output)
 
 
-def look_up(tokens: list[int], most: int) -> tuple[int, list[int]]:
-    """What History.match says, by looking at every place from the end."""
+def look_up(tokens: list[int], limit: int) -> tuple[int, list[int]]:
+    """The result of `NgramIndex.match`, by a linear search from the end."""
     for n in LENGTHS:
         for end in range(len(tokens) - 1, n - 1, -1):
             if len(tokens) >= n and tokens[end - n : end] == tokens[-n:]:
-                return n, [tokens[end + i % (len(tokens) - end)] for i in range(most)]
+                return n, [tokens[end + i % (len(tokens) - end)] for i in range(limit)]
     return 0, []
 
 
 @given(
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
     output=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=8),
-    most=st.integers(1, 6),
+    limit=st.integers(1, 6),
 )
-def test_an_index_finds_what_a_search_finds(prompt: list[int], output: list[list[int]], most: int) -> None:
-    history, tokens = NgramIndex(prompt), list(prompt)
+def test_ngram_index_equals_a_linear_search(prompt: list[int], output: list[list[int]], limit: int) -> None:
+    index, tokens = NgramIndex(prompt), list(prompt)
     for new in output:
-        known, found = history.match(most)
-        assert (known, found.tolist()) == look_up(tokens, most)
-        history.extend(new)
+        known, found = index.match(limit)
+        assert (known, found.tolist()) == look_up(tokens, limit)
+        index.extend(new)
         tokens += new
-    known, found = history.match(most)
-    assert (known, found.tolist()) == look_up(tokens, most)
+    known, found = index.match(limit)
+    assert (known, found.tolist()) == look_up(tokens, limit)
 
 
-def test_histories_outgrow_their_first_buffer() -> None:
-    history = NgramIndex([1, 2, 3])
-    history.extend(list(range(2000)))
-    history.extend([500, 501, 502, 503, 504])
-    assert history.match(3)[1].tolist() == [505, 506, 507]
+def test_ngram_index_grows_beyond_its_first_buffer() -> None:
+    index = NgramIndex([1, 2, 3])
+    index.extend(list(range(2000)))
+    index.extend([500, 501, 502, 503, 504])
+    assert index.match(3)[1].tolist() == [505, 506, 507]
 
 
 def test_ngram_proposes_for_a_batch() -> None:
     proposer = NgramProposer()
     seqs = [sequence([5, 6, 7, 8, 9, 1], [5, 6, 7]), sequence([1, 2, 3], [4]), sequence([3, 3, 3, 3])]
-    kept = [proposer.new_state(seq) for seq in seqs]
-    drafts = proposer.propose(seqs, kept, [2, 4, 3])
+    states = [proposer.new_state(seq) for seq in seqs]
+    drafts = proposer.propose(seqs, states, [2, 4, 3])
     assert drafts.lengths.tolist() == [2, 0, 3]
     assert drafts.tokens[0, :2].tolist() == [8, 9]
     assert drafts.tokens[2, :3].tolist() == [3, 3, 3]
     seqs[1].tokens += [1, 2, 3]
-    assert proposer.propose(seqs[1:2], kept[1:2], [4]).tokens[0].tolist() == [4, 1, 2, 3]
+    assert proposer.propose(seqs[1:2], states[1:2], [4]).tokens[0].tolist() == [4, 1, 2, 3]
 
 
 def test_suffix_learns_from_other_sequences_of_the_same_tenant() -> None:
     proposer = SuffixProposer()
-    said = [11, 12, 13, 14, 15, 16, 17, 18]
+    output = [11, 12, 13, 14, 15, 16, 17, 18]
     for _ in range(2):
-        proposer.new_state(sequence([1, 2, 3], said))
-    asks = sequence([4, 5, 6], said[:4])
-    assert proposer.propose([asks], [proposer.new_state(asks)], [3]).tokens[0].tolist() == [15, 16, 17]
-    stranger = sequence([4, 5, 6], said[:4], salt="other")
-    assert proposer.propose([stranger], [proposer.new_state(stranger)], [3]).lengths.tolist() == [0]
+        proposer.new_state(sequence([1, 2, 3], output))
+    same_tenant = sequence([4, 5, 6], output[:4])
+    assert proposer.propose([same_tenant], [proposer.new_state(same_tenant)], [3]).tokens[0].tolist() == [15, 16, 17]
+    other_tenant = sequence([4, 5, 6], output[:4], salt="other")
+    assert proposer.propose([other_tenant], [proposer.new_state(other_tenant)], [3]).lengths.tolist() == [0]
 
 
 def test_suffix_prefers_the_longer_of_own_and_shared_history() -> None:
@@ -92,14 +92,16 @@ def test_suffix_prefers_the_longer_of_own_and_shared_history() -> None:
     for _ in range(3):
         proposer.new_state(sequence([1], [21, 22, 23, 30]))
     own = sequence([20, 5, 22, 23, 24, 25, 9, 20, 21, 22, 23])
-    kept = proposer.new_state(own)
-    assert proposer.propose([own], [kept], [1]).tokens[0].tolist() == [30], "three of the table's, two of its own"
+    states = proposer.new_state(own)
+    assert proposer.propose([own], [states], [1]).tokens[0].tolist() == [30], (
+        "the table matches three tokens, the sequence two"
+    )
     longer = sequence([19, 20, 21, 22, 23, 24, 25, 9, 19, 20, 21, 22, 23])
     assert proposer.propose([longer], [proposer.new_state(longer)], [1]).tokens[0].tolist() == [24]
 
 
-def test_a_majority_decides_and_the_table_is_bounded() -> None:
-    table = SuffixTable(most=50)
+def test_suffix_table_keeps_the_majority_and_a_bounded_size() -> None:
+    table = SuffixTable(max_suffixes=50)
     for token in (7, 8, 7, 7):
         table.learn("", [1, 2, 3, token], 3)
     assert table.predict("", [1, 2, 3], 1) == (3, [7])
@@ -109,11 +111,11 @@ def test_a_majority_decides_and_the_table_is_bounded() -> None:
     for i in range(500):
         table.learn("", [i, i + 1, i + 2, i + 3, i + 4], 3)
         assert len(table) <= 110
-    assert table.predict("", [1, 2, 3], 1) != (3, [8]), "what was said long ago is forgotten"
+    assert table.predict("", [1, 2, 3], 1) != (3, [8]), "old suffixes are forgotten"
 
 
 @given(drafts=st.lists(st.integers(0, 2), max_size=6), sampled=st.lists(st.integers(-1, 2), min_size=7, max_size=7))
-def test_a_run_ends_with_the_first_token_that_is_no_draft(drafts: list[int], sampled: list[int]) -> None:
+def test_accepted_tokens_end_with_the_first_token_that_is_no_draft(drafts: list[int], sampled: list[int]) -> None:
     run = accepted_tokens(drafts, sampled[: len(drafts) + 1])
     assert 1 <= len(run) <= len(drafts) + 1
     assert list(run) == sampled[: len(run)]
@@ -121,27 +123,30 @@ def test_a_run_ends_with_the_first_token_that_is_no_draft(drafts: list[int], sam
     assert len(run) == len(drafts) + 1 or run[-1] != drafts[len(run) - 1]
 
 
-def steps(control: DraftController, rate: float, count: int, *, cost: float, fixed: float = 0.0) -> list[int]:
-    """Drafts of the steps of one sequence whose drafts are right with probability `rate`."""
-    state, output, made, luck = control.new_state(None), 1, [], 0.5
+def steps(controller: DraftController, rate: float, count: int, *, cost: float, fixed: float = 0.0) -> list[int]:
+    """Draft limits of the steps of one sequence, if a draft is right with probability `rate`.
+
+    A step takes 1, plus `fixed` if it has drafts, plus `cost` for each draft.
+    """
+    state, num_output, limits, draw = controller.new_state(None), 1, [], 0.5
     for _ in range(count):
-        (limit,) = control.limits([(state, output)])
+        (limit,) = controller.limits([(state, num_output)])
         accepted = 0
         if limit:
-            control.on_proposal_asked()
-            control.on_proposed(state, limit)
-            while accepted < limit and (luck := (luck + 0.618034) % 1) < rate:
+            controller.on_proposal_asked()
+            controller.on_proposed(state, limit)
+            while accepted < limit and (draw := (draw + 0.618034) % 1) < rate:
                 accepted += 1
-        output += 1 + accepted
+        num_output += 1 + accepted
         if limit:
-            control.on_verified(state, output, limit, accepted)
-        control.on_step(1, limit, 1 + (fixed if limit else 0) + cost * limit)
-        made.append(limit)
-    return made
+            controller.on_verified(state, num_output, limit, accepted)
+        controller.on_step(1, limit, 1 + (fixed if limit else 0) + cost * limit)
+        limits.append(limit)
+    return limits
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_drafts_that_are_right_are_made_and_others_rarely(padded: bool) -> None:
+def test_right_drafts_are_always_made_and_wrong_ones_rarely(padded: bool) -> None:
     costs = {"cost": 0.0, "fixed": 0.2} if padded else {"cost": 0.16}
     assert sum(steps(DraftController(4, pads_steps=padded), 0.9, 200, **costs)) > 4 * 190
     useless = steps(DraftController(4, pads_steps=padded), 0.0, 600, **costs)[100:]
@@ -150,42 +155,42 @@ def test_drafts_that_are_right_are_made_and_others_rarely(padded: bool) -> None:
     assert tried * extra <= 600 * TIME_BUDGET_RATE + FIRST_TIME_BUDGET + extra
 
 
-def test_a_draft_model_is_asked_as_often_as_it_pays() -> None:
-    dear = steps(DraftController(4, pads_steps=False, has_model=True), 0.65, 600, cost=1.1)[100:]
-    assert 0 < sum(dear) < 40
+def test_a_draft_model_drafts_as_much_as_it_pays() -> None:
+    expensive = steps(DraftController(4, pads_steps=False, has_model=True), 0.65, 600, cost=1.1)[100:]
+    assert 0 < sum(expensive) < 40
     fair = steps(DraftController(4, pads_steps=False, has_model=True), 0.65, 300, cost=0.3)[100:]
     cheap = steps(DraftController(4, pads_steps=False, has_model=True), 0.65, 300, cost=0.02)[100:]
-    assert sum(dear) < sum(fair) < sum(cheap)
+    assert sum(expensive) < sum(fair) < sum(cheap)
     assert sum(cheap) > 4 * 180
 
 
-def test_cheap_drafts_are_made_where_dear_ones_are_not() -> None:
+def test_cheap_drafts_are_made_more_often_than_expensive_ones() -> None:
     cheap = steps(DraftController(4, pads_steps=False), 0.5, 300, cost=0.02)[100:]
-    dear = steps(DraftController(4, pads_steps=False), 0.5, 300, cost=0.02, fixed=0.9)[100:]
-    assert sum(cheap) > 3 * sum(dear) > 0
+    expensive = steps(DraftController(4, pads_steps=False), 0.5, 300, cost=0.02, fixed=0.9)[100:]
+    assert sum(cheap) > 3 * sum(expensive) > 0
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_sequence_that_begins_to_repeat_itself_is_found_out(padded: bool) -> None:
-    control = DraftController(4, pads_steps=padded)
-    state, output = control.new_state(None), 1
-    made = []
+def test_a_sequence_that_begins_to_repeat_itself_drafts_again(padded: bool) -> None:
+    controller = DraftController(4, pads_steps=padded)
+    state, num_output = controller.new_state(None), 1
+    limits = []
     for step in range(500):
-        (limit,) = control.limits([(state, output)])
+        (limit,) = controller.limits([(state, num_output)])
         accepted = limit if step > 200 else 0
         if limit:
-            control.on_proposal_asked()
-            control.on_proposed(state, limit)
-        output += 1 + accepted
+            controller.on_proposal_asked()
+            controller.on_proposed(state, limit)
+        num_output += 1 + accepted
         if limit:
-            control.on_verified(state, output, limit, accepted)
-        control.on_step(1, limit, 1 + 0.16 * limit)
-        made.append(limit)
-    assert sum(made[150:200]) < 20
-    assert sum(made[-80:]) > 240
+            controller.on_verified(state, num_output, limit, accepted)
+        controller.on_step(1, limit, 1 + 0.16 * limit)
+        limits.append(limit)
+    assert sum(limits[150:200]) < 20
+    assert sum(limits[-80:]) > 240
 
 
-def test_texts_that_repeat_nothing_make_no_step_wait() -> None:
+def test_a_text_without_repetition_makes_no_step_wait() -> None:
     pool = BlockPool(600, 16)
     seqs = []
     for i in range(16):
@@ -203,12 +208,12 @@ def test_texts_that_repeat_nothing_make_no_step_wait() -> None:
         seq.tokens += [3, 4]
         seq.computed += 2
     assert any(speculator.wants_drafts(seqs) or speculator.on_step([], 0.01) for _ in range(4)), (
-        "one of them repeats its prompt"
+        "one sequence repeats its prompt"
     )
     assert list(speculator.draft(seqs)) == seqs[:1]
 
 
-def test_nobody_drafts_where_more_sequences_decode_than_a_step_verifies() -> None:
+def test_no_sequence_drafts_while_more_than_max_seqs_decode() -> None:
     pool, seqs = BlockPool(60, 4), [sequence([1, 2, 3, 1, 2, 3], [1]) for _ in range(3)]
     for slot, seq in enumerate(seqs):
         seq.lease, seq.computed, seq.slot = pool.lease([], 10), 6, slot
@@ -220,51 +225,51 @@ def test_nobody_drafts_where_more_sequences_decode_than_a_step_verifies() -> Non
 
 
 @pytest.mark.parametrize("at", ["new_state", "propose", "expects_drafts", "on_verified"])
-def test_a_proposer_that_fails_costs_its_drafts_and_no_more(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_proposer_costs_only_its_drafts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, proposer = BlockPool(60, 4), NgramProposer()
     seq = sequence([1, 2, 3, 1, 2, 3], [1])
     seq.lease, seq.computed, seq.slot = pool.lease([], 10), 6, 0
-    broken = Speculator(proposer, AlwaysDraft(2), max_seqs=4)
+    speculator = Speculator(proposer, AlwaysDraft(2), max_seqs=4)
 
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(proposer, at, fail)
-    assert broken.wants_drafts([seq]) == (at in ("propose", "on_verified"))
-    drafts = broken.draft([seq])
-    assert bool(drafts) == (at in ("expects_drafts", "on_verified"))
+    monkeypatch.setattr(proposer, method, fail)
+    assert speculator.wants_drafts([seq]) == (method in ("propose", "on_verified"))
+    drafts = speculator.draft([seq])
+    assert bool(drafts) == (method in ("expects_drafts", "on_verified"))
     if drafts:
-        broken.on_verified(seq, 2, 1)
-    broken.on_step([ScheduledSequence(seq, 6, 1, samples=True, is_decode=True)], 0.01)
-    assert broken.stats.failures > 0
+        speculator.on_verified(seq, 2, 1)
+    speculator.on_step([ScheduledSequence(seq, 6, 1, samples=True, is_decode=True)], 0.01)
+    assert speculator.stats.failures > 0
 
 
-def test_a_proposer_that_fails_in_every_step_does_not_fill_the_log(
+def test_a_proposer_that_always_fails_does_not_fill_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     proposer, seq = NgramProposer(), sequence([1, 2, 3, 1, 2, 3], [1])
     seq.lease, seq.computed, seq.slot = BlockPool(60, 4).lease([], 10), 6, 0
-    broken = Speculator(proposer, AlwaysDraft(2), max_seqs=4)
+    speculator = Speculator(proposer, AlwaysDraft(2), max_seqs=4)
 
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(proposer, "propose", fail)
     for _ in range(100):
-        assert not broken.draft([seq])
-    assert broken.stats.failures == 100
+        assert not speculator.draft([seq])
+    assert speculator.stats.failures == 100
     assert [record.args[1] for record in caplog.records if record.args] == [1, 2, 4, 8, 16, 32, 64]  # type: ignore[index]
 
 
-def test_an_alarm_while_nothing_is_accepted() -> None:
+def test_speculation_is_useless_while_no_draft_is_accepted() -> None:
     stats = SpeculationStats("p", 4)
     stats.add(4, 2)
-    for _ in range(ALARM_CHAINS):
+    for _ in range(USELESS_AFTER):
         assert not stats.is_useless
         stats.add(3, 0)
     assert stats.is_useless
     stats.add(4, 1)
     assert not stats.is_useless
-    assert (stats.proposed, stats.accepted) == (8 + 3 * ALARM_CHAINS, 3)
-    assert stats.proposed_at == [ALARM_CHAINS + 2] * 3 + [2]
+    assert (stats.proposed, stats.accepted) == (8 + 3 * USELESS_AFTER, 3)
+    assert stats.proposed_at == [USELESS_AFTER + 2] * 3 + [2]
     assert stats.accepted_at == [2, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""What tensor parallelism is made of: cut weights, told steps, channels between ranks, and agents that act as one."""
+"""Parts of tensor parallelism: sharded weights, step messages, rank channels, and the sharded transfer backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BLOCKS, BLOCK_BYTES = 6, 64
 
 @pytest.mark.parametrize("size", [2, 4])
 @torch.inference_mode()
-def test_parts_of_a_checkpoint_are_parts_of_the_whole(size: int, tmp_path: Path) -> None:
+def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -81,24 +81,24 @@ def test_parts_of_a_checkpoint_are_parts_of_the_whole(size: int, tmp_path: Path)
         parts = [
             Shard(r, size).slice_of("qkv.weight", whole.layer_list[0].attention.qkv.weight, spec) for r in range(size)
         ]
-        for at, kind in enumerate(rows):  # of queries, keys and values, heads follow each other over the ranks
+        for at, kind in enumerate(rows):  # query, key and value heads are in the order of the ranks
             own = [32 // size, 16 // size, 16 // size]
             assert torch.equal(torch.cat([part.split(own)[at] for part in parts]), kind)
 
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5), st.integers(1, 8))
-def test_a_told_step_is_the_step(rows: list[tuple[int, int]], block_size: int) -> None:
+def test_an_unpacked_step_equals_the_packed_one(rows: list[tuple[int, int]], block_size: int) -> None:
     needed = [-(-(start + new) // block_size) for start, new in rows]
     blocks = [np.arange(count + 3, dtype=np.int32) * 7 + i for i, count in enumerate(needed)]
     shape = StepShape([start for start, _ in rows], [new for _, new in rows], blocks)
-    told = step_messages.unpack_step(step_messages.pack_step(shape, block_size))
-    assert (list(told.starts), list(told.num_new)) == (list(shape.starts), list(shape.num_new))
-    assert [list(b) for b in told.blocks] == [list(b[:n]) for b, n in zip(blocks, needed, strict=True)]
+    unpacked = step_messages.unpack_step(step_messages.pack_step(shape, block_size))
+    assert (list(unpacked.starts), list(unpacked.num_new)) == (list(shape.starts), list(shape.num_new))
+    assert [list(b) for b in unpacked.blocks] == [list(b[:n]) for b, n in zip(blocks, needed, strict=True)]
 
 
 def pair(secret: bytes = SECRET) -> tuple[RankChannel, RankChannel]:
-    """Both ends of a channel: rank 0's first."""
+    """Both ends of a channel, the end of rank 0 first."""
     accepted: list[tuple[RankChannel, RankMessage] | None] = []
     refused: list[Exception] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -124,7 +124,7 @@ def pair(secret: bytes = SECRET) -> tuple[RankChannel, RankChannel]:
     return channel, other
 
 
-def test_a_channel_carries_messages_until_an_end_is_gone() -> None:
+def test_a_channel_carries_messages_until_one_end_closes() -> None:
     left, right = pair()
     left.send("one", b"\x00" * 300_000, number=5)
     left.send("two")
@@ -136,21 +136,21 @@ def test_a_channel_carries_messages_until_an_end_is_gone() -> None:
         right.receive(0.01)
     left.send("last")
     left.close()
-    assert right.peer_closed()  # whatever is still to be read
+    assert right.peer_closed()  # although messages are unread
     assert right.receive(10.0).kind == "last"
     with pytest.raises(Unavailable, match="is gone"):
         right.receive(10.0)
     right.close()
 
 
-def test_strangers_are_refused_by_both_ends() -> None:
+def test_a_wrong_secret_is_refused() -> None:
     with pytest.raises((Unauthenticated, Unavailable)):
         pair(b"another secret")
 
 
 @dataclass
 class Group:
-    """A pod of two ranks on a fabric; the second rank's agent is served by a thread, as it is in its process."""
+    """A pod with two ranks on a loopback fabric. A thread serves the backend of rank 1, like its process does."""
 
     fabric: LoopbackFabric
     name: str
@@ -196,7 +196,7 @@ def fabric(clock: Clock) -> LoopbackFabric:
 
 @pytest.fixture
 def groups(fabric: LoopbackFabric) -> Iterator[tuple[Group, Group]]:
-    """The first is connected to the second, whose blocks hold its ranks' numbers."""
+    """A sender connected to a receiver. Each byte of a sender block is 10 * rank + block."""
     sender, receiver = Group(fabric, "sender"), Group(fabric, "receiver")
     for rank, memory in enumerate(sender.memories):
         for block in range(BLOCKS):
@@ -219,7 +219,7 @@ def settle(backend: ShardedBackend, handle: int) -> WriteState:
     return backend.poll(handle)
 
 
-def test_a_write_is_done_and_told_once_every_rank_has_written(
+def test_a_write_is_done_and_notified_when_all_ranks_have_written(
     fabric: LoopbackFabric, clock: Clock, groups: tuple[Group, Group]
 ) -> None:
     sender, receiver = groups
@@ -246,9 +246,7 @@ def test_a_write_is_done_and_told_once_every_rank_has_written(
     sender.backend.close()
 
 
-def test_a_write_that_one_rank_fails_has_failed_and_is_not_told(
-    fabric: LoopbackFabric, groups: tuple[Group, Group]
-) -> None:
+def test_a_write_that_fails_on_one_rank_is_not_notified(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
     fabric.on_write = lambda source, _p, _n: LoopbackFault(fail="no" if source.endswith("rank1") else None)
     handle = sender.backend.write("receiver", [1], [1], b"here")
@@ -257,9 +255,7 @@ def test_a_write_that_one_rank_fails_has_failed_and_is_not_told(
     assert receiver.backend.notifications() == []
 
 
-def test_a_rank_that_is_gone_fails_what_it_had_and_what_comes(
-    fabric: LoopbackFabric, groups: tuple[Group, Group]
-) -> None:
+def test_a_lost_rank_fails_pending_and_later_writes(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
     fabric.on_write = lambda source, _p, _n: LoopbackFault(delay_s=60.0 if source.endswith("rank1") else 0.0)
     handles = [sender.backend.write("receiver", [1], [1], b"here")]
@@ -273,11 +269,11 @@ def test_a_rank_that_is_gone_fails_what_it_had_and_what_comes(
     assert receiver.backend.notifications() == []
 
 
-def test_groups_of_another_size_are_refused(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
+def test_groups_of_different_sizes_refuse_each_other(fabric: LoopbackFabric, groups: tuple[Group, Group]) -> None:
     sender, receiver = groups
     alone = ShardedBackend(LoopbackBackend(fabric), [])
     alone.start("alone", host_pool(BLOCKS, BLOCK_BYTES))
-    with pytest.raises(TransferFailed, match="a tensor_parallel of 1, this pod of 2"):
+    with pytest.raises(TransferFailed, match="has 1 tensor-parallel ranks, this pod 2"):
         sender.backend.connect("alone", alone.metadata(), receiver.memory)
-    with pytest.raises(TransferFailed, match="no metadata of a tensor-parallel group"):
+    with pytest.raises(TransferFailed, match="not that of a tensor-parallel group"):
         sender.backend.connect("other", b"\x05\x00\x00\x00other", receiver.memory)
