@@ -62,7 +62,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 class _App(FastAPI):
-    """FastAPI whose document describes the raw routes as well: see api_doc."""
+    """FastAPI with an OpenAPI document that describes the raw ASGI routes too, see gateway.api.docs."""
 
     models: tuple[str, ...] = ()
 

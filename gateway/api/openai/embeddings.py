@@ -67,7 +67,7 @@ def parse_embeddings(body: object) -> EmbeddingsBody:
 
 
 def _inputs(value: object) -> tuple[PromptInput, ...]:
-    """Parses a string, an array of strings, an array of token ids, or an array of such arrays, none of them empty."""
+    """Parses a non-empty string, an array of strings, an array of token ids, or an array of arrays of token ids."""
     kinds = "a string, an array of strings, or token ids"
     if value is None:
         raise InvalidRequest("input is missing", field="input")

@@ -301,7 +301,7 @@ def parse_token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
 
 
 def _prompts(value: object) -> tuple[PromptInput, ...]:
-    """Parses a string, an array of strings, an array of token ids, or an array of such arrays."""
+    """Parses a string, an array of strings, an array of token ids, or an array of arrays of token ids."""
     if value is None:
         raise InvalidRequest("prompt is missing", field="prompt")
     if isinstance(value, str):

@@ -64,7 +64,7 @@ function heading({ gateway: it, pods, models }) {
 function trouble(error) {
   const wants = error instanceof Refused && [401, 403].includes(error.status);
   $("key").hidden = !wants && !key.get();
-  $("trouble").textContent = wants ? `${error.message} Use the button “API key”.` : `The gateway does not answer (${error.message}). What is shown may be old.`;
+  $("trouble").textContent = wants ? `${error.message} Use the button “API key”.` : `The gateway does not answer (${error.message}). The page may show old data.`;
   $("trouble").hidden = false;
   if (wants && !keyAsked) askKey();
 }
