@@ -1,4 +1,4 @@
-"""The request as the system knows it after validation, and what comes back: plain frozen data."""
+"""Data that gateways and pods exchange: the validated request, its sampling parameters, tokens, KV targets, loads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
-MAX_N = 128  # sequences of one request
+#: Most sequences of one request (`n`).
+MAX_N = 128
 
 
 class Role(enum.StrEnum):
-    """What a pod does."""
+    """The part of a request that a pod computes."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -19,44 +20,51 @@ class Role(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended. TOOL_CALLS: STOP of an answer that calls tools; only the gateway can tell."""
+    """Why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    #: STOP, for an answer that calls tools. Set by the gateway, which parses the calls.
     TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples; every field is explicit and was validated by the gateway.
+    """How the tokens of one request are sampled. The gateway has validated every field."""
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 mean off.
-    stop_token_ids holds the model's end-of-sequence tokens too, unless the client ignores them.
-    logprobs: None for none, else the number of alternatives beside each token's own (0..20).
-    allowed_token_ids: nothing else is generated; empty means all. bad_words: token sequences that are not generated:
-    the last token of one is banned where the others stand before it. prompt_logprobs: like logprobs, for the prompt's
-    tokens, which are then computed whatever a cache holds.
-    n: sequences per prompt, MAX_N at most; child c of them is sampled with noise keyed by (seed, c, position).
-    """
-
+    #: 0: greedy.
     temperature: float = 1.0
+    #: 0: off.
     top_k: int = 0
+    #: 1: off.
     top_p: float = 1.0
+    #: 0: off.
     min_p: float = 0.0
+    #: 1: off.
     repetition_penalty: float = 1.0
+    #: 0: off.
     presence_penalty: float = 0.0
+    #: 0: off.
     frequency_penalty: float = 0.0
+    #: Pairs of token id and the value that is added to its logit.
     logit_bias: tuple[tuple[int, float], ...] = ()
+    #: The noise of child c at a position is a function of (seed, c, position).
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
+    #: Token ids that end the answer. They include the model's end-of-sequence tokens, unless the client ignores those.
     stop_token_ids: tuple[int, ...] = ()
+    #: Number of alternatives per generated token, 0 to 20; None: no log-probabilities at all.
     logprobs: int | None = None
+    #: Sequences per prompt, at most MAX_N.
     n: int = 1
+    #: The only tokens that may be generated; empty: all.
     allowed_token_ids: tuple[int, ...] = ()
+    #: Token sequences that are never generated: the last token is banned where the tokens before it match.
     bad_words: tuple[tuple[int, ...], ...] = ()
+    #: As `logprobs`, for the prompt's tokens. The whole prompt is then computed, even if a cache holds its KV.
     prompt_logprobs: int | None = None
 
     @property
@@ -66,22 +74,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to match: an llguidance grammar, as text, from which every pod builds the same matcher.
-
-    field: the request's field that it came from, for errors. Made by common/grammar.py.
-    """
+    """The llguidance grammar that an answer must match, made by common/grammar.py. All pods build the same matcher."""
 
     text: str
+    #: The request's field that the grammar came from, for error messages.
     field: str = "structured_outputs"
 
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """A request that passed the gateway's validation: another type than anything a client sends.
+    """A request that passed the gateway's validation. Client input always has other types.
 
-    output_ids: of one that goes on elsewhere, the tokens that were generated already; it is a single sequence (n is 1),
-    and the next token is the one that would have followed them. child: which of the client's n sequences that is.
-    Everything else is as the client's request says, max_tokens too: it counts from the prompt's end.
+    A request that continues on another pod (`resumed`) is one sequence with the tokens that were generated before. All
+    other fields keep the client's values; max_tokens still counts from the end of the prompt.
     """
 
     request_id: str
@@ -91,7 +96,9 @@ class ValidRequest:
     cache_salt: str = ""
     priority: int = 0
     grammar: Grammar | None = None
+    #: Tokens that another pod generated before this request continued; empty for a new request.
     output_ids: tuple[int, ...] = ()
+    #: Index of the first sequence among the client's n sequences; not 0 only for a request that continues.
     child: int = 0
 
     @property
@@ -100,7 +107,7 @@ class ValidRequest:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """What has to be computed before the next token can be sampled: the prompt, and the output so far."""
+        """The tokens before the next one: the prompt, then the output so far."""
         return self.prompt_ids + self.output_ids
 
     @property
@@ -109,18 +116,18 @@ class ValidRequest:
 
     @property
     def child_indices(self) -> range:
-        """The numbers of its sequences."""
+        """Indices of this request's sequences among the client's n."""
         return range(self.child, self.child + self.sampling.n)
 
     def resumed(self, child: int, output: Iterable[int]) -> ValidRequest:
-        """The request for the rest of one of its sequences. The prompt's log-probabilities are not asked for again."""
+        """The request that continues sequence `child` after `output`; it no longer asks for prompt_logprobs."""
         sampling = replace(self.sampling, n=1, prompt_logprobs=None)
         return replace(self, sampling=sampling, child=child, output_ids=tuple(output))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural) of one token."""
+    """A token and its log-probability (natural logarithm)."""
 
     token: int
     logprob: float
@@ -128,16 +135,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens at positions first, first + 1, ...; nothing stands before token 0.
-
-    logprobs: of the prompt's own tokens. ranks: how many tokens are likelier than that one, plus 1. top_ids,
-    top_logprobs: alternatives, best first, the same number for each position, one position after the other.
-    """
+    """Log-probabilities of the prompt tokens at positions first, first + 1, ... Token 0 has none."""
 
     first: int
+    #: Of the prompt's own tokens.
     logprobs: tuple[float, ...]
+    #: Rank of each prompt token among the vocabulary; 1 is the likeliest.
     ranks: tuple[int, ...]
+    #: Alternatives, likeliest first: k for the first position, then k for the next, and so on.
     top_ids: tuple[int, ...] = ()
+    #: Of `top_ids`.
     top_logprobs: tuple[float, ...] = ()
 
     def top(self, index: int) -> tuple[TokenLogprob, ...]:
@@ -147,23 +154,24 @@ class PromptLogprobs:
         return tuple(map(TokenLogprob, self.top_ids[at], self.top_logprobs[at]))
 
 
-@dataclass(slots=True)  # not frozen, though nobody changes one: a frozen one takes three times as long to make
+@dataclass(slots=True)  # never changed, but not frozen: creating a frozen instance takes three times as long
 class Token:
-    """One generated token: its position in the output (from 0), its id and, when asked for, log-probabilities.
+    """One generated token."""
 
-    top holds the alternatives, best first. child: which of the request's n sequences it belongs to.
-    """
-
+    #: Position in the output, from 0.
     index: int
     id: int
+    #: None if the request asks for no log-probabilities.
     logprob: float | None = None
+    #: Alternatives, likeliest first.
     top: tuple[TokenLogprob, ...] = ()
+    #: Index of the token's sequence among the client's n.
     child: int = 0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class TransferId:
-    """Names one transfer into a decode pod; never reused: `number` counts within the minting pod's `generation`."""
+    """Names one transfer to a decode pod. Never reused: `number` counts within one `generation` of that pod."""
 
     generation: int
     number: int
@@ -174,22 +182,21 @@ class TransferId:
 
 @dataclass(frozen=True, slots=True)
 class KvTarget:
-    """Home of a prompt's KV on a decode pod.
-
-    blocks[i] is the physical block for logical block first_block + i; blocks before first_block are already there.
-    """
+    """The blocks on a decode pod that a prompt's KV is written to."""
 
     transfer_id: TransferId
     pod: str
     address: str
+    #: First logical block of the transfer; the decode pod's cache holds the blocks before it.
     first_block: int
+    #: blocks[i] is the physical block for logical block first_block + i.
     blocks: tuple[int, ...]
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """Blocks by state; the sum is the pool's size."""
+    """Number of blocks in each state; the sum is the size of the pool."""
 
     free: int
     cached: int
@@ -203,32 +210,36 @@ class PoolCounts:
 
 @dataclass(frozen=True, slots=True)
 class PodLoad:
-    """How busy a pod says it is, and how fast it measured itself to be; a rate or time of 0 is not known yet.
+    """Load and measured speed that a pod reports. A rate or time of 0 has not been measured yet."""
 
-    queued_tokens: prompt tokens that wait for computing. running, waiting, reserved: sequences in the engine, and those
-    whose KV is still to come. free_blocks: free or evictable.
-    prefill_rate: prompt tokens per second of full steps; prefill_overhead_s: what a prompt takes beyond that.
-    step_s + step_slope_s * sequences: a decode step. transfer_rate: prompt tokens per second whose KV moves;
-    hand_off_s: what the end of a hand-off takes beyond that. pull_s: what pulling takes beyond moving bytes.
-    """
-
+    #: Prompt tokens that are not computed yet.
     queued_tokens: int = 0
+    #: Sequences in the engine's steps.
     running: int = 0
+    #: Sequences in the engine's queue.
     waiting: int = 0
+    #: Sequences that wait for their KV from a prefill pod.
     reserved: int = 0
+    #: Blocks that are free or evictable.
     free_blocks: int = 0
     draining: bool = False
+    #: Prompt tokens per second in full steps.
     prefill_rate: float = 0.0
+    #: Fixed time that each prompt takes beyond its tokens.
     prefill_overhead_s: float = 0.0
+    #: A decode step of n sequences takes step_s + n * step_slope_s.
     step_s: float = 0.0
     step_slope_s: float = 0.0
+    #: Prompt tokens per second that the transfer of KV reaches.
     transfer_rate: float = 0.0
+    #: Fixed time at the end of a hand-off, after the last byte.
     hand_off_s: float = 0.0
+    #: Fixed time of a pull, without the bytes.
     pull_s: float = 0.0
 
     @property
     def has_decode_times(self) -> bool:
-        """It has decoded."""
+        """The pod has measured decode steps."""
         return self.step_s > 0 or self.step_slope_s > 0
 
     def to_json(self) -> str:
@@ -236,18 +247,21 @@ class PodLoad:
 
     @classmethod
     def from_json(cls, raw: str) -> PodLoad:
-        """Reads what to_json wrote; fields of a newer pod are ignored. Raises ValueError, TypeError."""
+        """The load from `to_json`. Unknown fields, of a newer pod, are ignored. Raises ValueError, TypeError."""
         values = json.loads(raw)
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefillCost:
-    """What having it computed elsewhere takes, see RemotePrefill in decode.proto."""
+    """Predicted cost of computing a prompt on a prefill pod: RemotePrefill in proto/baton/v1/decode.proto."""
 
+    #: Time in the prefill pod's queue.
     queue_s: float
     compute_s: float
+    #: Time from the end of computing until the decode pod can continue.
     hand_off_s: float
+    #: Prompt tokens per second of the prefill pod.
     tokens_per_s: float
 
     @property

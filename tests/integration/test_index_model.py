@@ -1,5 +1,8 @@
-"""The publisher and the scripts against a model, in a real Valkey: whatever is lost, repeated, reordered or wiped, the
-index comes to what the pods hold, and a generation that was replaced is never credited."""
+"""The publisher and the scripts against a model, in a real Valkey.
+
+Calls are lost, repeated, delayed, and the index is wiped. The index always converges to the blocks that the pods hold,
+and no look-up ever counts a block for a replaced generation.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ PODS = ("a", "b")
 
 
 class Wire:
-    """A client between a pod and Valkey that loses, repeats and delays calls of scripts."""
+    """A client between a pod and Valkey that loses, repeats and delays script calls."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self.faults: list[str] = []
-        self.kept: list[tuple[Any, ...]] = []  # calls that may arrive once more, late
+        self.kept: list[tuple[Any, ...]] = []  # calls that can arrive a second time, later
 
     async def evalsha(self, *call: Any) -> Any:
         fault = self.faults.pop() if self.faults else ""
@@ -50,18 +53,29 @@ class Wire:
             self.kept.append(call)
         return answer
 
+    async def repeat_kept(self) -> None:
+        """The kept calls arrive a second time; faults do not apply to them."""
+        calls, self.kept = self.kept, []
+        for call in calls:
+            await self._inner.evalsha(*call)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
 class Pod:
-    """One process under a name: caches that obey the rules of a pool (prefix-closed, leaf first), and its index."""
+    """One process under a name: two caches and their publisher.
+
+    Like a real pool, a cache holds a prefix of each chain and evicts from the end.
+    """
 
     def __init__(self, url: str, name: str, generation: int) -> None:
         self.record = PodRecord(
             name, generation, f"127.0.0.1:{generation}", Role.DECODE, "m", SCOPE, SCOPE * 4, 16, 1, 1
         )
-        self.held: dict[CacheTier, list[int]] = {tier: [0] * len(CHAINS) for tier in CacheTier}  # depth of each chain
+        self.held: dict[CacheTier, list[int]] = {
+            tier: [0] * len(CHAINS) for tier in CacheTier
+        }  # blocks of each chain, from its start
         self.index = IndexPublisher(
             url,
             self.record,
@@ -76,7 +90,7 @@ class Pod:
         return [h for chain, depth in zip(CHAINS, self.held[tier], strict=True) for h in chain[:depth]]
 
     def move(self, tier: CacheTier, chain: int, depth: int) -> None:
-        """Stores or evicts until the tier holds so much of the chain, from its start."""
+        """Stores or evicts until the tier holds the first `depth` blocks of the chain."""
         before, self.held[tier][chain] = self.held[tier][chain], depth
         if depth > before:
             self.index.stored(CHAINS[chain][before:depth], tier)
@@ -89,7 +103,7 @@ class Pod:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Pods under two names, in background tasks on one loop."""
+    """Pods under two names; their publishers run as background tasks of one loop."""
 
     url = ""
     loop: asyncio.AbstractEventLoop
@@ -112,7 +126,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(PODS))
     def restart(self, name: str) -> None:
-        """A new process takes the name over; the old one lives on, as a zombie."""
+        """A new process takes over the name; the old process keeps running, as a zombie."""
         old = self.pods.pop(name, None)
         if old is not None:
             self.dead.append(old)
@@ -141,13 +155,11 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(PODS))
     def arrives_late(self, name: str) -> None:
         for pod in (self.pods[name], *self.dead):
-            calls, pod.wire.kept = pod.wire.kept, []
-            for call in calls:
-                self.run(pod.wire.evalsha(*call))
+            self.run(pod.wire.repeat_kept())
 
     @rule(name=st.sampled_from(PODS), seed=st.integers(0, 99))
     def damage(self, name: str, seed: int) -> None:
-        """Part of a set is lost, and everything is one day."""
+        """Redis loses some hashes of a pod's set (seed >= 30), or all keys."""
         pod = self.pods[name]
 
         async def lose() -> None:
@@ -174,7 +186,7 @@ class IndexMachine(RuleBasedStateMachine):
                 if await self._right(raw, keys):
                     break
                 await asyncio.sleep(0.01)
-            assert await self._right(raw, keys), "the index does not come to what the pods hold"
+            assert await self._right(raw, keys), "the index did not converge to the blocks that the pods hold"
             reader = IndexReader(self.url, timeout_s=5.0)
             assert {s.record for s in await reader.pods()} == {pod.record for pod in self.pods.values()}
             names = [(pod.record.pod, pod.record.generation) for pod in self.pods.values()]
@@ -189,7 +201,7 @@ class IndexMachine(RuleBasedStateMachine):
             await raw.aclose()
 
     async def _right(self, raw: Any, keys: IndexKeys) -> bool:
-        """Sets are the caches, and postings are the sampled part of them."""
+        """Each pod's sets equal its caches, and the postings equal their sampled hashes."""
         slots = {owner: int(slot) for slot, owner in (await raw.hgetall(keys.slots)).items() if slot.isdigit()}
         want: dict[bytes, set[int]] = {}
         for name, pod in self.pods.items():
@@ -239,7 +251,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[In
     loop.close()
 
 
-def test_the_index_comes_to_what_the_pods_hold(machine: type[IndexMachine]) -> None:
+def test_the_index_converges_to_the_blocks_that_the_pods_hold(machine: type[IndexMachine]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
