@@ -1,1 +1,1 @@
-"""Load tests: clients only, that know nothing of a server but its public API."""
+"""The load generator. It uses only the public API of a server."""

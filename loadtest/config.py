@@ -1,4 +1,4 @@
-"""What a load test is asked to do: every flag's meaning, its limits, and in which words it is refused."""
+"""The configuration of a load test: fields, limits of the flags, and the errors that refuse them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,17 @@ PromptForm = Literal["text", "ids"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """One run. Exactly one of rate, users and the trace's own times says when requests come.
-
-    slo: seconds by name; see OBJECTIVES and figures.py. api_keys: sessions take them in turn. vocab: token ids of made
-    prompts go from the first to below the second. abort_share: of requests whose client leaves half-way.
-    warmup: requests before the run, which are not counted. settle_s: seconds at its start that are not either.
-    """
+    """The configuration of one run. Arrivals come from exactly one source: rate, users, or the times of the trace."""
 
     url: str = "http://127.0.0.1:8000"
     protocol: Protocol = "rest"
     endpoint: Endpoint = "chat"
     model: str = ""
+    #: Sessions use the keys in turn.
     api_keys: tuple[str, ...] = ()
     stream: bool = True
     form: PromptForm = "text"
+    #: Token ids of synthetic prompts: from the first to below the second.
     vocab: tuple[int, int] = (1_000, 30_000)
     ignore_eos: bool = True
     temperature: float = 0.0
@@ -61,28 +58,32 @@ class LoadConfig:
     requests: int | None = None
     duration_s: float | None = None
     max_concurrency: int | None = None
+    #: Share of requests that the client aborts half-way.
     abort_share: float = 0.0
     deadline_s: float | None = None
+    #: Requests before the run, which do not count.
     warmup: int = 0
+    #: Seconds at the start of the run whose requests do not count.
     settle_s: float = 0.0
     seed: int = 0
+    #: Seconds by objective, see OBJECTIVES.
     slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
     attainment: float | None = None
 
     @property
     def closed_loop(self) -> bool:
-        """Users wait for their answers."""
+        """Whether users wait for their answers before they send again."""
         return self.users is not None
 
     def described(self) -> dict[str, Any]:
-        """For a report: what was asked, as JSON values; no secrets."""
-        told = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "api_keys"}
-        plain = {k: str(v) if isinstance(v, LengthDistribution | Path) else v for k, v in told.items()}
+        """Returns the configuration as JSON values for a report, without secrets."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "api_keys"}
+        plain = {k: str(v) if isinstance(v, LengthDistribution | Path) else v for k, v in values.items()}
         return {**plain, "slo": dict(self.slo), "vocab": list(self.vocab), "api_keys": len(self.api_keys)}
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> LoadConfig:
-        """From flags as they were typed; None: not given. Raises ConfigError."""
+        """Parses flags as typed; None means absent. Raises ConfigError."""
         return _checked(cls, {name: value for name, value in flags.items() if value is not None and value != []})
 
 
@@ -129,14 +130,16 @@ def _checked(cls: type[LoadConfig], typed: Mapping[str, Any]) -> LoadConfig:
 
 
 def _consistent(config: LoadConfig, typed: Mapping[str, Any]) -> LoadConfig:
-    """What flags mean together; a limit where none was given."""
+    """Checks flags against each other and sets the default duration."""
 
     def refuse(name: str, why: str) -> None:
         if name in typed:
             raise ConfigError(f"--{_flag(name)}: {why}", field=_flag(name))
 
     if config.rate is None and config.users is None and config.trace is None:
-        raise ConfigError("--rate, --users or --trace is needed: it says when requests come", field="rate")
+        raise ConfigError(
+            "--rate, --users or --trace is needed: one of them sets the request times", field="rate"
+        )
     if config.rate is not None and config.users is not None:
         raise ConfigError("--rate and --users exclude each other: an open loop or a closed one", field="users")
     timed = config.rate is None and config.users is None
@@ -156,7 +159,7 @@ def _consistent(config: LoadConfig, typed: Mapping[str, Any]) -> LoadConfig:
             refuse(name, "needs --trace")
     else:
         for name in ("input_tokens", "output_tokens", "prefix_tokens", "prefixes", "turns"):
-            refuse(name, "is not for a trace, which says what its prompts are")
+            refuse(name, "does not apply to a trace, which defines its prompts")
     if config.prefix_tokens == 0:
         refuse("prefixes", "needs --prefix-tokens")
     if not config.closed_loop and config.turns == LengthDistribution(1, 1):
@@ -192,12 +195,12 @@ def _form(prompts: str, endpoint: str) -> PromptForm:
 
 
 def _url(text: str, protocol: str) -> str:
-    """REST: without /v1; gRPC: host:port."""
+    """Normalises a URL: without /v1 for REST, HOST:PORT for gRPC."""
     scheme, found, rest = text.rpartition("://")
     rest = rest.rstrip("/").removesuffix("/v1").rstrip("/")
     if protocol == "grpc":
         if (found and scheme != "grpc") or ":" not in rest or "/" in rest:
-            raise ConfigError(f"--url: for gRPC HOST:PORT, without TLS, not {text!r}", field="url")
+            raise ConfigError(f"--url: gRPC needs HOST:PORT without TLS, not {text!r}", field="url")
         return rest
     if (found and scheme not in ("http", "https")) or not rest:
         raise ConfigError(f"--url: {text!r} is not an http or https URL", field="url")

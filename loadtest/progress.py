@@ -1,7 +1,7 @@
-"""One line that says how far a run is: redrawn on a terminal, printed now and then elsewhere.
+"""The progress line of a run: redrawn on a terminal, printed every 10 s elsewhere.
 
-A bar of a library would draw for milliseconds, or from a thread, and every stream would wait for it; this costs some
-tens of microseconds.
+Drawing costs some tens of microseconds. Progress bars of libraries draw for milliseconds or from a thread, and every
+stream would wait for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH = 28
 
 
 def line(run: LoadRun, now: float) -> str:
-    """Share of the run, and what is going on."""
+    """Returns the line: share of the run and counters."""
     config, elapsed = run.config, max(0.0, now - run.began)
     shares = []
     if config.duration_s is not None:
@@ -34,7 +34,7 @@ def line(run: LoadRun, now: float) -> str:
 
 
 async def show(run: LoadRun, out: TextIO) -> None:
-    """Until it is cancelled."""
+    """Writes the line until the task is cancelled."""
     terminal = out.isatty()
     try:
         while True:

@@ -1,4 +1,4 @@
-"""A run: what was asked, and what became of every request; it grows while the run goes on."""
+"""The state of one load run: its configuration, its counters, and a record of each request."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from loadtest.workload.prompts import ModelAnswer
 
 @dataclass(slots=True)
 class LoadRun:
-    """began: time.perf_counter() at the run's zero; began_at: the same, in seconds since the epoch; ended: at its end.
-
-    stopped: it was ended early. unfinished: requests that were under way then. skipped: turns whose conversation had
-    failed. left_out: requests of the trace that are too long. planned: requests in all, where that is known.
-    cpu_s: what this process used from the beginning to the end.
-    """
+    """One run, updated while it goes on."""
 
     config: LoadConfig
     model: str
+    #: time.perf_counter() at the start of the run.
     began: float = 0.0
+    #: The same moment in seconds since the epoch.
     began_at: float = 0.0
+    #: time.perf_counter() at the end.
     ended: float = 0.0
+    #: CPU seconds of this process from start to end.
     cpu_s: float = 0.0
     records: list[RequestRecord] = field(default_factory=list)
+    #: Requests in flight when the run was stopped.
     unfinished: int = 0
+    #: The run was ended early.
     stopped: bool = False
+    #: Turns that were not sent because an earlier turn of their conversation failed.
     skipped: int = 0
+    #: Requests of the trace that are longer than the limits.
     skipped_too_long: int = 0
+    #: Number of requests, if it is known before the run.
     planned: int | None = None
     sent: int = 0
     running: int = 0
@@ -38,58 +42,59 @@ class LoadRun:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request.
-
-    intended_s: when it should have been sent; sent_s: when it was; ended_s: when its last byte came, or it failed.
-    at: when each event came that brought text or tokens. An event may bring several tokens, so tokens, from the
-    server's usage where it tells, may be more than len(at).
-    error: kind of its failure, "" for none; message: what was said of it. aborted: the client left on purpose.
-    counted: neither warm-up nor settling. leave_after: events after which the client leaves; None: it stays.
-    """
+    """One request. All times are time.perf_counter() seconds."""
 
     request_id: str
     session: int
     turn: int
     planned_input: int
     planned_output: int
+    #: The time at which the request should be sent.
     intended_s: float
+    #: False for warm-up and settling requests.
     counted: bool = True
+    #: Number of events after which the client aborts; None if it never aborts.
     abort_after: int | None = None
     sent_s: float = 0.0
+    #: The time of the last byte or of the failure.
     ended_s: float = 0.0
+    #: The time of each event with text or tokens.
     event_times: array[float] = field(default_factory=lambda: array("d"))
+    #: Output tokens, from the server's usage if it sends one. An event may bring several tokens.
     tokens: int = 0
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     finish: str = ""
+    #: The kind of failure, "" for none.
     error: str = ""
     message: str = ""
+    #: The client aborted on purpose.
     aborted: bool = False
     answer: ModelAnswer | None = None
 
     @property
     def ok(self) -> bool:
-        """Answered to its end."""
+        """Whether the answer is complete."""
         return not self.error and not self.aborted
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending to the first text; None without any."""
+        """Seconds from sending to the first text; None without text."""
         return self.event_times[0] - self.sent_s if self.event_times else None
 
     @property
     def lag_s(self) -> float:
-        """How late it was sent."""
+        """Seconds between the intended and the real sending."""
         return self.sent_s - self.intended_s
 
     @property
     def e2e_s(self) -> float:
-        """From sending to the end."""
+        """Seconds from sending to the end."""
         return self.ended_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None of one token."""
+        """Mean seconds per token after the first; None for fewer than two tokens."""
         if self.tokens < 2 or len(self.event_times) < 2:
             return None
         return (self.event_times[-1] - self.event_times[0]) / (self.tokens - 1)
@@ -99,6 +104,6 @@ class RequestRecord:
         return [later - earlier for earlier, later in zip(self.event_times, self.event_times[1:], strict=False)]
 
     def fail(self, kind: str, message: str, at: float) -> None:
-        """It failed; the first reason counts."""
+        """Marks the request as failed. The first failure counts."""
         if not self.error:
             self.error, self.message, self.ended_s = kind, message[:300], at

@@ -1,4 +1,4 @@
-"""What a user wants of each request, as it is typed: `ttft=2s,itl=50ms`."""
+"""Objectives as typed, `ttft=2s,itl=50ms`, and percentiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|ms|us)")
 
 
 def parse_slo(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Seconds by name, for those of `names` that the text has. Raises ConfigError."""
+    """Returns seconds by name for the objectives in the text. Raises ConfigError."""
     known = ", ".join(f"{name}=TIME" for name in names[:-1]) + f" and {names[-1]}=TIME"
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -28,12 +28,12 @@ def parse_slo(text: str, names: Sequence[str]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed; NaN of none. values need not be sorted."""
+    """Returns the smallest value that at least `share` of the values do not exceed; NaN for no values."""
     return percentile_of_sorted(sorted(values), share)
 
 
 def percentile_of_sorted(ordered: Sequence[float], share: float) -> float:
-    """The same, of values in order: for many percentiles of many values."""
+    """Like percentile, for sorted values."""
     if not ordered:
         return math.nan
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]

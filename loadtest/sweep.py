@@ -1,6 +1,6 @@
-"""The same test at one rate after another, up to the first at which too few requests are good.
+"""Runs the same test at rising rates until too few requests are good.
 
-Every rate gets a seed of its own: the same prompts again would be in the server's prefix cache.
+Every rate has its own seed. Equal prompts would be in the server's prefix cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RunDocument = Mapping[str, Any]
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """`1,2,4`, rising. Raises ConfigError."""
+    """Parses rising rates like `1,2,4`. Raises ConfigError."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -31,14 +31,14 @@ def parse_rates(text: str) -> tuple[float, ...]:
 def sweep(
     config: LoadConfig, rates: tuple[float, ...], measure: Callable[[LoadConfig], RunDocument]
 ) -> Iterator[RunDocument]:
-    """What `measure` tells of each rate, the first that fails included. config has an slo."""
+    """Yields the result of `measure` for each rate, including the first that fails. config.slo must be set."""
     for number, rate in enumerate(rates):
-        told = measure(dataclasses.replace(config, rate=rate, seed=config.seed + number))
-        yield told
-        if told["stopped"] or not slo_kept(told, config):
+        document = measure(dataclasses.replace(config, rate=rate, seed=config.seed + number))
+        yield document
+        if document["stopped"] or not slo_kept(document, config):
             return
 
 
-def slo_kept(told: RunDocument, config: LoadConfig) -> bool:
-    """Whether enough requests were good."""
-    return bool(told["goodput"]["share"] >= (config.attainment or ATTAINMENT))
+def slo_kept(document: RunDocument, config: LoadConfig) -> bool:
+    """Whether the share of good requests reaches the attainment."""
+    return bool(document["goodput"]["share"] >= (config.attainment or ATTAINMENT))

@@ -1,4 +1,4 @@
-"""What a load test needs of a protocol: requests made ahead of their time, sent when it comes."""
+"""The interface of a protocol client: requests are built early and sent on time."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from loadtest.run import RequestRecord
 from loadtest.workload.prompts import ModelAnswer, Turn
 
 BUILD_SLICE_S = 100e-6
-GRACE_S = 5.0  # after the deadline, for the server to say that it has passed
-RESPONSE_TIMEOUT_S = 660.0  # without a deadline: a minute more than a gateway allows by itself
-LEAVE_S = 0.05  # a client that leaves before the first token waits this long
+GRACE_S = 5.0  # after the deadline, time for the server's own timeout answer
+RESPONSE_TIMEOUT_S = 660.0  # without a deadline: one minute more than the gateway's own limit
+LEAVE_S = 0.05  # wait of a client that aborts before the first token
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDraft:
-    """A request to build. answers: of the turns before it, where they are known; key: which API key, "" for none."""
+    """The description of a request to build."""
 
     turn: Turn
+    #: Answers of earlier turns, by turn.
     answers: Mapping[int, ModelAnswer]
     request_id: str
     affinity: str
+    #: API key, "" for none.
     key: str
 
 
 class LoadClient(Protocol):
-    """One server, by one protocol, in one event loop. Requests are whatever `build` makes."""
+    """A client of one server and one protocol, in one event loop. `send` takes the objects that `build` makes."""
 
     async def model(self) -> str:
-        """The name of the model to ask for. Raises Unavailable, ConfigError."""
+        """Returns the model name to request. Raises Unavailable, ConfigError."""
 
     async def build(self, draft: RequestDraft) -> Any:
-        """A request, ready to send; gives way to the loop often."""
+        """Builds a request. Yields to the event loop often."""
 
     async def send(self, request: Any, record: RequestRecord) -> None:
-        """Sends it and fills the record, whatever happens; returns when it has ended."""
+        """Sends the request and fills the record, also on failure. Returns when the request has ended."""
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes all connections."""
 
 
 class LoopYielder:
-    """Work that gives way: `await slices.rest()` between small steps costs a turn of the loop only when it is due."""
+    """Splits long work: `await yielder.yield_if_due()` yields to the event loop every 100 us."""
 
     __slots__ = ("_until",)
 
@@ -53,7 +55,7 @@ class LoopYielder:
         self._until = time.perf_counter() + BUILD_SLICE_S
 
     async def yield_if_due(self) -> None:
-        """Lets the loop turn if the slice is over."""
+        """Yields if the time slice is over."""
         if time.perf_counter() >= self._until:
             await asyncio.sleep(0)
             self._until = time.perf_counter() + BUILD_SLICE_S

@@ -150,7 +150,7 @@ async def outcome(*scripts: Script | bytes, leave_after: int | None = None, **fl
 @pytest.mark.parametrize("stamped", [True, False])
 async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not stamped:  # as through TLS, and on other systems
-        monkeypatch.setattr(HttpConnection, "stamp", lambda _: None)
+        monkeypatch.setattr(HttpConnection, "use_kernel_timestamps", lambda _: None)
 
     async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + chunk(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])))
@@ -274,7 +274,7 @@ async def test_connections_are_kept_and_a_closed_one_is_replaced(
     stamped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not stamped:
-        monkeypatch.setattr(HttpConnection, "stamp", lambda _: None)
+        monkeypatch.setattr(HttpConnection, "use_kernel_timestamps", lambda _: None)
     good = OK + chunk(said("x", "stop")) + END
 
     async def close_after(_body: bytes, writer: asyncio.StreamWriter) -> None:
