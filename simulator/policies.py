@@ -18,23 +18,23 @@ class RoundRobin:
     def __init__(self, rng: random.Random) -> None:
         self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
 
-    def rank_prefill_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
+    def rank_prefill_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods in their order, from the next one on."""
-        return self._next("prefill", demand, [v for v in views if v.max_request_tokens >= demand.prompt_len])
+        return self._next("prefill", request, [v for v in views if v.max_request_tokens >= request.prompt_len])
 
-    def rank_decode_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
+    def rank_decode_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods in their order, from the next one on."""
         return self._next(
-            "decode", demand, [v for v in views if v.max_request_tokens >= demand.prompt_len + demand.max_tokens]
+            "decode", request, [v for v in views if v.max_request_tokens >= request.prompt_len + request.max_tokens]
         )
 
-    def _next(self, side: str, demand: RoutingRequest, views: list[PodView]) -> list[PodOption]:
+    def _next(self, side: str, request: RoutingRequest, views: list[PodView]) -> list[PodOption]:
         if not views:
             return []
         turn = self._turns[side] % len(views)
         self._turns[side] += 1
-        promises = demand.expected_hits()
-        return [make_option(demand, promises, view) for view in (views[turn:] + views[:turn])[:MIN_OPTIONS]]
+        hits = request.expected_hits()
+        return [make_option(request, hits, view) for view in (views[turn:] + views[:turn])[:MIN_OPTIONS]]
 
 
 class LeastLoaded:
@@ -45,22 +45,25 @@ class LeastLoaded:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank_prefill_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
+    def rank_prefill_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by their queues in seconds."""
-        fit = [view for view in views if view.max_request_tokens >= demand.prompt_len]
-        return self._order(demand, [(view.queue_s(now), view, None, view.prefill_s_per_token) for view in fit])
+        fit = [view for view in views if view.max_request_tokens >= request.prompt_len]
+        return self._order(request, [(view.queue_s(now), view, None, view.prefill_s_per_token) for view in fit])
 
-    def rank_decode_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
+    def rank_decode_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by their numbers of sequences."""
-        fit = [view for view in views if view.max_request_tokens >= demand.prompt_len + demand.max_tokens]
-        return self._order(demand, [(float(view.num_sequences()), view, 1, 1.0) for view in fit])
+        fit = [view for view in views if view.max_request_tokens >= request.prompt_len + request.max_tokens]
+        return self._order(request, [(float(view.num_sequences()), view, 1, 1.0) for view in fit])
 
-    def _order(self, demand: RoutingRequest, scored: list[tuple[float, PodView, int | None, float]]) -> list[PodOption]:
-        promises = demand.expected_hits()
+    def _order(
+        self, request: RoutingRequest, scored: list[tuple[float, PodView, int | None, float]]
+    ) -> list[PodOption]:
+        hits = request.expected_hits()
         self._rng.shuffle(scored)
         best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
         return [
-            make_option(demand, promises, view, cost, units=units, unit_s=unit_s) for cost, view, units, unit_s in best
+            make_option(request, hits, view, cost, load_units=units, unit_cost_s=unit_cost_s)
+            for cost, view, units, unit_cost_s in best
         ]
 
 
@@ -72,20 +75,20 @@ class PrefixOnly:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank_prefill_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
+    def rank_prefill_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by the length of the prefix that they hold."""
-        return self._order(demand, [view for view in views if view.max_request_tokens >= demand.prompt_len])
+        return self._order(request, [view for view in views if view.max_request_tokens >= request.prompt_len])
 
-    def rank_decode_pods(self, demand: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
+    def rank_decode_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns the pods by the length of the prefix that they hold."""
-        need = demand.prompt_len + demand.max_tokens
-        return self._order(demand, [view for view in views if view.max_request_tokens >= need])
+        need = request.prompt_len + request.max_tokens
+        return self._order(request, [view for view in views if view.max_request_tokens >= need])
 
-    def _order(self, demand: RoutingRequest, views: list[PodView]) -> list[PodOption]:
+    def _order(self, request: RoutingRequest, views: list[PodView]) -> list[PodOption]:
         self._rng.shuffle(views)
-        promises = demand.expected_hits()
-        best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: promises.get(view.name, 0))
-        return [make_option(demand, promises, view) for view in best]
+        hits = request.expected_hits()
+        best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: hits.get(view.name, 0))
+        return [make_option(request, hits, view) for view in best]
 
 
 _POLICIES: dict[str, Callable[[random.Random], RoutingPolicy]] = {

@@ -1,6 +1,6 @@
-"""Empties the prefix caches of all pods, and what this gateway remembers of them.
+"""Empties the prefix caches of all pods.
 
-All or nothing is not possible; what is promised is that an answer without an error means that every pod has done it.
+The reset is not atomic: after an error some pods may have done it. A result without an error means that all have.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ RESET_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CacheResetResult:
-    """One pod's part: blocks that it forgot, blocks in use that it keeps, and whether the prefix index knows."""
+    """The reset of one pod."""
 
     pod: str
+    #: Blocks that the pod removed from its cache, and blocks that it keeps because they are in use.
     cleared: int
     kept: int
+    #: The prefix index has the change.
     indexed: bool
 
 
 async def reset_prefix_caches(pods: Iterable[Pod]) -> list[CacheResetResult]:
-    """Every pod that was heard of. Raises Unavailable with the names of those that did not confirm, if any."""
+    """Resets every pod that has answered Info once. Raises Unavailable with the names of pods that do not confirm."""
     known = [pod for pod in pods if pod.info is not None]
     if not known:
         raise Unavailable("there are no pods whose prefix cache could be reset", retry_after_s=1.0)
@@ -42,8 +44,8 @@ async def reset_prefix_caches(pods: Iterable[Pod]) -> list[CacheResetResult]:
 
 async def _reset(pod: Pod) -> CacheResetResult | None:
     try:
-        said = await pod.control.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), timeout=RESET_TIMEOUT_S)
+        answer = await pod.control.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), timeout=RESET_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         pod.recheck()
         return None
-    return CacheResetResult(pod.name, said.cleared, said.kept, said.indexed)
+    return CacheResetResult(pod.name, answer.cleared, answer.kept, answer.indexed)

@@ -1,12 +1,13 @@
-"""Which pods are behind Services of this Kubernetes namespace: the EndpointSlices, listed once and then watched.
+"""Watches the EndpointSlices of Services in this Kubernetes namespace, to find the addresses of pods.
 
-    list -> watch from the list's version -> ended: watch from the last version seen
-     ^                                    -> 410, that version is forgotten
-     +------------------------------------------+
+    list -> watch from the list's version -> watch ended -> watch from the last version seen -> ...
+     ^                                    -> 410, the server has forgotten that version
+     |                                            |
+     +--------------------------------------------+
 
-Invariants: a list replaces everything known; what is known stays while the API server is away. Pods that are not ready
-yet are named too: whether one can be used is for the pod itself to say. Like client-go's Reflector, with a shorter
-watch, so that a connection that died silently is noticed.
+A list replaces all known addresses. While the API server is away the known addresses stay. Pods that are not ready are
+included, because the pod itself says whether it can be used. This works like client-go's Reflector, with shorter
+watches, so that a connection that died silently is noticed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from pydantic import BaseModel
 
 from common.errors import ConfigError
 
-PORT_NAME = "grpc"  # of the port that is used of a Service's
+#: Name of the Service port that the pods' RPC servers use.
+PORT_NAME = "grpc"
 SERVICE_LABEL = "kubernetes.io/service-name"
+
+#: Length of a watch. A connection that is silent for SILENCE_S longer counts as dead.
 WATCH_S = 60
-SILENCE_S = 15.0  # beyond the end of a watch, until the connection counts as dead
+SILENCE_S = 15.0
 CALL_TIMEOUT_S = 10.0
 BACKOFF_S = (0.2, 10.0)
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -40,36 +44,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KubernetesApi:
-    """Where the API server is, and the directory of the service account: token, ca.crt, namespace.
-
-    The files are read for each call: the kubelet renews the token.
-    """
+    """The API server, and the service account of this process."""
 
     url: str
+    #: Directory with token, ca.crt and namespace. They are read for each call, because the kubelet renews the token.
     account: Path
 
     @classmethod
     def in_cluster(cls, env: Mapping[str, str] = os.environ, account: Path = SERVICE_ACCOUNT_DIR) -> Self:
-        """As every pod finds it. Raises ConfigError outside of a cluster, and where no token is mounted."""
+        """Returns the API server of this cluster. Raises ConfigError outside a cluster or without a mounted token."""
         host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
-            raise ConfigError("discovery: k8s works inside a cluster only", field="discovery")
+            raise ConfigError("discovery: k8s works only inside a cluster", field="discovery")
         if not (account / "token").is_file():
             raise ConfigError(f"discovery: no service account is mounted at {account}", field="discovery")
         return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", account)
 
     def slices_path(self) -> str:
-        """The EndpointSlices of the pod's own namespace."""
+        """Returns the URL path of the EndpointSlices of this pod's namespace."""
         namespace = (self.account / "namespace").read_text().strip()
         return f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
 
     def headers(self) -> dict[str, str]:
-        """With the token as it is now."""
+        """Returns request headers with the current token."""
         token = (self.account / "token").read_text().strip()
         return {"Authorization": f"Bearer {token}", "Accept": "application/json"}
 
     def client(self) -> httpx.AsyncClient:
-        """Trusts the cluster's authority and nobody else."""
+        """Returns an HTTP client that trusts only the cluster's certificate authority."""
         verify = ssl.create_default_context(cafile=str(self.account / "ca.crt"))
         return httpx.AsyncClient(base_url=self.url, verify=verify, timeout=CALL_TIMEOUT_S, trust_env=False)
 
@@ -100,12 +102,12 @@ class _Slice(BaseModel):
     ports: list[_Port] | None = None
 
     def addresses(self) -> dict[str, bool]:
-        """host:port of each endpoint, and whether it is terminating."""
+        """Returns host:port of each endpoint, and whether it is terminating."""
         found: dict[str, bool] = {}
         port = next((p.port for p in self.ports or () if p.name == PORT_NAME and p.port), None)
         if port is not None and self.addressType in ("IPv4", "IPv6"):
             for endpoint in self.endpoints or ():
-                for host in endpoint.addresses[:1]:  # all of them stand for the same pod
+                for host in endpoint.addresses[:1]:  # the other addresses belong to the same pod
                     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
                     found[address] = endpoint.conditions.terminating is True
         return found
@@ -122,17 +124,17 @@ class _Event(BaseModel):
 
 
 class _VersionExpired(Exception):
-    """The server does not know our version any more."""
+    """The server has forgotten the version that the watch began with."""
 
 
 class _WatchRefused(Exception):
-    """The server answered, but not with what was asked for."""
+    """The server answered with an error."""
 
 
 class EndpointSliceWatcher:
-    """Calls on_change with every address and whether its pod is terminating, whenever that changed.
+    """Calls `on_change` with all addresses, and whether their pods are terminating, after every change.
 
-    On the event loop that `start` runs on.
+    The call comes on the event loop of `start`.
     """
 
     def __init__(
@@ -149,19 +151,21 @@ class EndpointSliceWatcher:
         self._on_change = on_change
         self._watch_s = watch_s
         self._backoff_s = backoff_s
-        self._slices: dict[str, dict[str, bool]] = {}
-        self._version = ""  # "": a list comes next
+        self._slices: dict[str, dict[str, bool]] = {}  # addresses by the name of the slice
+        #: Resource version to watch from; "" if a list comes next.
+        self._version = ""
+        #: The addresses of the last `on_change`.
         self._notified: dict[str, bool] | None = None
         self._up = False
         self._task: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> bool:
-        """The API server answered last time."""
+        """The API server answered the last call."""
         return self._up
 
     async def start(self) -> None:
-        """Begins in the background."""
+        """Starts the watch in the background."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="endpoint-slices")
 
     async def stop(self) -> None:
@@ -183,23 +187,23 @@ class EndpointSliceWatcher:
                             await self._list(client)
                         if await self._watch(client):
                             backoff = low
-                        else:  # a server that ends each watch at once must not be asked all the time
+                        else:  # the server ends each watch at once: limits the rate of calls
                             await asyncio.sleep(low)
             except _VersionExpired:
                 self._version = ""
-                _log.info("endpoint slices: version forgotten by the API server, listing again")
+                _log.info("endpoint slices: the API server forgot the version, listing again")
             except (httpx.HTTPError, OSError, ValueError, _WatchRefused) as e:
-                self._is_up(False, f"{type(e).__name__}: {e}")
-                # Where a server is reached again, it may be another, with another history.
+                self._set_up(False, f"{type(e).__name__}: {e}")
+                # The next connection may reach another server, with other versions.
                 self._version = ""
             except Exception as e:
                 _log.exception("endpoint slices: unexpected error, trying again")
-                self._is_up(False, repr(e))
+                self._set_up(False, repr(e))
                 self._version = ""
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(high, 2 * backoff)
 
-    def _is_up(self, up: bool, why: str = "") -> None:
+    def _set_up(self, up: bool, why: str = "") -> None:
         if up != self._up or (why and self._notified is None):
             _log.log(logging.INFO if up else logging.WARNING, "Kubernetes API: %s", "up" if up else f"away ({why})")
         self._up = up
@@ -213,11 +217,11 @@ class EndpointSliceWatcher:
         found = _List.model_validate_json(response.content)
         self._slices = {item.metadata.name: item.addresses() for item in found.items}
         self._version = found.metadata.resourceVersion
-        self._is_up(True)
+        self._set_up(True)
         self._notify()
 
     async def _watch(self, client: httpx.AsyncClient) -> bool:
-        """Until the server ends it; False when it did so without having said anything."""
+        """Watches until the server ends the watch. Returns False if it did so at once and without an event."""
         params: dict[str, str | int] = {
             "labelSelector": self._selector,
             "watch": 1,
@@ -226,7 +230,7 @@ class EndpointSliceWatcher:
             "timeoutSeconds": self._watch_s,
         }
         timeout = httpx.Timeout(CALL_TIMEOUT_S, read=self._watch_s + SILENCE_S)
-        path, headers, heard = self._api.slices_path(), self._api.headers(), False
+        path, headers, got_event = self._api.slices_path(), self._api.headers(), False
         started = asyncio.get_running_loop().time()
         async with client.stream("GET", path, params=params, headers=headers, timeout=timeout) as response:
             if response.status_code == 410:
@@ -235,11 +239,11 @@ class EndpointSliceWatcher:
                 raise _WatchRefused(_status_text(response.status_code, await response.aread()))
             async for line in response.aiter_lines():
                 if line:
-                    self._take(_Event.model_validate_json(line))
-                    heard = True
-        return heard or asyncio.get_running_loop().time() - started >= 1.0
+                    self._apply(_Event.model_validate_json(line))
+                    got_event = True
+        return got_event or asyncio.get_running_loop().time() - started >= 1.0
 
-    def _take(self, event: _Event) -> None:
+    def _apply(self, event: _Event) -> None:
         kind, body = event.type, event.object
         if kind == "ERROR":
             if body.get("code") == 410:
@@ -254,11 +258,11 @@ class EndpointSliceWatcher:
         self._notify()
 
     def _notify(self) -> None:
-        """A pod in two slices, for it moved, leaves only when both say so."""
+        """Calls `on_change` after a change. A pod in two slices, because it moved, is terminating if both say so."""
         now: dict[str, bool] = {}
         for addresses in self._slices.values():
-            for address, leaving in addresses.items():
-                now[address] = leaving and now.get(address, True)
+            for address, terminating in addresses.items():
+                now[address] = terminating and now.get(address, True)
         if now != self._notified:
             self._notified = now
             self._on_change(now)

@@ -1,4 +1,4 @@
-"""What a pod says of itself."""
+"""The facts and counters that a pod reports by Info."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from common.wire import layout_from_pb, role_from_pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodInfo:
-    """The authoritative facts, whatever the index or the configuration says."""
+    """The facts of one pod process. They count even if the index or the configuration says something else."""
 
     name: str
+    #: Number of the process under this name, never reused.
     generation: int
     address: str
     role: Role
     model: str
+    #: Hash of the KV layout; only pods with equal fingerprints work together.
     fingerprint: str
+    #: Key space of the layout in the prefix index.
     scope: str
+    #: Tokens of a KV block, and its bytes in all layers.
     block_size: int
     block_bytes: int
     max_model_len: int
@@ -30,7 +34,7 @@ class PodInfo:
 
     @classmethod
     def from_pb(cls, pb: transfer_pb2.InfoResponse, address: str) -> PodInfo:
-        """Raises BatonError when the answer makes no sense."""
+        """Raises BatonError if the answer is invalid."""
         layout = layout_from_pb(pb.layout)
         return cls(
             name=pb.pod,
@@ -51,51 +55,56 @@ class PodInfo:
 
     @property
     def max_request_tokens(self) -> int:
-        """Tokens, prompt and output, that one request can ever have here."""
+        """Prompt and output tokens that one request can have on the pod."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Speculative decoding: chains are proposals of one sequence in one step, proposed and accepted their tokens."""
+    """Counters of speculative decoding since the pod's start."""
 
     proposer: str
+    #: Proposals: one for each sequence and step.
     chains: int
+    #: Tokens in them, and those that the model accepted.
     proposed: int
     accepted: int
+    #: No recent draft token was accepted.
     useless: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """KV that it moved to or from one pod. busy_s: seconds with any of it under way; gb_s: 1e9 bytes/s, lately."""
+    """KV traffic of a pod with one other pod, in both directions, since its start."""
 
     pod: str
     transport: str
     bytes: int
+    #: Seconds in which at least one transfer ran.
     busy_s: float
+    #: Recent rate in 1e9 bytes per second.
     gb_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """utilization: 0 to 1, None where the driver does not tell. Memory in bytes, of all processes."""
-
+    #: 0 to 1; None if the driver does not report it.
     utilization: float | None
+    #: Bytes, of all processes.
     memory_used: int
     memory_total: int
 
 
 @dataclass(frozen=True, slots=True)
 class PodActivity:
-    """Counts since the pod's start, but for blocks and gpu, which are of now. Zeros from a pod that does not say.
-
-    prefilled: prompt tokens computed for requests; recomputed: again, after one of the preemptions.
-    """
+    """Counters since the pod's start, and its current blocks and GPU. Values that a pod does not report are 0."""
 
     blocks: PoolCounts
+    #: Prompt tokens computed for requests.
     prefilled: int = 0
+    #: Tokens computed again after preemptions.
     recomputed: int = 0
+    #: Output tokens.
     generated: int = 0
     preemptions: int = 0
     drafts: DraftCounts | None = None
@@ -104,7 +113,6 @@ class PodActivity:
 
     @classmethod
     def from_pb(cls, pb: transfer_pb2.InfoResponse) -> PodActivity:
-        """Of a pod's answer to Info."""
         did, blocks = pb.activity, pb.blocks
         drafts, gpu = None, None
         if did.HasField("drafts"):
@@ -127,11 +135,11 @@ class PodActivity:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the pods that serve a model can take: prompt plus output, and token ids below vocab_size.
+    """The largest request that the pods of a model can serve."""
 
-    default_len bounds prompt plus output where the client names no max_tokens.
-    """
-
+    #: Prompt plus output tokens.
     max_model_len: int
+    #: Prompt plus output tokens if the client sends no max_tokens.
     default_total_len: int
+    #: Token ids are below this.
     vocab_size: int

@@ -1,9 +1,10 @@
-"""One pod as the gateway sees it: who it is, whether it lives, its calls, and its token stream.
+"""One pod as the gateway sees it: its facts, its health, its RPC stubs and its token stream.
 
-Lifecycle: start -> (asks Info every half second; on a pod that decodes, keeps one Tokens stream open) -> stop. Info is
-authoritative: whatever the index or the configuration says, a pod is used only as what it says it is, and not at all if
-that is another model or protocol. When the token stream ends, every request that waits for tokens of this pod is told,
-and the stream is opened anew.
+Lifecycle: start -> (calls Info every 0.5 s; keeps a Tokens stream open if the pod decodes) -> stop.
+
+The pod's answer to Info decides how it is used, not the index or the configuration. A pod of another model or protocol
+is not used. When the token stream ends, every request that waits for tokens of the pod fails, and the stream is opened
+again.
 """
 
 from __future__ import annotations
@@ -35,33 +36,44 @@ from gateway.pods.view import PodView
 
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
-SILENCE_S = 3.0  # a pod is busy, not gone, that refuses nothing and answered this short a time ago
-HELLO_S = 0.3  # the pod's first answer to hello; older pods answer with the first batch only
-ACK_BATCHES = 32  # acknowledged together: the pod waits for an acknowledgement after 256 only
+
+#: A pod that does not answer Info counts as busy, not gone, for this long after its last answer.
+SILENCE_S = 3.0
+
+#: Wait for the pod's first answer on a token stream. Older pods send none before the first batch.
+HELLO_TIMEOUT_S = 0.3
+
+#: Batches that are acknowledged together. The pod pauses after 256 unacknowledged batches.
+ACK_BATCHES = 32
+
 ABORT_TIMEOUT_S = 5.0
-REPEAT_ABORT_S = 2.0  # a sequence that still sends tokens this long after its abort is aborted again
-_BACKOFF_S = (0.05, 1.0)
+
+#: A sequence that still sends tokens this long after its abort is aborted again.
+REPEAT_ABORT_S = 2.0
+
+#: Aborts that are remembered before old ones are dropped.
+MAX_REMEMBERED_ABORTS = 1024
+
+#: A recheck waits this long, since many requests may ask for one at the same time.
+RECHECK_DELAY_S = 0.02
+
+_BACKOFF_S = (0.05, 1.0)  # first and longest pause
 
 _log = logging.getLogger(__name__)
 
 
 class TokenSink(Protocol):
-    """Where a request takes what its decode pod says."""
+    """Receives the messages of a decode pod for one request. The methods must not block."""
 
     def on_delta(self, delta: decode_pb2.SequenceDelta) -> None:
-        """News of the sequence; never blocks."""
+        """Tokens of one sequence arrived."""
 
     def on_stream_lost(self, error: BatonError) -> None:
-        """Nothing will follow."""
+        """The token stream has ended; no message will follow."""
 
 
 class Pod:
-    """One address. model: the served name that its requests will have; alone: the gateway serves no other.
-
-    view: what routing knows of this process, one per generation, from the first Info on. activity: what it did, as of
-    its last Info. index_draining: the index says that it leaves; leaving: Kubernetes does. on_change: it came, went or
-    changed. objection: why it cannot be used although it answers.
-    """
+    """The pod at one address, through restarts."""
 
     def __init__(
         self,
@@ -73,21 +85,35 @@ class Pod:
         on_change: Callable[[], None],
         only_model: bool = True,
     ) -> None:
+        """
+        Args:
+            model: The served model name of its requests.
+            static: The address is configured, so the pod is never forgotten.
+            on_change: Called when the pod comes, goes or changes.
+            only_model: The gateway serves no other model, so a pod that reports no model name is used.
+        """
         self.address = address
         self.static = static
+        #: Facts and counters from the last answer to Info; None before the first.
         self.info: PodInfo | None = None
         self.activity: PodActivity | None = None
-        self.alive = False
-        self.token_stream_up = False
-        self.last_answer_at = time.monotonic()
+        #: The current process as routing sees it, one per generation; None before the first answer.
         self.view: PodView | None = None
+        #: The pod answers Info, and can be used.
+        self.alive = False
+        #: Why a pod that answers cannot be used; "" if it can.
+        self.refusal = ""
+        #: When the pod last answered Info; time.monotonic().
+        self.last_answer_at = time.monotonic()
+        self.token_stream_up = False
+        #: The pod leaves, as the index says or as Kubernetes says.
         self.index_draining = False
         self.terminating = False
+        #: Info carries the load, so reports of the index are not needed.
         self._reports_load = False
         self._gateway_id = gateway_id
         self._model = model
-        self._alone = only_model
-        self.refusal = ""
+        self._only_model = only_model
         self._on_change = on_change
         self._channel = rpc.open_channel(address)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
@@ -95,28 +121,31 @@ class Pod:
         self.control = control_pb2_grpc.ControlStub(self._channel)
         self.embedding = embedding_pb2_grpc.EmbeddingStub(self._channel)
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
-        self._sinks: dict[str, TokenSink] = {}
+        self._sinks: dict[str, TokenSink] = {}  # by request id
         self._streams_ended = 0
+        #: Set to call Info now.
         self._recheck_event = asyncio.Event()
+        #: Set while the pod is alive and has a token stream.
         self._can_stream = asyncio.Event()
+        #: Time of the last abort by request id and child (None: all of the request).
         self._aborted: dict[tuple[str, int | None], float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def name(self) -> str:
-        """Its own name, its address before it has told one."""
+        """The pod's own name; its address before the first answer to Info."""
         return self.info.name if self.info else self.address
 
     @property
     def serving(self) -> bool:
-        """Takes new requests, as far as is known."""
+        """The pod takes new requests, as far as is known."""
         info = self.info
         stays = info is not None and info.ready and not (info.draining or self.index_draining or self.terminating)
         return self.alive and stays
 
     @property
     def state(self) -> str:
-        """In one word, for people: ready, starting, connecting (no token stream yet), draining, gone or refused."""
+        """ready, starting, connecting (no token stream yet), draining, gone or refused; for humans."""
         info = self.info
         if not self.alive or info is None:
             return "refused" if self.refusal else "gone"
@@ -128,26 +157,26 @@ class Pod:
 
     @property
     def can_decode(self) -> bool:
-        """May be asked to reserve."""
+        """Reserve may be called."""
         return self.serving and self.token_stream_up
 
     @property
     def can_prefill(self) -> bool:
-        """May be asked to prefill for others."""
+        """Prefill may be called, for a decode pod of the same layout."""
         return self.serving and self.info is not None and self.info.role is Role.PREFILL
 
     @property
     def can_compute_prompts(self) -> bool:
-        """Prompts may be computed here."""
+        """The pod may compute prompts: its role is prefill or both."""
         return self.serving and self.info is not None and self.info.role is not Role.DECODE
 
     def start(self) -> None:
-        """Starts watching."""
+        """Starts to call Info and to keep the token stream, in the background."""
         self._spawn(self._watch())
         self._spawn(self._keep_token_stream())
 
     async def stop(self) -> None:
-        """Ends the stream and the channel; what waits for tokens is told."""
+        """Closes the token stream and the channel. Requests that wait for tokens fail."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,25 +184,25 @@ class Pod:
         await self._channel.close(None)
 
     def recheck(self) -> None:
-        """A call failed: look again now."""
+        """Calls Info now, because another call to the pod failed."""
         self._recheck_event.set()
 
     def subscribe(self, request_id: str, sink: TokenSink) -> None:
-        """Routes the request's tokens to a sink from now on."""
+        """Gives the request's tokens to `sink` from now on."""
         self._sinks[request_id] = sink
 
     def unsubscribe(self, request_id: str) -> None:
-        """Tokens of this request are dropped from now on."""
+        """Drops the request's tokens from now on."""
         self._sinks.pop(request_id, None)
 
     def abort(self, request_id: str, until: float = 0.0, *, child: int | None = None) -> None:
-        """Ends a request, or one of its sequences, on the decode pod, in the background.
+        """Aborts a request on the decode pod, or only its sequence `child`, in the background.
 
-        It is repeated until the pod acknowledges it or has ended the request by itself: at `until` (time.monotonic())
-        or with the token stream.
+        The call is repeated until the pod acknowledges it, or has ended the request by itself: that is when the request
+        has reached its deadline `until` (time.monotonic()) or the token stream has ended.
         """
         now = time.monotonic()
-        if len(self._aborted) > 1024:
+        if len(self._aborted) > MAX_REMEMBERED_ABORTS:
             self._aborted = {k: at for k, at in self._aborted.items() if now - at < REPEAT_ABORT_S}
         self._aborted[request_id, child] = now
         self._spawn(self._abort(request_id, until, child))
@@ -198,19 +227,19 @@ class Pod:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- who is there
+    # -- health
 
     async def _watch(self) -> None:
         while True:
             self._recheck_event.clear()
-            await self._ask()
+            await self._call_info()
             with suppress(TimeoutError):
-                # Not wait_for: before Python 3.12 it can swallow the cancellation that stop waits for.
+                # asyncio.wait_for can swallow a cancellation before Python 3.12, and then `stop` would wait forever.
                 async with asyncio.timeout(INFO_PERIOD_S):
                     await self._recheck_event.wait()
-                await asyncio.sleep(0.02)  # many requests may suspect a pod at the same time
+                await asyncio.sleep(RECHECK_DELAY_S)
 
-    async def _ask(self) -> None:
+    async def _call_info(self) -> None:
         before = (self.alive, self.info)
         try:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
@@ -218,8 +247,8 @@ class Pod:
             self._apply_info(pb)
             self.alive, self.last_answer_at, self.refusal = True, time.monotonic(), ""
         except grpc.aio.AioRpcError as e:
-            late = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if not (late and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
+            timed_out = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not (timed_out and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
                 self._mark_lost(f"does not answer: {e.details()}")
         except BatonError as e:
             self._refuse(str(e))
@@ -233,6 +262,7 @@ class Pod:
             self._on_change()
 
     def _apply_info(self, pb: transfer_pb2.InfoResponse) -> None:
+        """Takes over the facts and the load. A new generation gets a new view."""
         known, info = self.info, PodInfo.from_pb(pb, self.address)
         if self.view is None or known is None or (known.name, known.generation) != (info.name, info.generation):
             self.view = PodView(
@@ -251,7 +281,7 @@ class Pod:
             self.view.apply_report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
 
     def on_index_load(self, load: PodLoad) -> None:
-        """What the index says of its load, which is older than what it says itself."""
+        """Takes a load report from the index. Has no effect for a pod that reports by Info, which is newer."""
         if self.view is not None and not self._reports_load:
             self.view.apply_report(load, time.monotonic())
 
@@ -259,17 +289,17 @@ class Pod:
         """Raises LayoutMismatch or ModelNotFound for a pod that cannot serve this gateway's requests."""
         if pb.protocol_version != PROTOCOL_VERSION:
             raise LayoutMismatch(
-                f"its protocol version is {pb.protocol_version}, not {PROTOCOL_VERSION}", field="protocol_version"
+                f"its protocol version is {pb.protocol_version}; expected {PROTOCOL_VERSION}", field="protocol_version"
             )
-        if pb.served_name != self._model and not (self._alone and not pb.served_name):
-            raise ModelNotFound(f"it serves {pb.served_name!r}, not {self._model!r}", field="served_name")
+        if pb.served_name != self._model and not (self._only_model and not pb.served_name):
+            raise ModelNotFound(f"it serves {pb.served_name!r}; expected {self._model!r}", field="served_name")
 
-    def _refuse(self, objection: str) -> None:
-        """It answers, but with what we cannot use: said once, not with every answer."""
+    def _refuse(self, why: str) -> None:
+        """The pod answers but cannot be used. The reason is logged once, not with every answer."""
         self.alive = False
-        if objection != self.refusal:
-            self.refusal = objection
-            _log.warning("pod at %s is left out: %s", self.address, objection)
+        if why != self.refusal:
+            self.refusal = why
+            _log.warning("pod at %s is not used: %s", self.address, why)
 
     def _mark_lost(self, why: str) -> None:
         if self.alive:
@@ -301,15 +331,15 @@ class Pod:
     async def _run_stream(self) -> None:
         open_stream: Any = self.decode.Tokens
         call = open_stream()
-        consumed = _AckCounter()
+        acks = _AckCounter()
         helpers: list[asyncio.Task[Any]] = []
         try:
             await call.write(decode_pb2.TokensRequest(gateway_id=self._gateway_id))
             loop = asyncio.get_running_loop()
-            helpers += [loop.create_task(self._wait_for_hello(call)), loop.create_task(_acknowledge(call, consumed))]
+            helpers += [loop.create_task(self._wait_for_hello(call)), loop.create_task(_acknowledge(call, acks))]
             async for batch in call:
                 self._deliver_batch(batch)
-                consumed.up_to(batch.number)
+                acks.consume(batch.number)
         finally:
             call.cancel()
             for task in helpers:
@@ -317,16 +347,17 @@ class Pod:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _wait_for_hello(self, call: Any) -> None:
-        """The pod knows us once its first answer is here; one that only answers with tokens gets HELLO_S."""
+        """The stream is up with the pod's first answer, or after HELLO_TIMEOUT_S for an older pod, which sends none."""
         hello = asyncio.ensure_future(call.initial_metadata())
         try:
-            await asyncio.wait({hello}, timeout=HELLO_S)
+            await asyncio.wait({hello}, timeout=HELLO_TIMEOUT_S)
         finally:
             hello.cancel()
         self.token_stream_up = True
         self._on_change()
 
     def _deliver_batch(self, batch: decode_pb2.TokenBatch) -> None:
+        """Gives each delta to its sink. A running sequence without a sink is aborted."""
         for delta in batch.deltas:
             sink = self._sinks.get(delta.request_id)
             if sink is not None:
@@ -335,7 +366,7 @@ class Pod:
                 self.abort_orphan(delta.request_id)
 
     def abort_orphan(self, request_id: str, child: int | None = None) -> None:
-        """A request or one child runs for which nobody waits: its abort was lost, or is on its way."""
+        """Aborts a sequence that runs although this gateway does not want it, unless an abort was sent just now."""
         if time.monotonic() - self._aborted.get((request_id, child), 0.0) > REPEAT_ABORT_S:
             self.abort(request_id, child=child)
 
@@ -346,23 +377,25 @@ class Pod:
 
 
 class _AckCounter:
-    """The highest batch number taken from a stream, and a wake-up for whoever acknowledges it."""
+    """Counts the batches of a token stream, by number."""
 
     def __init__(self) -> None:
-        self.number = self.acked = 0
+        #: The last batch that was consumed, and the last one acknowledged.
+        self.consumed = self.acked = 0
+        #: Set when an acknowledgement is due.
         self.wakeup = asyncio.Event()
 
-    def up_to(self, number: int) -> None:
-        self.number = number
+    def consume(self, number: int) -> None:
+        self.consumed = number
         if number - self.acked >= ACK_BATCHES:
             self.wakeup.set()
 
 
-async def _acknowledge(call: Any, consumed: _AckCounter) -> None:
-    """Acknowledges what was consumed, ACK_BATCHES or more at a time, until the stream ends."""
+async def _acknowledge(call: Any, acks: _AckCounter) -> None:
+    """Acknowledges consumed batches, ACK_BATCHES or more at a time, until the stream ends."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            await consumed.wakeup.wait()
-            consumed.wakeup.clear()
-            consumed.acked = consumed.number
-            await call.write(decode_pb2.TokensRequest(acked=consumed.acked))
+            await acks.wakeup.wait()
+            acks.wakeup.clear()
+            acks.acked = acks.consumed
+            await call.write(decode_pb2.TokensRequest(acked=acks.acked))

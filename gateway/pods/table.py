@@ -1,7 +1,7 @@
-"""The pods that this gateway may use: the static list, who registered in the index, and who Kubernetes names.
+"""The pods of one model, from three sources: the configuration, the prefix index and Kubernetes.
 
-Invariant: one Pod per address. A pod that nobody names any more is forgotten once it has not been heard of for FORGET_S
-either; a static one never. Who is usable is worked out once per change, not per request.
+Invariant: one Pod per address. A pod that no source names any more is forgotten after it has not answered for FORGET_S;
+a configured pod is never forgotten. The usable pods are computed once per change, not per request.
 """
 
 from __future__ import annotations
@@ -19,34 +19,41 @@ from gateway.pods.pod import Pod
 from gateway.pods.view import fill_in_from_peers
 from prefix_index.reader import IndexReader
 
+#: Period in which the index is read.
 POLL_PERIOD_S = 0.5
+
 FORGET_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 class _UsablePods:
-    """Who takes requests, and for what, at one moment."""
+    """The pods that take requests at one moment."""
 
     def __init__(self, pods: Iterable[Pod]) -> None:
         serving = [pod for pod in pods if pod.serving]
+        #: Prefill pods by layout fingerprint.
         self.prefills: dict[str, list[Pod]] = {}
         for pod in _newest(pod for pod in serving if pod.can_prefill):
             assert pod.info is not None
             self.prefills.setdefault(pod.info.fingerprint, []).append(pod)
-        able = _newest(pod for pod in serving if pod.can_decode)
-        self.decodes = [p for p in able if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in self.prefills)]
+        can_decode = _newest(pod for pod in serving if pod.can_decode)
+        #: Pods of role both, and decode pods that have a prefill pod of their layout.
+        self.decodes = [
+            p for p in can_decode if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in self.prefills)
+        ]
+        #: Both kinds by layout fingerprint; without prefill pods that have no decode pod.
         self.layouts: dict[str, list[Pod]] = {}
         for pod in self.decodes:
             assert pod.info is not None
             self.layouts.setdefault(pod.info.fingerprint, []).append(pod)
-        for fingerprint, feeders in self.prefills.items():
+        for fingerprint, prefills in self.prefills.items():
             if fingerprint in self.layouts:
-                self.layouts[fingerprint] += feeders
+                self.layouts[fingerprint] += prefills
 
 
 def _newest(pods: Iterable[Pod]) -> list[Pod]:
-    """One pod per name: of two addresses that claim the same name, the later generation."""
+    """Returns one pod per name: if two addresses report the same name, the pod with the later generation."""
     by_name: dict[str, Pod] = {}
     for pod in pods:
         assert pod.info is not None
@@ -57,35 +64,42 @@ def _newest(pods: Iterable[Pod]) -> list[Pod]:
 
 
 class PodTable:
-    """Membership. index: the reader while Redis is configured; index_up: whether it answered last time.
-
-    alone: the gateway serves no other model, so a pod that does not say what it serves may be used.
-    """
+    """Finds the pods of a model, and says which of them can be used for which task."""
 
     def __init__(
         self, static: Iterable[str], index: IndexReader | None, *, gateway_id: str, model: str, only_model: bool = True
     ) -> None:
+        """
+        Args:
+            static: Addresses from the configuration.
+            index: None if Redis is not configured.
+            only_model: The gateway serves no other model, so a pod that reports no model name is used.
+        """
         self.index = index
+        #: The index answered the last poll.
         self.index_up = False
+        #: All known pods by address, usable or not.
         self.pods: dict[str, Pod] = {}
         self._static = tuple(static)
+        #: Addresses that Kubernetes names, and whether their pods are terminating.
         self._endpoints: Mapping[str, bool] = {}
         self._gateway_id = gateway_id
         self._model = model
-        self._alone = only_model
+        self._only_model = only_model
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()
+        #: None after a change.
         self._usable_cache: _UsablePods | None = None
         self._poll_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts watching; pods come as they answer."""
+        """Starts to look for pods, in the background."""
         for address in self._static:
             self._pod(address, static=True)
         self._poll_task = asyncio.get_running_loop().create_task(self._poll())
 
     async def stop(self) -> None:
-        """Stops watching and closes every channel."""
+        """Stops the search and closes every pod's channel."""
         if self._poll_task is not None:
             self._poll_task.cancel()
             with suppress(asyncio.CancelledError):
@@ -94,15 +108,15 @@ class PodTable:
         await asyncio.gather(*(pod.stop() for pod in pods))
 
     def decode_pods(self) -> list[Pod]:
-        """Pods that may be asked to reserve: those of role decode have a peer that can prefill for them."""
+        """Returns the pods that may get a Reserve: those of role both, and decode pods with a usable prefill pod."""
         return self._usable().decodes
 
     def prefill_pods(self, fingerprint: str) -> list[Pod]:
-        """Pods that may be asked to prefill for a decode pod of this layout."""
+        """Returns the pods that may prefill for a decode pod of this layout."""
         return self._usable().prefills.get(fingerprint, [])
 
     def pods_by_layout(self) -> dict[str, list[Pod]]:
-        """Usable pods by fingerprint, whatever their role."""
+        """Returns the usable pods of all roles by layout fingerprint."""
         return self._usable().layouts
 
     def _usable(self) -> _UsablePods:
@@ -114,11 +128,11 @@ class PodTable:
 
     @property
     def ready(self) -> bool:
-        """At least one usable pair, or one pod that does both."""
+        """There is a usable pair of pods, or a usable pod of role both."""
         return bool(self.decode_pods())
 
     def limits(self) -> ModelLimits:
-        """The most that some usable pair can take. Raises Unavailable when there is none."""
+        """Returns the limits of the usable pair that takes the longest requests. Raises Unavailable without a pair."""
         best: ModelLimits | None = None
         for decode in self.decode_pods():
             info = decode.info
@@ -127,7 +141,7 @@ class PodTable:
                 [info] if info.role is Role.BOTH else [p.info for p in self.prefill_pods(info.fingerprint) if p.info]
             )
             longest = min(info.max_request_tokens, max(side.max_request_tokens for side in sides))
-            # A default leaves the pod a block of slack; what a client asks for by number may use everything.
+            # The default leaves one block of slack. A client that sends max_tokens may use all blocks.
             default = min(longest, (info.num_blocks - 1) * info.block_size)
             if best is None or longest > best.max_model_len:
                 best = ModelLimits(longest, default, info.vocab_size)
@@ -142,7 +156,7 @@ class PodTable:
                 address,
                 self._gateway_id,
                 model=self._model,
-                only_model=self._alone,
+                only_model=self._only_model,
                 static=static,
                 on_change=self.notify_changed,
             )
@@ -150,57 +164,58 @@ class PodTable:
         return pod
 
     def notify_changed(self) -> None:
-        """A pod came, went or changed, or the index did."""
+        """Recomputes the usable pods, and calls the `on_change` callbacks."""
         self._usable_cache = None
         for call in list(self._on_change):
             call()
 
     def on_change(self, call: Callable[[], None]) -> None:
-        """Calls `call` whenever a pod or the index came, went or changed."""
+        """Registers a callback for every change of a pod or of the index's availability."""
         self._on_change.add(call)
 
     def on_forget(self, call: Callable[[str], None]) -> None:
-        """Calls `call` with the name of a pod that is gone for good."""
+        """Registers a callback that gets the name of each forgotten pod."""
         self._on_forget.add(call)
 
     def set_endpoints(self, endpoints: Mapping[str, bool]) -> None:
-        """What Kubernetes names from now on: addresses, and whether their pods are leaving.
+        """Sets the addresses that Kubernetes names, and whether their pods are terminating.
 
-        A pod that it named until now leaves, unless it is static.
+        A pod that Kubernetes does not name any more counts as terminating, unless it is configured.
         """
         gone = self._endpoints.keys() - endpoints.keys() - set(self._static)
         self._endpoints = endpoints
-        for address, leaving in [*endpoints.items(), *((address, True) for address in gone)]:
+        for address, terminating in [*endpoints.items(), *((address, True) for address in gone)]:
             if address in endpoints or address in self.pods:
-                self._pod(address, static=address in self._static).terminating = leaving
+                self._pod(address, static=address in self._static).terminating = terminating
         self.notify_changed()
 
     async def _poll(self) -> None:
         while True:
             if self.index is not None:
-                await self._ask(self.index)
+                await self._poll_index(self.index)
             else:
                 await self._forget(set())
-            self._usable_cache = None  # who leaves may have changed, and what the rest take a pod's rates for
+            self._usable_cache = None  # draining pods and the mean rates of peers may have changed
             await asyncio.sleep(POLL_PERIOD_S)
 
-    async def _ask(self, index: IndexReader) -> None:
+    async def _poll_index(self, index: IndexReader) -> None:
         try:
             await self._refresh(index)
-            self._index_is(True)
+            self._set_index_up(True)
         except IndexUnavailable as e:
-            self._index_is(False, str(e))
+            self._set_index_up(False, str(e))
         except Exception as e:
             _log.exception("prefix index: cannot be read")
-            self._index_is(False, repr(e))
+            self._set_index_up(False, repr(e))
 
-    def _index_is(self, up: bool, why: str = "") -> None:
+    def _set_index_up(self, up: bool, why: str = "") -> None:
         if up != self.index_up:
             _log.log(logging.INFO if up else logging.WARNING, "prefix index: %s", "up" if up else f"away ({why})")
             self.index_up = up
             self.notify_changed()
 
     async def _refresh(self, index: IndexReader) -> None:
+        """Adds the pods that are registered in the index, and takes over their load."""
         named: set[str] = set()
         for status in await index.pods():
             record = status.record
@@ -217,7 +232,7 @@ class PodTable:
         await self._forget(named)
 
     async def _forget(self, named: set[str]) -> None:
-        """Those that are not answering, of all that are not in the index (`named`) or in Kubernetes."""
+        """Forgets pods that do not answer and are not in the index (`named`), in Kubernetes or in the configuration."""
         now = time.monotonic()
         for address, pod in list(self.pods.items()):
             known = address in named or address in self._endpoints

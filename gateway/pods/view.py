@@ -1,7 +1,9 @@
-"""One pod as routing sees it: fixed facts, its last report, and what was sent there since.
+"""A pod as routing sees it: its facts, its last load report, and the bookings that the report does not include yet.
 
-A report is as old as its way here; what this gateway sent to the pod in the meantime is added, and what the pod must
-have computed in the meantime, at the rate that it measured, is taken off. So the queue costs O(1) to read.
+    queue_s(now) =  reported queue - computed since the report  +  own unreported bookings + those of other gateways
+                    (queue_empty_at - now)                         (tokens * prefill_s_per_token)
+
+So reading the queue of a pod is O(1). Times are seconds of one clock.
 """
 
 from __future__ import annotations
@@ -11,26 +13,29 @@ from statistics import fmean
 
 from common.types import PodLoad, Role
 
-DEFAULT_PREFILL_RATE = 2000.0  # prompt tokens per second of a pod whose rate nobody knows
-DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001  # decode: a step, and what one more sequence adds to it
-DEFAULT_TRANSFER_RATE = 20_000.0  # prompt tokens per second whose KV moves
-DEFAULT_HAND_OFF_S = 0.005  # the end of a hand-off beyond moving KV
-DEFAULT_PULL_S = 0.02  # a pull beyond moving KV
-HOST_SPEEDUP = 8.0  # KV comes back from host memory this much faster than it is computed
-DISPATCH_DELAY_S = 0.02  # what was booked this shortly before a report may not have reached the pod by then
+# Assumed until the pod or its peers have measured.
+
+#: Prompt tokens per second.
+DEFAULT_PREFILL_RATE = 2000.0
+
+#: A decode step, and its growth per sequence.
+DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001
+
+#: Prompt tokens per second the KV of which is moved.
+DEFAULT_TRANSFER_RATE = 20_000.0
+
+#: The end of a hand-off, and the latency of a pull, both without the time that the KV moves.
+DEFAULT_HAND_OFF_S = 0.005
+DEFAULT_PULL_S = 0.02
+
+#: Loading KV from host memory is this much faster than computing it.
+HOST_SPEEDUP = 8.0
+
+#: A booking made this shortly before a report may have reached the pod after it.
+DISPATCH_DELAY_S = 0.02
 
 
 class PodView:
-    """See the top of this file. Times are one clock's seconds.
-
-    capacity: tokens, prompt and output, that one request can ever have here. seconds_per_token, overhead_s: what a
-    prompt takes. step_s, slope_s: a decode step, and its growth per running sequence. hand_off_s: the end of a
-    hand-off beyond moving KV; pull_s: a pull beyond moving its bytes. rate_known: seconds_per_token was measured, by
-    this pod or its peers. pulls: it fetches prefixes from others. late_targets: it computes before it is told where the
-    KV goes. pair_rates: bytes per second that it wrote to other pods, by name. foreign: tokens that other
-    gateways are known to have booked since the report, foreign_count in how many sequences.
-    """
-
     __slots__ = (
         "address",
         "block_size",
@@ -72,28 +77,44 @@ class PodView:
         self.address = address
         self.role = role
         self.block_size = block_size
+        #: Prompt and output tokens that one request can have on the pod.
         self.max_request_tokens = max_request_tokens
         self.num_blocks = num_blocks
+
+        #: The last report, None before the first, and when the pod made it.
         self.load: PodLoad | None = None
         self.reported_at = float("-inf")
+        #: When the reported prompt queue is computed.
         self.queue_empty_at = float("-inf")
+
+        #: Prompts and sequences that this gateway sent to the pod, in prompt tokens.
         self.prefill_bookings = Bookings()
         self.decode_bookings = Bookings()
+        #: Prompt tokens and sequences that other gateways booked since the report, as far as is known.
         self.foreign_tokens = 0
         self.foreign_sequences = 0
-        self.prefill_s_per_token = 1 / DEFAULT_PREFILL_RATE
+
+        #: Time of a prompt: fixed, and per token.
         self.prefill_overhead_s = 0.0
+        self.prefill_s_per_token = 1 / DEFAULT_PREFILL_RATE
+        #: The pod or its peers have measured `prefill_s_per_token`.
+        self.rate_known = False
+        #: Time of a decode step, and its growth per sequence.
         self.step_s, self.step_slope_s = DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S
+        #: Time to move the KV of one token, and the end of a hand-off beyond that.
         self.transfer_s_per_token = 1 / DEFAULT_TRANSFER_RATE
         self.hand_off_s = DEFAULT_HAND_OFF_S
-        self.pull_s = DEFAULT_PULL_S
-        self.rate_known = False
+
+        #: The pod pulls prefixes from other pods; latency of a pull beyond moving the KV.
         self.pulls = False
-        self.late_targets = False
+        self.pull_s = DEFAULT_PULL_S
+        #: Bytes per second that the pod wrote to other pods, by name.
         self.pair_rates: Mapping[str, float] = {}
+        #: The pod computes a prompt before SetTarget says where the KV goes.
+        self.late_targets = False
 
     def apply_report(self, load: PodLoad, now: float) -> None:
-        """Takes a load record that the pod made at `now`; an older one than the last is dropped."""
+        """Takes a load report that the pod made at `now`. A report older than the last one has no effect."""
         if now < self.reported_at:
             return
         self.load, self.reported_at = load, now
@@ -111,12 +132,12 @@ class PodView:
         self.decode_bookings.mark_reported(now - DISPATCH_DELAY_S)
 
     def queue_s(self, now: float) -> float:
-        """Seconds of prompts that are ahead of a new one."""
+        """Returns the seconds until the pod can start a new prompt."""
         waiting = (self.prefill_bookings.unreported_tokens + self.foreign_tokens) * self.prefill_s_per_token
         return waiting + self.queue_empty_at - now if self.queue_empty_at > now else waiting
 
     def num_sequences(self) -> int:
-        """Sequences that decode here or are about to."""
+        """Returns the number of sequences that decode on the pod or are about to."""
         load = self.load
         if load is None:
             return len(self.decode_bookings) + self.foreign_sequences
@@ -125,7 +146,7 @@ class PodView:
         )
 
     def free_blocks(self) -> int:
-        """Blocks that a new sequence may have; all of them while nothing is known."""
+        """Returns the blocks that a new sequence may have; without a report these are all blocks."""
         if self.load is None:
             return self.num_blocks
         return (
@@ -136,36 +157,38 @@ class PodView:
 
 
 def fill_in_from_peers(views: Collection[PodView]) -> None:
-    """What a pod of one layout has not measured yet is taken to be as its peers measured it, in the mean.
+    """Sets rates that a pod has not measured to the mean of its peers of the same layout.
 
-    Otherwise a pod that has never decoded would look faster, or slower, than one that has.
+    Otherwise a pod that has never decoded would look faster or slower than a pod that has.
     """
     loads = [view.load for view in views if view.load is not None]
-    prefill = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
-    moved = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]
+    prefill_s = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
+    transfer_s = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]
     steps = [(load.step_s, load.step_slope_s) for load in loads if load.has_decode_times]
     for view in views:
         load = view.load or PodLoad()
-        if prefill and load.prefill_rate <= 0:
-            view.prefill_s_per_token, view.rate_known = fmean(prefill), True
-        if moved and load.transfer_rate <= 0:
-            view.transfer_s_per_token = fmean(moved)
+        if prefill_s and load.prefill_rate <= 0:
+            view.prefill_s_per_token, view.rate_known = fmean(prefill_s), True
+        if transfer_s and load.transfer_rate <= 0:
+            view.transfer_s_per_token = fmean(transfer_s)
         if steps and not load.has_decode_times:
             view.step_s, view.step_slope_s = (fmean(part) for part in zip(*steps, strict=True))
 
 
 class Bookings:
-    """Open bookings of one pod. tokens: of all; fresh, fresh_count: of those made at or after the last mark.
-
-    fresh_booked: as fresh, of what was booked at first; that is what other gateways may know.
-    """
+    """The open bookings of one pod. A booking is unreported until a report of the pod includes it."""
 
     __slots__ = ("_open", "_since", "tokens", "unreported_booked", "unreported_count", "unreported_tokens")
 
     def __init__(self) -> None:
-        self._open: dict[str, tuple[int, int, float]] = {}  # left, booked, when
+        #: Tokens left, tokens booked at first, and time, by request id.
+        self._open: dict[str, tuple[int, int, float]] = {}
+        #: Bookings before this time are reported.
         self._since = float("-inf")
+        #: Tokens left of all bookings.
         self.tokens = 0
+        #: Tokens left, tokens as booked at first, and number of the unreported bookings. Other gateways know a booking
+        #: only as it was at first.
         self.unreported_tokens = 0
         self.unreported_booked = 0
         self.unreported_count = 0
@@ -174,7 +197,7 @@ class Bookings:
         return len(self._open)
 
     def add(self, request_id: str, tokens: int, now: float) -> None:
-        """Books work of `tokens` tokens; again replaces."""
+        """Books tokens for a request. Replaces its earlier booking."""
         self.remove(request_id)
         self._open[request_id] = (tokens, tokens, now)
         self.tokens += tokens
@@ -184,7 +207,7 @@ class Bookings:
             self.unreported_count += 1
 
     def shrink(self, request_id: str, tokens: int) -> None:
-        """Only `tokens` of a booking are left to do; without effect when there is none, or when fewer are."""
+        """Sets the tokens that are left of a booking. Has no effect without a booking, or if fewer are left."""
         left, booked, at = self._open.get(request_id, (0, 0, 0.0))
         if tokens < left:
             self._open[request_id] = (tokens, booked, at)
@@ -193,7 +216,7 @@ class Bookings:
                 self.unreported_tokens -= left - tokens
 
     def remove(self, request_id: str) -> None:
-        """Returns a booking; without effect when there is none."""
+        """Returns a booking. Has no effect if there is none."""
         entry = self._open.pop(request_id, None)
         if entry is not None:
             left, booked, at = entry
@@ -204,9 +227,9 @@ class Bookings:
                 self.unreported_count -= 1
 
     def mark_reported(self, since: float) -> None:
-        """What was booked before `since` is not fresh any more: the pod's own report includes it."""
+        """Marks the bookings before `since` as included in the pod's report."""
         self._since = since
-        fresh = [entry for entry in self._open.values() if entry[2] >= since]
-        self.unreported_tokens = sum(left for left, _, _ in fresh)
-        self.unreported_booked = sum(booked for _, booked, _ in fresh)
-        self.unreported_count = len(fresh)
+        unreported = [entry for entry in self._open.values() if entry[2] >= since]
+        self.unreported_tokens = sum(left for left, _, _ in unreported)
+        self.unreported_booked = sum(booked for _, booked, _ in unreported)
+        self.unreported_count = len(unreported)

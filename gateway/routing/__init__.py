@@ -1,5 +1,4 @@
-"""Where a request goes: the policy and what it looks at, and the router that gathers that.
+"""Chooses the pods of a request: its hits per pod, the cost of each pod, and the bookings of the choice.
 
-demand, view, inflight and policy know neither the event loop, nor a network, nor the clock: time is an argument. So the
-simulator runs the same code as the gateway.
+policy, pull_offers and local_index take the time as an argument and know no network: the simulator runs the same code.
 """

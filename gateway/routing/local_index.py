@@ -1,13 +1,4 @@
-"""What the pods probably hold, learned from where this gateway sent its own requests: the hint while Redis is away.
-
-Lifecycle: record() with every routed prompt, whether Redis answers or not, so that the memory is warm when it ends;
-lookup() while it is away; entries go by age, by forget(), with a new generation of their pod, and least recently used
-first when there are too many. Invariant: a recorded point of a chain is never younger than the points before it, and
-never outlives them, so what lookup() finds from the start of a chain is a prefix.
-
-Only points are kept: every block of the first STRIDE, then every STRIDE-th, and the last one. A look-up therefore says
-up to STRIDE - 1 blocks less than was recorded, never more.
-"""
+"""What this gateway itself knows of the pods' caches: prompts that it sent there, and prompts that are computed now."""
 
 from __future__ import annotations
 
@@ -15,14 +6,32 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-ANY_POD = ("", 0)  # name and generation: holds what any pod computed
+#: Name and generation that stand for all pods together in ApproxIndex.
+ANY_POD = ("", 0)
+
+#: A chain is recorded at its first POINT_STRIDE blocks, then at every POINT_STRIDE-th, and at its last block.
 POINT_STRIDE = 8
-MAX_POINTS = 100_000  # about 20 MB; one point stands for up to STRIDE blocks
-MAX_AGE_S = 600.0  # a pod's cache forgets too, and does not tell us
+
+#: About 20 MB.
+MAX_POINTS = 100_000
+
+#: Pods evict blocks without a message to gateways, so a record is trusted for this long.
+MAX_AGE_S = 600.0
+
+#: Prompts in flight that one `match_blocks` compares at most.
+MAX_COMPARED_PROMPTS = 64
 
 
 class ApproxIndex:
-    """One per gateway, used on its event loop only. clock: seconds, monotonic."""
+    """Remembers which pod computed which prompt; routing uses it while the prefix index is away.
+
+    Every routed prompt is recorded, also while the index answers, so that the memory is warm when it fails. Records end
+    by age, by `forget`, with a new generation of their pod, and least recently used first when there are too many.
+
+    Only some blocks of a chain are recorded, its points. So a look-up returns up to POINT_STRIDE - 1 blocks less than
+    were recorded, never more. Invariant: a point is never younger than the points before it in the chain and never
+    outlives them, so a look-up finds a prefix.
+    """
 
     def __init__(
         self,
@@ -34,16 +43,18 @@ class ApproxIndex:
         self._max_points = max_points
         self._max_age_s = max_age_s
         self._clock = clock
-        self._points: OrderedDict[bytes, float] = OrderedDict()  # tag + hash -> when; least recently used first
-        self._generation_tags: dict[str, tuple[int, bytes]] = {}  # pod -> generation, tag of its points
+        #: Time of the record by generation tag + block hash, least recently used first.
+        self._points: OrderedDict[bytes, float] = OrderedDict()
+        #: Generation of each pod, and the tag that its points begin with.
+        self._generation_tags: dict[str, tuple[int, bytes]] = {}
         self._last_tag = 0
 
     def __len__(self) -> int:
-        """Points kept, those of forgotten pods that have not gone yet included."""
+        """Number of points. Those of a forgotten pod count until they are evicted."""
         return len(self._points)
 
     def record(self, pod: str, generation: int, hashes: Sequence[bytes]) -> None:
-        """The pod has, or is about to have, the blocks of this chain. An older generation than known is ignored."""
+        """Records that the pod holds, or soon holds, the blocks of a chain. Has no effect for an older generation."""
         known, tag = self._generation_tags.get(pod, (-1, b""))
         if generation < known:
             return
@@ -52,7 +63,7 @@ class ApproxIndex:
             tag = self._last_tag.to_bytes(4, "little")
             self._generation_tags[pod] = generation, tag
         now, points = self._clock(), self._points
-        for depth in reversed(_depths(len(hashes))):  # the leaf first: it is forgotten first
+        for depth in reversed(_depths(len(hashes))):  # from the end of the chain, so that its end is evicted first
             point = tag + hashes[depth - 1]
             points[point] = now
             points.move_to_end(point)
@@ -60,54 +71,54 @@ class ApproxIndex:
             points.popitem(last=False)
 
     def forget(self, pod: str) -> None:
-        """The pod is gone, or holds nothing any more."""
+        """Forgets a pod that is gone or has an empty cache."""
         self._generation_tags.pop(pod, None)
 
     def lookup(self, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Blocks of the chain that each (pod, generation) probably holds, from its start; 0 for one that is unknown."""
+        """Returns by pod name how many leading blocks of the chain each (name, generation) probably holds."""
         depths = _depths(len(hashes))
         oldest = self._clock() - self._max_age_s
         return {pod: self._match(pod, generation, hashes, depths, oldest) for pod, generation in pods}
 
     def _match(self, pod: str, generation: int, hashes: Sequence[bytes], depths: list[int], oldest: float) -> int:
+        """Finds the last recorded point. Doubles the step until a point is missing, then bisects."""
         known, tag = self._generation_tags.get(pod, (-1, b""))
         if known != generation:
             return 0
-        low, high = 0, len(depths)  # depths[:low] are held, depths[high:] are not
-        probe = 1
+        low, high = 0, len(depths)  # points before `low` are recorded, those from `high` on are not
+        step = 1  # 0: bisect
         while low < high:
-            at = min(low + probe, high) if probe else (low + high + 1) // 2
+            at = min(low + step, high) if step else (low + high + 1) // 2
             when = self._points.get(tag + hashes[depths[at - 1] - 1])
             if when is not None and when >= oldest:
-                low, probe = at, 2 * probe
+                low, step = at, 2 * step
             else:
-                high, probe = at - 1, 0
+                high, step = at - 1, 0
         return depths[low - 1] if low else 0
 
 
 def _depths(length: int) -> list[int]:
-    """The depths of a chain's points, from its start: blocks up to and including each."""
+    """Returns the points of a chain, each as the number of blocks up to and with it."""
     depths = [*range(1, min(length, POINT_STRIDE)), *range(POINT_STRIDE, length + 1, POINT_STRIDE)]
     if length and (not depths or depths[-1] != length):
         depths.append(length)
     return depths
 
 
-MAX_COMPARED = 64
-
-
 class InFlightPrompts:
-    """Prompts by request id. Hashes are of the chain from the prompt's start; one layout's never equal another's."""
+    """The prompts that pods compute now, as chains of block hashes. Chains of different layouts never share a hash."""
 
     def __init__(self) -> None:
+        #: Pod and chain by request id.
         self._prompts: dict[str, tuple[str, Sequence[bytes]]] = {}
+        #: Request ids (ordered) by the hashes at `_positions` of their chains.
         self._by_hash: dict[bytes, dict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def add(self, request_id: str, pod: str, hashes: Sequence[bytes]) -> None:
-        """A pod computes this prompt from now on; again replaces."""
+        """The pod computes this prompt from now on. Replaces an earlier entry of the request."""
         self.remove(request_id)
         if hashes:
             self._prompts[request_id] = (pod, hashes)
@@ -115,41 +126,41 @@ class InFlightPrompts:
                 self._by_hash.setdefault(hashes[at], {})[request_id] = None
 
     def remove(self, request_id: str) -> None:
-        """It is computed or given up; without effect when it is not known."""
+        """The prompt is computed or given up. Has no effect for an unknown request."""
         entry = self._prompts.pop(request_id, None)
         if entry is None:
             return
         hashes = entry[1]
         for at in _positions(len(hashes)):
-            marked = self._by_hash[hashes[at]]
-            del marked[request_id]
-            if not marked:
+            request_ids = self._by_hash[hashes[at]]
+            del request_ids[request_id]
+            if not request_ids:
                 del self._by_hash[hashes[at]]
 
     def match_blocks(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Pod -> blocks of this chain that it will have once it has computed what it computes now."""
-        found: dict[str, int] = {}
+        """Returns by pod how many leading blocks of the chain it will hold once it has computed its prompts."""
+        matched: dict[str, int] = {}
         if not self._prompts or not hashes:
-            return found
-        seen: set[str] = set()
+            return matched
+        compared: set[str] = set()
         for at in reversed(_positions(len(hashes))):
-            # The newest first: of equal prompts on one pod any will do.
+            # The newest first: among equal prompts on one pod any one is enough.
             for request_id in reversed(self._by_hash.get(hashes[at], {})):
-                if request_id in seen:
+                if request_id in compared:
                     continue
-                seen.add(request_id)
+                compared.add(request_id)
                 pod, other = self._prompts[request_id]
-                best = found.get(pod, 0)
-                # Equal there means that it shares more than the best so far; of those of a burst few do.
+                best = matched.get(pod, 0)
+                # An equal block at `best` means a longer common prefix. In a burst of similar prompts this is rare.
                 if best < min(len(hashes), len(other)) and hashes[best] == other[best]:
-                    found[pod] = _shared(hashes, other, max(at, best))
-                if len(seen) == MAX_COMPARED:
-                    return found
-        return found
+                    matched[pod] = _common_blocks(hashes, other, max(at, best))
+                if len(compared) == MAX_COMPARED_PROMPTS:
+                    return matched
+        return matched
 
 
 def _positions(length: int) -> list[int]:
-    """Indices of the hashes under which a chain is entered."""
+    """Returns the indices of a chain's hashes that it is entered under: 0, 1, 3, 7, ... and the last."""
     return [*_powers(length), length - 1]
 
 
@@ -160,8 +171,8 @@ def _powers(length: int) -> Iterator[int]:
         at *= 2
 
 
-def _shared(a: Sequence[bytes], b: Sequence[bytes], equal_at: int) -> int:
-    """Blocks that two chains share; they are known to be equal at index equal_at."""
+def _common_blocks(a: Sequence[bytes], b: Sequence[bytes], equal_at: int) -> int:
+    """Returns how many leading blocks two chains share, given that they are equal at index `equal_at`."""
     low, high = equal_at, min(len(a), len(b))
     while high - low > 1:
         middle = (low + high) // 2

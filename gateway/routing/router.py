@@ -1,9 +1,13 @@
-"""What is known of each prompt: its hashes, who holds them, what is in flight; and the bookings that gateways share.
+"""Looks up who holds a prompt, and places the attempts of a request on pods.
 
-Three sources, the best that is there: the index (redis); while it is away this gateway's own memory of where it sent
-what (local); and for a prompt that that does not know, a home by rendezvous hashing (hash). Every request goes on with
-the next one as soon as a source fails, and back to the index when that answers again. The index is a hint: a wrong
-promise costs a recompute, never an error.
+Hits come from the best source that answers:
+
+    redis   the prefix index
+    local   ApproxIndex, this gateway's memory of its own prompts, while the index is away
+    hash    rendezvous hashing, for a prompt that `local` does not know
+
+A source that fails is replaced by the next one at once, and used again once it answers. All of them are hints: a wrong
+hit costs a recomputation, never an error.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import random
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from common.block_hash import BlockHasher, matchable_blocks
 from common.errors import IndexUnavailable
@@ -31,14 +35,37 @@ from gateway.telemetry.metrics import GatewayMetrics
 from prefix_index.reader import IndexReader
 from prefix_index.records import BookingCandidate, BookingResult
 
-UNBOOK_RETRY_S = (0.5, 2.0, 8.0)  # a call is given up after some ms, and what it was to return would count for long
-HASH_BLOCKS_PER_TURN = 1024  # blocks that are hashed, in 1 to 2 ms, before other requests get a turn
+#: Blocks at the start of a prompt that its prefix key covers.
+PREFIX_KEY_BLOCKS = 4
+
+#: Blocks that are hashed, in 1 to 2 ms, before other requests get a turn of the event loop.
+HASH_BLOCKS_PER_TURN = 1024
+
+#: Pauses before an unbooking that failed is retried. An index call fails after a few ms, but a booking that stays
+#: would count on its pod until it expires.
+UNBOOK_RETRY_S = (0.5, 2.0, 8.0)
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class HashedPrompt:
+    """Block hashes of a prompt under one KV layout, and its hits in prompt tokens by pod name."""
+
+    hashes: Sequence[bytes] = ()
+    block_size: int = 1
+    device_hits: Mapping[str, int] = field(default_factory=dict)
+    #: Further tokens in host memory.
+    host_hits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def prefix_key(self) -> bytes:
+        """Hash of the first blocks; empty for a prompt without a full block."""
+        return self.hashes[min(len(self.hashes), PREFIX_KEY_BLOCKS) - 1] if self.hashes else b""
+
+
 class Router:
-    """Makes a Plan per request, and keeps what placements of all requests share (it is their Ledger)."""
+    """Plans requests, and keeps what their placements share: prompts in flight and bookings in the index."""
 
     def __init__(self, table: PodTable, metrics: GatewayMetrics, *, rng: random.Random | None = None) -> None:
         rng = rng or random.Random()
@@ -49,113 +76,123 @@ class Router:
         self._policy = CostPolicy(rng)
         self._rendezvous = RendezvousHash(rng)
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Background bookings by request id.
         self._booking: dict[str, asyncio.Task[None]] = {}
         table.on_change(self._show_mode)
         table.on_forget(self.approx_index.forget)
 
     async def stop(self) -> None:
-        """Ends what is under way in the background."""
+        """Cancels the background calls to the index."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def plan(self, request: ValidRequest, affinity: str = "", layout: str | None = None) -> RoutingPlan:
-        """Hashes the prompt for every layout in use, or only this, and asks who holds it. Never fails."""
+    # -- look-up
+
+    async def plan(
+        self, request: ValidRequest, affinity: str = "", layout_fingerprint: str | None = None
+    ) -> RoutingPlan:
+        """Hashes the prompt and looks up its hits, for one KV layout or for all in use. Never fails.
+
+        Args:
+            affinity: Requests of equal affinity prefer the same pods.
+            layout_fingerprint: The only layout whose pods may be used; None for any.
+        """
         index = self._index()
         prompts: dict[str, HashedPrompt] = {}
-        known, repeated = False, 0
+        any_hits, repeated_tokens = False, 0
         for fingerprint, pods in list(self._table.pods_by_layout().items()):
             info = pods[0].info
             assert info is not None
-            if layout not in (None, fingerprint):
+            if layout_fingerprint not in (None, fingerprint):
                 continue
-            hashes = await _hashes(request, info)
-            names = [(p.info.name, p.info.generation) for p in pods if p.info]
+            hashes = await _hash_blocks(request, info)
+            generations = [(p.info.name, p.info.generation) for p in pods if p.info]
             if not prompts:
-                repeated = self.approx_index.lookup(hashes, [ANY_POD])[ANY_POD[0]] * info.block_size
-            prompt = None if index is None else await self._lookup(index, info, hashes, names)
+                repeated_tokens = self.approx_index.lookup(hashes, [ANY_POD])[ANY_POD[0]] * info.block_size
+            prompt = None if index is None else await self._lookup(index, info, hashes, generations)
             if prompt is None:
                 index = None
-                held = self.approx_index.lookup(hashes, names)
-                prompt = HashedPrompt(
-                    hashes, info.block_size, {pod: n * info.block_size for pod, n in held.items() if n}
-                )
-            known = known or bool(prompt.device_hits)
+                blocks = self.approx_index.lookup(hashes, generations)
+                device_hits = {pod: n * info.block_size for pod, n in blocks.items() if n}
+                prompt = HashedPrompt(hashes, info.block_size, device_hits)
+            any_hits = any_hits or bool(prompt.device_hits)
             prompts[fingerprint] = prompt
-        lost = index is None and not known
+        hits_unknown = index is None and not any_hits
         self._show_mode()
         return RoutingPlan(
             request,
             prompts,
             table=self._table,
-            ledger=self,
-            policy=self._rendezvous if lost else self._policy,
-            shared=index is not None,
+            router=self,
+            policy=self._rendezvous if hits_unknown else self._policy,
+            index_answered=index is not None,
             affinity=affinity,
-            repeated_tokens=repeated,
-            layout_fingerprint=layout,
+            repeated_tokens=repeated_tokens,
+            layout_fingerprint=layout_fingerprint,
         )
 
     async def _lookup(
-        self, index: IndexReader, info: PodInfo, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
+        self, index: IndexReader, info: PodInfo, hashes: Sequence[bytes], generations: Sequence[tuple[str, int]]
     ) -> HashedPrompt | None:
-        """What the index knows; None when it does not answer."""
+        """Looks a prompt up in the prefix index. Returns None if the index does not answer."""
         size, start = info.block_size, time.monotonic()
         try:
-            found = await index.lookup_tiers(info.scope, hashes, pods)
+            found = await index.lookup_tiers(info.scope, hashes, generations)
         except IndexUnavailable:
             return None
         self._metrics.index_lookup.observe(time.monotonic() - start)
-        held = {pod: tiers.device_blocks * size for pod, tiers in found.items() if tiers.device_blocks}
-        host = {
-            pod: (tiers.total_blocks - tiers.device_blocks) * size
-            for pod, tiers in found.items()
-            if tiers.total_blocks > tiers.device_blocks
+        device_hits = {pod: hits.device_blocks * size for pod, hits in found.items() if hits.device_blocks}
+        host_hits = {
+            pod: (hits.total_blocks - hits.device_blocks) * size
+            for pod, hits in found.items()
+            if hits.total_blocks > hits.device_blocks
         }
-        return HashedPrompt(hashes, size, held, host)
+        return HashedPrompt(hashes, size, device_hits, host_hits)
 
     def _index(self) -> IndexReader | None:
         return self._table.index if self._table.index_up else None
 
     def _show_mode(self) -> None:
+        """Sets the metric of the current source of hits."""
         index = self._index()
         local = "local" if len(self.approx_index) else "hash"
         mode = "redis" if index is not None and index.available else local
         if mode != self._metrics.current_index_mode:
             self._metrics.set_index_mode(mode)
 
-    # -- what placements share
+    # -- placements and the bookings that gateways share
 
     def new_placement(
         self, request_id: str, decode: ChosenPod, prefill: ChosenPod | None, hashes: Sequence[bytes]
     ) -> Placement:
-        """A placement that is not booked yet."""
+        """Returns a placement that is not booked yet."""
         return Placement(
             request_id,
             decode,
             prefill,
             hashes,
             inflight=self.inflight,
-            approx=self.approx_index,
-            unbook=self._unbook,
+            approx_index=self.approx_index,
+            unbook_shared=self._unbook_in_background,
         )
+
+    def only_gateway(self, scope: str) -> bool:
+        """No other gateway books in this scope, so the bookings of this one are all there are."""
+        index = self._index()
+        return index is not None and index.is_only_gateway(scope)
 
     async def choose_shared(
         self, scope: str, request_id: str, groups: Sequence[Sequence[BookingCandidate]]
     ) -> list[BookingResult]:
-        """See IndexReader.reserve. Raises IndexUnavailable."""
+        """Chooses and books one candidate of each group, atomically among gateways. Raises IndexUnavailable."""
         index = self._index()
         if index is None:
             raise IndexUnavailable("the prefix index is away")
         return await index.book(scope, request_id, groups)
 
-    def only_gateway(self, scope: str) -> bool:
-        """See IndexReader.alone."""
-        index = self._index()
-        return index is not None and index.is_only_gateway(scope)
-
     def book_shared(self, scope: str, request_id: str, groups: Sequence[Sequence[BookingCandidate]]) -> None:
-        """The same in the background, for groups of one."""
+        """Books groups of one candidate each, in the background."""
         booking = self._booking[request_id] = self._spawn(self._book(scope, request_id, groups))
         booking.add_done_callback(lambda _: self._booking.pop(request_id, None))
 
@@ -165,14 +202,14 @@ class Router:
         except IndexUnavailable as e:
             _log.debug("booking not shared: %s", e)
 
-    def _unbook(self, request_id: str, pods: Sequence[Pod]) -> None:
+    def _unbook_in_background(self, request_id: str, pods: Sequence[Pod]) -> None:
         index = self._table.index
         if index is not None:
-            self._spawn(self._unbook_shared(index, request_id, pods))
+            self._spawn(self._unbook(index, request_id, pods))
 
-    async def _unbook_shared(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
+    async def _unbook(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
         if (booking := self._booking.get(request_id)) is not None:
-            await asyncio.wait({booking})  # else it would come after its end
+            await asyncio.wait({booking})  # a booking that arrives after its end would stay
         for pause_s in (*UNBOOK_RETRY_S, None):
             try:
                 for pod in pods:
@@ -181,7 +218,7 @@ class Router:
                 return
             except IndexUnavailable as e:
                 if pause_s is None:
-                    _log.debug("booking not returned, it expires: %s", e)
+                    _log.debug("booking not returned, it will expire: %s", e)
                     return
             await asyncio.sleep(pause_s)
 
@@ -192,8 +229,8 @@ class Router:
         return task
 
 
-async def _hashes(request: ValidRequest, info: PodInfo) -> list[bytes]:
-    """Hashes of the prompt's blocks that a cache may supply."""
+async def _hash_blocks(request: ValidRequest, info: PodInfo) -> list[bytes]:
+    """Returns the hashes of the prompt's blocks that a cache may supply."""
     size = info.block_size
     blocks = matchable_blocks(request.context_len, size)
     hasher, ids = BlockHasher(info.fingerprint, size, request.cache_salt), request.context_ids
@@ -203,52 +240,8 @@ async def _hashes(request: ValidRequest, info: PodInfo) -> list[bytes]:
     return hasher.extend(ids[: blocks * size])
 
 
-PREFIX_KEY_BLOCKS = 4  # blocks whose hash is a prompt's home without an index
-
-
-@dataclass(frozen=True, slots=True)
-class HashedPrompt:
-    """A prompt under one layout. held, host: tokens by pod name, as in Demand."""
-
-    hashes: Sequence[bytes] = ()
-    block_size: int = 1
-    device_hits: Mapping[str, int] = field(default_factory=dict)
-    host_hits: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def prefix_key(self) -> bytes:
-        """Hash of the first blocks; empty for a prompt without a full block."""
-        return self.hashes[min(len(self.hashes), PREFIX_KEY_BLOCKS) - 1] if self.hashes else b""
-
-
-class SharedBookings(Protocol):
-    """Bookings that all gateways share."""
-
-    inflight: InFlightPrompts
-
-    def new_placement(
-        self, request_id: str, decode: ChosenPod, prefill: ChosenPod | None, hashes: Sequence[bytes]
-    ) -> Placement:
-        """A placement that is not booked yet."""
-
-    async def choose_shared(
-        self, scope: str, request_id: str, groups: Sequence[Sequence[BookingCandidate]]
-    ) -> list[BookingResult]:
-        """See IndexReader.reserve. Raises IndexUnavailable."""
-
-    def only_gateway(self, scope: str) -> bool:
-        """Only this gateway books, so what it knows itself is all there is to know."""
-
-    def book_shared(self, scope: str, request_id: str, groups: Sequence[Sequence[BookingCandidate]]) -> None:
-        """The same in the background, for groups of one."""
-
-
 class RoutingPlan:
-    """See the top of this file. affinity: what the client wants to stay together. shared: the index answered.
-
-    repeated: tokens at the prompt's start with which an earlier prompt of this gateway began. layout: fingerprint of
-    the only pods that will do.
-    """
+    """A request and its hits. Each of its attempts is placed by `place`."""
 
     def __init__(
         self,
@@ -256,139 +249,156 @@ class RoutingPlan:
         prompts: Mapping[str, HashedPrompt],
         *,
         table: PodTable,
-        ledger: SharedBookings,
+        router: Router,
         policy: RoutingPolicy,
-        shared: bool,
+        index_answered: bool,
         affinity: str,
         repeated_tokens: int = 0,
         layout_fingerprint: str | None = None,
     ) -> None:
+        """
+        Args:
+            prompts: The hashed prompt by layout fingerprint.
+            index_answered: The hits are from the prefix index, so bookings are shared too.
+        """
         self.request = request
+        #: Leading prompt tokens that an earlier prompt of this gateway began with.
         self.repeated_tokens = repeated_tokens
         self._prompts = prompts
         self._table = table
-        self._bookings = ledger
+        self._router = router
         self._policy = policy
-        self._index_answered = shared
+        self._index_answered = index_answered
         self._affinity = affinity
-        self._layout = layout_fingerprint
+        self._layout_fingerprint = layout_fingerprint
 
     @property
     def expected_hit_tokens(self) -> int:
-        """Prompt tokens that need no computing on the pod that has most of them, or will have once it is free."""
+        """Prompt tokens that need no computing on the best pod, once the pod is free."""
         most = max(
             (max(self._routing_request(p).expected_hits().values(), default=0) for p in self._prompts.values()),
             default=0,
         )
         return min(most, self.request.context_len - 1)
 
-    async def place(self, request_id: str, avoid: Collection[str], tried: Collection[str]) -> Placement | None:
-        """Chooses a pair (or one pod that does both) and books it; None when no pod is left for this request.
+    async def place(self, request_id: str, avoided: Collection[str], tried: Collection[str]) -> Placement | None:
+        """Chooses a decode and a prefill pod, or one pod of role both, and books them.
 
-        avoid: addresses that are used only when there are no others; tried: decode pods that are not asked again.
+        Returns None if no pod is left for the request.
+
+        Args:
+            avoided: Addresses that are used only if there are no others.
+            tried: Addresses of decode pods that are not used again.
         """
         now = time.monotonic()
         best: tuple[HashedPrompt, str, list[PodOption], list[PodOption]] | None = None
         for fingerprint in self._table.pods_by_layout():
-            if self._layout not in (None, fingerprint):
+            if self._layout_fingerprint not in (None, fingerprint):
                 continue
             prompt = self._prompts.get(fingerprint, HashedPrompt())
-            decodes, prefills = self._options(fingerprint, prompt, avoid, tried, now)
+            decodes, prefills = self._rank_pods(fingerprint, prompt, avoided, tried, now)
             if decodes and (best is None or decodes[0].cost_s < best[2][0].cost_s):
                 best = prompt, fingerprint[:8], decodes, prefills
         if best is None:
             return None
         prompt, scope, *sides = best
         groups = [options for options in sides if options]
+        # The first options are final if bookings of other gateways cannot change the order.
         settled = (
             not self._policy.uses_shared_bookings
             or all(len(options) == 1 for options in groups)
-            or self._bookings.only_gateway(scope)
+            or self._router.only_gateway(scope)
         )
         groups = [options[:1] for options in groups] if settled else groups
         pods = {option.view.address: self._table.pods[option.view.address] for group in groups for option in group}
-        placement = self._bookings.new_placement(
-            request_id, *_pair(pods, [group[0] for group in groups]), prompt.hashes
-        )
+        first = [group[0] for group in groups]
+        placement = self._router.new_placement(request_id, *_chosen_pods(pods, first), prompt.hashes)
         candidates = [[_candidate(option, now) for option in options] for options in groups]
         placement.book()
         if not self._index_answered:
             return placement
         if settled:
-            self._bookings.book_shared(scope, request_id, candidates)
+            self._router.book_shared(scope, request_id, candidates)
             return placement
         try:
-            answers = await self._bookings.choose_shared(scope, request_id, candidates)
+            results = await self._router.choose_shared(scope, request_id, candidates)
         except IndexUnavailable:
             return placement
         except BaseException:
             placement.release()
             raise
-        if any(answer.chosen for answer in answers):
-            chosen = [group[answer.chosen] for group, answer in zip(groups, answers, strict=True)]
-            placement.rebook(*_pair(pods, chosen))
-        for group, answer in zip(groups, answers, strict=True):
-            _record_foreign_bookings(group, answer)
+        if any(result.chosen for result in results):
+            chosen = [group[result.chosen] for group, result in zip(groups, results, strict=True)]
+            placement.rebook(*_chosen_pods(pods, chosen))
+        for group, result in zip(groups, results, strict=True):
+            _record_foreign_bookings(group, result)
         return placement
 
-    def _options(
-        self, fingerprint: str, prompt: HashedPrompt, avoid: Collection[str], tried: Collection[str], now: float
+    def _rank_pods(
+        self, fingerprint: str, prompt: HashedPrompt, avoided: Collection[str], tried: Collection[str], now: float
     ) -> tuple[list[PodOption], list[PodOption]]:
-        """Decode pods of one layout and one role, and prefill pods for them; none of either when one is missing."""
-        demand = self._routing_request(prompt)
-        here = [p for p in self._table.decode_pods() if p.info and p.info.fingerprint == fingerprint]
-        decodes = self._policy.rank_decode_pods(demand, _views([p for p in here if p.address not in tried], avoid), now)
+        """Returns the ranked decode and prefill pods of a layout.
+
+        Without prefill pods the decode pods are all of role both. If one of the two sides is missing, both are empty.
+        """
+        request = self._routing_request(prompt)
+        of_layout = [p for p in self._table.decode_pods() if p.info and p.info.fingerprint == fingerprint]
+        untried = _views([p for p in of_layout if p.address not in tried], avoided)
+        decodes = self._policy.rank_decode_pods(request, untried, now)
         if not decodes or decodes[0].view.role is Role.BOTH:
             return [option for option in decodes if option.view.role is Role.BOTH], []
-        able = _views(self._table.prefill_pods(fingerprint), avoid)
+        prefill_views = _views(self._table.prefill_pods(fingerprint), avoided)
         if self._index_answered and prompt.device_hits and self.request.sampling.prompt_logprobs is None:
-            offers = self._offer_pulls(fingerprint, prompt, demand.expected_hits(), able)
-            demand = replace(demand, pull_offers=offers) if offers else demand
-        prefills = self._policy.rank_prefill_pods(demand, able, now)
+            offers = self._offer_pulls(fingerprint, prompt, request.expected_hits(), prefill_views)
+            request = replace(request, pull_offers=offers) if offers else request
+        prefills = self._policy.rank_prefill_pods(request, prefill_views, now)
         return ([option for option in decodes if option.view.role is Role.DECODE] if prefills else []), prefills
 
     def _offer_pulls(
-        self, fingerprint: str, prompt: HashedPrompt, promises: Mapping[str, int], able: Sequence[PodView]
+        self, fingerprint: str, prompt: HashedPrompt, expected_hits: Mapping[str, int], pullers: Sequence[PodView]
     ) -> dict[str, PullOffer]:
-        """What prefill pods could fetch from any pod of their layout."""
+        """Returns what prefill pods could pull from any pod of their layout."""
         pods = self._table.pods_by_layout().get(fingerprint, [])
         holders = [pod.view for pod in pods if pod.view is not None]
         info = pods[0].info if pods else None
-        return {} if info is None else offer_pulls(prompt.device_hits, promises, able, holders, info.block_bytes)
+        return (
+            {} if info is None else offer_pulls(prompt.device_hits, expected_hits, pullers, holders, info.block_bytes)
+        )
 
     def find_holder(self, name: str) -> PodInfo | None:
-        """The pod of this name, if it is still there."""
+        """Returns the pod of this name if it is still usable."""
         pods = (pod for found in self._table.pods_by_layout().values() for pod in found)
         return next((pod.info for pod in pods if pod.info is not None and pod.info.name == name), None)
 
     def _routing_request(self, prompt: HashedPrompt) -> RoutingRequest:
-        soon = self._bookings.inflight.match_blocks(prompt.hashes)
+        inflight = self._router.inflight.match_blocks(prompt.hashes)
         return RoutingRequest(
             prompt_len=self.request.context_len,
             max_tokens=self.request.sampling.max_tokens - len(self.request.output_ids),
             device_hits=prompt.device_hits,
             host_hits=prompt.host_hits,
-            inflight_hits={pod: blocks * prompt.block_size for pod, blocks in soon.items()},
+            inflight_hits={pod: blocks * prompt.block_size for pod, blocks in inflight.items()},
             affinity=self._affinity or ("" if self._index_answered else prompt.prefix_key.hex()),
             prefix_key=prompt.prefix_key,
         )
 
 
-def _views(pods: Sequence[Pod], avoid: Collection[str]) -> list[PodView]:
-    """Of the pods that did not fail this request; of all when there are no others."""
+def _views(pods: Sequence[Pod], avoided: Collection[str]) -> list[PodView]:
+    """Returns the views of the pods that are not avoided, or of all pods if there are no others."""
     views = [pod.view for pod in pods if pod.view is not None]
-    if not avoid:
+    if not avoided:
         return views
-    return [view for view in views if view.address not in avoid] or views
+    return [view for view in views if view.address not in avoided] or views
 
 
-def _pair(pods: Mapping[str, Pod], options: Sequence[PodOption]) -> tuple[ChosenPod, ChosenPod | None]:
+def _chosen_pods(pods: Mapping[str, Pod], options: Sequence[PodOption]) -> tuple[ChosenPod, ChosenPod | None]:
+    """Returns the decode pod and the prefill pod of one or two options."""
     decode, *prefill = [ChosenPod(pods[option.view.address], option) for option in options]
     return decode, prefill[0] if prefill else None
 
 
 def _candidate(option: PodOption, now: float) -> BookingCandidate:
-    """Its cost without what was booked since its report: the index knows that better."""
+    """Converts an option for the index. Bookings since the pod's report are taken out: the index adds those of all."""
     view = option.view
     if view.role is Role.DECODE:
         known = view.decode_bookings.unreported_count + view.foreign_sequences
@@ -403,9 +413,9 @@ def _candidate(option: PodOption, now: float) -> BookingCandidate:
     )
 
 
-def _record_foreign_bookings(options: Sequence[PodOption], answer: BookingResult) -> None:
-    """What other gateways booked on these pods counts until their next reports."""
-    for option, booked in zip(options, answer.booked, strict=True):
+def _record_foreign_bookings(options: Sequence[PodOption], result: BookingResult) -> None:
+    """Counts what other gateways booked on these pods; it counts until the pods' next reports."""
+    for option, booked in zip(options, result.booked, strict=True):
         view = option.view
         if view.role is Role.DECODE:
             view.foreign_sequences = max(0, booked - view.decode_bookings.unreported_count)

@@ -294,9 +294,9 @@ async def test_a_failed_hand_off_after_a_complete_answer_frees_the_decode_pod(
 
 
 async def make_attempt(gw: Rig, max_tokens: int) -> Attempt:
-    pipeline = gw.gateway.models.first.dispatcher
-    plan = await pipeline.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
-    return pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
+    dispatcher = gw.gateway.models.first.dispatcher
+    plan = await dispatcher.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
+    return dispatcher.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
 
 
 async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode_pod(
@@ -381,7 +381,7 @@ async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
                 said = lines()
                 assert len(said) == 4
                 assert sum("serves 'other', not 'smol'" in line for line in said) == 2
-                assert sum("protocol version is 2, not 1" in line for line in said) == 2
+                assert sum("protocol version is 2; expected 1" in line for line in said) == 2
                 cluster.decodes[0].served_name = MODEL  # it came back as another
                 await until(lambda: len(gw.gateway.pod_table.decode_pods()) == 2)
                 await gw.settled()

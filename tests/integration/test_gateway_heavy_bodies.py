@@ -323,7 +323,7 @@ async def test_long_texts_to_tokenize_leave_threads_for_prompts(
             inside -= 1
             return [1]
 
-        monkeypatch.setattr(gw.gateway.tokenizer, "encode_aside", slow)
+        monkeypatch.setattr(gw.gateway.tokenizer, "encode_in_thread", slow)
         long = {"model": MODEL, "prompt": "a" * (LONG_CHARS + 1)}
         waiting = [asyncio.create_task(gw.http.post("/tokenize", json=long)) for _ in range(40)]
         try:

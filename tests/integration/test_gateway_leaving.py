@@ -79,7 +79,7 @@ async def test_grpc_clients_go_to_the_next_gateway_without_a_failed_call(
 async def test_calls_on_their_way_when_clients_are_told_to_go_are_served(
     cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_server, "LAST_CALLS_S", 30.0)
+    monkeypatch.setattr(gateway_server, "GRPC_DRAIN_DELAY_S", 30.0)
     async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port, drain_delay_s=0.01) as gw:
         drain = asyncio.create_task(gw.server.drain())
         await until(lambda: gw.server._grpc_leaving is not None)

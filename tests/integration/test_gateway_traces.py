@@ -154,12 +154,12 @@ def calls_of(work: Callable[[], None]) -> Counter[str]:
     return seen
 
 
-async def opened(gw: Rig, tracer: Tracer | None) -> Attempt:
-    pipeline = gw.gateway.models.first.dispatcher
+async def started_attempt(gw: Rig, tracer: Tracer | None) -> Attempt:
+    dispatcher = gw.gateway.models.first.dispatcher
     request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=500))
     trace = None if tracer is None else RequestTrace(tracer, TraceContext.new(sampled=True), None)
-    plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions", trace=trace)
-    attempt = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+    plan, timeline = await dispatcher.router.plan(request), Timeline("id", None, "completions", trace=trace)
+    attempt = dispatcher.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
     await attempt.start()
     return attempt
 
@@ -171,7 +171,7 @@ async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_pa
     assert tracer is not None
     counted = []
     for traced in (None, tracer):
-        attempt = await opened(gw, traced)
+        attempt = await started_attempt(gw, traced)
         deltas = [
             decode_pb2.SequenceDelta(request_id="r", tokens=[token_to_pb(Token(index, 66))]) for index in range(201)
         ]
@@ -184,7 +184,7 @@ async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_pa
         counted.append(calls_of(rest))
         assert len((await attempt.token_queue.next()).tokens) == 201
         attempt.close()
-    assert counted[0]["Leg.deliver"] == 200
+    assert counted[0]["Attempt.on_delta"] == 200
     assert counted[0] == counted[1]
     tracer.close()
     await gw.settled()

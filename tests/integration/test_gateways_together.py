@@ -46,7 +46,7 @@ async def two_gateways(
                     rig(cluster, model_dir, pods=(), redis=url, index_timeout_s=20.0) as two,
                 ):
                     for gw in (one, two):
-                        await until(lambda gw=gw: len(gw.gateway.table.pods) == 2 * PODS)  # type: ignore[misc]
+                        await until(lambda gw=gw: len(gw.gateway.pod_table.pods) == 2 * PODS)  # type: ignore[misc]
                     yield cluster, (one, two), entries
                     for gw in (one, two):
                         await gw.settled()
@@ -108,5 +108,5 @@ async def test_pods_that_leave_or_die_are_forgotten_by_every_gateway(
         assert task is not None
         task.cancel()  # no more heartbeats, and no word that it leaves
         for gw in gateways:
-            await until(lambda gw=gw: len(gw.gateway.table.pods) == 2 * PODS - 2)  # type: ignore[misc]
+            await until(lambda gw=gw: len(gw.gateway.pod_table.pods) == 2 * PODS - 2)  # type: ignore[misc]
             assert (await gw.complete(max_tokens=2)).status_code == 200

@@ -124,13 +124,13 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         await index.pods()
         assert index.is_only_gateway(FP[:8])
         answered = asyncio.Event()
-        reserve = index.book
+        book = index.book
 
         async def late(*args: Any) -> Any:
             await answered.wait()
-            return await reserve(*args)
+            return await book(*args)
 
-        monkeypatch.setattr(index, "reserve", late)
+        monkeypatch.setattr(index, "book", late)
         placed = [await asyncio.wait_for(place(router, i), 30) for i in range(4)]
         assert {p.prefill.address for p in placed if p.prefill} == {"127.0.0.1:1", "127.0.0.1:2"}
         assert await _bookings(index) == 0
@@ -164,7 +164,7 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
 async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "RETURN_AGAIN_S", (0.02,) * 10)
+    monkeypatch.setattr(router_module, "UNBOOK_RETRY_S", (0.02,) * 10)
     valkey = EmbeddedValkey(port=0, directory=tmp_path)
     url = await valkey.start()
     router, index = gateway(url, [Role.PREFILL, Role.DECODE], 0)

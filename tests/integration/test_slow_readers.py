@@ -90,10 +90,10 @@ async def test_what_may_wait_for_a_client_is_bounded_by_what_it_weighs(
     monkeypatch.setattr(attempt_module, "MAX_PENDING_TOKENS", 210)
     for logprobs, limit in ((None, 210), (20, 10)):
         cluster.decodes[0].faults.stall_after = 0
-        pipeline = gw.gateway.models.first.dispatcher
+        dispatcher = gw.gateway.models.first.dispatcher
         request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS, logprobs=logprobs))
-        plan, timeline = await pipeline.router.plan(request), Timeline("id", None, "completions")
-        attempt = pipeline.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+        plan, timeline = await dispatcher.router.plan(request), Timeline("id", None, "completions")
+        attempt = dispatcher.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
         await attempt.start()
         for index in range(1, limit + 2):
             attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))

@@ -28,14 +28,14 @@ async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None
         )
     )
     [attempt] = attempts()
-    [ticket] = gw.gateway._requests.values()
+    [context] = gw.gateway._requests.values()
 
     def come() -> None:
         attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=66)]))
 
     def end() -> None:
-        if how == "ticket":
-            ticket.abort(Cancelled("ended by a test"))
+        if how == "context":
+            context.abort(Cancelled("ended by a test"))
         else:
             attempt.fail(Overloaded("ended by a test"))
 
