@@ -290,7 +290,7 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     report.bytes("RoPE + KV write", f"{rows} rows", time_s, moved, worst, f"rope_{rows}")
 
 
-def vectors(report: Report, n: int, k: int, end: str) -> None:
+def one_row(report: Report, n: int, k: int, end: str) -> None:
     """Measures the GEMV of a decode step with one sequence, and cuBLAS for comparison."""
     copies = max(2, int(1e9 // (n * k * 2)))
     weights = [normal(n, k) for _ in range(copies)]
@@ -323,7 +323,7 @@ def vectors(report: Report, n: int, k: int, end: str) -> None:
 SHAPES = [None, (16, 128, 8), (32, 128, 4), (32, 256, 4), (64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
 
 
-def few(report: Report, rows: int, n: int, k: int, end: str) -> None:
+def few_rows(report: Report, rows: int, n: int, k: int, end: str) -> None:
     """Measures the skinny GEMM in every tile shape that fits, and cuBLAS with the extra kernels that it needs."""
     copies = max(2, int(1e9 // (n * k * 2)))
     weights = [normal(n, k) for _ in range(copies)]
@@ -420,11 +420,11 @@ def run(report: Report, part: str) -> None:
                 small(report, pool, rows)
         case "one_row":
             for n, k, end, _ in LINEARS:
-                vectors(report, n, k, end)
+                one_row(report, n, k, end)
         case "few_rows":
             for rows in (2, 16):
                 for n, k, _, end in LINEARS:
-                    few(report, rows, n, k, end)
+                    few_rows(report, rows, n, k, end)
         case "residual":
             for rows in (64, 2048):
                 for k in (HIDDEN, INNER):

@@ -108,7 +108,7 @@ class StepCost:
         return size
 
     def decode_s(self, tokens_in_cache: float, ceiling: Ceilings) -> float:
-        """Returns the least time of a decode step whose rows have tokens_in_cache tokens in total."""
+        """Returns the least time of a decode step with tokens_in_cache cached tokens in total."""
         weights = (self._layer_weights + self._head_weights) * self.itemsize
         return (weights + tokens_in_cache * self.kv_bytes_per_token) / (ceiling.copy_gb_s * 1e9)
 

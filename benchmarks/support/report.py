@@ -54,10 +54,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def write(out: Path | None, name: str, metrics: Mapping[str, object], *packages: str, **more: object) -> None:
-    """Writes the result file, nothing if out is None.
+    """Writes the result file if `out` is not None.
 
     Args:
-        packages: whose versions are recorded.
+        packages: packages to record the versions of.
         more: further keys of the file, beside the metrics (rows, settings).
     """
     if out is None:

@@ -48,7 +48,7 @@ class AttentionBackend(Protocol[M]):
         """Makes the metadata of one step, on the device."""
 
     def select_rows(self, metadata: M, rows: Tensor, positions: Tensor) -> M:
-        """Makes the metadata for attending with some tokens of a step whose keys and values are in the cache.
+        """Makes the metadata for attending with some tokens of a step. Their keys and values are in the cache.
 
         Attention with this metadata writes nothing.
 

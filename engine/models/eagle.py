@@ -37,7 +37,7 @@ class EagleHead(nn.Module):
     """The head of a target model. Its parameters are uninitialised until `engine.models.eagle_weights` fills them.
 
     Args:
-        target: the model whose states the head continues.
+        target: the model that the head drafts for.
         max_len: longest sequence in tokens.
         own_embedding: the head has an embedding; otherwise it uses the target's.
         own_head: the head has an LM head; otherwise it uses the target's.
