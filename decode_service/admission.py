@@ -1,10 +1,10 @@
-"""Whether a decode pod takes a request now, and who computes its prompt. Decides at once, never waits for a step.
+"""Admission of a decode pod: whether it takes a request now, and which pod computes the prompt. Never waits for a step.
 
-remote: blocks for the prompt plus one per sequence are leased here, so KV that is computed has a home; one growth block
-        per running sequence stays free. Refused while a sequence without blocks waits (preempted, or a local prompt):
-        it comes first, and would starve if every block that comes back were leased here.
-local:  this pod computes the prompt: aggregated pods always, decode pods a short rest (local_prefill.py). A decode pod
-        leases here as well, so the blocks that made the rest short cannot be evicted before its turn comes; on an
+remote: the prompt's blocks and one more per sequence are leased at once, so computed KV always has a place. One growth
+        block per running sequence stays free. Refused while a sequence without blocks waits (preempted, or a local
+        prompt), because new leases would starve it.
+local:  this pod computes the prompt: aggregated pods always, decode pods a short uncached rest (local_prefill.py). A
+        decode pod leases blocks too, so that the cached blocks are not evicted before the prompt's turn. On an
         aggregated pod the scheduler leases when it admits the prompt. The queue is bounded.
 """
 
@@ -22,26 +22,28 @@ from pod.runtime import PodRuntime
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """There is room. lease holds the prompt's blocks, None when the scheduler is to take them. hashes: of the blocks
-    that a cache may supply.
-    """
+    """The pod takes the request."""
 
+    #: Blocks for the prompt; None where the scheduler leases them.
     lease: Lease | None
     cached_tokens: int
     decision: PrefillDecision
+    #: Of the full blocks that a cache may supply.
     hashes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """There is none now; reason is one sentence for a person. passing: there will be once the host has copies."""
+    """The pod does not take the request now."""
 
+    #: One sentence for a person.
     reason: str
+    #: Blocks become free once copies to host memory have ended: worth another try at once.
     temporary: bool = False
 
 
 class Admission:
-    """The policy of Reserve for one pod."""
+    """Decides Reserve for one pod."""
 
     def __init__(self, pod: PodRuntime) -> None:
         config = pod.config
@@ -60,8 +62,13 @@ class Admission:
         remote_cost: RemotePrefillCost | None,
         remote_only: bool,
     ) -> Admitted | Rejected:
-        """Room (blocks leased) or NoRoom. held: sequences that this pod reserved or runs already; queued_tokens: of
-        prompts that it computes; there: what another pod would take for this one, None while not known.
+        """Leases the blocks of an admitted request.
+
+        Args:
+            num_sequences: sequences that this pod has reserved or runs.
+            queued_tokens: tokens of local prompts that are not computed yet.
+            remote_cost: time that a prefill pod would take for this prompt; None while unknown.
+            remote_only: this pod must not compute the prompt.
         """
         if num_sequences and num_sequences + request.sampling.n > self._max_sequences:
             return Rejected(f"{num_sequences} sequences are reserved or running already")
@@ -74,14 +81,16 @@ class Admission:
             block_size=size,
             salt=request.cache_salt,
         )
-        scored = request.sampling.prompt_logprobs is not None  # such a prompt takes nothing from the cache
+        scored = (
+            request.sampling.prompt_logprobs is not None
+        )  # every prompt token is computed, none is taken from cache
         if self._always_local and not remote_only:
             return Admitted(
                 None, 0 if scored else pool.match_prefix(hashes) * size, PrefillDecision(True, PrefillReason.AGGREGATED)
             )
         scheduler = self._pod.engine.scheduler
         if scheduler.waits_for_blocks:
-            return Rejected("requests that came before wait for KV blocks")
+            return Rejected("earlier requests wait for KV blocks")
         stats, rates = scheduler.stats(), self._pod.rates
         blocks = self._pod.limits.initial_blocks(request)
         lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True)
@@ -100,7 +109,7 @@ class Admission:
         usable = 0 if scored else cached
         decision = self._local.decide(request.context_len - usable, usable, state, remote_cost, remote_only=remote_only)
         if decision.local and cached > usable:
-            lease.finish("all of it is computed")
+            lease.finish("the whole prompt is computed")
             lease = pool.lease([], blocks, keep_free=stats.running)
             if lease is None:
                 return Rejected("the KV pool is full", temporary=pool.copies_pending())

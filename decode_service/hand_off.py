@@ -5,11 +5,11 @@
     any state --abort, failure, deadline--> ENDED
 
 The hand-off owns the lease until the engine gets its sequences; then the engine owns it. The call that moves the state
-to ENDED decides, under the lock, what the gateway receives as the end. Everything later is dropped. The hand-off is
+to ENDED decides, under the lock, which end the gateway receives. Everything later is dropped. The hand-off is
 drained once the engine holds nothing for the request.
 
 Each of a request's n sequences (children) ends by itself. The request ends with the last of them, or with an error of
-any. Sequences whose KV arrived fork from the lease, and each takes one of the spare blocks behind the prompt.
+any. After a remote prefill the sequences fork from the lease, and each takes one of the spare blocks behind the prompt.
 
 Callers: the event loop; the transfer thread (on_transfer_ready, on_transfer_failed); the engine thread (on_refused).
 """
@@ -92,7 +92,7 @@ class DecodeHandOff:
         #: The first output of a local prefill is still to come.
         self._first_output = False
         self._transfer_id: TransferId | None = None
-        #: Children whose end the gateway knows.
+        #: Children that have ended for the gateway.
         self._ended_children: set[int] = set()
         #: Children that the engine holds something for.
         self._in_engine = 0
@@ -139,10 +139,10 @@ class DecodeHandOff:
         return KvTarget(self._transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
 
     def start_local(self) -> None:
-        """Gives the prompt and the lease to the engine, which computes what the cache does not hold.
+        """Gives the prompt and the lease to the engine, which computes the uncached tokens.
 
         One spare block goes with the lease, because a sequence has at most the blocks of its context and one more. The
-        other children fork in the engine and get their blocks there.
+        other children fork in the engine, which gives them their blocks.
         """
         self.reserved_at = time.monotonic()
         engine, lease = self._pod.engine, self.lease

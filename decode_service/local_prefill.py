@@ -1,14 +1,14 @@
-"""Whether a decode pod computes the rest of a prompt itself, or another pod does. Pure: figures in, a verdict out.
+"""Policy: a decode pod computes the uncached rest of a prompt itself, or a prefill pod computes the prompt. Pure.
 
-    here:  the local prompts that are ahead + its own steps + what those take from every sequence that decodes
-    there: the prefill pod's queue + computing + the hand-off's end
+    local cost:  queued local prompts + own steps + the delay that these add to every decoding sequence
+    remote cost: queue of the prefill pod + computing + end of the hand-off
 
-All of it is measured: how long steps are with and without a chunk by this pod, queue and rate of the prefill pod as the
-gateway knows them, the end of hand-offs by the prefill pod. The second a neighbour loses counts like the second that
-this request waits, so a busy decode pod keeps to decoding.
+All figures are measured: step times with and without a chunk by this pod, queue and rate of the prefill pod by the
+gateway, ends of hand-offs by the prefill pod. One second of delay of a neighbour counts like one second of waiting, so
+a busy decode pod sends prompts away.
 
-Whatever the costs, a prompt of which this pod holds nothing is computed elsewhere, and so is a rest of more than
-MOST_STEPS bounded steps: a decode pod never computes whole prompts because of a wrong estimate.
+Independent of the costs a prompt without a cached token goes to a prefill pod, and so does a rest of more than
+MAX_LOCAL_STEPS steps: a wrong estimate never makes a decode pod compute whole prompts.
 """
 
 from __future__ import annotations
@@ -24,47 +24,51 @@ MAX_LOCAL_STEPS = 4
 
 
 class PrefillReason(enum.StrEnum):
-    """Why a prompt is computed here (local) or elsewhere (remote); labels of a metric."""
+    """Reason of a decision; labels of a metric. local: this pod computes. remote: a prefill pod computes."""
 
-    AGGREGATED = "aggregated"  # local: this pod does everything
-    CHEAPER = "cheaper"  # either
-    THRESHOLD = "threshold"  # either: by its length alone
+    AGGREGATED = "aggregated"  # local: the pod has both roles
+    CHEAPER = "cheaper"  # local or remote
+    THRESHOLD = "threshold"  # local or remote, by the length of the rest
     OFF = "off"  # remote
-    ASKED = "asked"  # remote: the request forbids the other
+    ASKED = "asked"  # remote: the request demands it
     NOTHING_CACHED = "nothing_cached"  # remote
     TOO_LONG = "too_long"  # remote
-    UNKNOWN = "unknown"  # remote: some figure is missing
+    UNKNOWN = "unknown"  # remote: a figure is missing
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePodState:
-    """This pod now.
+    """This pod at the time of the decision."""
 
-    running: sequences that decode. queued_tokens: of local prompts, not computed yet. chunk_tokens: most prompt tokens
-    of a step. step_s: a step without a chunk; chunk_s(tokens): by how much a chunk lengthens it, 0 while not known.
-    """
-
+    #: Decoding sequences.
     running: int
+    #: Tokens of local prompts that are not computed yet.
     queued_tokens: int
+    #: Most prompt tokens of a step.
     chunk_tokens: int
+    #: Seconds of a step without a chunk.
     step_s: float
+    #: Seconds that a chunk of so many tokens adds to a step; 0 while unknown.
     chunk_s: Callable[[int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecision:
-    """local: this pod computes it. local_s, tlocal_s: the costs that were compared, 0 where none were."""
+    """Which pod computes the prompt."""
 
+    #: This pod computes it.
     local: bool
     reason: PrefillReason
+    #: The compared costs in seconds; 0 where none were compared.
     local_s: float = 0.0
     remote_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefillPolicy:
-    """The knob: mode is off, auto or a number of tokens (rests of up to so many are computed here)."""
+    """The local_prefill setting."""
 
+    #: "off", "auto", or a number: rests of up to so many tokens are computed locally.
     mode: str
 
     def decide(
@@ -76,7 +80,7 @@ class LocalPrefillPolicy:
         *,
         remote_only: bool,
     ) -> PrefillDecision:
-        """uncached, cached: prompt tokens that this pod would compute, and that it holds."""
+        """uncached: prompt tokens that this pod would compute. cached: prompt tokens that its cache holds."""
         if self.mode == "off":
             return PrefillDecision(False, PrefillReason.OFF)
         if remote_only:
@@ -96,19 +100,19 @@ class LocalPrefillPolicy:
 
 
 def _local_cost_s(uncached: int, state: DecodePodState, remote_cost: RemotePrefillCost) -> float | None:
-    """Seconds; None when no pod has measured what a chunk takes."""
+    """Seconds; None if no pod has measured the time of a chunk."""
 
-    def lengthened_s(tokens: int) -> float:
+    def chunk_delay_s(tokens: int) -> float:
         measured = state.chunk_s(min(tokens, state.chunk_tokens))
         return measured or (
             min(tokens, state.chunk_tokens) / remote_cost.tokens_per_s if remote_cost.tokens_per_s > 0 else 0.0
         )
 
-    longer_s = lengthened_s(uncached)
-    if longer_s <= 0:
+    delay_s = chunk_delay_s(uncached)
+    if delay_s <= 0:
         return None
     own = math.ceil(uncached / state.chunk_tokens)
     ahead = math.ceil(state.queued_tokens / state.chunk_tokens)
-    plain_s = state.step_s if state.running else 0.0
-    waits = own * (plain_s + longer_s) + ahead * (plain_s + lengthened_s(state.queued_tokens))
-    return waits + state.running * own * longer_s
+    step_s = state.step_s if state.running else 0.0
+    waiting_s = own * (step_s + delay_s) + ahead * (step_s + chunk_delay_s(state.queued_tokens))
+    return waiting_s + state.running * own * delay_s

@@ -1,4 +1,4 @@
-"""The decode pod's process (and the aggregated pod's): builds the pod, serves until it is told to leave."""
+"""Process of a decode pod or an aggregated pod: builds the pod and serves until a signal ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pod.runtime import PodRuntime
 
 
 async def serve(config: PodConfig) -> None:
-    """Runs until SIGTERM and the drain after it. Raises ConfigError; SystemExit, see PodRuntime.run."""
+    """Runs until SIGTERM and the drain after it. Raises ConfigError, and SystemExit like PodRuntime.run."""
     if config.role is Role.PREFILL:
         raise ValueError("decode_service serves the roles decode and both, not prefill")
     pod = await PodRuntime.create(config)

@@ -1,7 +1,8 @@
-"""The spans of one traced request on a decode pod, recorded when it is gone. All are children of the gateway's attempt.
+"""Spans of one traced request on a decode pod, recorded when the pod holds nothing of it any more.
 
-decode.reserve      the answer to Reserve
-decode.receive      until every block and the commit were here; not where this pod computes the prompt itself
+All are children of the gateway's attempt:
+decode.reserve      until the answer to Reserve
+decode.receive      until every block and the commit arrived; only for a remote prefill
 decode.run          in the engine, until the end
 """
 

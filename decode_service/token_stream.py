@@ -1,11 +1,11 @@
-"""One gateway's token stream: numbered batches out, acknowledgements back, and a bound on what lies between.
+"""Token stream of one gateway: numbered batches out, acknowledgements back, and a bound on the batches in between.
 
-open --window full--> paused --acknowledged--> open
-paused for PAUSE_LIMIT_S --> overrun: the gateway's sequences are ended, new ones are refused until it catches up
-any --stream ends--> closed
+    open --window full--> paused --acknowledged--> open
+    paused for PAUSE_LIMIT_S --> overrun: the gateway's sequences end, and Reserve refuses it until it catches up
+    any --the gateway leaves--> closed
 
-Invariant: a batch is numbered when it is queued; queued plus sent but unacknowledged batches stay near WINDOW, because
-the pause keeps the engine from scheduling the gateway's sequences. All methods run on the event loop.
+A batch gets its number when it is queued. Queued and unacknowledged batches stay near MAX_UNACKED_BATCHES, because the
+engine does not schedule the sequences of a paused gateway. All methods run on the event loop.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from common.pb import decode_pb2
 
-MAX_UNACKED_BATCHES = 256  # batches; at 10 ms a step 2.5 s of output
+MAX_UNACKED_BATCHES = 256  # 2.5 s of output at 10 ms per step
 PAUSE_LIMIT_S = 10.0
 
 
 class TokenStream:
     """The pod's side of one Tokens call.
 
-    on_pause(stream, paused) and on_overrun(stream) are called when the gateway falls behind.
+    Args:
+        window: unacknowledged batches at which the stream pauses.
+        on_pause: called with the stream and whether it is paused, at each change.
+        on_overrun: called when the stream was paused for pause_limit_s seconds.
     """
 
     def __init__(
@@ -48,11 +51,11 @@ class TokenStream:
 
     @property
     def unacked(self) -> int:
-        """Batches queued or sent that the gateway has not consumed."""
+        """Batches that the gateway has not acknowledged, queued ones included."""
         return self._number - self._acked
 
     def put_batch(self, deltas: Sequence[decode_pb2.SequenceDelta]) -> None:
-        """Queues one engine step's news; pauses the gateway's sequences when the window is full."""
+        """Queues the deltas of one engine step, and pauses the stream when the window is full."""
         if self.closed or not deltas:
             return
         self._number += 1
@@ -63,7 +66,7 @@ class TokenStream:
             self._on_pause(self, True)
 
     def ack(self, number: int) -> None:
-        """The gateway consumed every batch up to `number`; numbers that were never sent are clamped."""
+        """The gateway consumed every batch up to `number`. A number that was never sent is clamped."""
         self._acked = max(self._acked, min(number, self._number))
         if self.paused and self.unacked <= self._window // 2:
             self.paused = False
@@ -71,12 +74,12 @@ class TokenStream:
             self._on_pause(self, False)
 
     async def batches(self) -> AsyncIterator[decode_pb2.TokenBatch]:
-        """Batches in order until the stream is closed."""
+        """Yields batches in order until the stream is closed."""
         while (batch := await self._queue.get()) is not None:
             yield batch
 
     def close(self) -> None:
-        """Ends `batches` after what is queued. Idempotent."""
+        """Ends `batches` after the queued ones. Idempotent."""
         if not self.closed:
             self.closed = True
             self._stop_timer()

@@ -48,7 +48,7 @@ class TransferReport:
 
     blocks: int
     bytes: int
-    #: Blocks whose writes had ended at finish(), when the last chunk was computed.
+    #: Blocks that were written at finish(), when the last chunk was computed.
     delivered_before_finish: int
     #: Seconds from finish() to the acknowledged commit.
     exposed_s: float

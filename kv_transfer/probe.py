@@ -1,8 +1,8 @@
-"""Proves that NIXL moves bytes on this machine: `python -m kv_transfer.probe` writes blocks into a second process.
+"""Checks that NIXL moves bytes on this machine: `python -m kv_transfer.probe` writes blocks into a second process.
 
-`... probe SOURCE TARGET` does so between two memories, each `cpu` or a GPU as CUDA_VISIBLE_DEVICES calls it. The last
-line of output is a JSON object (mebibytes, gigabytes_per_s, transport and source); exit code 1 and a line on stderr
-when something did not work. UCX_TLS and its like choose the transport, as for a pod.
+`python -m kv_transfer.probe SOURCE TARGET` writes between two memories, each `cpu` or a GPU as in CUDA_VISIBLE_DEVICES.
+The last line of output is a JSON object (mebibytes, gigabytes_per_s, transport and source). Exit code 1 and a line on
+stderr report a failure. UCX_TLS and other UCX settings choose the transport, as for a pod.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import PeerMemory, PoolMemory, device_pool, host_pool
 
 HOST = "cpu"
-BLOCK_BYTES = 1 << 20  # on a GPU twice that, a block of an 8B model
+BLOCK_BYTES = 1 << 20  # doubled on a GPU: a block of an 8B model
 NUM_BLOCKS = 64
-GPU_ROUNDS = 16  # a single write of all blocks ends before it can be timed well
+GPU_ROUNDS = 16  # a single write of all blocks is too short to be timed well
 DEADLINE_S = 60.0
 
 
 def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
-    """Writes every block to a child that runs `receive`; the facts once its digest agrees. Raises TransferFailed."""
+    """Writes every block to a child that runs `receive`. Returns the result once the digests agree. Raises
+    TransferFailed.
+    """
     memory = _pool(source)
     rounds = 1 if HOST in (source, target) else GPU_ROUNDS
     data = [secrets.token_bytes(memory.block_bytes) for _ in range(NUM_BLOCKS)]
@@ -53,7 +55,7 @@ def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
                 raise TransferFailed("the receiving process ended before it was ready")
             peer = hello["name"]
             backend.connect(peer, base64.b64decode(hello["metadata"]), PeerMemory(**hello["memory"]))
-            _write(backend, peer, range(1))  # connects, which is lazy and slow
+            _write(backend, peer, range(1))  # UCX connects lazily
             _write(backend, peer, range(1, NUM_BLOCKS))
             seconds = sum(_write(backend, peer, range(1, NUM_BLOCKS)) for _ in range(rounds)) / rounds
             child.stdin.close()
@@ -63,7 +65,7 @@ def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
             child.kill()
             backend.close()
     if digest != hashlib.blake2b(b"".join(data)).hexdigest():
-        raise TransferFailed("the bytes that arrived are not the bytes that were sent")
+        raise TransferFailed("the received bytes differ from the sent bytes")
     return {
         "mebibytes": NUM_BLOCKS * memory.block_bytes >> 20,
         "gigabytes_per_s": (NUM_BLOCKS - 1) * memory.block_bytes / seconds / 1e9,
@@ -73,7 +75,7 @@ def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
 
 
 def _pool(where: str) -> PoolMemory:
-    """Blocks in the memory of the host, or of that GPU, which is the only one of this process from now on."""
+    """Blocks in host memory or on a GPU, which becomes the only visible GPU of this process."""
     if where == HOST:
         return host_pool(NUM_BLOCKS, BLOCK_BYTES)
     os.environ["CUDA_VISIBLE_DEVICES"] = where
@@ -84,7 +86,7 @@ def _pool(where: str) -> PoolMemory:
 
 
 def receive(where: str = HOST) -> None:
-    """Says where its memory is, makes progress until stdin closes, then says what arrived."""
+    """Prints its metadata, makes progress until stdin closes, then prints a digest of the blocks."""
     memory = _pool(where)
     backend = NixlBackend()
     name = f"probe-receive-{os.getpid()}"
@@ -110,7 +112,7 @@ def _closed(descriptor: int) -> bool:
 
 
 def _write(backend: NixlBackend, peer: str, blocks: range) -> float:
-    """Seconds that it took. Raises TransferFailed."""
+    """Seconds of one write. Raises TransferFailed."""
     began, these = time.perf_counter(), list(blocks)
     handle = backend.write(peer, these, these, b"")
     deadline = time.monotonic() + DEADLINE_S
@@ -140,7 +142,7 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point."""
+    """Entry point. Returns the exit code."""
     try:
         if argv[:1] == ["receive"]:
             receive(*argv[1:])

@@ -1,4 +1,4 @@
-"""What pods with their KV on a GPU need of their process, beyond the engine."""
+"""GPU of a pod: checks of the process, and utilization and memory as the driver reports them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from common.settings.configs import PodConfig
 from common.telemetry import Metrics, MetricSample
 from common.types import Role
 
-# How long a thread that computes keeps the interpreter from one that waits for it: Python's 5 ms are most of a decode
-# step, and the engine's thread has to launch the next one in time. The end of a hand-over passes through three threads
-# on either pod, and each may wait so long.
+# Longest time that a computing thread keeps the interpreter from a waiting one. Python's default of 5 ms is most of a
+# decode step, and the engine's thread must launch the next step in time. The end of a hand-off passes through three
+# threads on each pod, and each may wait this long.
 GIL_SWITCH_INTERVAL_S = 0.0001
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def require_mappable_kv(config: PodConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Other processes have to be able to map the KV pool. Raises ConfigError where torch would allocate it in a way
-    that they cannot: KV would silently travel over TCP.
+    """Raises ConfigError if torch would allocate the KV pool in memory that other processes cannot map.
+
+    KV would travel over TCP without notice.
     """
     if config.role is Role.BOTH or config.allow_tcp:
         return
     for name in _ALLOCATOR:
         if "expandable_segments:true" in env.get(name, "").lower().replace(" ", ""):
             raise ConfigError(
-                f"{name}: memory in expandable segments cannot be mapped by other pods; unset it, or give --allow-tcp",
+                f"{name}: other pods cannot map memory in expandable segments; unset the variable, or give --allow-tcp",
                 field="allow_tcp",
             )
 
@@ -46,10 +47,13 @@ READING_TTL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """utilization: 0 to 1, of the last second or so; None where nobody tells. Memory in bytes."""
+    """One reading of the driver."""
 
+    #: Bytes, of all processes.
     memory_used: int
+    #: Bytes.
     memory_total: int
+    #: Busy share of about the last second, 0 to 1; None where the driver has no figure.
     utilization: float | None = None
 
 
@@ -57,7 +61,7 @@ ReadGpu = Callable[[], GpuReading]
 
 
 class GpuMonitor:
-    """One GPU; read may raise, then there is no reading for a while. Any thread."""
+    """Reads one GPU. Any thread. `read` may raise; then there is no reading for READING_TTL_S seconds."""
 
     def __init__(self, read: ReadGpu, clock: Callable[[], float] = time.monotonic) -> None:
         self._read = read
@@ -68,7 +72,7 @@ class GpuMonitor:
         self._failing = False
 
     def reading(self) -> GpuReading | None:
-        """Of the last second; None while the driver does not answer."""
+        """A reading of the last READING_TTL_S seconds. None while the driver does not answer."""
         with self._lock:
             if self._clock() - self._at >= READING_TTL_S:
                 self._kept, self._at = self._try(), self._clock()
@@ -87,7 +91,7 @@ class GpuMonitor:
 
 
 def gpu_monitor(device: torch.device) -> GpuMonitor | None:
-    """The watch of a torch device; None for one that is no GPU."""
+    """Monitor of a torch device; None for a device that is not a GPU."""
     if device.type != "cuda":
         return None
     index = device.index
@@ -100,7 +104,7 @@ def gpu_monitor(device: torch.device) -> GpuMonitor | None:
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"  # an index would count hidden devices too
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError as error:
-        _log.info("NVML does not know the GPU, torch tells its memory alone: %s", error)
+        _log.info("NVML does not know the GPU; torch reports its memory only: %s", error)
         return GpuMonitor(lambda: _by_torch(index))
     return GpuMonitor(lambda: _by_nvml(pynvml, handle))
 
@@ -114,13 +118,13 @@ def _by_nvml(nvml: Any, handle: Any) -> GpuReading:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         busy: float | None = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    except nvml.NVMLError:  # a slice of a GPU (MIG) has no figure of its own
+    except nvml.NVMLError:  # a MIG slice has no utilization
         busy = None
     return GpuReading(memory.used, memory.total, busy)
 
 
 def add_gpu_metrics(metrics: Metrics, gpu: GpuMonitor) -> None:
-    """Declares what the driver tells; read when scraped, and left out where it says nothing."""
+    """Declares the GPU metrics. They are read at each scrape, and left out while the driver does not answer."""
 
     def read(value: Callable[[GpuReading], float | None]) -> Callable[[], list[MetricSample]]:
         def samples() -> list[MetricSample]:

@@ -1,9 +1,9 @@
-"""Looks after a running pod: what it finds, only a new process can mend, or nobody.
+"""Health checks of a running pod. Some faults only a new process can mend: then the pod drains and exits.
 
-A thread that ended takes the pod with it, and so does a rank. A pool that contradicts itself while nothing runs keeps
-the pod from more work, but what peers still read stays. A quarantined block waits for proof that its writer will not
-write: when proof fails to come for a tenth of the pool, a new process is the only fence that this side owns, so the pod
-drains and exits.
+- A thread of the pod, or a rank, has ended: the pod exits.
+- The pool is inconsistent while no request runs: the pod refuses new work; blocks that peers still read stay.
+- A tenth of the pool stays quarantined for QUARANTINE_LIMIT_S. Proof that the writers stopped does not come, and the
+  end of this process is the only fence on this side: the pod exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXIT_QUARANTINED, EXIT_BROKEN = 3, 4
 
 
 class QuarantineWatch:
-    """Says when more than `share` of the pool has been quarantined for `limit_s` seconds on end."""
+    """Detects that more than `share` of the pool is quarantined for `limit_s` seconds without a break."""
 
     def __init__(self, share: float = QUARANTINE_SHARE, limit_s: float = QUARANTINE_LIMIT_S) -> None:
         self._share = share
@@ -36,7 +36,7 @@ class QuarantineWatch:
         self._since: float | None = None
 
     def overdue(self, counts: PoolCounts, now: float) -> bool:
-        """Call about once a second; now is monotonic seconds."""
+        """Call about once a second. now: monotonic seconds."""
         if counts.quarantined <= self._share * counts.total:
             self._since = None
             return False
@@ -46,10 +46,12 @@ class QuarantineWatch:
 
 
 class PodHealth:
-    """One task from start to stop, on the event loop.
+    """Runs the checks once per CHECK_PERIOD_S on the event loop.
 
-    idle: nothing of the role's runs. leave(exit code, reason): the pod drains and ends; called again as long as it is
-    still there. damaged: the pool is not intact (any more), told once.
+    Args:
+        idle: no request of the role's service is active.
+        damaged: called once when the pool turns out to be inconsistent.
+        leave: called with the exit code and the reason, again at each check while the fault lasts.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class PodHealth:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Idempotent; nothing happens when it was never started."""
+        """Idempotent. No effect if never started."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -1,4 +1,4 @@
-"""The way from the prefix cache to the index: the engine is made before the pod can enter the index."""
+"""A pod's place in the prefix index: cache events and the check that its name is free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from prefix_index.records import CacheTier
 
 
 class CacheEventRelay:
-    """Passes what the prefix cache gained and lost to the index, once there is one. Called under the pool's lock."""
+    """Forwards stored and evicted block hashes to the index publisher, once there is one.
+
+    The engine is built before the pod can join the index. Called under the pool's lock.
+    """
 
     def __init__(self) -> None:
         self.index: IndexPublisher | None = None
@@ -43,10 +46,10 @@ _log = logging.getLogger(__name__)
 
 
 async def require_free_name(redis: str, scope: str, name: str, address: str) -> None:
-    """Raises ConfigError when a pod of that name lives at another address than `address`, the caller's own.
+    """Raises ConfigError if a live pod with this name answers at another address than `address`, the caller's own.
 
-    The lease of a dead pod is no obstacle: whoever holds it must answer as that pod and generation. Two pods that
-    start at the same moment both pass; the index then keeps the younger one and the other logs it.
+    The index entry of a dead pod is no obstacle: the address must answer as that pod and generation. If two pods start
+    at the same moment, both pass; the index keeps the younger one, and the other logs that.
     """
     holder = await read_name_owner(redis, scope, name)
     if holder is None or holder.address == address:

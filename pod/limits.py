@@ -1,6 +1,7 @@
-"""What a pod verifies of a request before it spends anything on it: the ranges its engine relies on.
+"""Checks of a request that a pod makes before it spends anything on it.
 
-The gateway validated for the client's sake; a pod checks again because one bad number must not reach a batch.
+The gateway has validated the request for the client's sake. A pod checks again because one bad number must not reach a
+batch.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ MAX_LOGPROBS = 20
 
 @dataclass(frozen=True, slots=True)
 class PodLimits:
-    """What this pod serves. max_model_len counts prompt plus output; num_blocks is the whole pool."""
+    """Limits of this pod."""
 
     served_name: str
     vocab_size: int
+    #: Prompt plus output tokens.
     max_model_len: int
     block_size: int
+    #: Of the whole pool.
     num_blocks: int
 
     def check(self, request: ValidRequest, *, generates: bool) -> None:
-        """Raises InvalidRequest (or ModelNotFound) naming the field when the request can never be served here.
+        """Raises InvalidRequest or ModelNotFound, with the field, if this pod can never serve the request.
 
-        generates: the pod produces the whole output, so its KV must fit the pool beside the prompt's.
+        generates: this pod generates the whole output, so its KV must fit the pool together with the prompt's.
         """
         if not request.request_id:
-            raise InvalidRequest("a request needs an id", field="request_id")
+            raise InvalidRequest("the request has no id", field="request_id")
         if request.model != self.served_name:
             raise ModelNotFound(f"this pod serves {self.served_name!r}, not {request.model!r}", field="model")
         if request.prompt_len == 0:
@@ -67,11 +70,11 @@ class PodLimits:
             )
 
     def max_blocks(self, request: ValidRequest) -> int:
-        """Blocks that the request can fill at most; the last generated token's KV is never computed."""
+        """Most blocks that the request can fill. The KV of the last token is never computed."""
         return self._blocks(request.prompt_len + request.sampling.max_tokens - 1)
 
     def initial_blocks(self, request: ValidRequest, n: int | None = None) -> int:
-        """Blocks with which its n sequences can begin: the prompt's, and one more for each that has tokens to write."""
+        """Blocks with which n sequences can start: the prompt's, and one more per sequence that has tokens to write."""
         alone = min(self._blocks(request.context_len) + 1, self.max_blocks(request))
         more = 0 if request.sampling.max_tokens == 1 else (n or request.sampling.n) - 1
         return alone + more
@@ -81,13 +84,15 @@ class PodLimits:
         if not 0 <= min(output, default=0) <= max(output, default=0) < self.vocab_size:
             raise InvalidRequest(f"a token id of the output is outside [0, {self.vocab_size})", field="output_ids")
         if output and len(output) >= s.max_tokens:
-            raise InvalidRequest(f"{len(output)} of {s.max_tokens} tokens are there: none follows", field="output_ids")
+            raise InvalidRequest(
+                f"the output has {len(output)} tokens already and max_tokens is {s.max_tokens}", field="output_ids"
+            )
         if not 0 <= request.child < MAX_N:
             raise InvalidRequest(f"child is {request.child}, outside [0, {MAX_N - 1}]", field="child")
         if s.n != 1 and (output or request.child):
-            raise InvalidRequest(f"n is {s.n}, and one sequence at a time goes on", field="n")
+            raise InvalidRequest(f"n is {s.n}; a resumed request has one sequence", field="n")
         if output and s.prompt_logprobs is not None:
-            raise InvalidRequest("a request that goes on has told of its prompt already", field="prompt_logprobs")
+            raise InvalidRequest("a resumed request cannot have prompt_logprobs", field="prompt_logprobs")
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -1,4 +1,4 @@
-"""What a pod counts: step times, batch sizes, tokens, KV blocks, transfers, outcomes. One object per pod."""
+"""Metrics of a pod: step times, batch sizes, tokens, KV blocks, transfers, outcomes; and their form on the wire."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats
 from pod.gpu import GpuReading
 
-# Seconds; KV that streams under the prefill leaves a few milliseconds to wait for.
+# Seconds. KV is pushed during the prefill, so the wait at its end is a few milliseconds.
 HAND_OFF_BUCKETS = (
     0.0005,
     0.001,
@@ -39,10 +39,13 @@ HAND_OFF_BUCKETS = (
 
 
 class PodMetrics:
-    """Metrics of one pod, whatever its role.
+    """Metrics of one pod, for any role.
 
-    blocks, tokens and speculation are read when scraped: KV blocks by state, prompt tokens computed by reason, and how
-    speculative decoding fares, None where there is none; peers: connections that this pod writes over.
+    Args (read at each scrape):
+        blocks: KV blocks by state.
+        tokens: prompt tokens computed, by reason.
+        speculation: statistics of speculative decoding; None without it.
+        peers: connections that this pod writes over.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class PodMetrics:
         m.sampled_gauge(
             "speculation_useless",
             "1 while drafts are made and none was right of late.",
-            lambda: _alarm(speculation()),
+            lambda: _useless(speculation()),
             ["proposer"],
         )
         self._speculation = speculation
@@ -115,12 +118,12 @@ class PodMetrics:
         m.sampled_counter("prompt_tokens_computed", "Prompt tokens computed, by reason.", tokens, ["reason"])
 
     def set_pod_info(self, role: str, model: str, version: str) -> None:
-        """Who this pod is."""
+        """Sets role, model and version of this pod."""
         info = self.metrics.gauge("pod_info", "1; who this pod is.", ["role", "model", "version"])
         info.labels(role, model, version).set(1)
 
     def add_work_metrics(self, load: Callable[[], PodLoad], engine: Engine) -> None:
-        """What waits and runs, and what went wrong for want of room; read when scraped."""
+        """Declares metrics of waiting and running work and of lack of memory. They are read at each scrape."""
         m = self.metrics
         m.sampled_gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", lambda: _queued(load()))
         m.sampled_gauge(
@@ -142,7 +145,7 @@ class PodMetrics:
         m.gauge("kv_block_bytes", "Bytes of one KV block.").set(engine.layout.block_bytes)
 
     def add_transfer_metrics(self, stats: Callable[[], TransferStats]) -> None:
-        """Transfers in both directions; read when scraped."""
+        """Declares metrics of transfers in both directions. They are read at each scrape."""
         m = self.metrics
         m.sampled_gauge(
             "transfers_open",
@@ -168,7 +171,7 @@ class PodMetrics:
         )
 
     def add_pair_metrics(self, pairs: Callable[[], Iterable[PairStats]]) -> None:
-        """pairs: this pod's traffic with every other one, read when scraped."""
+        """Declares metrics of this pod's traffic with every other pod. They are read at each scrape."""
         m = self.metrics
         counters: tuple[tuple[str, str, Callable[[PairStats], float]], ...] = (
             ("pair_hand_offs", "Hand-offs completed to another pod.", lambda p: p.transfers),
@@ -179,8 +182,8 @@ class PodMetrics:
             ("pair_exposed_seconds", "Seconds from last chunks to commits, by receiver.", lambda p: p.exposed_s),
             ("pair_failures", "Transfers to another pod that failed.", lambda p: p.failures),
         )
-        for name, what, read in counters:
-            m.sampled_counter(name, what, lambda read=read: [((p.pod,), read(p)) for p in pairs()], ["peer"])  # type: ignore[misc]
+        for name, help_text, read in counters:
+            m.sampled_counter(name, help_text, lambda read=read: [((p.pod,), read(p)) for p in pairs()], ["peer"])  # type: ignore[misc]
         m.sampled_gauge(
             "pair_bytes_per_second",
             "Rate of KV written to another pod, lately; before any, of the probe.",
@@ -189,22 +192,22 @@ class PodMetrics:
         )
 
     def count_pull(self, outcome: str, reason: str) -> None:
-        """A hint came to its end: done, skipped, refused or failed."""
+        """A pull hint was handled. outcome: done, skipped, refused or failed."""
         self._pulls.labels(outcome, reason).inc()
 
     def observe_pull(self, seconds: float, *, predicted_s: float) -> None:
-        """A pull succeeded."""
+        """A pull succeeded. predicted_s: the seconds that routing expected."""
         self._pull_seconds.observe(seconds)
         self._pull_predicted.observe(predicted_s)
 
     def count_decision(self, *, local: bool, reason: str) -> None:
-        """A request was taken; who computes its prompt, and why."""
+        """A request was admitted. local: this pod computes its prompt."""
         outcome = "local" if local else "remote"
         self.reserved.labels(outcome).inc()
         self._decided.labels(outcome, reason).inc()
 
     def observe_step(self, result: StepResult) -> None:
-        """Accounts one engine step (engine thread)."""
+        """Counts one engine step. Engine thread."""
         if result.seconds:
             prompt, decode = result.num_prompt_tokens + result.num_recomputed_tokens, result.num_decode_tokens
             kind = "mixed" if prompt and decode else "prefill" if prompt else "decode"
@@ -228,7 +231,7 @@ class PodMetrics:
         self._acceptance.labels(stats.proposer).observe(1 + output.num_accepted)
 
     def observe_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
-        """Accounts one completed hand-off; seconds since its first push. exemplar: its trace."""
+        """Counts one completed hand-off. seconds: since its first push. exemplar: labels with its trace id."""
         self._hand_offs.labels(report.transport).inc()
         self._transfer_bytes.labels(report.transport).inc(report.bytes)
         self._transfer_seconds.observe(seconds, exemplar)
@@ -251,7 +254,7 @@ def _failed(stats: SpeculationStats | None) -> list[MetricSample]:
     return [] if stats is None else [((stats.proposer,), stats.failures)]
 
 
-def _alarm(stats: SpeculationStats | None) -> list[MetricSample]:
+def _useless(stats: SpeculationStats | None) -> list[MetricSample]:
     return [] if stats is None else [((stats.proposer,), float(stats.is_useless))]
 
 
@@ -267,7 +270,7 @@ def _by_state(counts: PoolCounts) -> list[MetricSample]:
 def activity_to_pb(
     generated_tokens: int, preemptions: int, drafts: SpeculationStats | None, gpu: GpuReading | None
 ) -> transfer_pb2.Activity:
-    """For the answer to Info. drafts None: nobody makes any; gpu None: nothing is known of one."""
+    """Converts to the answer of Info. drafts: None without speculative decoding. gpu: None if unknown."""
     activity = transfer_pb2.Activity(generated_tokens=generated_tokens, preemptions=preemptions)
     if drafts is not None:
         activity.drafts.CopyFrom(
@@ -294,7 +297,7 @@ def add_host_tier_metrics(
     *,
     damaged_transfers: Callable[[], int],
 ) -> None:
-    """Declares them. host: None where the pod has no host tier."""
+    """Declares metrics of the host tier, of preemptions and of damage. host: returns None without a host tier."""
 
     def blocks() -> list[MetricSample]:
         stats = host()
@@ -306,7 +309,7 @@ def add_host_tier_metrics(
             return []
         return [(("to_host",), stats.saved * block_bytes), (("to_device",), stats.loaded * block_bytes)]
 
-    def forgotten() -> list[MetricSample]:
+    def dropped() -> list[MetricSample]:
         stats = host()
         return [] if stats is None else [((), stats.dropped)]
 
@@ -320,7 +323,7 @@ def add_host_tier_metrics(
 
     metrics.sampled_gauge("host_blocks", "KV blocks in host memory, and room for more.", blocks, ["state"])
     metrics.sampled_counter("host_moved_bytes", "KV bytes copied to host memory and back.", moved, ["direction"])
-    metrics.sampled_counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", forgotten)
+    metrics.sampled_counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", dropped)
     metrics.sampled_counter(
         "preempted_sequences",
         "Preempted sequences that went on, with all the KV that they had or not.",

@@ -1,11 +1,11 @@
-"""Connects a prefill pod to the decode pods it finds in the index, before the first request needs them.
+"""Connects a prefill pod to the decode pods of the prefix index, before the first request needs them.
 
-A connection is proven by one real block (the probe), so no request pays for the transport's lazy set-up. Pods that join
-later are connected once the index shows them, broken connections are made anew, and no pod waits for another one's
-time-out. Pods that the index does not know are connected by their first request.
+The probe proves a connection with one real block, so no request pays for the transport's lazy set-up. Pods that join
+later are connected when they appear in the index. Broken connections are made again. No pod waits for another pod's
+timeout. A pod that the index does not list is connected by its first request.
 
-At start the index is asked until it answers, for at most FIRST_ROUND_S. One late answer on a busy machine does not mean
-that the index is empty, and a pod that is ready promises a proven connection.
+start() asks the index until it answers, for at most FIRST_ROUND_S: one late answer on a busy machine does not mean that
+the index is empty, and a ready pod promises proven connections.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from prefix_index.records import PodRecord
 _log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-RETRY_S = 0.1  # between questions at start, while the index has not answered
-FIRST_ROUND_S = 15.0  # of start(): for the index's answer and the connections together
+#: Between queries in start(), while the index does not answer.
+RETRY_S = 0.1
+#: Time limit of start(), for the index and the connections together.
+FIRST_ROUND_S = 15.0
 
 
 class PeerDiscovery:
-    """Keeps connections to every decode pod of `scope` that the index lists.
+    """Keeps connections to every decode pod of `scope` in the index.
 
-    connect(address, generation) makes and proves one connection; repeating it for a living connection is cheap.
+    connect(address, generation) makes and proves one connection. It is cheap for a pod that is connected.
     """
 
     def __init__(self, reader: IndexReader, scope: str, connect: Callable[[str, int], Awaitable[object]]) -> None:
         self._reader = reader
         self._scope = scope
         self._connect = connect
-        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}  # by pod and generation
+        #: By pod and generation.
+        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connects the decode pods that the index lists, for at most FIRST_ROUND_S, and goes on in the background."""
+        """Connects the listed decode pods, for at most FIRST_ROUND_S, then continues in the background."""
         deadline = time.monotonic() + FIRST_ROUND_S
         answered = await self._round()
         while not answered and time.monotonic() < deadline:
@@ -60,7 +63,7 @@ class PeerDiscovery:
         self._task = asyncio.get_running_loop().create_task(self._forever())
 
     async def stop(self) -> None:
-        """Stops looking; connections stay. Idempotent."""
+        """Stops the discovery. Connections stay. Idempotent."""
         tasks = [*self._attempts.values(), *([self._task] if self._task is not None else [])]
         for task in tasks:
             task.cancel()
@@ -73,11 +76,11 @@ class PeerDiscovery:
             await self._round()
 
     async def _round(self) -> bool:
-        """Connects to pods that are new. Returns whether the index answered."""
+        """Connects to new pods. Returns whether the index answered."""
         try:
             pods = await self._reader.pods()
         except BatonError:
-            return False  # the index is a hint; it may be away
+            return False  # the index is optional
         except Exception:
             _log.exception("the index could not be read")
             return False

@@ -1,8 +1,8 @@
-"""A rank after the first of a tensor-parallel pod: engine/parallel/rank.py, and a transfer agent of its own.
+"""Process of a further rank of a tensor-parallel pod: the engine's rank loop, and a transfer agent.
 
-    python -m pod.rank RANK HOST:PORT SETTINGS       (see rank_command; the group's secret is in BATON_SECRET)
+    python -m pod.rank RANK HOST:PORT SETTINGS       (see rank_command; BATON_SECRET has the group's secret)
 
-The rank's loop has the main thread, its agent another; either end of the group is this process's end.
+The main thread runs the rank's loop, a second thread the agent. The process ends when either ends.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 class _RankPool:
-    """The newest pool of the rank: the last one made is the one that stays. ready_fd: a byte goes there when there is
-    one: the rank has all that it needs.
+    """The newest KV pool of the rank; the last pool that the engine makes is the final one.
+
+    ready_fd: gets one byte with the first pool, when the rank has all that it needs.
     """
 
     def __init__(self, ready_fd: int | None) -> None:
@@ -50,15 +51,15 @@ class _RankPool:
 
 
 def _run_transfer_backend(channel: RankChannel, make: Callable[[], Backend], pool: _RankPool) -> None:
-    """The agent's thread. A rank without an agent is of no use."""
+    """Thread of the agent. Ends the process if the agent fails."""
     code = EXIT_ABANDONED
     try:
         serve_rank_backend(channel, make, pool.memory)
-        return  # the main thread hears it as well
+        return  # rank 0 sent stop, to the main thread too
     except Unavailable as error:
         _log.info("%s", error.message)
     except Exception:
-        _log.exception("this rank's transfers cannot go on")
+        _log.exception("the transfer agent of this rank failed")
         code = EXIT_FAILED
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""The requests that a pod knows, by id, until nothing is held for them any more; and the moment when there are none."""
+"""Requests that a pod knows, and retries of an answer that is expected to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 class RequestRegistry(Generic[T]):
-    """Changed on the event loop only; `get` may be called on any thread (an entry never changes identity)."""
+    """Requests by id, until the pod holds nothing for them any more.
+
+    Changed on the event loop only. `get` may run on any thread, because an entry never changes identity.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[str, T] = {}
@@ -36,7 +39,7 @@ class RequestRegistry(Generic[T]):
         self._idle.clear()
 
     def remove(self, request_id: str, entry: T) -> bool:
-        """False when the entry is not here any more."""
+        """Returns False if the entry was removed before."""
         if self._entries.get(request_id) is not entry:
             return False
         del self._entries[request_id]
@@ -45,18 +48,18 @@ class RequestRegistry(Generic[T]):
         return True
 
     async def wait_idle(self) -> None:
-        """Returns once there are none."""
+        """Returns once the registry is empty."""
         await self._idle.wait()
 
 
 RETRY_LIMIT_S, POLL_S = 0.5, 0.002
 
 
-async def retry_until(ask: Callable[[], T], passing: Callable[[T], bool]) -> T:
-    """What ask answers; as long as the answer is one that will pass, asks again, for PATIENCE_S at most."""
+async def retry_until(ask: Callable[[], T], temporary: Callable[[T], bool]) -> T:
+    """Calls `ask` until `temporary` is false for its answer, for at most RETRY_LIMIT_S. Returns the last answer."""
     until = time.monotonic() + RETRY_LIMIT_S
     while True:
         answer = ask()
-        if not passing(answer) or time.monotonic() >= until:
+        if not temporary(answer) or time.monotonic() >= until:
             return answer
         await asyncio.sleep(POLL_S)

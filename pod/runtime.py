@@ -1,10 +1,11 @@
-"""A pod: one engine in its thread, one transfer node, one index entry, one gRPC server, one life.
+"""A pod: one engine in its thread, one transfer node, one index entry, one gRPC server.
 
-create -> start -> ready -> draining -> stopped
+    create -> start -> ready -> draining -> stopped
 
-The role's service (prefill_service, decode_service) is given to `start`; the pod never knows which one it is. Order
-matters twice: the generation is minted before the transfer agent exists, and at the end the pod leaves the index,
-refuses new work, waits for what runs, and stops the engine before the agent and the memory that peers write to.
+`start` gets the service of the pod's role (prefill_service, decode_service) as a PodService; the pod is independent of
+the role. The order matters twice. The generation is made before the transfer agent. At the end the pod leaves the
+index, refuses new work, waits for running requests, and stops the engine before the agent and the memory that peers
+write to.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ STOP_GRACE_S = 2.0
 
 
 class PodRuntime:
-    """Everything of a pod that does not depend on its role. Built by `create`, on the event loop."""
+    """The part of a pod that is independent of its role. Built by `create`, on the event loop."""
 
     def __init__(
-        self, config: PodConfig, engine: Engine, cache_news: CacheEventRelay, generation: int, backend: BackendFactory
+        self, config: PodConfig, engine: Engine, cache_events: CacheEventRelay, generation: int, backend: BackendFactory
     ) -> None:
         self.config = config
         self.engine = engine
-        self._cache_news = cache_news
-        assert config.name is not None, "create() settles the name"
+        self._cache_events = cache_events
+        assert config.name is not None, "create() sets the name"
         self.name = config.name
         self.served_name = config.served_name or default_served_name(config.model)
         self.generation = generation
@@ -136,20 +137,20 @@ class PodRuntime:
 
     @classmethod
     async def create(cls, config: PodConfig, *, backend: BackendFactory | None = None) -> PodRuntime:
-        """Loads the model, settles the name and the generation, builds the transfer agent. Raises ConfigError.
+        """Loads the model, determines name and generation, builds the transfer agent. Raises ConfigError.
 
         backend: makes the transfer backend; by default the one that config.transport names.
         """
         settings = engine_config(config)
         if settings.resolve_device().type == "cuda":
             require_mappable_kv(config)
-        news = CacheEventRelay()
+        cache_events = CacheEventRelay()
         load = functools.partial(
             Engine,
-            on_stored=news.stored,
-            on_evicted=news.evicted,
-            on_host_stored=news.host_stored,
-            on_host_evicted=news.host_evicted,
+            on_stored=cache_events.stored,
+            on_evicted=cache_events.evicted,
+            on_host_stored=cache_events.host_stored,
+            on_host_evicted=cache_events.host_evicted,
             start_ranks=functools.partial(start_ranks, config),
         )
         engine = await asyncio.to_thread(load, settings)
@@ -159,13 +160,19 @@ class PodRuntime:
             await require_free_name(config.redis, scope, name, config.advertise or f"{config.host}:{config.port}")
         generation = await mint_generation(config.redis, scope, name)
         return cls(
-            config, engine, news, generation, backend or functools.partial(pod_backend, members=engine.rank_group)
+            config,
+            engine,
+            cache_events,
+            generation,
+            backend or functools.partial(pod_backend, members=engine.rank_group),
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self, service: PodService) -> None:
-        """Serves: health says SERVING only after the engine has run and known peers are connected."""
+        """Starts serving. Health reports SERVING once the engine has run and the decode pods in the index are
+        connected.
+        """
         self._service = service
         self._server.add_servicer(type(service).register, service, service.full_name)
         self._server.add_servicer(
@@ -212,14 +219,15 @@ class PodRuntime:
             num_blocks=self.limits.num_blocks,
         )
         pool = self.engine.pool
-        self._index = self._cache_news.index = IndexPublisher(
+        self._index = self._cache_events.index = IndexPublisher(
             redis, record, pool.cached_hashes, self.load, host_snapshot=pool.host_hashes
         )
         await self._index.start()
 
     def _warm_up(self) -> None:
-        """One short request on the engine thread, so that the first client's does not pay for lazy set-up. Its error is
-        raised: a pod that cannot compute is never ready.
+        """Runs one short request on the engine thread, so that the first request does not pay for lazy set-up.
+
+        Raises its error: a pod that cannot compute is never ready.
         """
         self.engine.warm_up()
         sampling = SamplingParams(temperature=0.0, max_tokens=2)
@@ -233,7 +241,7 @@ class PodRuntime:
     async def run(self, service: PodService) -> None:
         """Starts, serves until a signal, drains, stops.
 
-        Does so by itself, with SystemExit, when a quarantine is overdue (3) or a thread of the pod has ended (4).
+        Ends without a signal, with SystemExit, if a quarantine lasts too long (3) or a thread of the pod has ended (4).
         """
         self.lifecycle.install_signals()
         if self.engine.device.type == "cuda":
@@ -252,7 +260,7 @@ class PodRuntime:
         self._server.set_serving(False)
 
     def _drain_and_exit(self, exit_code: int, reason: str) -> None:
-        """Only a new process can help: drains and ends this one, unless it is about to end anyway."""
+        """Drains and ends this process, because only a new one can help. No effect while draining."""
         if self.lifecycle.draining:
             return
         _log.error("leaving: %s", reason)
@@ -261,7 +269,7 @@ class PodRuntime:
         self.lifecycle.begin_drain(reason)
 
     async def _drain(self) -> None:
-        """Leaves the index, refuses new work, waits for what runs and what peers still read or write."""
+        """Leaves the index, refuses new work, waits for running requests and for blocks that peers read or write."""
         self._server.set_serving(False)
         if self._index is not None:
             await self._index.stop()
@@ -270,7 +278,7 @@ class PodRuntime:
         await self._embedder.wait_idle()
 
     async def stop(self) -> None:
-        """Ends what still runs and frees everything. Idempotent."""
+        """Ends running requests and frees everything. Idempotent."""
         await self._health.stop()
         for part in (self._peers, self._index):
             if part is not None:
@@ -298,7 +306,7 @@ class PodRuntime:
         speculator = self.engine.speculator
         return None if speculator is None else speculator.stats
 
-    # -- what services and peers ask ----------------------------------------------------------------------------------
+    # -- for services and peers ---------------------------------------------------------------------------------------
 
     def caller_span(self, context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext | None:
         """The caller's span, if this pod and the caller record spans."""
@@ -308,7 +316,7 @@ class PodRuntime:
         return found if found is not None and found.sampled else None
 
     def require_ready(self) -> None:
-        """Raises Unavailable unless the pod takes new work."""
+        """Raises Unavailable unless the pod accepts new work."""
         if self.lifecycle.state is not LifecycleState.READY:
             raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
         if not self._health.intact:
@@ -321,7 +329,7 @@ class PodRuntime:
         self.require_deadline(others + queued_tokens + request.prompt_len, deadline_s)
 
     def require_deadline(self, queued_tokens: int, deadline_s: float) -> None:
-        """Raises Overloaded when that many prompt tokens cannot be computed within deadline_s at the measured rate."""
+        """Raises Overloaded if so many prompt tokens take longer than deadline_s at the measured rate."""
         if (need_s := self.rates.prefill_s(queued_tokens)) > deadline_s:
             raise Overloaded(
                 f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work, and the request has "
@@ -330,9 +338,9 @@ class PodRuntime:
             )
 
     async def compile_grammar(self, request: ValidRequest) -> CompiledGrammar | None:
-        """The request's grammar, compiled off the event loop and the engine's thread; None where it has none.
+        """Compiles the request's grammar outside the event loop and the engine's thread; None without a grammar.
 
-        Raises InvalidRequest that names the field it came from.
+        Raises InvalidRequest with the request's field.
         """
         grammars = self.engine.grammar_compiler
         if request.grammar is None:
@@ -340,7 +348,7 @@ class PodRuntime:
         return grammars.get_cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
 
     def info(self) -> transfer_pb2.InfoResponse:
-        """The authoritative description of this pod (any thread)."""
+        """The authoritative description of this pod. Any thread."""
         state = self.lifecycle.state
         return transfer_pb2.InfoResponse(
             protocol_version=PROTOCOL_VERSION,
@@ -373,7 +381,7 @@ class PodRuntime:
         )
 
     def load(self) -> PodLoad:
-        """What routing weighs."""
+        """The figures that routing weighs."""
         stats, service = self.engine.scheduler.stats(), self._service
         prefill_rate, prefill_overhead_s = self.rates.prefill_fit()
         step_s, step_slope_s = self.rates.decode_fit()
@@ -395,17 +403,17 @@ class PodRuntime:
         )
 
     def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
-        """Accounts a hand-off that this pod completed as the sender, `seconds` after its first push."""
+        """Counts a hand-off that this pod completed as the sender, `seconds` after its first push."""
         self.metrics.observe_hand_off(report, seconds, exemplar)
         left = report.blocks - report.delivered_before_finish
         self.rates.observe_hand_off(left * self.engine.layout.block_size, report.exposed_s)
 
     def _lend(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
-        """What a pod that pulls this chain may read of the cache."""
-        hold = None if self.lifecycle.draining else self.engine.pool.pin_prefix(hashes, first)
-        if hold is not None:
-            self.metrics.lent_blocks.inc(len(hold.blocks))
-        return hold
+        """Pins cached blocks of this hash chain for a pod that pulls them."""
+        pin = None if self.lifecycle.draining else self.engine.pool.pin_prefix(hashes, first)
+        if pin is not None:
+            self.metrics.lent_blocks.inc(len(pin.blocks))
+        return pin
 
     # -- engine thread ------------------------------------------------------------------------------------------------
 
@@ -414,7 +422,7 @@ class PodRuntime:
         try:
             self._count(result)
         except Exception:
-            _log.exception("a step could not be counted")
+            _log.exception("the metrics of a step could not be updated")
         self._embedder.on_step(result)
         self._service.on_step(result)
 
@@ -427,23 +435,30 @@ class PodRuntime:
 
 
 class PodService(Protocol):
-    """What a pod needs of the role it plays. on_step runs on the engine thread, everything else on the event loop."""
+    """The service of a pod's role. on_step runs on the engine thread, everything else on the event loop."""
 
     full_name: str
 
-    def register(self, server: grpc.aio.Server) -> None: ...
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the service to the server."""
 
-    def on_step(self, result: StepResult) -> None: ...
-
-    @property
-    def num_active(self) -> int: ...
-
-    @property
-    def num_sequences(self) -> int: ...
+    def on_step(self, result: StepResult) -> None:
+        """Runs after each engine step, before the leases of ended sequences are finished."""
 
     @property
-    def queued_tokens(self) -> int: ...
+    def num_active(self) -> int:
+        """Requests that hold blocks or a place in the engine."""
 
-    async def wait_idle(self) -> None: ...
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of active requests that have not ended."""
 
-    def abort_all(self, error: BatonError) -> None: ...
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that this pod has yet to compute."""
+
+    async def wait_idle(self) -> None:
+        """Returns once no request is active."""
+
+    def abort_all(self, error: BatonError) -> None:
+        """Ends every request with `error`."""

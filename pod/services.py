@@ -1,6 +1,7 @@
-"""Embeddings of a pod: a prompt is computed like any other, and its last token's state is the answer.
+"""gRPC services of every pod: Embedding (not on decode pods) and Control.
 
-A request is known here from its call until the engine has let go of its sequence, which may be after the call's end.
+An embedding is the last token's state of a prompt that is computed like any other. The pod knows a request until the
+engine has released its sequence, which may be after the end of the call.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
 
 
 class _EmbeddingRequest:
-    """One prompt. vector: of length 1, once it is there."""
+    """One prompt."""
 
     def __init__(self, seq: Sequence) -> None:
         self.seq = seq
+        #: The embedding, of length 1.
         self.vector: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
 
 
 class Embedder(embedding_pb2_grpc.EmbeddingServicer):
-    """Serves Embedding of one pod; on_step and refusals come from the engine's thread, the rest is on the event loop.
+    """Serves Embedding. on_step and refusals run on the engine's thread, the rest on the event loop.
 
-    check: raises what makes a request impossible now, given the prompt tokens that wait here.
+    check: raises if the pod cannot serve a request now. Its arguments: request, queued prompt tokens of embeddings,
+    seconds until the deadline.
     """
 
     def __init__(self, engine: Engine, loop: EngineLoop, check: Callable[[ValidRequest, int, float], None]) -> None:
@@ -47,7 +50,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         self._loop = loop
         self._check = check
         self._aio = asyncio.get_running_loop()
-        self._work: RequestRegistry[_EmbeddingRequest] = RequestRegistry()
+        self._requests: RequestRegistry[_EmbeddingRequest] = RequestRegistry()
 
     async def Embed(
         self, request: embedding_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -55,25 +58,25 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         """See embedding.proto."""
         valid, left = request_from_pb(request.request), remaining_s(context, DEFAULT_DEADLINE_S)
         self._check(valid, self.queued_tokens, left)
-        if valid.request_id in self._work:
-            raise InvalidRequest(f"request {valid.request_id} is already here", field="request_id")
-        work = _EmbeddingRequest(self._engine.new_sequence(valid, hand_off=True, wants_embedding=True))
-        self._work.add(valid.request_id, work)
-        self._loop.add(work.seq, lambda error: self._on_refused(work, error))
+        if valid.request_id in self._requests:
+            raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
+        pending = _EmbeddingRequest(self._engine.new_sequence(valid, hand_off=True, wants_embedding=True))
+        self._requests.add(valid.request_id, pending)
+        self._loop.add(pending.seq, lambda error: self._on_refused(pending, error))
         try:
             async with asyncio.timeout(left):
-                vector = await asyncio.shield(work.vector)
+                vector = await asyncio.shield(pending.vector)
         except TimeoutError as e:
-            raise DeadlineExceeded("the request's time is over") from e
+            raise DeadlineExceeded("the request's deadline passed") from e
         finally:
-            if not work.vector.done():
-                work.vector.cancel()
+            if not pending.vector.done():
+                pending.vector.cancel()
                 self._loop.abort(valid.request_id)
-        return embedding_pb2.EmbedResponse(values=vector, cached_tokens=work.seq.cached_tokens)
+        return embedding_pb2.EmbedResponse(values=vector, cached_tokens=pending.seq.cached_tokens)
 
-    def _on_refused(self, work: _EmbeddingRequest, error: BatonError) -> None:
-        """The engine did not take it (any thread)."""
-        self._aio.call_soon_threadsafe(self._end, work, None, error)
+    def _on_refused(self, pending: _EmbeddingRequest, error: BatonError) -> None:
+        """The engine did not accept the sequence. Any thread."""
+        self._aio.call_soon_threadsafe(self._end, pending, None, error)
 
     def on_step(self, result: StepResult) -> None:
         """Engine thread, after each step."""
@@ -88,50 +91,50 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
             return None, output.error or Cancelled("the request was aborted")
         try:
             vector: list[float] = F.normalize(state.float(), dim=0).tolist()
-        except Exception as error:  # the step's other sequences go on
+        except Exception as error:  # must not end the step's other sequences
             return None, InternalError(f"{type(error).__name__}: {error}")
         return vector, None
 
     def _end_sequence(self, seq: Sequence, vector: list[float] | None, error: BatonError | None) -> None:
-        work = self._work.get(seq.request_id)
-        if work is not None and work.seq is seq:
-            self._end(work, vector, error)
+        pending = self._requests.get(seq.request_id)
+        if pending is not None and pending.seq is seq:
+            self._end(pending, vector, error)
 
-    def _end(self, work: _EmbeddingRequest, vector: list[float] | None, error: BatonError | None) -> None:
-        self._work.remove(work.seq.request_id, work)
-        if work.vector.done():
+    def _end(self, pending: _EmbeddingRequest, vector: list[float] | None, error: BatonError | None) -> None:
+        self._requests.remove(pending.seq.request_id, pending)
+        if pending.vector.done():
             return
         if vector is None:
-            work.vector.set_exception(error or InternalError("no vector"))
+            pending.vector.set_exception(error or InternalError("no vector"))
         else:
-            work.vector.set_result(vector)
+            pending.vector.set_result(vector)
 
     @property
     def num_active(self) -> int:
         """Requests that the engine still knows."""
-        return len(self._work)
+        return len(self._requests)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that wait for compute."""
-        return sum(work.seq.prompt_len - work.seq.computed for work in self._work.values())
+        """Prompt tokens that are not computed yet."""
+        return sum(pending.seq.prompt_len - pending.seq.computed for pending in self._requests.values())
 
     async def wait_idle(self) -> None:
-        """Returns once the engine knows none."""
-        await self._work.wait_idle()
+        """Returns once no request is active."""
+        await self._requests.wait_idle()
 
     def abort_all(self, error: BatonError) -> None:
-        """Ends every request (the pod stops)."""
-        for work in self._work.values():
-            self._loop.abort(work.seq.request_id)
-            self._end(work, None, error)
+        """Ends every request with `error`, because the pod stops."""
+        for pending in self._requests.values():
+            self._loop.abort(pending.seq.request_id)
+            self._end(pending, None, error)
 
 
-INDEX_POLLS, POLL_S = 100, 0.01  # how long an answer waits for the index
+INDEX_POLLS, POLL_S = 100, 0.01  # an answer waits at most 1 s for the index
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """Serves Control of one pod on its event loop. index: the pod's entry in the prefix index, once it has one."""
+    """Serves Control. index: the pod's publisher, once the pod joined the index."""
 
     def __init__(self, pool: BlockPool, index: Callable[[], IndexPublisher | None]) -> None:
         self._pool = pool

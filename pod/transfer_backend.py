@@ -1,4 +1,4 @@
-"""The pool of an engine as transfers see it, and the backend that moves it: one agent, or one for each rank."""
+"""Transfer backend of a pod: one agent, or one agent per rank; and the KV pool as transfers see it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kv_transfer.backend.rank_backend import RankBackendClient
 from kv_transfer.backend.sharded import ShardedBackend
 from kv_transfer.memory import PoolMemory
 
-TRANSFER_CHANNEL = "transfers"  # the kind of a rank's second channel
+TRANSFER_CHANNEL = "transfers"  # kind of a rank's second channel
 
 BackendFactory = Callable[[PodConfig], Backend]
 
 
 def make_backend(transport: str, net_devices: str | None) -> Backend:
-    """The backend of one process. loopback: alone on its fabric, so only an aggregated pod can use it."""
+    """The backend of one process. Loopback has a fabric of its own, so only an aggregated pod can use it."""
     return NixlBackend(net_devices) if transport == "nixl" else LoopbackBackend(LoopbackFabric())
 
 
 def start_ranks(config: PodConfig, engine: EngineConfig) -> RankGroup:
-    """The other ranks of a pod, each with an agent. Those of other machines know the cluster's secret."""
+    """Starts the other ranks of a pod, each with an agent. Ranks on other machines need the cluster's secret."""
     return RankGroup.start(
         engine,
         secret=config.secret if engine.tensor_parallel_nodes > 1 else None,
@@ -39,7 +39,7 @@ def start_ranks(config: PodConfig, engine: EngineConfig) -> RankGroup:
 
 
 def rank_command(config: PodConfig | WorkerConfig, rank: int, master: str, ready_fd: int | None = None) -> list[str]:
-    """The command line of a rank of a pod, see pod/rank.py. ready_fd: gets a byte once the rank is ready."""
+    """Command line of a rank of a pod (pod/rank.py). ready_fd: gets a byte once the rank is ready."""
     settings = {
         "ready_fd": ready_fd,
         "transport": config.transport,
@@ -51,7 +51,7 @@ def rank_command(config: PodConfig | WorkerConfig, rank: int, master: str, ready
 
 
 def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
-    """The backend of a pod: this process's, with those of the other ranks where there are any."""
+    """The backend of a pod: this process's agent, and those of the other ranks."""
     own = make_backend(config.transport, config.net_devices)
     if members is None:
         return own
@@ -61,7 +61,7 @@ def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
 
 
 def pool_memory(kv: KVPool) -> PoolMemory:
-    """Registered once, and read and written by peers."""
+    """The engine's KV pool for registration with a transfer agent."""
     return PoolMemory(
         base=kv.data_ptr,
         block_bytes=kv.block_bytes,

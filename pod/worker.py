@@ -1,9 +1,9 @@
-"""`baton worker`: the ranks that one machine adds to a tensor-parallel pod of another.
+"""`baton worker`: the ranks of one machine for a tensor-parallel pod on another machine.
 
-starting: ranks join the pod and load -> ready: each has its part of the KV -> over: a rank has ended, then all do
+    starting: ranks join the pod and load --> ready: each has its part of the KV --> ended: one rank ends, then all do
 
-What is computed is the pod's business; this process owns its ranks, answers probes, and lives as long as they do. Told
-to leave it waits for the pod, which is told at the same time and has requests to end.
+The pod drives the ranks. This process owns them, answers health probes, and runs as long as its ranks. On
+SIGTERM it waits for the pod, which gets the signal at the same time and has requests to finish.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXIT_BROKEN = 4
 
 
 class Worker:
-    """The ranks of this machine, and their health."""
+    """The ranks of this machine."""
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.tensor_parallel_node == 0:
@@ -37,7 +37,7 @@ class Worker:
         self._over = asyncio.Event()
 
     async def run(self) -> None:
-        """Until a rank has ended; SystemExit when it was not told to leave."""
+        """Runs until a rank has ended. Raises SystemExit if it ended without a signal to this process."""
         self._lifecycle.install_signals()
         await self._server.start()
         ranks = [await self._start(rank) for rank in self._config.ranks]
@@ -47,14 +47,14 @@ class Worker:
             asyncio.create_task(process.wait()): rank
             for rank, (process, _) in zip(self._config.ranks, ranks, strict=True)
         }
-        told = asyncio.create_task(self._lifecycle.wait_stopped())
+        stopped = asyncio.create_task(self._lifecycle.wait_stopped())
         try:
-            await asyncio.wait({*ends, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*ends, stopped}, return_when=asyncio.FIRST_COMPLETED)
             for task, rank in ends.items():
                 if task.done():
                     _log.info("rank %d has ended with exit code %d", rank, task.result())
             self._server.set_serving(False)
-            if not told.done():  # the others end with rank 0, which has noticed
+            if not stopped.done():  # rank 0 ends the other ranks
                 await asyncio.wait(ends, timeout=STOP_S)
         finally:
             ready.cancel()
@@ -68,7 +68,9 @@ class Worker:
             raise SystemExit(EXIT_BROKEN)
 
     async def _start(self, rank: int) -> tuple[asyncio.subprocess.Process, int]:
-        """The rank's process, which ends with this one, and where it says that it is ready."""
+        """Starts a rank, which ends with this process. Returns the process and the file that gets a byte when it is
+        ready.
+        """
         config = self._config
         reads, writes = os.pipe()
         try:
@@ -84,21 +86,21 @@ class Worker:
         return process, reads
 
     async def _ready(self, fds: list[int]) -> None:
-        """Health says SERVING once every rank is ready."""
-        said = await asyncio.gather(*(_first_byte(fd) for fd in fds))
-        if all(said) and not self._lifecycle.draining:
+        """Health reports SERVING once every rank is ready."""
+        ready = await asyncio.gather(*(_first_byte(fd) for fd in fds))
+        if all(ready) and not self._lifecycle.draining:
             _log.info("ranks %s are ready", list(self._config.ranks))
             self._lifecycle.ready()
             self._server.set_serving(True)
 
     async def _wait_for_pod(self) -> None:
-        """The ranks end with the pod."""
+        """Waits until the ranks have ended with the pod."""
         self._server.set_serving(False)
         await self._over.wait()
 
 
 async def _first_byte(fd: int) -> bool:
-    """Whether one comes before the end."""
+    """Returns whether a byte arrived before the end of the file."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(fd, readable.set)
     try:
@@ -110,5 +112,5 @@ async def _first_byte(fd: int) -> bool:
 
 
 async def serve(config: WorkerConfig) -> None:
-    """Runs until the pod is over. Raises ConfigError; SystemExit when a rank was lost."""
+    """Runs until the pod ends. Raises ConfigError, and SystemExit if a rank was lost."""
     await Worker(config).run()

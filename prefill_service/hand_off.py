@@ -146,7 +146,7 @@ class PrefillHandOff:
         self._next_block = 0
         self._has_first_token = False
         self._first_tokens: list[tuple[int, FinishReason | None]] = []
-        # The engine thread and the event loop share what follows, under the lock.
+        # The engine thread and the event loop share the fields below, under the lock.
         self._lock = threading.Lock()
         self._transfer: OutgoingTransfer | None = None
         #: Pushes that wait for a target, by first block.

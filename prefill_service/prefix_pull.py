@@ -1,13 +1,13 @@
-"""Fetches what another pod holds of a prompt's prefix into this pod's cache, before the engine sees the prompt.
+"""Pulls a prompt's prefix from another pod into this pod's cache, before the engine sees the prompt.
 
-    hint -> worth it? -> lease blocks -> pull -> publish -> the prompt finds them like any cached prefix
+    hint -> cheaper than computing? -> lease blocks -> pull -> publish -> the prompt finds them in the cache
 
-Worth it is what takes less than computing the same tokens would, by what this pod measured of both; and it waits for no
-pull longer than that: so a pull that fails makes a prompt at most about twice as late as if nobody had been asked.
+A pull is worth it if it takes less time than computing the same tokens, by this pod's measurements of both. A prompt
+waits for a pull no longer than computing would take, so a failed pull makes it at most about twice as late.
 
-A hint is a hint: whatever goes wrong, or is not worth it, ends with the engine computing what is missing. The lease is
-given up as soon as the blocks are published, so prompts that wait hold nothing, and a pull that failed leaves its
-blocks to the writer's hold. Prompts that want the same blocks at the same time share one pull. Runs on the event loop.
+After any failure the engine computes the missing tokens. The lease ends as soon as the blocks are published, so waiting
+prompts hold no blocks. The blocks of a failed pull stay pinned for the writer. Prompts that want the same blocks at the
+same time share one pull. Event loop.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
-MIN_TIME_S, MAX_TIME_S = 0.05, 10.0  # that a pull may take
-UNKNOWN_TIME_S = 0.5  # at most, while nobody knows how long computing takes
-SMALL_STEP_FACTOR = 4.0  # times what small steps say of computing, which is too little
+#: Bounds of a pull's time limit.
+MIN_TIME_S, MAX_TIME_S = 0.05, 10.0
+#: Largest time limit before a full prefill step was measured.
+UNKNOWN_TIME_S = 0.5
+#: Small steps underestimate the time of computing: their estimate is multiplied by this.
+SMALL_STEP_FACTOR = 4.0
 
 
 def pull_time_limit_s(rates: PodRates, tokens: int) -> float:
-    """Seconds that a pull of so many tokens may take: as long as computing them."""
+    """Seconds that a pull of `tokens` tokens may take: as long as computing them."""
     if compute_s := rates.prefill_s(tokens):
         return min(MAX_TIME_S, max(MIN_TIME_S, compute_s))
-    guess_s = rates.prefill_estimate_s(tokens)
-    return min(UNKNOWN_TIME_S, max(MIN_TIME_S, SMALL_STEP_FACTOR * guess_s)) if guess_s else UNKNOWN_TIME_S
+    estimate_s = rates.prefill_estimate_s(tokens)
+    return min(UNKNOWN_TIME_S, max(MIN_TIME_S, SMALL_STEP_FACTOR * estimate_s)) if estimate_s else UNKNOWN_TIME_S
 
 
 class PrefixPuller:
-    """The pulls of one prefill pod."""
+    """Pulls of one prefill pod."""
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        self._pulls: dict[bytes, asyncio.Task[bool]] = {}  # by the hash of the last block wanted
+        #: Running pulls by the hash of the last wanted block.
+        self._pulls: dict[bytes, asyncio.Task[bool]] = {}
 
     async def pull(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
-        """Returns once the cache holds what could be had of the hint: whether anybody was asked for it. Never raises
-        but for cancellation.
-        """
+        """Pulls what `hint` offers and returns whether a holder was asked. Raises only CancelledError."""
         metrics = self._pod.metrics
         if self._pod.config.pull == "off":
             metrics.count_pull("skipped", "off")
@@ -78,7 +80,7 @@ class PrefixPuller:
     async def _pull_accounted(
         self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
     ) -> bool:
-        """One pull, accounted; whether the holder was asked."""
+        """One pull with its metrics. Returns whether the holder was asked."""
         began, metrics = time.monotonic(), self._pod.metrics
         try:
             outcome, reason = await self._pull(request_id, hashes, hint, deadline_s)
@@ -96,7 +98,7 @@ class PrefixPuller:
     async def _pull(
         self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
     ) -> tuple[str, str]:
-        """Outcome and reason. Raises BatonError."""
+        """Returns the outcome and its reason. Raises BatonError."""
         pod, pool = self._pod, self._pod.engine.pool
         cached = pool.match_prefix(hashes)
         if cached == len(hashes):
@@ -134,9 +136,7 @@ class PrefixPuller:
             except DeadlineExceeded:
                 pod.rates.observe_pull(time.monotonic() - asked, 0.0)
                 raise
-            await retry_until(
-                lambda: lease.host_loading, bool
-            )  # what comes from host memory was asked for before the pull
+            await retry_until(lambda: lease.host_loading, bool)  # copies from host memory, started by pool.lease
             lease.publish(hashes[: first + got.blocks])
             if not got.blocks:
                 return "refused", got.reason

@@ -1,4 +1,4 @@
-"""The prefill pod's process: builds the pod, serves until it is told to leave."""
+"""Process of a prefill pod: builds the pod and serves until a signal ends it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefill_service.servicer import PrefillServicer
 
 
 async def serve(config: PodConfig) -> None:
-    """Runs until SIGTERM and the drain after it. Raises ConfigError; SystemExit, see PodRuntime.run."""
+    """Runs until SIGTERM and the drain after it. Raises ConfigError, and SystemExit like PodRuntime.run."""
     if config.role is not Role.PREFILL:
         raise ValueError(f"prefill_service serves role prefill, not {config.role}")
     pod = await PodRuntime.create(config)

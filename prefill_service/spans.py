@@ -1,11 +1,11 @@
-"""The spans of one traced prefill, recorded when nothing of it is left on the pod.
+"""Spans of one traced prefill, recorded when the pod holds nothing of it any more.
 
 prefill.request                     child of the gateway's attempt
-    prefill.pull                    of a prefix, where another pod held one
+    prefill.pull                    pull of a prefix from another pod
     prefill.queue
-    prefill.chunk                   for each step
-    transfer.hand_off               from the first push, or the last chunk, to the commit
-        transfer.push (one for each chunk's blocks)
+    prefill.chunk                   one per step
+    transfer.hand_off               from the first push or the last chunk to the commit
+        transfer.push               one per chunk's blocks
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from prefill_service.hand_off import PrefillHandOff
 
 def record_spans(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff) -> None:
     """parent: the caller's span."""
-    own, seq, end = parent.new_child(), hand_off.seq, hand_off.outcome
-    over = next((entry.at for entry in hand_off.history if entry.kind == "end"), time.monotonic())
+    own, seq, outcome = parent.new_child(), hand_off.seq, hand_off.outcome
+    end_at = next((entry.at for entry in hand_off.history if entry.kind == "end"), time.monotonic())
     chunks = [entry for entry in hand_off.history if entry.kind == "chunk"]
     queued = hand_off.arrived_at
     if hand_off.pulled_from is not None:
@@ -35,14 +35,14 @@ def record_spans(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff)
         counted = {"baton.tokens": chunk.value - done, "baton.computed_tokens": chunk.value}
         tracer.record_span("prefill.chunk", own.new_child(), own, chunk.start, chunk.at, counted)
         done = chunk.value
-    if hand_off.pushes or isinstance(end, TransferReport):
-        _record_transfer(tracer, own, hand_off, over)
+    if hand_off.pushes or isinstance(outcome, TransferReport):
+        _record_transfer(tracer, own, hand_off, end_at)
     tracer.record_span(
         "prefill.request",
         own,
         parent,
         hand_off.arrived_at,
-        over,
+        end_at,
         {
             "baton.request_id": seq.request_id,
             "baton.prompt_tokens": seq.prompt_len,
@@ -50,22 +50,22 @@ def record_spans(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff)
             "baton.preemptions": seq.preemptions,
         },
         kind="server",
-        error=end.message if isinstance(end, BatonError) else None,
+        error=outcome.message if isinstance(outcome, BatonError) else None,
     )
 
 
-def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff, over: float) -> None:
-    own, end = parent.new_child(), hand_off.outcome
+def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff, end_at: float) -> None:
+    own, outcome = parent.new_child(), hand_off.outcome
     pushes = sorted(hand_off.pushes.items())
-    computed = max((entry.at for entry in hand_off.history if entry.kind in ("chunk", "first_token")), default=over)
+    computed = max((entry.at for entry in hand_off.history if entry.kind in ("chunk", "first_token")), default=end_at)
     start = min([computed, *(push.start for _, push in pushes)])
     for first, push in pushes:
         blocks = {"baton.first_block": first, "baton.blocks": push.blocks}
-        tracer.record_span("transfer.push", own.new_child(), own, push.start, push.end or over, blocks)
+        tracer.record_span("transfer.push", own.new_child(), own, push.start, push.end or end_at, blocks)
     to = "" if hand_off.target is None else hand_off.target.pod
     found: dict[str, str | int | float] = {"baton.decode_pod": to}
-    if isinstance(end, TransferReport):
-        found |= {"baton.blocks": end.blocks, "baton.bytes": end.bytes, "baton.transport": end.transport}
-        found |= {"baton.exposed_s": end.exposed_s, "baton.blocks_early": hand_off.delivered_before_last_chunk()}
-    error = end.message if isinstance(end, BatonError) else None
-    tracer.record_span("transfer.hand_off", own, parent, start, over, found, kind="client", error=error)
+    if isinstance(outcome, TransferReport):
+        found |= {"baton.blocks": outcome.blocks, "baton.bytes": outcome.bytes, "baton.transport": outcome.transport}
+        found |= {"baton.exposed_s": outcome.exposed_s, "baton.blocks_early": hand_off.delivered_before_last_chunk()}
+    error = outcome.message if isinstance(outcome, BatonError) else None
+    tracer.record_span("transfer.hand_off", own, parent, start, end_at, found, kind="client", error=error)

@@ -1,9 +1,9 @@
-"""Agents inside one process, with faults: the same protocol as NIXL, made to misbehave on purpose.
+"""Transfer agents inside one process, with injected faults.
 
-The fabric owns every write and notification under way. They move only while some agent polls, so time is the fabric's
-clock and nothing happens behind a test's back. A delayed write lands its bytes at its due time, whatever happened to
-the transfer meanwhile: that is the late write from which quarantine protects. An agent that died answers nothing:
-writes to it fail, its own are lost. A frozen one neither receives nor polls: writes to it stay pending.
+A LoopbackFabric owns every write and notification in flight. They move only while some agent polls, by the fabric's
+clock. A delayed write lands its bytes at its due time even if the transfer ended meanwhile: quarantine protects from
+exactly that late write. An agent that died answers nothing: writes to it fail, and its own are lost. A frozen agent
+neither receives nor polls: writes to it stay pending.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 
 @dataclass(frozen=True, slots=True)
 class LoopbackFault:
-    """What happens to one write: delay its landing, or fail it (after the delay, no byte lands)."""
+    """Fault of one write."""
 
+    #: The write ends this much later.
     delay_s: float = 0.0
+    #: The write fails with this reason, and no byte lands.
     fail: str | None = None
 
 
@@ -53,17 +55,15 @@ class _LoopbackAgent:
 
 
 class LoopbackFabric:
-    """Connects LoopbackBackends. Faults are set at any time from any thread:
-
-    on_notify(source, peer, payload) -> delays in seconds, one per copy that is delivered ([] dropped it, [0, 0] doubles
-    it, unequal delays reorder);
-    transport: how its agents call what carries payload; on_write(source, peer, num_blocks) -> WriteFault. die(agent),
-    freeze(agent) and thaw(agent) act on whole agents.
-    """
+    """Connects LoopbackBackends. Faults may be set at any time from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        #: (source, peer, payload) -> delays in seconds, one per delivered copy: [] drops it, [0, 0] doubles it, unequal
+        #: delays reorder it.
         self.on_notify: NotifyPlan = lambda _source, _peer, _payload: (0.0,)
+        #: (source, peer, number of blocks) -> fault of the write.
         self.on_write: WritePlan = lambda _source, _peer, _count: LoopbackFault()
+        #: Transport that the agents report.
         self.transport = "loopback"
         self._clock = clock
         self._lock = threading.Lock()
@@ -74,11 +74,11 @@ class LoopbackFabric:
     def join(self, name: str, memory: PoolMemory) -> None:
         with self._lock:
             if name in self._agents:
-                raise TransferFailed(f"agent {name} was here before")
+                raise TransferFailed(f"agent {name} exists already")
             self._agents[name] = _LoopbackAgent(memory)
 
     def kill(self, name: str) -> None:
-        """The agent's process is gone, with the writes it had under way."""
+        """Ends an agent's process, with the writes that it has in flight."""
         with self._lock:
             self._agents[name].dead = True
 
@@ -94,7 +94,7 @@ class LoopbackFabric:
         with self._lock:
             agent = self._agents.get(name)
             if agent is None or agent.dead:
-                raise TransferFailed(f"agent {name} is not there")
+                raise TransferFailed(f"agent {name} does not exist")
 
     def post(self, write: _LoopbackWrite) -> None:
         fault = self.on_write(write.source, write.peer, len(write.local))
@@ -112,20 +112,20 @@ class LoopbackFabric:
             return taken
 
     def advance(self) -> None:
-        """Lands whatever is due."""
+        """Lands every write and notification that is due."""
         with self._lock:
-            now, held = self._clock(), []
+            now, frozen = self._clock(), []
             while self._due and self._due[0][0] <= now:
                 entry = heapq.heappop(self._due)
-                item = entry[2]
-                peer = self._agents[item.peer if isinstance(item, _LoopbackWrite) else item[0]]
+                message = entry[2]
+                peer = self._agents[message.peer if isinstance(message, _LoopbackWrite) else message[0]]
                 if peer.frozen and not peer.dead:
-                    held.append(entry)
-                elif isinstance(item, _LoopbackWrite):
-                    self._land(item, peer, now)
+                    frozen.append(entry)
+                elif isinstance(message, _LoopbackWrite):
+                    self._land(message, peer, now)
                 else:
-                    peer.inbox.append(item[1])
-            for entry in held:
+                    peer.inbox.append(message[1])
+            for entry in frozen:
                 heapq.heappush(self._due, entry)
 
     def _land(self, write: _LoopbackWrite, peer: _LoopbackAgent, now: float) -> None:
@@ -193,7 +193,7 @@ class LoopbackBackend:
 
     def _require(self, peer: str, metadata: bytes) -> None:
         if metadata.decode() != peer:
-            raise TransferFailed(f"metadata is {metadata!r}'s, not {peer}'s")
+            raise TransferFailed(f"the metadata belongs to {metadata!r}, not to {peer}")
         self._fabric.require_alive(peer)
 
     def disconnect(self, peer: str) -> None:

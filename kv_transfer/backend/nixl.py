@@ -1,11 +1,14 @@
-"""The real backend: one NIXL agent with the UCX plugin, owned by the transfer thread.
+"""Backend over NIXL with the UCX plugin: one agent, owned by the transfer thread.
 
-What had to be learnt (NIXL 1.5): transfer() and check_xfer_state() may copy inline; a notification leaves only while
-the initiator polls, and without a progress thread (it spins on a core) a target receives only while it polls; errors
-are exceptions; release() of an active handle does not stop it, so only terminal handles are released; a name is never
-used twice; descriptors are exchanged as numbers, because NIXL's own serialisation of them is pickle. The whole pool
-is one strided row (address, length, device, stride, count) per side, and NIXL merges neighbouring indices into one
-descriptor where both sides' are neighbours. Copies between GPUs are posted with the context of this thread.
+Facts about NIXL 1.5 that this module relies on:
+- transfer() and check_xfer_state() may copy inline. Errors are exceptions.
+- A notification leaves only while the initiator polls. Without a progress thread, which spins on a core, a target
+  receives only while it polls.
+- release() of an active handle does not stop it, so only terminal handles are released.
+- NIXL serialises descriptors with pickle, so descriptors are exchanged as numbers.
+- The whole pool is one strided row (address, length, device, stride, count) per side. NIXL merges neighbouring
+  indices into one descriptor where both sides are neighbours.
+Copies between GPUs are posted with the CUDA context of this thread.
 """
 
 from __future__ import annotations
@@ -48,20 +51,19 @@ class _NixlTransfer:
 
 @dataclass(slots=True)
 class _NixlAgent:
-    """What exists from start to close."""
+    """Objects that exist from start to close."""
 
     nixl: Any
     memory: PoolMemory
     registered: Any
     blocks: Any
     peers: dict[str, _Peer] = field(default_factory=dict)
-    notified_peers: dict[str, bytes] = field(default_factory=dict)  # with their metadata; NIXL knows them
+    #: Peers of add_peer, with their metadata.
+    notified_peers: dict[str, bytes] = field(default_factory=dict)
 
 
 class NixlBackend:
-    """One NIXL agent. net_devices: the network devices that it may use, as UCX_NET_DEVICES takes them; None: what the
-    environment says.
-    """
+    """One NIXL agent. net_devices: value for UCX_NET_DEVICES; None leaves the environment as it is."""
 
     kind = "nixl"
 
@@ -89,7 +91,7 @@ class NixlBackend:
             size = memory.total_blocks * memory.block_bytes
             registered = nixl.register_memory([(memory.base, size, memory.device, "")], memory.kind)
             blocks = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptor_row(memory), memory.kind)
-        except Exception as e:  # NIXL's exceptions have no common base of their own
+        except Exception as e:  # NIXL's exceptions have no common base class
             raise TransferFailed(f"NIXL agent {name} cannot start: {e}") from e
         self._name, self._agent = name, _NixlAgent(nixl, memory, registered, blocks)
 
@@ -98,7 +100,7 @@ class NixlBackend:
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         agent = self._started
-        if (known := agent.notified_peers.get(peer)) != metadata:  # NIXL takes an agent once
+        if (known := agent.notified_peers.get(peer)) != metadata:  # NIXL accepts an agent only once
             self.remove_peer(peer)
             self._load(peer, metadata)
             if known is not None:
@@ -115,12 +117,12 @@ class NixlBackend:
         try:
             loaded = nixl.add_remote_agent(metadata)
         except Exception as e:
-            raise TransferFailed(f"the metadata of {peer} was refused: {e}") from e
+            raise TransferFailed(f"NIXL refused the metadata of {peer}: {e}") from e
         name = loaded.decode() if isinstance(loaded, bytes) else loaded
         if name != peer:
             if name not in self._started.peers and name not in self._started.notified_peers:
                 nixl.remove_remote_agent(name)
-            raise TransferFailed(f"the metadata is {name}'s, not {peer}'s")
+            raise TransferFailed(f"the metadata belongs to {name}, not to {peer}")
 
     def disconnect(self, peer: str) -> None:
         agent = self._started
@@ -130,7 +132,7 @@ class NixlBackend:
         try:
             known.blocks.release()
             agent.nixl.remove_remote_agent(peer)
-            if peer in agent.notified_peers:  # what NIXL knew served both
+            if peer in agent.notified_peers:  # remove_remote_agent ended notifications too
                 self._load(peer, agent.notified_peers[peer])
         except Exception as e:
             agent.notified_peers.pop(peer, None)
@@ -227,8 +229,7 @@ class NixlBackend:
         if agent is None:
             return
         if any(write.state is WriteState.PENDING for write in self._writes.values()):
-            # An active handle may not be released, and its agent and buffers have to outlive it: they stay until the
-            # process ends.
+            # An active handle must not be released, and its agent and buffers must outlive it: leak them on purpose.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((agent, self._writes)))
             return
         for handle in list(self._writes):
@@ -256,9 +257,9 @@ class NixlBackend:
 
 
 def nixl_api() -> Any:
-    """NIXL's Python API from whichever distribution is installed. Raises TransferFailed.
+    """NIXL's Python API from the installed distribution. Raises TransferFailed.
 
-    The CUDA-numbered packages come first: the `nixl` meta package imports torch.
+    The CUDA-numbered packages are tried first, because the `nixl` meta package imports torch.
     """
     for module in _MODULES:
         if importlib.util.find_spec(module.partition(".")[0]) is not None:
@@ -270,18 +271,21 @@ def nixl_api() -> Any:
 
 
 def _descriptor_row(memory: PoolMemory | PeerMemory) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """A pool as one strided descriptor row."""
+    """A pool as one strided descriptor row, uint64 [1, 5]."""
     return np.array(
         [[memory.base, memory.block_bytes, memory.device, memory.block_bytes, memory.total_blocks]], dtype=np.uint64
     )
 
 
 def set_primary_context(device: int) -> None:
-    """device: as CUDA numbers the visible ones. Raises TransferFailed."""
+    """Makes the device's primary CUDA context current on this thread. Raises TransferFailed.
+
+    device: index among the visible devices.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as e:
-        raise TransferFailed(f"KV is on a GPU, but the driver does not load: {e}") from e
+        raise TransferFailed(f"the KV pool is on a GPU, but the CUDA driver does not load: {e}") from e
     number, context = ctypes.c_int(), ctypes.c_void_p()
     calls: tuple[tuple[str, Callable[[], int]], ...] = (
         ("cuInit", lambda: cuda.cuInit(0)),
@@ -291,4 +295,4 @@ def set_primary_context(device: int) -> None:
     )
     for name, call in calls:
         if (result := call()) != 0:
-            raise TransferFailed(f"{name} of GPU {device} fails with {result}")
+            raise TransferFailed(f"{name} of GPU {device} failed with CUDA error {result}")

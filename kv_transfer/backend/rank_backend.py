@@ -1,8 +1,9 @@
-"""The transfer agents of a tensor-parallel group's other ranks: rank 0 drives them over a channel each.
+"""Transfer agents of the other ranks of a tensor-parallel group. Rank 0 drives each over a channel.
 
-RankAgent is rank 0's end, owned by its transfer thread; `serve_rank_backend` runs in the other process, on a thread of
-its own. Writes are posted without an answer; the rank polls them while any is pending and says what became of each,
-once. A rank that is gone posts nothing more: everything it had under way counts as ended by an error.
+    rank 0: RankBackendClient <-- channel --> rank r: serve_rank_backend, on a thread of its own
+
+Writes are posted without an answer. The rank polls pending writes and reports the result of each once. A rank that is
+gone posts nothing more: every write that it had in flight counts as failed.
 """
 
 from __future__ import annotations
@@ -25,31 +26,33 @@ _log = logging.getLogger(__name__)
 
 CALL_S = 60.0  # the first agent of a machine loads libraries
 CLOSE_S = 2.0
-POLL_S = 0.001  # of a rank with writes under way
+POLL_S = 0.001  # while writes are pending
 IDLE_S = 0.02
 
 
 class RankBackendClient:
-    """rank: its number. The answers to what is posted are taken by `pump`."""
+    """Rank 0's end of one channel. The transfer thread owns it."""
 
     def __init__(self, rank: int, channel: RankChannel) -> None:
         self.rank = rank
         self._channel = channel
-        self._ended: dict[int, str] = {}  # by number: "" or why it failed
+        #: Ended writes by number: "" or the reason of the failure.
+        self._ended: dict[int, str] = {}
         self._progress_requested = False
+        #: Why the rank cannot be used any more.
         self._gone: str | None = None
 
     def send_request(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """`answer` is to follow; what is asked of several ranks they do at the same time."""
+        """Sends a request; `wait_response` must follow. Requests to several ranks run at the same time."""
         if self._gone is None:
             self._send(kind, payload, **fields)
 
     def wait_response(self, timeout_s: float = CALL_S) -> RankMessage:
-        """Of the last `ask`. Raises TransferFailed when the rank refuses, is gone or says nothing."""
+        """The response to the last request. Raises TransferFailed if the rank refuses, is gone or does not answer."""
         until = time.monotonic() + timeout_s
         while self._gone is None:
             if not self._ready(max(0.0, until - time.monotonic())):
-                self._mark_gone(f"tensor-parallel rank {self.rank} says nothing for {timeout_s:g} s")
+                self._mark_gone(f"tensor-parallel rank {self.rank} did not answer within {timeout_s:g} s")
                 break
             message = self._take()
             if message is not None and message.kind == "refused":
@@ -59,27 +62,27 @@ class RankBackendClient:
         raise TransferFailed(self._gone or "")
 
     def post(self, number: int, peer: str, local: Sequence[int], remote: Sequence[int]) -> None:
-        """Posts a write under a number that is new."""
+        """Posts a write. `number` must be new."""
         blocks = np.array([local, remote], dtype=np.int32).tobytes()
         self._send("write", blocks, number=number, peer=peer)
 
     def result(self, number: int) -> str | None:
-        """None while it is under way, "" when it is done, else why it failed."""
+        """None while the write is pending, "" if it is done, else the reason of its failure."""
         if self._gone is not None:
             return self._ended.get(number, self._gone)
         return self._ended.get(number)
 
     def forget(self, number: int) -> None:
-        """The write has ended."""
+        """Forgets an ended write."""
         self._ended.pop(number, None)
 
     def receive_results(self) -> None:
-        """Takes what the rank has said."""
+        """Receives the results that the rank has sent."""
         while self._gone is None and self._ready(0.0):
             self._take()
 
     def request_progress(self) -> None:
-        """The rank makes progress now, and takes what arrived; one nudge is under way at a time."""
+        """Wakes the rank to make progress. At most one of these requests is in flight."""
         if not self._progress_requested:
             self._progress_requested = True
             self._send("nudge")
@@ -108,7 +111,7 @@ class RankBackendClient:
             return False
 
     def _take(self) -> RankMessage | None:
-        """The next message, unless it is about writes or progress."""
+        """The next message, or None if it was about writes or progress."""
         try:
             message = self._channel.receive()
         except Unavailable as error:
@@ -129,12 +132,14 @@ class RankBackendClient:
 
 
 class _RankBackendServer:
-    """The other end: one backend, driven by messages until rank 0 is gone."""
+    """The rank's end of the channel: drives one backend until rank 0 is gone."""
 
     def __init__(self, channel: RankChannel, make: Callable[[], Backend], memory: Callable[[], PoolMemory]) -> None:
         self._channel, self._make, self._memory = channel, make, memory
         self._backend: Backend | None = None
-        self._pending: dict[int, int] = {}  # rank 0's number -> the backend's handle
+        #: Rank 0's number -> the backend's handle.
+        self._pending: dict[int, int] = {}
+        #: Results to send: "" or the reason of the failure.
         self._done: dict[int, str] = {}
 
     def run(self) -> None:
@@ -145,7 +150,7 @@ class _RankBackendServer:
                     return
                 self._handle(message)
             if self._backend is not None:
-                self._backend.notifications()  # a rank gets none; this is its progress
+                self._backend.notifications()  # makes progress; only rank 0 gets notifications
                 self._poll(self._backend)
             if self._done:
                 self._channel.send("ended", writes=self._done)
@@ -165,10 +170,10 @@ class _RankBackendServer:
                 self._channel.send("done", payload, **fields)
 
     def _answer(self, message: RankMessage) -> tuple[bytes, dict[str, Any]]:
-        said = message.fields
+        fields = message.fields
         if message.kind == "start":
             memory, self._backend = self._memory(), self._make()
-            self._backend.start(said["name"], memory)
+            self._backend.start(fields["name"], memory)
             return b"", {"base": memory.base, "device": memory.device}
         backend = self._backend
         if backend is None:
@@ -176,17 +181,17 @@ class _RankBackendServer:
         if message.kind == "metadata":
             return backend.metadata(), {}
         if message.kind == "connect":
-            backend.connect(said["peer"], message.payload, PeerMemory(**said["memory"]))
+            backend.connect(fields["peer"], message.payload, PeerMemory(**fields["memory"]))
         elif message.kind == "disconnect":
-            backend.disconnect(said["peer"])
+            backend.disconnect(fields["peer"])
         elif message.kind == "transport":
-            found = backend.transport(said["peer"], same_host=said["same_host"])
+            found = backend.transport(fields["peer"], same_host=fields["same_host"])
             return b"", dataclasses.asdict(found)
         elif message.kind == "close":
             backend.close()
             self._backend = None
         else:
-            raise TransferFailed(f"{message.kind!r} is unknown here")
+            raise TransferFailed(f"unknown request {message.kind!r}")
         return b"", {}
 
     def _post(self, message: RankMessage) -> None:
@@ -207,20 +212,21 @@ class _RankBackendServer:
 
 
 def serve_rank_backend(channel: RankChannel, make: Callable[[], Backend], memory: Callable[[], PoolMemory]) -> None:
-    """Drives a rank's backend until rank 0 says stop, or is gone: then it raises Unavailable. make: the backend, and
-    memory: this rank's pool, are asked for when rank 0 starts it.
+    """Drives a rank's backend until rank 0 sends stop. Raises Unavailable when rank 0 is gone.
+
+    make and memory give the backend and this rank's pool when rank 0 starts it.
     """
     _RankBackendServer(channel, make, memory).run()
 
 
 def pack_group_metadata(agents: Sequence[tuple[str, bytes, int, int]]) -> bytes:
-    """(agent, metadata, base of its pool, device) of every rank, as one metadata."""
+    """Packs (agent, metadata, pool base, device) of every rank into one metadata."""
     head = json.dumps([[name, len(metadata), base, device] for name, metadata, base, device in agents]).encode()
     return b"".join([len(head).to_bytes(4, "little"), head, *(metadata for _, metadata, _, _ in agents)])
 
 
 def unpack_group_metadata(packed: bytes) -> list[tuple[str, bytes, int, int]]:
-    """What `pack_group_metadata` made it of. Raises TransferFailed when it is something else."""
+    """Inverse of `pack_group_metadata`. Raises TransferFailed for other bytes."""
     try:
         at = 4 + int.from_bytes(packed[:4], "little")
         found: list[tuple[str, bytes, int, int]] = []
@@ -228,5 +234,5 @@ def unpack_group_metadata(packed: bytes) -> list[tuple[str, bytes, int, int]]:
             found.append((str(name), packed[at : at + size], int(base), int(device)))
             at += size
     except (ValueError, TypeError) as error:
-        raise TransferFailed("this is no metadata of a tensor-parallel group") from error
+        raise TransferFailed("the metadata is not that of a tensor-parallel group") from error
     return found

@@ -1,8 +1,8 @@
-"""The agents of a tensor-parallel group as one backend: rank r writes to the peer's rank r, block by block alike.
+"""The transfer agents of a tensor-parallel group as one backend. Rank r writes to the peer's rank r, the same blocks.
 
-A write is DONE when it is on every rank, FAILED once no rank has it under way any more and one of them failed. Its
-notification goes from rank 0 to rank 0, after the bytes of all: so leases, quarantine and the machines above know
-nothing of ranks. Groups of another size are refused, by the layout at the handshake and here again.
+A write is DONE when it is done on every rank. It is FAILED when one rank failed and no rank has it in flight. Its
+notification goes from rank 0 to rank 0 after the bytes of all ranks, so leases, quarantine and the state machines are
+independent of ranks. Groups of different sizes are refused, by the layout at the handshake and by connect().
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kv_transfer.backend.interface import Backend, Notification, Transport, Writ
 from kv_transfer.backend.rank_backend import RankBackendClient, pack_group_metadata, unpack_group_metadata
 from kv_transfer.memory import PeerMemory, PoolMemory
 
-REFUSABLE_TRANSPORTS = ("tcp", "unknown")  # transports that a pod may have to refuse
+#: Transports that a pod refuses for KV in GPU memory without allow_tcp.
+REFUSABLE_TRANSPORTS = ("tcp", "unknown")
 
 
 @dataclass(slots=True)
 class _ShardedWrite:
-    """handle: rank 0's own."""
-
     peer: str
+    #: Of rank 0's backend.
     handle: int
     notification: bytes
     state: WriteState = WriteState.PENDING
@@ -32,15 +32,17 @@ class _ShardedWrite:
 
 
 class ShardedBackend:
-    """own: rank 0's backend; ranks: the other agents, in order."""
+    """own: rank 0's backend. ranks: the other ranks' agents, in order."""
 
     def __init__(self, own: Backend, ranks: Sequence[RankBackendClient]) -> None:
         self._own, self._ranks = own, ranks
         self._name = ""
-        self._places: list[tuple[int, int]] = []  # of each rank's pool: base and device
+        #: Base address and device of each rank's pool.
+        self._places: list[tuple[int, int]] = []
         self._writes: dict[int, _ShardedWrite] = {}
         self._numbers = itertools.count(1)
-        self._peers: dict[str, list[str]] = {}  # the agents of the other ranks, by that of rank 0
+        #: Agent of the peer's rank 0 -> agents of its other ranks.
+        self._peers: dict[str, list[str]] = {}
 
     @property
     def kind(self) -> str:
@@ -59,15 +61,17 @@ class ShardedBackend:
         own: list[bytes] = []
         others = self._on_all_ranks(lambda: own.append(self._own.metadata()))
         names = [self._name, *(_agent(self._name, rank) for rank in self._ranks)]
-        each = [*own, *(answer.payload for answer in others)]
+        each = [*own, *(response.payload for response in others)]
         return pack_group_metadata([(n, m, *place) for n, m, place in zip(names, each, self._places, strict=True)])
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         agents = unpack_group_metadata(metadata)
         if len(agents) != 1 + len(self._ranks):
-            raise TransferFailed(f"{peer} has a tensor_parallel of {len(agents)}, this pod of {1 + len(self._ranks)}")
-        for rank, (name, said, base, device) in zip(self._ranks, agents[1:], strict=True):
-            rank.send_request("connect", said, peer=name, memory=asdict(replace(memory, base=base, device=device)))
+            raise TransferFailed(f"{peer} has {len(agents)} tensor-parallel ranks, this pod {1 + len(self._ranks)}")
+        for rank, (name, rank_metadata, base, device) in zip(self._ranks, agents[1:], strict=True):
+            rank.send_request(
+                "connect", rank_metadata, peer=name, memory=asdict(replace(memory, base=base, device=device))
+            )
         self._peers[peer] = [name for name, *_ in agents[1:]]
         try:
             self._on_all_ranks(lambda: self._own.connect(peer, agents[0][1], memory))
@@ -89,28 +93,29 @@ class ShardedBackend:
         self._own.remove_peer(peer)
 
     def _on_all_ranks(self, act: Callable[[], None]) -> list[RankMessage]:
-        """Rank 0 does its part of what all others were asked; their answers. Raises the first TransferFailed, once
-        everybody has answered.
+        """Runs `act` for rank 0 and returns the responses of the other ranks to the request sent before.
+
+        Raises the first TransferFailed after every rank has answered.
         """
         failed: list[TransferFailed] = []
-        answers: list[RankMessage] = []
+        responses: list[RankMessage] = []
         try:
             act()
         except TransferFailed as error:
             failed.append(error)
         for rank in self._ranks:
             try:
-                answers.append(rank.wait_response())
+                responses.append(rank.wait_response())
             except TransferFailed as error:
                 failed.append(error)
         if failed:
             raise failed[0]
-        return answers
+        return responses
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         number = next(self._numbers)
         names = self._peers.get(peer, [f"{peer} (not connected)"] * len(self._ranks))
-        for rank, name in zip(self._ranks, names, strict=True):  # first: they begin while this one posts
+        for rank, name in zip(self._ranks, names, strict=True):  # before rank 0, so that all ranks post at once
             rank.post(number, name, local, remote)
         self._writes[number] = _ShardedWrite(peer, self._own.write(peer, local, remote, b""), notification)
         return number
@@ -155,14 +160,14 @@ class ShardedBackend:
         return self._own.notifications()
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        """Rank 0's, unless another rank has one that a pod may have to refuse."""
+        """Rank 0's transport, unless another rank has one of REFUSABLE_TRANSPORTS."""
         if peer not in self._peers:
             return self._own.transport(peer, same_host=same_host)
         for rank, name in zip(self._ranks, self._peers[peer], strict=True):
             rank.send_request("transport", peer=name, same_host=same_host)
         found: list[Transport] = []
         others = self._on_all_ranks(lambda: found.append(self._own.transport(peer, same_host=same_host)))
-        found += [Transport(**answer.fields) for answer in others]
+        found += [Transport(**response.fields) for response in others]
         return next((transport for transport in found if transport.name in REFUSABLE_TRANSPORTS), found[0])
 
     def close(self) -> None:

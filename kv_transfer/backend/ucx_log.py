@@ -1,10 +1,11 @@
-"""What UCX itself says about the protocol that it chose, read from its log: the honest source for "which transport".
+"""Transport that UCX chose, as UCX reports it in its log.
 
-UCX prints a table per endpoint configuration when UCX_PROTO_INFO=y, headed by the first 31 characters of the agent's
-name and, beside or below it, by what the table is about: also by writes from host memory where all of ours are from a
-GPU. Its log goes into an anonymous file of this process. Both settings are read when the library loads, so
-open() must come before the first agent of the process; a second agent finds the file by the environment. Somebody
-else's UCX_LOG_FILE or UCX_PROTO_INFO is left alone, and then nothing is known.
+With UCX_PROTO_INFO=y UCX prints a table per endpoint configuration. The head has the first 31 characters of the agent's
+name and the purpose of the table, beside or below it. Tables of writes from host memory occur even where all our writes
+are from a GPU. The log goes to an anonymous file of this process.
+
+UCX reads both settings when the library loads, so open() must run before the first agent of the process. A second agent
+finds the file by the environment. A foreign UCX_LOG_FILE or UCX_PROTO_INFO is kept, and then nothing is known.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from kv_transfer.memory import MemoryKind
 
 _log = logging.getLogger(__name__)
 
-NAME_CHARS = 31  # of an agent that UCX keeps
+NAME_CHARS = 31  # UCX cuts the agent's name to this length
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
-# "remote memory write by ucp_put* from host memory to cuda": ours comes first
+# "remote memory write by ucp_put* from host memory to cuda": the local memory comes first
 _WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w+)")
 _ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
-_COMPLAINT = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
+_WARNING = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
 _UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _NAMES = (
     ("cuda_ipc", "cuda_ipc"),
@@ -47,7 +48,7 @@ _NAMES = (
 
 
 class UcxLog:
-    """The process's UCX log as a readable file."""
+    """The UCX log of this process as a readable file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,7 +56,7 @@ class UcxLog:
 
     @classmethod
     def open(cls) -> Self | None:
-        """Sends UCX's log of this process to an anonymous file; None when the environment says otherwise."""
+        """Sends the UCX log of this process to an anonymous file. None if the environment has other settings."""
         mine = f"/proc/{os.getpid()}/fd/"
         path = os.environ.get("UCX_LOG_FILE", "")
         if path.startswith(mine):
@@ -64,13 +65,15 @@ class UcxLog:
             return None
         if os.environ.setdefault("UCX_PROTO_INFO", "y") != "y":
             return None
-        path = f"{mine}{os.memfd_create('ucx-log')}"  # lives as long as the process: UCX writes to it until the end
+        path = f"{mine}{os.memfd_create('ucx-log')}"  # never closed: UCX writes to it until the process ends
         os.environ["UCX_LOG_FILE"] = path
         return cls(Path(path))
 
     def transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
-        """What carries `agent`'s writes of block_bytes bytes from that memory to peers on this host, or on others, when
-        all its configurations for them agree on one transport.
+        """The transport of `agent`'s writes of block_bytes bytes from this kind of memory to peers on this or other
+        hosts.
+
+        None unless all its configurations for them name the same transport.
         """
         _flush()
         log = self._path.read_text(errors="replace")
@@ -83,27 +86,29 @@ class UcxLog:
         return None
 
     def new_warnings(self) -> list[str]:
-        """Warnings and errors since the last call: they would otherwise stay in the file."""
+        """Warnings and errors since the last call. They are only in the file."""
         _flush()
         with self._path.open(errors="replace") as log:
             log.seek(self._read)
             lines = log.readlines()
             self._read = log.tell()
-        return [line.strip() for line in lines if _COMPLAINT.search(line)]
+        return [line.strip() for line in lines if _WARNING.search(line)]
 
 
 def _flush() -> None:
-    """UCX writes through the C library's buffers: what it said last would not be in the file yet."""
+    """Flushes the buffers of the C library, through which UCX writes."""
     ctypes.CDLL(None).fflush(None)
 
 
 def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:
-    """Transports that the tables of `log` name for writes of block_bytes bytes by `agent` from that memory to such
-    peers; those to itself, or to whomever, count when there is no better table.
+    """Transports in the tables of `log` for writes of block_bytes bytes by `agent` from this kind of memory.
+
+    Tables for peers on this host (or other hosts) count first, then those for any peer, then those for the agent
+    itself.
     """
     memory = "host" if kind == "DRAM" else "cuda"
     wanted = "intra-node" if same_host else "inter-node"
-    tables: list[tuple[str, str]] = []  # where the peer is, what carries so much there
+    tables: list[tuple[str, str]] = []  # place of the peer, transport for this size
     where, inside = "", False
     for raw in log.splitlines():
         line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()

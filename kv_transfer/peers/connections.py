@@ -66,7 +66,7 @@ class PeerConnection:
     transport_source: str = ""
     #: Rate of the probe in 1e9 bytes per second.
     gb_s: float = 0.0
-    # The transfer thread owns what follows.
+    # The transfer thread owns the fields below.
     #: No new transfer may use the connection.
     broken: bool = False
     #: The peer's process is proven to have ended.
@@ -372,7 +372,7 @@ def agent_name(info: transfer_pb2.InfoResponse) -> str:
 
 
 def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.InfoResponse) -> None:
-    """Raises LayoutMismatch with the first field that differs, or InvalidRequest if the peer does not identify itself."""
+    """Raises LayoutMismatch with the first field that differs, or InvalidRequest if the peer has no identity."""
     if not theirs.pod or not theirs.generation:
         raise InvalidRequest("the peer's info has no pod name or generation", field="info")
     if mine.protocol_version != theirs.protocol_version:

@@ -201,7 +201,7 @@ class TransferReceiver:
             self._agents().remove_peer(agent)
 
     def forget_writer(self, agent: str) -> None:
-        """Forgets a writer that ended or has a successor. Its process stays watched while it has a transfer here."""
+        """Forgets a writer that ended or has a successor. Its process stays watched while it has an open transfer."""
         self.remove_peer(agent)
         watch = self._watches.get(agent)
         if watch is None or agent not in self._in_use():

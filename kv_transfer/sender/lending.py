@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 MAX_LOANS = 16
 
 #: Called with the block hashes from the start of a prompt and the first wanted logical block. Pins, for reading, the
-#: blocks from there on that this pod has; None if it has not the first one.
+#: leading ones of these blocks that this pod holds; None for none.
 LendCallback = Callable[[Sequence[bytes], int], PinnedBlocks | None]
 
 
@@ -31,7 +31,7 @@ class LendResult:
 
     #: This many blocks, from the first wanted one on, will be pushed.
     blocks: int
-    #: "none", or the reason why there are fewer than wanted: leaving, busy or absent.
+    #: "none", or why some wanted blocks are missing: leaving, busy or absent.
     reason: str
 
 

@@ -27,7 +27,7 @@ from kv_transfer.messages import Commit
 #: Wait between proof that the peer's process ended and the release of blocks that its writes read.
 GRACE_S = 2.0
 #: An unreachable receiver fails the transfer after this long in OPENING.
-OPEN_PATIENCE_S = 3.0
+OPEN_RETRY_LIMIT_S = 3.0
 #: Most of the grace that one tick uses up: time in which the transfer thread stood still does not count.
 _MAX_TICK_S = 0.25
 #: After so many refused commits with every write done, a range notification counts as lost and is sent again.
@@ -288,7 +288,7 @@ class SenderMachine:
             return self.fail(TransferFailed(f"{self.target.pod} gave the transfer up: {error.message}"), now)
         if not isinstance(error, Unavailable | DeadlineExceeded):
             return self.fail(error, now)
-        if self.state is SenderState.OPENING and now - self._opening_since >= OPEN_PATIENCE_S:
+        if self.state is SenderState.OPENING and now - self._opening_since >= OPEN_RETRY_LIMIT_S:
             return self.fail(Unavailable(f"{self.target.pod} cannot be reached: {error.message}"), now)
         self._next_call = now + self._call_wait
         if not self._num_unfinished:  # with writes in flight the receiver has to refuse the commit

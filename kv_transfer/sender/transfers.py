@@ -123,7 +123,7 @@ class OutgoingTransfer:
         self._owner.finish(self, Commit(tuple(first_tokens), tuple(finish_reasons)), self.delivered_blocks)
 
     def abort(self, reason: str) -> None:
-        """Ends the transfer: nothing more is posted, and done() raises Cancelled. Idempotent; no effect after the end."""
+        """Ends the transfer: nothing more is posted, and done() raises Cancelled. Idempotent."""
         self._owner.abort(self, Cancelled(reason))
 
     def set_delivered(self, blocks: int) -> None:
@@ -275,7 +275,7 @@ class TransferSender:
 
     @property
     def poll_fast(self) -> bool:
-        """A commit is under way: its call may be due again, and on some transports notifications leave by polls only."""
+        """A commit is under way: its call may be due again. On some transports notifications leave by polls only."""
         return any(entry.machine.state is SenderState.COMMITTING for entry in self._table.values())
 
     @property
@@ -377,7 +377,12 @@ class TransferSender:
         entry.connection = connection
         now = self._clock()
         if any(block >= connection.num_blocks for block in entry.machine.target.blocks):
-            self._apply(entry, entry.machine.fail(InvalidRequest("no such block", field="target.blocks"), now))
+            self._apply(
+                entry,
+                entry.machine.fail(
+                    InvalidRequest("the target has a block outside the pool", field="target.blocks"), now
+                ),
+            )
         elif connection.broken:
             error = TransferFailed(f"the connection to {connection.pod} broke")
             self._apply(entry, entry.machine.fail(error, now))
@@ -391,7 +396,7 @@ class TransferSender:
             return
         self._pushes += 1
         entry.pins[self._pushes] = pin
-        if self._checksums:  # taken now: a change between here and the write is damage too
+        if self._checksums:  # taken now: a change before the write is damage too
             wanted = range(len(transfer.target.blocks))
             for index, block in enumerate(blocks, first):
                 if index - transfer.target.first_block in wanted:

@@ -1,4 +1,4 @@
-"""The gateway's routing over real pods, two of each role, in one process: what the turns of a conversation move."""
+"""Routing of the gateway over two real pods of each role: blocks that the turns of a conversation move."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in w
 
 
 class World:
-    """Pods and a gateway's pipeline over them; the index is a real one."""
+    """Pods, a gateway's dispatch over them, and a real index."""
 
     def __init__(self, cluster: Cluster, table: PodTable, pipeline: Dispatcher) -> None:
         self.cluster = cluster
@@ -35,7 +35,7 @@ class World:
         self._asked = 0
 
     async def ask(self, prompt: list[int]) -> list[int]:
-        """The answer's ids; then all pods are at rest, and the index and the gateway know it."""
+        """Returns the answer's ids once all pods are idle and the index and the gateway know that."""
         self._asked += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
         valid = ValidRequest(f"turn{self._asked}", "tiny", tuple(prompt), sampling)
@@ -59,14 +59,14 @@ class World:
         indexes = [pod.runtime._index for pod in self.cluster.pods]
         await until(lambda: all(index is not None and index.up_to_date for index in indexes))
         pods = list(self._table.pods.values())
-        for _ in range(2):  # the first answer may be to an earlier question
+        for _ in range(2):  # the first answer may belong to an earlier poll
             asked = time.monotonic()
             for pod in pods:
                 pod.recheck()
             await until(lambda asked=asked: all(pod.last_answer_at > asked for pod in pods))  # type: ignore[misc]
 
     def moved(self) -> tuple[int, int]:
-        """Blocks handed off, and pulled, since the start."""
+        """Blocks handed off and blocks pulled since the start."""
         pairs = [pair for pod in self.cluster.pods for pair in pod.runtime.transfer_node.pair_stats()]
         pulled = sum(pair.pulled_blocks for pair in pairs)
         return sum(pair.blocks for pair in pairs) - pulled, pulled
@@ -84,7 +84,7 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
             prefill_config={"redis": url, "pull": pull},
             decode_config={"redis": url, "local_prefill": local_prefill},
         ) as cluster:
-            # No answer is kept, and a slow one is waited for.
+            # Index answers are not cached, and a slow one is awaited.
             reader = IndexReader(url, timeout_s=20.0, clock=lambda: time.monotonic() * 1e6)
             table = PodTable((), reader, gateway_id="g", model="tiny")
             router = Router(table, GatewayMetrics(), rng=random.Random(1))
@@ -114,7 +114,7 @@ async def test_ten_turns_move_each_block_once_at_most(model_dir: Path, tmp_path:
             assert answer == llm.generate([tuple(history)], sampling, ignore_eos=True)[0].ids
             handed_off, pulled = w.moved()
             assert handed_off <= -(-len(history) // BLOCK), f"turn {turn}"
-            # What decode has completed may go back to prefill, once.
+            # Blocks that decode completed may be pulled by prefill, once.
             assert pulled <= (0 if pull == "off" else (len(history) - 1) // BLOCK), f"turn {turn}"
             history += answer
 

@@ -1,4 +1,4 @@
-"""What a hand-off may add, counted in blocks: the last chunk's at most, and of a conversation only what is new."""
+"""Blocks that a hand-off moves: after the last chunk at most its own, and only new ones of a conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AT_ONCE = decode_pb2.RemotePrefill(queue_s=0.0, compute_s=0.0, hand_off_s=0.0, t
 
 
 def local_rest(prompt_len: int, held: int) -> int:
-    """Tokens behind the last whole block that is held."""
+    """Tokens behind the last full cached block."""
     return prompt_len - held // BLOCK * BLOCK
 
 
@@ -31,8 +31,9 @@ def sent(pod: Pod) -> int:
 async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2,048 tokens in chunks of 256. The last chunk is computed once what came before it has been delivered: were it
-    not on its way by then, that would be never.
+    """2,048 tokens in chunks of 256. The last chunk waits until the blocks of the earlier chunks are delivered.
+
+    If they were not pushed while the prompt is computed, the test would wait until its limit.
     """
     wide = tiny_llama(tmp_path, max_len=LONG + 64)
     config = {
@@ -42,7 +43,7 @@ async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
         "kv_memory": 32 << 20,
     }
     async with Cluster.start(wide, prefill_config=config, decode_config=config) as cluster:
-        await cluster.generate(request(prompt_of(3)))  # the pair is connected
+        await cluster.generate(request(prompt_of(3)))  # connects the pods
         await cluster.decode.settled()
         before = sent(cluster.prefill)
         node, engine = cluster.prefill.runtime.transfer_node, cluster.prefill.runtime.engine
@@ -79,7 +80,7 @@ async def test_after_the_last_chunk_at_most_one_chunk_is_left_to_move(
         assert answer.handed_off.transport == "loopback"
         assert answer.events.count("progress") == chunks
         assert all_blocks - answer.handed_off.blocks_before_last_chunk <= LONG_CHUNK // LONG_BLOCK
-        assert node.stats().sent_blocks - before == all_blocks  # and each of them once
+        assert node.stats().sent_blocks - before == all_blocks  # each block once
 
 
 async def test_a_turn_moves_only_its_new_blocks(model_dir: Path, llm: LLM) -> None:
@@ -94,20 +95,20 @@ async def test_a_turn_moves_only_its_new_blocks(model_dir: Path, llm: LLM) -> No
             moved = sent(cluster.prefill) - before
             blocks = -(-len(history) // BLOCK)
             assert moved == blocks - held
-            # What decode has now: the prompt and the answer but for its last token, in whole blocks.
+            # Decode caches the full blocks of the prompt and the answer without its last token.
             held = (len(history) + len(answer.ids) - 1) // BLOCK
             history = [*history, *answer.ids, *prompt_of(BLOCK + 1, seed=20 + turn)]
 
 
 class TestLocal:
-    async def test_a_rest_is_computed_here_when_that_is_cheaper_and_moves_nothing(
+    async def test_a_rest_is_computed_by_decode_when_that_is_cheaper_and_moves_nothing(
         self, model_dir: Path, llm: LLM
     ) -> None:
         async with Cluster.start(model_dir) as cluster:
             history = prompt_of(3 * CHUNK)
             first = request(history, 2 * BLOCK)
             answer = await cluster.generate(first, elsewhere=QUEUE)
-            assert answer.events[0] != "local"  # nothing of it is here: a whole prompt
+            assert answer.events[0] != "local"  # no token is cached
             await cluster.decode.settled()
             before = sent(cluster.prefill)
             r = request([*history, *answer.ids, 5, 6, 7], 6)
@@ -125,7 +126,7 @@ class TestLocal:
                 ("remote", "cheaper"): 1,
             }
 
-    async def test_off_is_off(self, model_dir: Path) -> None:
+    async def test_off_disables_local_prefill(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir, decode_config={"local_prefill": "off"}) as cluster:
             for _ in range(2):
                 answer = await cluster.generate(request(prompt_of(2 * CHUNK), 4), elsewhere=QUEUE)
@@ -133,8 +134,10 @@ class TestLocal:
             assert cluster.decode.counted("local_prefill_decisions") == {("remote", "off"): 2}
             assert (await cluster.decode.info()).computed.local == 0
 
-    async def test_blocks_that_made_it_short_cannot_be_evicted_before_its_turn(self, model_dir: Path, llm: LLM) -> None:
-        """The engine stands still while others want all the blocks: what was promised to be short stays short."""
+    async def test_cached_blocks_of_a_local_prompt_are_not_evicted_before_its_turn(
+        self, model_dir: Path, llm: LLM
+    ) -> None:
+        """The engine stands still while another lease takes every block: the rest stays as short as it was decided."""
         async with Cluster.start(model_dir, decode_config={"num_blocks": 24, "local_prefill": "8"}) as cluster:
             prompt = prompt_of(2 * CHUNK)
             await cluster.generate(request(prompt, 2), remote_only=True)
@@ -146,7 +149,7 @@ class TestLocal:
                 while not cluster.decode.service.num_active:
                     await asyncio.sleep(0.005)
             pool = runtime.engine.pool
-            others = pool.lease([], pool.num_available())  # evicts all that can be
+            others = pool.lease([], pool.num_available())  # evicts every block that it can
             assert others is not None
             others.finish("enough")
             gate.set()
@@ -157,7 +160,7 @@ class TestLocal:
             r = request([*prompt, 9], 2)
             assert answer.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
 
-    async def test_a_rest_is_mixed_with_what_decodes_in_small_pieces(
+    async def test_a_local_rest_joins_decode_steps_in_small_chunks(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         config = {"local_prefill": "40", "local_chunk_tokens": 8}
@@ -171,7 +174,7 @@ class TestLocal:
                 decodes = [i for i in items if i.is_decode]
                 if decodes:
                     mixed.append(sum(i.num_new for i in items if not i.is_decode))
-                    time.sleep(0 if any(mixed) else 0.05)  # until the rest is there, some of the 90 steps later
+                    time.sleep(0 if any(mixed) else 0.05)  # slow steps, so that the rest arrives within the 90
                 return launch(items, *more)
 
             monkeypatch.setattr(runner, "launch", noted)

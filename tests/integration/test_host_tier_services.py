@@ -1,4 +1,4 @@
-"""Pods with a host tier: matches, hand-overs, preemption, the index and metrics count what lies in host memory."""
+"""Pods with a host tier: cache hits, hand-offs, preemption, the index and metrics count blocks in host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def at_rest(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.BOTH])
-async def test_what_a_pod_evicted_is_neither_computed_nor_moved_again(model_dir: Path, llm: LLM, role: Role) -> None:
+async def test_evicted_blocks_are_neither_computed_nor_moved_again(model_dir: Path, llm: LLM, role: Role) -> None:
     prefill = 1 if role is Role.DECODE else 0
     async with Cluster.start(
         model_dir, role=role, prefill=prefill, prefill_config=HOSTED, decode_config=HOSTED
@@ -73,8 +73,8 @@ async def test_preempted_sequences_of_a_decode_pod_are_not_recomputed(model_dir:
         assert 'baton_preempted_sequences_total{outcome="recomputed"} 0.0' in text
 
 
-async def test_damage_in_host_memory_reaches_nobody(model_dir: Path, llm: LLM) -> None:
-    """A reservation whose blocks come from a host that rots ends with an error, and what it held comes back."""
+async def test_damage_in_host_memory_reaches_no_answer(model_dir: Path, llm: LLM) -> None:
+    """A reservation with damaged blocks from host memory ends with an error, and its blocks are freed."""
     async with Cluster.start(model_dir, decode_config=HOSTED) as cluster:
         prompts = [prompt_of(60, seed=i) for i in range(3)]
         for prompt in prompts:
@@ -92,10 +92,8 @@ async def test_damage_in_host_memory_reaches_nobody(model_dir: Path, llm: LLM) -
         assert (await cluster.generate(again)).ids == expected(llm, again)
 
 
-async def test_what_a_pod_has_in_host_memory_is_not_pulled(
-    model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A prefill pod has five blocks of a prefix in host memory and fetches the rest from another pod."""
+async def test_blocks_in_host_memory_are_not_pulled(model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill pod has five blocks of a prefix in host memory and pulls the rest from another pod."""
     monkeypatch.setattr(prefix_pull, "UNKNOWN_TIME_S", WAIT_S)
     monkeypatch.setattr(prefix_pull, "MIN_TIME_S", WAIT_S)
     monkeypatch.setattr(prefix_pull, "MAX_TIME_S", WAIT_S)
@@ -136,7 +134,7 @@ async def test_the_index_knows_the_tier(model_dir: Path, tmp_path: Path) -> None
                 here = next((i for i, h in enumerate(hashes) if h not in device), len(hashes))
                 async with asyncio.timeout(WAIT_S):
                     while True:
-                        reader = IndexReader(config["redis"], timeout_s=5.0)  # knows no earlier answer
+                        reader = IndexReader(config["redis"], timeout_s=5.0)  # has no cached answer
                         held = (await reader.lookup_tiers(scope, hashes, [owner]))[runtime.name]
                         await reader.close()
                         if (held.device_blocks, held.total_blocks) == (here, len(hashes)):

@@ -1,4 +1,4 @@
-"""Metrics of a real gateway and a real pod: well named, described, and all that alerts and dashboards ask for."""
+"""Metrics of a real gateway and a real pod: names, help texts, and the queries of alerts and dashboards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AUTOSCALING = ROOT / "k8s/components/autoscaling"
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-# What Prometheus adds to every sample, in Kubernetes or anywhere.
+# Labels that Prometheus adds to every sample.
 SCRAPED = {"instance", "job", "pod", "namespace"}
 ABBREVIATED = {"s", "ms", "us", "ns", "sec", "secs", "b", "kb", "mb", "gb", "kib", "mib", "gib", "pct", "percent"}
 FOREIGN_UNITS = {"milliseconds", "microseconds", "minutes", "hours", "gigabytes", "megabytes", "kilobytes", "bits"}
@@ -47,7 +47,7 @@ FOREIGN_UNITS = {"milliseconds", "microseconds", "minutes", "hours", "gigabytes"
 
 @pytest.fixture(scope="module")
 def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metrics]:
-    """By service; the pod's says what one with a GPU, a host tier and drafts would say."""
+    """Registries by service. The pod has the metrics of a GPU, a host tier and speculation."""
     torch.set_num_threads(1)
 
     async def made() -> dict[str, Metrics]:
@@ -73,7 +73,7 @@ def declared(registries: dict[str, Metrics]) -> dict[str, MetricDeclaration]:
     return {metric.name: metric for metrics in registries.values() for metric in metrics.declarations}
 
 
-def test_what_is_declared_is_what_a_scrape_has(registries: dict[str, Metrics]) -> None:
+def test_a_scrape_has_exactly_the_declared_metrics(registries: dict[str, Metrics]) -> None:
     for metrics in registries.values():
         said = {
             family.name + ("_total" if family.type == "counter" else ""): (family.type, family.documentation)
@@ -82,7 +82,7 @@ def test_what_is_declared_is_what_a_scrape_has(registries: dict[str, Metrics]) -
         assert said == {metric.name: (metric.kind, metric.help) for metric in metrics.declarations}
 
 
-def test_scrapers_of_both_formats_can_read_it(registries: dict[str, Metrics]) -> None:
+def test_both_exposition_formats_can_be_parsed(registries: dict[str, Metrics]) -> None:
     for metrics in registries.values():
         assert Metrics.content_type(OPENMETRICS).startswith("application/openmetrics-text")
         modern = metrics.exposition(OPENMETRICS).decode()
@@ -90,7 +90,7 @@ def test_scrapers_of_both_formats_can_read_it(registries: dict[str, Metrics]) ->
         assert list(plain(metrics.exposition().decode()))
 
 
-def test_a_name_means_one_thing_everywhere(
+def test_a_metric_name_has_one_declaration(
     registries: dict[str, Metrics], declared: dict[str, MetricDeclaration]
 ) -> None:
     for metrics in registries.values():
@@ -117,7 +117,7 @@ def test_names_are_as_promtool_wants_them(declared: dict[str, MetricDeclaration]
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus; or $PROMTOOL)")
-def test_promtool_has_nothing_to_say(registries: dict[str, Metrics]) -> None:
+def test_promtool_has_no_complaints(registries: dict[str, Metrics]) -> None:
     for metrics in registries.values():
         assert PROMTOOL is not None
         command = [PROMTOOL, "check", "metrics"]
@@ -125,7 +125,7 @@ def test_promtool_has_nothing_to_say(registries: dict[str, Metrics]) -> None:
         assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
 
 
-# -- who uses them
+# -- users of the metrics
 
 
 def rules() -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def panels() -> Iterator[dict[str, Any]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """All that is asked of Prometheus, with who asks."""
+    """Every Prometheus query, with the file that has it."""
     for rule in rules():
         yield rule.get("alert") or rule["record"], rule["expr"]
     for panel in panels():
@@ -152,7 +152,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def scaled() -> Iterator[tuple[str, str]]:
-    """What autoscalers ask of Prometheus: KEDA itself, HorizontalPodAutoscalers through the adapter's rules."""
+    """Queries of autoscalers: those of KEDA, and those of HorizontalPodAutoscalers through the adapter's rules."""
     for scaler in yaml.safe_load_all((AUTOSCALING / "keda/scaledobjects.yaml").read_text()):
         for trigger in scaler["spec"]["triggers"]:
             yield scaler["metadata"]["name"], trigger["metadata"]["query"]
@@ -164,7 +164,7 @@ def scaled() -> Iterator[tuple[str, str]]:
 
 
 def adapted() -> dict[str, Any]:
-    """The adapter's rules, by the metric that they make."""
+    """The adapter's rules by the metric that they define."""
     rules = yaml.safe_load((AUTOSCALING / "hpa/prometheus-adapter.yaml").read_text())["rules"]["custom"]
     return {
         rule.get("name", {}).get("as") or re.findall(r'__name__="(\w+)"', rule["seriesQuery"])[0]: rule
@@ -172,11 +172,11 @@ def adapted() -> dict[str, Any]:
     }
 
 
-def test_autoscalers_ask_for_what_exists(declared: dict[str, MetricDeclaration]) -> None:
+def test_autoscalers_query_existing_metrics(declared: dict[str, MetricDeclaration]) -> None:
     asked = list(scaled())
     assert len(asked) == 9
     for who, expr in asked:
-        if expr.startswith("{"):  # a selector without a name of its own
+        if expr.startswith("{"):  # a selector without a metric name
             expr = re.sub(r'^\{__name__="(\w+)",?', r"\1{", expr)
         require_known(who, expr, declared)
     named = [
@@ -196,17 +196,17 @@ def base_of(name: str, declared: dict[str, MetricDeclaration]) -> MetricDeclarat
     return found if found is not None and found.kind == "histogram" and found.name != name else None
 
 
-def test_alerts_and_dashboards_ask_for_what_exists(declared: dict[str, MetricDeclaration]) -> None:
+def test_alerts_and_dashboards_query_existing_metrics(declared: dict[str, MetricDeclaration]) -> None:
     asked = list(expressions())
     assert len(asked) > 80
     for who, expr in asked:
         require_known(who, expr, declared)
 
 
-def test_what_does_not_exist_is_found(declared: dict[str, MetricDeclaration]) -> None:
+def test_a_query_of_a_missing_metric_is_found(declared: dict[str, MetricDeclaration]) -> None:
     for expr in (
         "baton_nothing",
-        "baton_ttft_seconds",  # a histogram has no series of its own name
+        "baton_ttft_seconds",  # a histogram has no series with its base name
         "rate(baton_requests[5m])",
         'baton_kv_blocks{kind="free"}',
         "sum by (kind) (baton_kv_blocks)",
@@ -234,7 +234,7 @@ def require_known(who: str, expr: str, declared: dict[str, MetricDeclaration]) -
     assert label_names(parsed) <= known, f"{who} groups by a label that none of its metrics has"
 
 
-def test_the_errors_that_alert_are_the_servers_own() -> None:
+def test_alerts_count_only_errors_of_the_server() -> None:
     from gateway.telemetry.metrics import SERVER_FAULT_OUTCOMES
 
     (rule,) = (rule for rule in rules() if rule.get("alert") == "BatonErrors")
@@ -243,19 +243,19 @@ def test_the_errors_that_alert_are_the_servers_own() -> None:
     assert set(found[1].split("|")) == SERVER_FAULT_OUTCOMES
 
 
-def test_the_dashboard_is_what_its_source_makes() -> None:
+def test_the_dashboard_file_is_up_to_date() -> None:
     spec = importlib.util.spec_from_file_location("make_dashboard", MONITORING / "make_dashboard.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it there
+    sys.modules[spec.name] = module  # dataclasses look the module up in sys.modules
     spec.loader.exec_module(module)
     assert (MONITORING / "dashboard.json").read_text() == module.text()
     ids = [panel["id"] for panel in json.loads(module.text())["panels"]]
     assert len(set(ids)) == len(ids)
 
 
-def test_what_operators_read_names_every_metric_and_every_alert(declared: dict[str, MetricDeclaration]) -> None:
+def test_the_operations_page_names_every_metric_and_every_alert(declared: dict[str, MetricDeclaration]) -> None:
     page = (ROOT / "docs/operations.md").read_text()
     rows = dict(re.findall(r"^\| `(baton_[a-z0-9_]+)` \| ([^|]*) \|", page, re.MULTILINE))
     assert set(rows) == set(declared)

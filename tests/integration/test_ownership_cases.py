@@ -1,6 +1,6 @@
-"""How disaggregated servers lose or mix up KV blocks, case by case: aborts, late writes, dead peers, stale transfers.
+"""Cases in which a disaggregated server could lose or mix up KV blocks: aborts, late writes, dead peers, stale targets.
 
-Leaving a Cluster asserts that every pod came to rest: all blocks free or cached, nothing leased or quarantined.
+Leaving a Cluster asserts that every pod is idle: all blocks free or cached, none leased or quarantined.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.rigs.waiting import until
 
 
 async def prefill_alone(cluster: Cluster, r: ValidRequest, target: types_pb2.KvTarget) -> None:
-    """A Prefill call for a given target; raises what ends it, before or after the first token."""
+    """Calls Prefill for a given target and raises its error, from before or after the first token."""
     answer = Answer(target=kv_target_from_pb(target))
     await cluster.run_prefill(r, answer, cluster.prefill, 20, lambda _kind: None)
 
@@ -40,7 +40,7 @@ class TestAborts:
     )
     async def test_an_abort_in_any_state_gives_all_blocks_back(self, model_dir: Path, when: str) -> None:
         async with Cluster.start(model_dir) as cluster:
-            await cluster.generate(request(prompt_of(3)))  # the pair is connected
+            await cluster.generate(request(prompt_of(3)))  # connects the pods
             r = request(prompt_of(4 * CHUNK), 60)
             aborting = asyncio.Event()
             gate = threading.Event()
@@ -77,7 +77,7 @@ class TestAborts:
     async def test_an_abort_while_queued_on_decode_gives_all_blocks_back(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The KV is there, the only slot is taken."""
+        """The KV arrived, but another request has the only slot."""
         async with Cluster.start(model_dir, decode_config={"max_seqs": 1}) as cluster:
             await cluster.generate(request(prompt_of(3)))
             engine = cluster.decode.runtime.engine
@@ -105,7 +105,7 @@ class TestAborts:
             async with asyncio.timeout(30):
                 while engine.scheduler.stats().waiting:
                     await asyncio.sleep(0.005)
-            assert engine.pool.counts().leased <= held - 40 // BLOCK + 2  # the occupant may have grown meanwhile
+            assert engine.pool.counts().leased <= held - 40 // BLOCK + 2  # the other request may have grown
             assert not first.done()
             second.cancel()
             monkeypatch.setattr(engine.runner, "launch", launch)
@@ -123,7 +123,7 @@ class TestAborts:
             with pytest.raises(InvalidRequest):
                 await cluster.generate(request(prompt_of(MAX_LEN)))
 
-    async def test_random_aborts_and_late_writes_leave_neighbours_right(self, model_dir: Path, llm: LLM) -> None:
+    async def test_random_aborts_and_late_writes_do_not_change_other_answers(self, model_dir: Path, llm: LLM) -> None:
         rng = random.Random(4)
         async with Cluster.start(model_dir, decode_config={"num_blocks": 40}) as cluster:
             cluster.fabric.on_write = lambda *_: LoopbackFault(delay_s=rng.choice((0.0, 0.0, 0.02, 0.15)))
@@ -148,7 +148,7 @@ class TestPeers:
             await cluster.streams.pop(0).close()
             await cluster.decodes.pop(0).close()
 
-    async def test_prefill_dies_and_its_replacement_is_the_proof(self, model_dir: Path) -> None:
+    async def test_prefill_dies_and_its_successor_proves_it(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             old = cluster.prefill
@@ -170,7 +170,7 @@ class TestPeers:
             assert len((await cluster.generate(request(prompt_of(20, seed=3)))).ids) == 8
             await cluster.decode.settled()
 
-    async def test_a_slow_decode_pod_keeps_what_may_still_be_written(self, model_dir: Path) -> None:
+    async def test_a_decode_pod_keeps_blocks_that_may_still_be_written(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(3)))
             posted = 0
@@ -224,7 +224,7 @@ class TestPeers:
                 async with asyncio.timeout(30):
                     while len(await reader.pods()) < 2:
                         await asyncio.sleep(0.02)
-                early: set[str] = set()  # peers to which a block went before the pod said that it was ready
+                early: set[str] = set()  # peers that got a block before the pod was ready
 
                 def write(_source: str, peer: str, _count: int) -> LoopbackFault:
                     if not cluster.prefills:
@@ -246,7 +246,7 @@ class TestStaleTransfers:
             r = request(prompt_of(40))
             stale = await cluster.reserve(r)
             await cluster.abort(r.request_id)
-            # The blocks go to someone else at once; the stale writer must not reach them.
+            # Another request gets the blocks at once; the stale writer must not reach them.
             other = request(prompt_of(40, seed=1))
             inbox = cluster.stream_of(cluster.decode).expect(r.request_id)
             answer, stale_run = await asyncio.gather(
@@ -295,7 +295,7 @@ class TestStaleTransfers:
                 await prefill_alone(cluster, r, reply.target)
             await cluster.abort(r.request_id)
 
-    async def test_a_sequence_that_the_engine_cannot_take_in_gives_its_blocks_back(
+    async def test_a_sequence_that_the_engine_refuses_gives_its_blocks_back(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def choke(_seq: object) -> None:
@@ -319,7 +319,7 @@ class TestScarcity:
                 assert answer.ids == expected(llm, r)
             assert (await cluster.decode.info()).computed.recompute > 0
 
-    async def test_a_preempted_sequence_of_a_decode_pod_is_recomputed_and_counted_apart(
+    async def test_a_preempted_sequence_of_a_decode_pod_is_recomputed_and_counted_separately(
         self, model_dir: Path, llm: LLM
     ) -> None:
         async with Cluster.start(model_dir, decode_config={"num_blocks": 26}) as cluster:
@@ -365,7 +365,7 @@ class TestScarcity:
                 if kind == "tokens" and not stuck:
                     stuck.append(engine.call(lambda: gate.wait(60)))
 
-            with pytest.raises(DeadlineExceeded):  # told by decode: the client's own time-out is another error
+            with pytest.raises(DeadlineExceeded):  # from the decode pod: the client's own timeout is another error
                 await cluster.generate(request(prompt_of(9), 100), timeout_s=3.0, on_event=seen)
             assert not stuck[0].done()
             gate.set()

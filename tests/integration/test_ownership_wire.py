@@ -28,7 +28,7 @@ STAGES = ("reserved", "progress", "first_token", "in_transfer", "tokens")
 
 
 class Wire:
-    """NIXL under every pod; faults of writes at prefill pods, of notifications at decode pods."""
+    """NIXL backends of all pods, with write faults on prefill pods and notification faults on decode pods."""
 
     def __init__(self) -> None:
         self.senders: list[FaultyBackend] = []
@@ -52,7 +52,7 @@ def wire() -> Wire:
 
 @pytest_asyncio.fixture
 async def cluster(model_dir: Path, wire: Wire) -> AsyncIterator[Cluster]:
-    """A pair that is connected; at the end every block is back."""
+    """Two connected pods. At the end every block must be free or cached."""
     async with Cluster.start(model_dir, backend=wire, decode_config={"num_blocks": 40}) as cluster:
         await cluster.generate(request(prompt_of(3)), remote_only=True)
         yield cluster

@@ -1,4 +1,4 @@
-"""A pod from its start to its end: what it says of itself, drain, what makes it leave, the index, a reset."""
+"""Life of a pod: Info, drain, faults that end it, the index, cache reset."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestLife:
             assert info.boot_id
             assert info.version
 
-    async def test_one_that_cannot_compute_never_becomes_ready(
+    async def test_a_pod_that_cannot_compute_never_becomes_ready(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def broken(self: ModelRunner, *_: object) -> None:
@@ -49,7 +49,7 @@ class TestLife:
             async with Cluster.start(model_dir):
                 pytest.fail("it serves")
 
-    async def test_drain_finishes_what_runs_and_refuses_the_rest(self, model_dir: Path, llm: LLM) -> None:
+    async def test_drain_finishes_running_requests_and_refuses_new_ones(self, model_dir: Path, llm: LLM) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(50), 60)
             under_way = asyncio.Event()
@@ -63,7 +63,7 @@ class TestLife:
             for pod in cluster.pods:
                 await asyncio.wait_for(pod.runtime.lifecycle.wait_stopped(), 60)
 
-    async def test_metrics_count_what_happened(self, model_dir: Path) -> None:
+    async def test_metrics_count_requests_tokens_and_transfers(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             await cluster.generate(request(prompt_of(33)))
             text = cluster.prefill.runtime.metrics.metrics.exposition().decode()
@@ -186,7 +186,7 @@ class TestLife:
         assert watch.overdue(bad, 100.0)
 
 
-async def test_a_reset_that_waits_for_the_host_keeps_nobody_waiting() -> None:
+async def test_a_reset_that_waits_for_the_host_does_not_block_the_event_loop() -> None:
     seen = threading.Event()
 
     class Pool:
@@ -222,7 +222,7 @@ async def test_a_reset_empties_the_prefix_cache_and_the_index(model_dir: Path, t
             said = await stub.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest())
             assert (said.cleared, said.kept, said.indexed) == (len(hashes), 0, True)
             assert runtime.engine.pool.cached_hashes() == []
-            fresh = IndexReader(config["redis"], timeout_s=5.0)  # knows no earlier answer
+            fresh = IndexReader(config["redis"], timeout_s=5.0)  # has no cached answer
             assert await fresh.lookup(scope, hashes, owner) == {runtime.name: 0}
             await fresh.close()
             again = request(r.prompt_ids)

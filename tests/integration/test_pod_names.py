@@ -1,4 +1,4 @@
-"""A pod's name belongs to one living pod; a dead one's is free at once."""
+"""A name belongs to one live pod. The name of a dead pod is free at once."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ async def test_the_lease_of_a_dead_pod_is_no_obstacle(redis: str, pod: FakePod, 
         await require_free_name(redis, record.scope, NAME, own)
 
 
-async def test_without_redis_every_name_will_do() -> None:
+async def test_without_redis_every_name_is_accepted() -> None:
     await require_free_name("redis://127.0.0.1:1", LAYOUT.scope, NAME, "127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""A pod as a process of its own, from `baton serve` to its end."""
+"""A pod as a separate process, from `baton serve` to its end."""
 
 from __future__ import annotations
 

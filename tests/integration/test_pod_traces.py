@@ -1,4 +1,4 @@
-"""What real pods record of a traced request, hand-off and local prefill; in one process, over the loopback."""
+"""Spans that real pods record of a traced request: hand-off and local prefill, in one process over loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTEMPT = TraceContext.new(sampled=True)
 
 
 def trace_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """Every request is part of ATTEMPT."""
+    """Makes ATTEMPT the caller's span of every request."""
     memory = InMemorySpanExporter()
     for pod in (*cluster.prefills, *cluster.decodes):
         pod.runtime.tracer = Tracer(SimpleSpanProcessor(memory), service="pod", instance=pod.runtime.name)
@@ -32,7 +32,7 @@ def trace_all(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> InMemorySpan
 
 
 def parents(spans: tuple[ReadableSpan, ...]) -> dict[str, str]:
-    """Name of each span's parent by its own name; the gateway's attempt is `attempt`."""
+    """Span name -> name of its parent; the gateway's span is `attempt`."""
     names = {span.context.span_id: span.name for span in spans if span.context}
     names[int(ATTEMPT.span_id, 16)] = "attempt"
     return {span.name: names[span.parent.span_id] for span in spans if span.parent}
@@ -67,7 +67,7 @@ async def test_a_prompt_in_chunks_and_its_hand_off(model_dir: Path, monkeypatch:
 async def test_a_hand_off_is_recorded_whole_before_its_end_is_read(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller takes its time; nothing is left of the request on the pod meanwhile."""
+    """The pod holds nothing of the request before a slow caller reads the last event."""
     recorded, take = asyncio.Event(), PrefillHandOff._next
 
     async def late(hand_off: PrefillHandOff) -> Event | TransferReport | BatonError:
@@ -87,7 +87,7 @@ async def test_a_hand_off_is_recorded_whole_before_its_end_is_read(
     assert dict(hand_off.attributes or {})["baton.blocks"] == -(-(CHUNK + 3) // BLOCK)
 
 
-async def test_a_pod_that_does_both(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_aggregated_pod(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Cluster.start(model_dir, prefill=0, decode=0) as cluster:
         await cluster.add(Role.BOTH)
         memory = trace_all(cluster, monkeypatch)

@@ -1,4 +1,4 @@
-"""Prefill pods fetch prefixes that other pods hold: tokens stay the same, whatever becomes of the fetch."""
+"""Prefill pods pull prefixes from other pods: the tokens are the same for every outcome of the pull."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX = 12 * BLOCK  # tokens that two prompts share
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no reason to compute instead."""
+    """Raises the time limits, so that a busy machine still pulls."""
     monkeypatch.setattr(prefix_pull, "UNKNOWN_TIME_S", 20.0)
     monkeypatch.setattr(prefix_pull, "MIN_TIME_S", 20.0)
     monkeypatch.setattr(prefix_pull, "MAX_TIME_S", 20.0)
@@ -35,7 +35,7 @@ def follow_up(tokens: int = 2 * BLOCK + 1, **more: object) -> ValidRequest:
 
 
 async def with_prefix(cluster: Cluster, holder: Pod) -> None:
-    """The holder (a prefill pod) has computed the prefix."""
+    """Makes a prefill pod compute the prefix."""
     await cluster.generate(request([*prompt_of(PREFIX, seed=9), 7], 2), prefill=holder)
     await holder.settled()
 
@@ -45,7 +45,7 @@ def computed(pod: Pod) -> int:
 
 
 def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[PrefillHandOff]:
-    """Those that begin there from now on."""
+    """Collects the hand-offs that start on the pod from now on."""
     begun: list[PrefillHandOff] = []
     begin = pod.service._start
 
@@ -59,7 +59,7 @@ def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[PrefillHandOff]
 
 class TestHit:
     @pytest.mark.parametrize("kind", ["prefill", "decode"])
-    async def test_a_prefix_comes_from_whoever_holds_it(
+    async def test_a_prefix_is_pulled_from_the_pod_that_holds_it(
         self, model_dir: Path, llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with Cluster.start(model_dir, prefill=2, decode=2) as cluster:
@@ -97,7 +97,7 @@ class TestHit:
             assert second.counted("pulls") == {("done", "all"): 1, ("skipped", "held"): 1}
             assert second.counted("pulled_blocks") == {(): PREFIX // BLOCK - 5}
 
-    async def test_prompts_that_want_the_same_share_one_pull(self, model_dir: Path, llm: LLM) -> None:
+    async def test_prompts_with_the_same_prefix_share_one_pull(self, model_dir: Path, llm: LLM) -> None:
         async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
@@ -122,8 +122,8 @@ class TestHit:
 
 
 class TestMiss:
-    async def test_a_holder_that_lost_its_end_gives_the_rest(self, model_dir: Path, llm: LLM) -> None:
-        """The index said more than is true: leaves are evicted first."""
+    async def test_a_holder_without_the_last_blocks_sends_the_others(self, model_dir: Path, llm: LLM) -> None:
+        """The index lists more blocks than the holder has, because the last blocks are evicted first."""
         async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
@@ -134,7 +134,7 @@ class TestMiss:
             assert second.counted("pulls") == {("done", "part"): 1}
 
     @pytest.mark.parametrize("what", ["lost", "other generation", "gone", "broken link", "frozen", "late"])
-    async def test_whatever_goes_wrong_the_prompt_is_computed(
+    async def test_the_prompt_is_computed_when_the_pull_fails(
         self, model_dir: Path, llm: LLM, what: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
@@ -166,17 +166,17 @@ class TestMiss:
             r = follow_up()
             running = asyncio.create_task(cluster.generate(r, prefill=second, pull=hint))
             if what == "frozen":
-                await until(lambda: bool(second.counted("pulls")))  # it took too long
+                await until(lambda: bool(second.counted("pulls")))  # the pull ran into its limit
                 cluster.fabric.thaw(second.agent)
             answer = await running
             assert answer.ids == expected(llm, r)
             (outcome, _), *_ = second.counted("pulls")
             if what == "lost":
                 assert outcome == "refused"
-            elif what != "other generation":  # a push does not ask who it is that pushes
+            elif what != "other generation":  # the holder pushes regardless of the generation in the hint
                 assert outcome == "failed"
 
-    async def test_a_pod_that_does_not_pull_and_prompts_that_cannot(
+    async def test_a_pod_with_pull_off_and_prompts_that_cannot_use_a_prefix(
         self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async with Cluster.start(model_dir, prefill=2, prefill_config={"pull": "off"}) as cluster:
@@ -196,7 +196,7 @@ class TestMiss:
             scored = follow_up(prompt_logprobs=0)
             assert (await cluster.generate(scored, prefill=second, pull=first.holds(12))).cached_tokens == 0
             assert second.counted("pulls") == {("skipped", "useless"): 1}
-            assert [one.pulled_from for one in begun] == [None]  # its trace has no pull
+            assert [one.pulled_from for one in begun] == [None]  # the trace has no pull
 
     async def test_a_full_pod_computes(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         async with Cluster.start(model_dir, prefill=1) as cluster:
@@ -212,7 +212,7 @@ class TestMiss:
                     await asyncio.sleep(0.005)
             taken.finish("enough")
             assert (await running).ids == expected(llm, r)
-            assert [one.pulled_from for one in begun] == [None], "nobody was asked"
+            assert [one.pulled_from for one in begun] == [None], "no holder was asked"
 
 
 async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monk
         assert len(limits) == 1
         assert 0 < limits[0] <= PREFIX * 0.01
         assert second.counted("pulls") == {("failed", "DeadlineExceeded"): 1}
-        assert (await second.info()).load.pull_s > 0, "routing hears of it"
+        assert (await second.info()).load.pull_s > 0, "routing gets the time of the failed pull"
 
 
 async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_dir: Path) -> None:
@@ -260,11 +260,11 @@ async def test_an_abort_during_a_pull_ends_the_request_and_gives_all_back(model_
         cluster.fabric.on_write = lambda *_: LoopbackFault()
         cluster.clock.ahead_s = 600.0
         await second.settled()
-        assert computed(second) == before  # the engine has never heard of it
+        assert computed(second) == before  # the engine never got the prompt
 
 
-async def test_a_pull_beside_running_prompts_changes_nobody(model_dir: Path, llm: LLM) -> None:
-    """Pools of few blocks, pulls and prompts at once: pulled blocks never land in a neighbour's."""
+async def test_a_pull_does_not_change_running_prompts(model_dir: Path, llm: LLM) -> None:
+    """Small pools, with pulls and prompts at the same time: a pulled block never lands in another request's block."""
     async with Cluster.start(
         model_dir,
         prefill=2,

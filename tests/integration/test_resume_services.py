@@ -1,4 +1,4 @@
-"""A sequence goes on behind tokens that another pod generated: by prefill, transfer and decode, token for token."""
+"""Resumed sequences: other pods continue after tokens that a lost pod generated, with the same tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, oracle, prompt_of, re
 torch.set_num_threads(1)
 
 MAX_TOKENS = 14
-AT = [1, 2, BLOCK, MAX_TOKENS - 1]  # tokens that are there already
+AT = [1, 2, BLOCK, MAX_TOKENS - 1]  # tokens generated before
 KINDS: list[dict[str, Any]] = [
     {},
     {"logprobs": 3},
@@ -42,7 +42,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 
 
 def requests() -> list[ValidRequest]:
-    """One of every kind, with prompts that end before, at and behind a block and a chunk."""
+    """One request of every kind, with prompts that end before, at and after a block and a chunk."""
     lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
     return [
         request((prompt_of(5, seed=i) * 9)[:length], MAX_TOKENS, seed=40 + i, **kind)
@@ -51,7 +51,7 @@ def requests() -> list[ValidRequest]:
 
 
 def again(valid: ValidRequest, child: int, output: list[int]) -> ValidRequest:
-    """The rest of one of its sequences, under an id of its own."""
+    """A request for the rest of one sequence, with a new id."""
     return replace(valid.resumed(child, output), request_id=request([1]).request_id)
 
 
@@ -63,7 +63,7 @@ def same(got: list[Token], expected: list[Token]) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-async def test_what_follows_is_what_would_have_followed(model_dir: Path, topology: str) -> None:
+async def test_a_resumed_sequence_has_the_same_tokens(model_dir: Path, topology: str) -> None:
     kinds = requests()
     async with Cluster.start(model_dir, **TOPOLOGIES[topology]) as cluster:
         whole = await asyncio.gather(*map(cluster.generate, kinds))
@@ -80,7 +80,7 @@ async def test_what_follows_is_what_would_have_followed(model_dir: Path, topolog
         assert where == {topology in ("local", "aggregated")}
 
 
-async def test_on_other_pods_of_which_none_has_seen_it(model_dir: Path) -> None:
+async def test_a_sequence_resumes_on_pods_without_its_kv(model_dir: Path) -> None:
     kinds = requests()
     async with Cluster.start(model_dir, prefill=2, decode=2, **TOPOLOGIES["handed over"]) as cluster:
         whole = await asyncio.gather(*map(cluster.generate, kinds))
@@ -91,14 +91,14 @@ async def test_on_other_pods_of_which_none_has_seen_it(model_dir: Path) -> None:
             assert rest.cached_tokens == 0
             assert rest.handed_off is not None
             assert rest.handed_off.blocks == -(-(valid.prompt_len + 6) // BLOCK)
-        # All of it was computed once before, wherever; only the newest token of each never was.
+        # Every token was computed once before on some pod, except the newest token of each sequence.
         computed = others["prefill"].runtime.computed_tokens
         lengths = sum(valid.prompt_len + 6 - 1 for valid in kinds)
         assert (computed["prefill"], computed["recompute"]) == (0, lengths)
 
 
 @pytest.mark.parametrize("topology", ["handed over", "local", "aggregated"])
-async def test_each_child_goes_on_with_its_own_noise(model_dir: Path, topology: str) -> None:
+async def test_each_child_resumes_with_its_own_random_numbers(model_dir: Path, topology: str) -> None:
     alone = oracle(model_dir)
     valid = request(prompt_of(CHUNK + 2), MAX_TOKENS, temperature=1.0, seed=9, n=3)
     wanted = [c.ids for c in alone.generate([valid.prompt_ids], valid.sampling, ignore_eos=True)]
@@ -113,7 +113,7 @@ async def test_each_child_goes_on_with_its_own_noise(model_dir: Path, topology: 
             ]
 
 
-async def test_what_cannot_go_on_is_refused_by_name(model_dir: Path) -> None:
+async def test_a_request_that_cannot_resume_is_refused_with_the_field(model_dir: Path) -> None:
     valid = request([5, 6, 7], 4)
     async with Cluster.start(model_dir) as cluster:
         for wrong, field in (

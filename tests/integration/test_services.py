@@ -85,7 +85,7 @@ class TestTokens:
             assert ids != expected(llm, r)
 
     @pytest.mark.parametrize("local", [False, True])
-    async def test_finished_at_token_one(self, model_dir: Path, llm: LLM, local: bool) -> None:
+    async def test_a_request_that_ends_with_its_first_token(self, model_dir: Path, llm: LLM, local: bool) -> None:
         async with Cluster.start(model_dir, role=Role.BOTH if local else Role.DECODE) as cluster:
             r = request(prompt_of(21), 1, logprobs=0)
             answer = await cluster.generate(r)
@@ -96,7 +96,7 @@ class TestTokens:
             first = expected(llm, stop)[0]
             answer = await cluster.generate(request(stop.prompt_ids, 9, stop_token_ids=(first,)))
             assert (answer.ids, answer.finish) == ([first], FinishReason.STOP)
-            # Decode cached the prompt's full blocks although it never ran the request.
+            # The decode pod cached the prompt's full blocks although it never ran the request.
             await cluster.decode.settled()
             assert (await cluster.decode.info()).blocks.cached == 2 * (21 // BLOCK)
 
@@ -112,7 +112,7 @@ class TestHandOff:
                     cluster.fabric.thaw(cluster.decode.agent)
                     release.set()
 
-            # The pair is connected first: a frozen peer cannot be probed.
+            # The pods connect first, because a frozen peer cannot be probed.
             cluster.fabric.thaw(cluster.decode.agent)
             await cluster.generate(request(prompt_of(3)))
             cluster.fabric.freeze(cluster.decode.agent)
@@ -136,7 +136,7 @@ class TestHandOff:
             turn = prompt_of(40)
             first = await cluster.generate(request(turn))
             assert first.target is not None
-            await cluster.decode.settled()  # what it holds of the answer can be found
+            await cluster.decode.settled()  # the blocks of the answer are in its cache now
             again = request(turn + first.ids + prompt_of(2, seed=3))
             answer = await cluster.generate(again)
             assert answer.target is None

@@ -1,4 +1,4 @@
-"""What pods take, refuse and give up: admission, one bad request among others, streams, deadlines."""
+"""Admission of pods, isolation of one failing request, token streams, deadlines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TestAdmission:
             ({"logit_bias": ((999, 1.0),)}, InvalidRequest, "logit_bias"),
         ],
     )
-    async def test_what_can_never_be_served_is_refused_by_both_roles(
+    async def test_an_impossible_request_is_refused_by_both_roles(
         self, model_dir: Path, fields: dict[str, object], error: type[BatonError], field: str
     ) -> None:
         async with Cluster.start(model_dir) as cluster:
@@ -70,7 +70,7 @@ class TestAdmission:
                 await cluster.prefill.prefill.Prefill(message, timeout=30).read()
             await cluster.abort(r.request_id)
 
-    async def test_a_full_pod_rejects_at_once_with_a_time(self, model_dir: Path) -> None:
+    async def test_a_full_pod_rejects_at_once_with_a_retry_time(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir, decode_config={"num_blocks": 24}) as cluster:
             held = [request(prompt_of(30, seed=i)) for i in range(2)]
             for r in held:
@@ -95,7 +95,7 @@ class TestAdmission:
             assert len((await waiting).ids) == 4
             assert len((await cluster.generate(small, remote_only=True)).ids) == 1
 
-    async def test_a_reservation_that_the_node_refuses_holds_nothing(
+    async def test_a_reservation_that_the_transfer_node_refuses_holds_no_blocks(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(**_: object) -> None:
@@ -107,7 +107,7 @@ class TestAdmission:
                 await cluster.reserve(request(prompt_of(30)))
             await cluster.decode.settled()
 
-    async def test_a_request_id_is_taken_once(self, model_dir: Path) -> None:
+    async def test_a_request_id_is_accepted_once(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(9))
             await cluster.reserve(r)
@@ -125,7 +125,7 @@ class TestAdmission:
 
 
 class TestIsolation:
-    """One request whose news cannot be handed on ends; those of the same steps go on."""
+    """A request with an output that cannot be handled ends; the others of the same step go on."""
 
     async def test_in_a_prefill_step(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         async with Cluster.start(model_dir) as cluster:
@@ -153,7 +153,7 @@ class TestIsolation:
 
     @pytest.mark.parametrize("at", [1, 7])
     async def test_in_a_decode_step(self, model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        """at: the token that cannot be told; 7 is the last one."""
+        """at: index of the token that cannot be encoded; 7 is the last one."""
         async with Cluster.start(model_dir) as cluster:
             first, victim, last = (request(prompt_of(5, seed=i)) for i in range(3))
 
@@ -193,7 +193,7 @@ class TestStreams:
             assert (await running).ids == expected(llm, r)
             assert stream.numbers == list(range(1, len(stream.numbers) + 1))
 
-    async def test_a_gateway_that_stays_slow_loses_its_sequences(self, model_dir: Path) -> None:
+    async def test_a_gateway_that_stays_slow_loses_its_sequences_after_a_while(self, model_dir: Path) -> None:
         slow = {"stream": {"window": 4, "pause_limit_s": 0.2}}
         async with Cluster.start(model_dir, decode_config=slow) as cluster:
             cluster.streams[0].stalled = True
@@ -209,7 +209,7 @@ class TestStreams:
             await cluster.decode.settled()
             running.cancel()
 
-    async def test_deadlines_end_work_on_both_sides(self, model_dir: Path) -> None:
+    async def test_deadlines_end_requests_on_both_roles(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(9))
             await cluster.generate(r)

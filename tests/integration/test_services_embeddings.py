@@ -41,7 +41,7 @@ class TestEmbeddings:
                 assert said.cached_tokens == cached
             await cluster.prefill.settled()
 
-    async def test_beside_generation_many_at_once_and_one_that_leaves(self, model_dir: Path, llm: LLM) -> None:
+    async def test_many_embeddings_beside_generation_and_one_cancelled_call(self, model_dir: Path, llm: LLM) -> None:
         async with Cluster.start(model_dir) as cluster:
             alone = [await self.embed(cluster, request(prompt_of(20 + i, seed=i))) for i in range(4)]
             r = request(prompt_of(60), 12)
@@ -56,7 +56,7 @@ class TestEmbeddings:
             await until(lambda: not cluster.prefill.runtime._embedder.num_active)
             await cluster.prefill.settled()
 
-    async def test_what_cannot_be_computed_is_refused(self, model_dir: Path) -> None:
+    async def test_impossible_requests_are_refused(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             for prompt, error in (([], InvalidRequest), ([1] * MAX_LEN, InvalidRequest), ([VOCAB], InvalidRequest)):
                 with pytest.raises(error):

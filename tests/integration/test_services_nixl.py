@@ -1,4 +1,4 @@
-"""Prefill and decode pods over real NIXL: the KV that was moved is the KV that is used. Also run over TCP."""
+"""Prefill and decode pods over real NIXL: decode uses the KV that was moved. Repeated over TCP."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_two_and_two_pods_give_the_tokens_of_one_process(model_dir: Path, 
 
 
 async def test_a_block_damaged_on_the_wire_changes_the_output(model_dir: Path, llm: LLM) -> None:
-    """The damage is real: only checksums find it."""
+    """Without checksums the damaged block is used."""
     wire = Wire()
     async with Cluster.start(model_dir, backend=wire, prefill_config={"checksums": False}) as cluster:
         r = request(prompt_of(3 * CHUNK), 12)

@@ -1,4 +1,4 @@
-"""Transfers that end otherwise: aborts, deadlines, restarts, deaths.
+"""Transfers that fail: aborts, deadlines, restarts, deaths.
 
 The same tests on loopback and on NIXL (test_transfer_tcp.py repeats them over TCP).
 """
@@ -62,13 +62,13 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     await until(lambda: incoming.over and incoming.pin.free)
     assert isinstance(incoming.failed[0], Cancelled)
     await until(lambda: prefill.node.stats().open_outgoing == 0)
-    assert prefill.node.stats().failed_transfers == 0  # a client that leaves is nobody's failure
+    assert prefill.node.stats().failed_transfers == 0  # an abort is not a failure
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
     await hand_over(prefill, decode, 3)
 
 
 async def test_late_write_lands_in_quarantine_only(cluster: Cluster) -> None:
-    """Decode aborts while a write is under way: its block stays held until the writer confirms the end."""
+    """Decode aborts while a write is in flight: its block stays pinned until the writer confirms the end."""
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(delay_s=600.0 if 20 in local else 0.0)
@@ -95,7 +95,7 @@ async def test_late_write_lands_in_quarantine_only(cluster: Cluster) -> None:
     await until(lambda: decode.node.stats().quarantined_blocks == 0)
 
 
-async def test_reservation_that_nobody_opens_expires(cluster: Cluster) -> None:
+async def test_reservation_without_a_writer_expires(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, [1, 2], deadline_s=0.05)
     await until(lambda: incoming.over)
@@ -159,7 +159,7 @@ async def test_decode_restarts_under_its_name(cluster: Cluster, unused_tcp_port:
 
 
 async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port: int) -> None:
-    """Blocks that the dead process may still write come back once a newer generation answers at its address."""
+    """Blocks that the dead process could write are released once a newer generation answers at its address."""
     prefill, decode = await cluster.pair(prefill_port=unused_tcp_port)
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=60.0)
@@ -184,16 +184,14 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port
     assert decode.node.stats().dropped["old_generation"] == 1
 
 
-async def test_a_writer_that_was_forgotten_for_others_shakes_hands_anew(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_forgotten_writer_repeats_the_handshake(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer, "MAX_WRITERS", 2)
     decode = await cluster.start("decode-0", Role.DECODE)
     first, busy, last = [await cluster.start(f"prefill-{number}", Role.PREFILL) for number in range(3)]
     for seed, prefill in enumerate((busy, first, busy, last)):
         prefill.fill(seed)
         await hand_over(prefill, decode, seed)
-    await hand_over(busy, decode, 4)  # known still: it was heard of after the first one
+    await hand_over(busy, decode, 4)  # still known: its last call is newer than that of the first one
     assert "unknown_pod" not in decode.node.stats().dropped
     assert not decode.node._incoming.is_watched(first.agent)
     incoming = decode.reserve("r", 0, [1, 2])
@@ -222,7 +220,7 @@ async def test_reservations_expire_in_the_order_of_their_deadlines(cluster: Clus
 
 
 async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) -> None:
-    """Delayed writes, late and doubled notifications, aborts at any time, and homes that are reused once free."""
+    """Delayed writes, late and doubled notifications, aborts at any time, and blocks that are reused once free."""
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address)
     rng = random.Random(11)
@@ -234,9 +232,9 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
     async def request(number: int) -> None:
         count = rng.randint(1, 6)
         await until(lambda: len(free) >= count)
-        home = [free.pop(rng.randrange(len(free))) for _ in range(count)]
+        targets = [free.pop(rng.randrange(len(free))) for _ in range(count)]
         source = rng.sample(range(NUM_BLOCKS), count)
-        incoming = decode.reserve(f"r{number}", 0, home)
+        incoming = decode.reserve(f"r{number}", 0, targets)
         transfer = prefill.node.start_transfer(incoming.target, f"r{number}", count, 30.0)
         for start, length in chunks(rng, 0, count):
             transfer.push(start, source[start : start + length], FakePin(source[start : start + length]))
@@ -248,13 +246,13 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
         if incoming.ready:
             outcomes["ready"] += 1
             for _ in range(3):
-                assert decode.digest(home) == prefill.digest(source), "somebody else's write landed here"
+                assert decode.digest(targets) == prefill.digest(source), "a foreign write landed here"
                 await asyncio.sleep(0.05)
             decode.node.release(incoming.target.transfer_id)
         else:
             outcomes["failed"] += 1
         await until(lambda: incoming.pin.free)
-        free.extend(home)
+        free.extend(targets)
 
     await asyncio.gather(*(request(number) for number in range(60)))
     assert outcomes["ready"] >= 10
@@ -265,7 +263,7 @@ async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) ->
     await until(lambda: prefill.node.stats().pending_writes == 0)
 
 
-async def test_watches_are_closed_whatever_becomes_of_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_watches_are_closed_however_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[ProcessWatch] = []
 
     def watch(_pid: int, _boot_id: str, _address: str) -> ProcessWatch:

@@ -1,4 +1,4 @@
-"""Transfers over a network that loses, repeats, damages and fails.
+"""Transfers over a network that loses, repeats and damages messages, and with failing writes.
 
 The same tests on loopback and on NIXL (test_transfer_tcp.py repeats them over TCP).
 """
@@ -29,8 +29,8 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     await cluster.stop()
 
 
-async def test_notifications_come_as_they_like(cluster: Cluster) -> None:
-    """Late (after the commit), doubled and in another order."""
+async def test_notifications_may_be_late_doubled_and_reordered(cluster: Cluster) -> None:
+    """Late means after the commit."""
     prefill, decode = await cluster.pair()
     rng = random.Random(5)
     decode.backend.on_notification = lambda _n: [rng.random() * 0.3 for _ in range(rng.randint(1, 3))]
@@ -79,7 +79,7 @@ async def test_without_notifications_neither_side_succeeds(cluster: Cluster) -> 
         await transfer.done()
     await until(lambda: incoming.over)
     assert isinstance(incoming.failed[0], DeadlineExceeded)
-    await until(lambda: incoming.pin.free)  # the writer answered Drained
+    await until(lambda: incoming.pin.free)  # the writer answered Drain
 
 
 async def test_failed_write(cluster: Cluster) -> None:
@@ -129,7 +129,7 @@ async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluste
     await prefill.node.connect(decode.address)
 
     def change(*_blocks: object) -> WriteFaultPlan:
-        """The block was finished, and is not written yet."""
+        """Changes a block that was pushed but not written."""
         prefill.memory.write_block(8, bytes(prefill.memory.block_bytes))
         return WriteFaultPlan()
 
@@ -146,7 +146,7 @@ async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluste
 
 
 async def test_damage_goes_unnoticed_without_checksums(cluster: Cluster) -> None:
-    """The fault is real: without checksums the damaged block is taken over."""
+    """Without checksums the damaged block is accepted."""
     prefill, decode = await cluster.pair(checksums=False)
     await prefill.node.connect(decode.address)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=0)

@@ -1,4 +1,4 @@
-"""Two pods hand KV over, and who may not.
+"""Hand-offs between two pods, and pods that are refused.
 
 The same tests on loopback and on NIXL (test_transfer_tcp.py repeats them over TCP).
 """
@@ -53,9 +53,9 @@ async def test_hand_over(cluster: Cluster) -> None:
 
 async def test_many_at_once(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
-    homes = random.Random(0).sample(range(NUM_BLOCKS), 120)
+    targets = random.Random(0).sample(range(NUM_BLOCKS), 120)
     await asyncio.gather(
-        *(hand_over(prefill, decode, i, num_blocks=6, home=homes[6 * i : 6 * i + 6]) for i in range(20))
+        *(hand_over(prefill, decode, i, num_blocks=6, target_blocks=targets[6 * i : 6 * i + 6]) for i in range(20))
     )
     assert decode.node.stats().received_transfers == 20
     assert prefill.node.stats().open_outgoing == 0
@@ -79,7 +79,7 @@ async def test_blocks_are_delivered_before_the_prompt_is_computed(cluster: Clust
     assert incoming.ready[0].finish_reasons == (FinishReason.STOP,)
 
 
-async def test_a_peer_that_takes_no_bytes_delays_no_other_connection() -> None:
+async def test_a_peer_that_accepts_no_writes_delays_no_other_connection() -> None:
     cluster = Cluster("loopback")
     try:
         prefill, silent = await cluster.pair()
@@ -97,8 +97,8 @@ async def test_a_peer_that_takes_no_bytes_delays_no_other_connection() -> None:
         await cluster.stop()
 
 
-async def test_a_connection_that_broke_is_not_kept_for_good(cluster: Cluster) -> None:
-    """Addresses of pods that are gone never come again."""
+async def test_a_broken_connection_is_not_kept_forever(cluster: Cluster) -> None:
+    """The address of a pod that ended may never be used again."""
     prefill, gone = await cluster.pair()
     await prefill.node.connect(gone.address)
     connector = prefill.node._connector
@@ -153,7 +153,7 @@ async def test_wrong_secret(cluster: Cluster) -> None:
         ("num_kv_heads", KVLayout("test", "r1", 2, 1, 32, block_size=16, dtype="float32")),
     ],
 )
-async def test_other_layouts_are_refused_by_name(field: str, layout: KVLayout) -> None:
+async def test_other_layouts_are_refused_with_the_field(field: str, layout: KVLayout) -> None:
     cluster = Cluster("loopback")
     try:
         decode = await cluster.start("decode-0", Role.DECODE)
@@ -163,7 +163,9 @@ async def test_other_layouts_are_refused_by_name(field: str, layout: KVLayout) -
         assert refusal.value.field == field
         with pytest.raises(LayoutMismatch):
             await other.node.start_transfer(decode.reserve("r", 0, [1]).target, "r", 1, 5.0).done()
-        await hand_over(await cluster.start("prefill-0", Role.PREFILL), decode, 1)  # which goes on with its own kind
+        await hand_over(
+            await cluster.start("prefill-0", Role.PREFILL), decode, 1
+        )  # hand-offs between equal layouts still work
         with pytest.raises(LayoutMismatch) as refusal:
             await decode.node.connect(other.address)
         assert refusal.value.field == field
@@ -172,7 +174,7 @@ async def test_other_layouts_are_refused_by_name(field: str, layout: KVLayout) -
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unknown"])
-async def test_device_memory_never_travels_over_tcp_unnoticed(transport: str) -> None:
+async def test_gpu_memory_never_travels_over_tcp_without_permission(transport: str) -> None:
     class Slow(LoopbackBackend):
         def transport(self, peer: str, *, same_host: bool, reads: bool = False) -> Transport:
             return Transport(transport, "reported")

@@ -1,6 +1,6 @@
-"""Commits and their acknowledgements as notes between agents, where both sides poll often; the call follows a lost one.
+"""Commit notifications and their acknowledgements. The Commit call follows a lost one.
 
-Over loopback, and over NIXL between agents of one process, both said to use a transport that only polls move.
+Over loopback and over NIXL inside one process. Both report a transport on which bytes move only by polls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[PolledCluster
 
 
 class Calls:
-    """Commit calls of a pod, which are made all the same."""
+    """Records the Commit calls of a pod, and makes them."""
 
     def __init__(self, pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Commit] = []
@@ -56,7 +56,7 @@ class Calls:
 
 
 def lose(pod: Pod, kind: type, *, copies: Sequence[float] = ()) -> list[Notification]:
-    """What comes to this pod of that kind is lost, or comes so many seconds later; what came."""
+    """Drops notifications of this kind that arrive at the pod, or delays their copies. Returns those that arrived."""
     lost: list[Notification] = []
 
     def plan(notification: Notification) -> Sequence[float]:
@@ -94,7 +94,9 @@ async def send(
 
 
 @pytest.mark.parametrize("tokens", [(5,), (1, 2, 3)])
-async def test_no_call_is_made(cluster: Cluster, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_commit_notification_needs_no_call(
+    cluster: Cluster, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = await pair(cluster)
     monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(prefill, monkeypatch)
@@ -105,7 +107,9 @@ async def test_no_call_is_made(cluster: Cluster, tokens: tuple[int, ...], monkey
     assert calls.made == []
 
 
-async def test_nothing_is_sent_and_only_the_commit_goes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_without_blocks_sends_only_the_commit(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = await pair(cluster)
     monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(prefill, monkeypatch)
@@ -113,19 +117,19 @@ async def test_nothing_is_sent_and_only_the_commit_goes(cluster: Cluster, monkey
     transfer = prefill.node.start_transfer(incoming.target, "r", 4, 30.0)
     transfer.finish([3], [None])
     assert (await transfer.done()).blocks == 0
-    await until(lambda: bool(incoming.committed))  # told on the loop, the acknowledgement went from the thread
+    await until(lambda: bool(incoming.committed))  # the callback runs after the acknowledgement was sent
     assert incoming.committed == [Commit((3,), (None,))]
     assert calls.made == []
 
 
-async def test_checksums_go_by_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_commit_with_checksums_goes_by_call(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await cluster.pair()
     calls = Calls(prefill, monkeypatch)
     await hand_over(prefill, decode, 1)
     assert [len(commit.checksums) for commit in calls.made] == [40]
 
 
-async def test_where_the_target_polls_rarely_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_target_that_polls_rarely_gets_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster("loopback")
     try:
         prefill, decode = await pair(cluster)
@@ -137,7 +141,9 @@ async def test_where_the_target_polls_rarely_it_is_called(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("which", ["commit", "acknowledgement"])
-async def test_the_call_follows_a_lost_note(cluster: Cluster, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_call_follows_a_lost_notification(
+    cluster: Cluster, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = await pair(cluster)
     calls = Calls(prefill, monkeypatch)
     lost = lose(decode, CommitNotification) if which == "commit" else lose(prefill, CommittedNotification)
@@ -146,7 +152,7 @@ async def test_the_call_follows_a_lost_note(cluster: Cluster, which: str, monkey
     assert len(lost) == len(calls.made) == 1
 
 
-async def test_notes_that_come_late_and_twice_end_nothing_else(cluster: Cluster) -> None:
+async def test_late_and_doubled_notifications_end_no_other_transfer(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster)
     lose(decode, CommitNotification, copies=(0.0, 0.0, 0.05))
     lose(prefill, CommittedNotification, copies=(0.05, 0.1, 0.0))
@@ -158,8 +164,8 @@ async def test_notes_that_come_late_and_twice_end_nothing_else(cluster: Cluster)
     await hand_over(prefill, decode, 1)
 
 
-async def test_an_acknowledgement_of_what_was_not_committed_is_nobodys(cluster: Cluster) -> None:
-    """Nor does a stranger's end anything."""
+async def test_an_acknowledgement_without_a_commit_is_ignored(cluster: Cluster) -> None:
+    """So is the acknowledgement of another agent."""
     prefill, decode = await pair(cluster)
     prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(delay_s=0.3 if 1 in local else 0.0)
     incoming = decode.reserve("r", 0, [1, 2])
@@ -178,7 +184,7 @@ async def test_an_acknowledgement_of_what_was_not_committed_is_nobodys(cluster: 
     assert incoming.committed == [Commit((7,), (None,))]
 
 
-async def test_a_stranger_commits_nothing(cluster: Cluster) -> None:
+async def test_a_commit_of_another_agent_is_dropped(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster)
     incoming = decode.reserve("r", 0, [1])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)
@@ -193,7 +199,7 @@ async def test_a_stranger_commits_nothing(cluster: Cluster) -> None:
     assert incoming.committed == [Commit((7,), (None,))]
 
 
-async def test_a_commit_of_what_was_given_up_is_told_so_by_the_call(cluster: Cluster) -> None:
+async def test_the_call_gets_the_error_of_a_commit_after_the_end(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster)
     incoming = decode.reserve("r", 0, [1, 2])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
@@ -208,8 +214,8 @@ async def test_a_commit_of_what_was_given_up_is_told_so_by_the_call(cluster: Clu
     await until(lambda: incoming.pin.free)
 
 
-async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is introduced may be connected too, in either order, and what ends one does not end the other."""
+async def test_a_peer_of_notifications_may_be_connected_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """add_peer and connect work in either order, and the end of one does not end the other."""
     first = await cluster.start("pod-0", Role.PREFILL, checksums=False)
     second = await cluster.start("pod-1", Role.PREFILL, checksums=False)
     first.fill(1)
@@ -227,10 +233,10 @@ async def test_what_goes_both_ways_and_ends_one_way(cluster: Cluster, monkeypatc
 
 
 @pytest.mark.parametrize("connected_first", [True, False])
-async def test_a_connection_that_breaks_leaves_the_other_way_its_notes(
+async def test_a_broken_connection_keeps_notifications_of_the_other_direction(
     cluster: Cluster, connected_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two pods that write to each other; what is answered is answered over what the backend knows of the writer."""
+    """Two pods write to each other. Acknowledgements go to the writer's agent, not over the connection."""
     first = await cluster.start("pod-0", Role.PREFILL, checksums=False)
     second = await cluster.start("pod-1", Role.PREFILL, checksums=False)
     first.fill(1)
@@ -248,7 +254,7 @@ async def test_a_connection_that_breaks_leaves_the_other_way_its_notes(
     await hand_over(first, second, 3)
 
 
-async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
+async def test_a_repeated_handshake_renews_the_way_of_acknowledgements(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = await pair(cluster)
@@ -276,7 +282,7 @@ async def test_a_writer_that_shakes_hands_again_is_answered_on_a_new_way(
     assert len(calls.made) == 1
 
 
-async def test_where_no_note_is_answered_all_is_called_for_a_while(
+async def test_unanswered_notifications_are_replaced_by_calls_for_a_while(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = await pair(cluster)
@@ -286,14 +292,16 @@ async def test_where_no_note_is_answered_all_is_called_for_a_while(
         await send(prefill, decode, f"r{i}")
     assert (len(noted), len(calls.made)) == (transfers.MAX_MISSED_ACKS, transfers.MAX_MISSED_ACKS + 2)
     (connection,) = prefill.node._connector._connections.values()
-    connection.notifications_resume_at = 0.0  # a while later, and they are answered again
+    connection.notifications_resume_at = 0.0  # the pause is over, and acknowledgements arrive again
     prefill.backend.on_notification = lambda _: (0.0,)
     monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     await send(prefill, decode, "again")
     assert (len(noted), len(calls.made)) == (transfers.MAX_MISSED_ACKS + 1, transfers.MAX_MISSED_ACKS + 2)
 
 
-async def test_notes_go_on_where_some_are_answered(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_notifications_go_on_where_some_are_acknowledged(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = await pair(cluster)
     calls, noted = Calls(prefill, monkeypatch), lose(decode, CommitNotification, copies=(0.0,))
     lost = transfers.MAX_MISSED_ACKS - 1
@@ -308,7 +316,7 @@ async def test_notes_go_on_where_some_are_answered(cluster: Cluster, monkeypatch
     assert (len(noted), len(calls.made)) == (2 * lost + 2, 2 * lost)
 
 
-async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_writer_can_send_notifications(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = await pair(cluster)
     await hand_over(prefill, decode, 1)
     await prefill.crash()
@@ -321,7 +329,9 @@ async def test_a_restarted_writer_is_introduced_anew(cluster: Cluster, monkeypat
     assert set(decode.node._incoming._notification_peers) == {again.agent}
 
 
-async def test_a_lost_range_is_told_again_after_the_note(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_range_is_notified_again_after_the_commit_notification(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = await pair(cluster)
     calls, lost = Calls(prefill, monkeypatch), []
 
@@ -338,5 +348,5 @@ async def test_a_lost_range_is_told_again_after_the_note(cluster: Cluster, monke
 
 
 async def told(pod: Pod, act: Callable[[], None]) -> None:
-    """On the pod's transfer thread."""
+    """Runs `act` on the pod's transfer thread."""
     await asyncio.wrap_future(pod.node._thread.call(act))

@@ -74,13 +74,13 @@ class Child:
 
     async def end(self) -> None:
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and this loop was not told yet
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
                 self.send_signal(signal.SIGKILL)
         await asyncio.wait_for(self.process.wait(), 60)
 
 
 class Hosts(Cluster):
-    """Pods here and in children."""
+    """Pods in this process and in child processes."""
 
     def __init__(self) -> None:
         super().__init__("nixl")
@@ -116,7 +116,7 @@ async def outcome(transfer: OutgoingTransfer) -> BatonError | None:
 
 
 async def start_writer(decode: Pod, writer: Child, request_id: str, blocks: list[int], deadline_s: float) -> Any:
-    """The child opens a transfer to decode and pins its writes back for ever."""
+    """Makes the child open a transfer to decode and delay its writes forever."""
     incoming = decode.reserve(request_id, 0, blocks, deadline_s)
     await writer.ask(
         "send",
@@ -162,7 +162,7 @@ async def test_decode_is_killed(hosts: Hosts, unused_tcp_port: int) -> None:
 
 
 async def test_decode_is_killed_before_the_commit(hosts: Hosts) -> None:
-    """Everything is delivered and nothing is pending: only the end of the process tells."""
+    """Every block is delivered and no write is pending: only the end of the process ends the transfer."""
     decode = await hosts.child(Role.DECODE, "decode-0")
     prefill = await hosts.start("prefill-0", Role.PREFILL)
     transfer = prefill.node.start_transfer(await decode.reserve("r", [1]), "r", 1, 60.0)
@@ -174,7 +174,7 @@ async def test_decode_is_killed_before_the_commit(hosts: Hosts) -> None:
 
 
 async def test_prefill_is_killed(hosts: Hosts) -> None:
-    """The request fails at once, its blocks come back after the proof and the grace, and not before."""
+    """The request fails at once. Its blocks are released after the proof and the grace, not before."""
     decode = await hosts.start("decode-0", Role.DECODE)
     writer = await hosts.child(Role.PREFILL, "prefill-0")
     incoming = await start_writer(decode, writer, "r", [1, 2, 3], 60.0)
@@ -188,7 +188,7 @@ async def test_prefill_is_killed(hosts: Hosts) -> None:
 
 
 async def test_prefill_is_frozen(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frozen writer proves nothing: its blocks stay in quarantine until it answers."""
+    """The blocks of a frozen writer stay in quarantine until it answers."""
     decode = await hosts.start("decode-0", Role.DECODE)
     writer = await hosts.child(Role.PREFILL, "prefill-0")
     incoming = await start_writer(decode, writer, "r", [1, 2, 3], 60.0)

@@ -1,4 +1,4 @@
-"""Pods pull cached blocks from each other, on loopback and NIXL; statistics of pairs."""
+"""Pulls of cached blocks between pods, on loopback and NIXL; statistics of pairs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def holder(pod: Pod) -> PrefixHolder:
 
 
 async def two(cluster: Cluster, *, blocks: int = 20, checksums: bool = False) -> tuple[Pod, Pod]:
-    """A pod that pins a chain of so many blocks, and one that pins nothing."""
+    """A pod that caches so many blocks of a prefix, and an empty one."""
     owner = await cluster.start("decode-0", Role.DECODE, checksums=checksums)
     puller = await cluster.start("prefill-0", Role.PREFILL, checksums=checksums)
     owner.fill(1)
@@ -74,8 +74,10 @@ def assert_same(owner: Pod, puller: Pod, wanted: WantedBlocks, count: int) -> No
 
 
 async def at_rest(*pods: Pod) -> None:
-    """Nothing of an earlier pull is left. A pull may return before its mover has polled the last write, so a test that
-    waits for a write of its second pull calls this after the first one.
+    """Waits until nothing of an earlier pull is left.
+
+    A pull may return before the holder has polled its last write. A test that waits for a write of its second pull
+    calls this after the first one.
     """
     await until(lambda: all(pin.free for pod in pods for pin in pod.lent))
     for pod in pods:
@@ -101,7 +103,7 @@ async def test_missing_blocks_arrive_and_nothing_else_changes(cluster: Cluster, 
     assert pair.gb_s > 0
 
 
-async def test_a_holder_that_lost_the_end_gives_what_it_has(cluster: Cluster) -> None:
+async def test_a_holder_without_the_last_blocks_sends_the_others(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     for lost in chain(20)[15:]:
         del owner.cache[lost]
@@ -121,7 +123,7 @@ async def test_a_holder_that_lost_everything_refuses(cluster: Cluster) -> None:
     await at_rest(owner, puller)
 
 
-async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: Cluster) -> None:
+async def test_a_failed_write_fails_the_pull_and_frees_after_the_grace(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)  # connected
     owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(fail="the link broke")
@@ -129,7 +131,7 @@ async def test_a_failed_move_fails_the_pull_and_frees_after_the_grace(cluster: C
     with pytest.raises(BatonError):
         await puller.node.pull(holder(owner), wanted)
     assert isinstance(wanted.pin, FakePin)
-    assert not wanted.pin.free  # bytes may trail behind an error
+    assert not wanted.pin.free  # bytes may still land after an error
     await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
     assert next(p for p in owner.node.pair_stats() if p.pod == "prefill-0").failures == 1
@@ -148,8 +150,8 @@ async def test_damage_fails_the_pull(cluster: Cluster) -> None:
     await at_rest(owner, puller)
 
 
-async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Cluster) -> None:
-    """The puller gives up; what lands afterwards lands where nobody else can be."""
+async def test_a_late_write_finds_its_blocks_still_pinned(cluster: Cluster) -> None:
+    """The puller gives up. A write that lands later lands in blocks without another owner."""
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)  # connected
     owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
@@ -165,7 +167,7 @@ async def test_a_move_that_comes_late_finds_its_blocks_still_held(cluster: Clust
     await at_rest(owner, puller)
 
 
-async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster) -> None:
+async def test_a_cancelled_caller_frees_its_blocks(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)
     await at_rest(owner, puller)
@@ -185,7 +187,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(cluster: Cluster) -
 
 async def test_a_pull_that_is_cancelled_before_its_first_step_frees_its_blocks(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
-    wanted = ask(0, 8, 600.0)  # no deadline frees them in the time of this test
+    wanted = ask(0, 8, 600.0)  # the deadline is after the end of this test
     pulling = puller.node.pull(holder(owner), wanted)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -197,7 +199,7 @@ async def test_a_pull_that_is_cancelled_before_its_first_step_frees_its_blocks(c
 
 
 async def test_a_caller_that_is_cancelled_before_it_waits_frees_its_blocks(cluster: Cluster) -> None:
-    """The cancellation is pending when the caller starts to wait, so it reaches the pull before its first step."""
+    """The cancellation is pending when the caller starts to wait. It reaches the pull before its first step."""
     owner, puller = await two(cluster)
     wanted = ask(0, 8, 600.0)
 
@@ -234,7 +236,7 @@ async def test_a_pull_that_cannot_start_frees_its_blocks(
     await at_rest(owner, puller)
 
 
-async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster) -> None:
+async def test_a_holder_that_stops_or_has_ended(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await owner.stop()
     wanted = ask(0, 8, 2.0)
@@ -245,12 +247,12 @@ async def test_a_holder_that_leaves_or_is_gone(cluster: Cluster) -> None:
     cluster.pods.remove(owner)
 
 
-async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster) -> None:
+async def test_a_holder_has_a_limit_of_open_loans(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     await pull(owner, puller, total=1)
     owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     asked = [ask(0, 4) for _ in range(MAX_LOANS + 4)]
-    for i, one in enumerate(asked):  # every one into blocks of its own
+    for i, one in enumerate(asked):  # each into its own blocks
         blocks = tuple(range(4 * i, 4 * i + 4))
         asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, pin=FakePin(list(blocks)))
     pulls = [puller.node.pull(holder(owner), one) for one in asked]
@@ -263,7 +265,7 @@ async def test_a_holder_lends_to_so_many_at_once(cluster: Cluster) -> None:
     await at_rest(owner, puller)
 
 
-async def test_other_layouts_and_strangers_are_refused(cluster: Cluster) -> None:
+async def test_other_layouts_and_other_pods_are_refused(cluster: Cluster) -> None:
     other = KVLayout("test", "r1", num_layers=4, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
     owner, _ = await two(cluster)
     different = await cluster.start("prefill-1", Role.PREFILL, layout=other)
@@ -280,38 +282,38 @@ async def test_other_layouts_and_strangers_are_refused(cluster: Cluster) -> None
 
 
 async def test_equal_ids_of_two_receivers_are_two_transfers() -> None:
-    """Receivers mint ids by their own generations; two that started in the same millisecond mint the same ones."""
+    """Receivers make ids from their generation. Two that started in the same millisecond make the same ids."""
     cluster = Cluster("loopback")
     try:
         source = await cluster.start("prefill-0", Role.PREFILL)
         source.fill(1)
-        homes = []
+        receivers = []
         for name in ("decode-0", "decode-1"):
             cluster.generation = 5_000_000_000_000
-            homes.append(await cluster.start(name, Role.DECODE))
-        incoming = [home.reserve("r", 0, [4, 5]) for home in homes]
+            receivers.append(await cluster.start(name, Role.DECODE))
+        incoming = [receiver.reserve("r", 0, [4, 5]) for receiver in receivers]
         assert incoming[0].target.transfer_id == incoming[1].target.transfer_id
         for i, one in enumerate(incoming):
             transfer = source.node.start_transfer(one.target, "r", 2, 20.0)
             transfer.push(0, [10 + i, 20 + i], FakePin([10 + i, 20 + i]))
             transfer.finish([7], [None])
             await transfer.done()
-        for i, home in enumerate(homes):
-            assert home.digest([4, 5]) == source.digest([10 + i, 20 + i])
+        for i, receiver in enumerate(receivers):
+            assert receiver.digest([4, 5]) == source.digest([10 + i, 20 + i])
         assert {p.pod: p.transfers for p in source.node.pair_stats()} == {"decode-0": 1, "decode-1": 1}
     finally:
         await cluster.stop()
 
 
-async def test_every_pair_of_three_and_three_is_counted_by_itself() -> None:
+async def test_every_pair_of_pods_is_counted_separately() -> None:
     cluster = Cluster("loopback")
     try:
         sources = [await cluster.start(f"prefill-{i}", Role.PREFILL) for i in range(3)]
-        homes = [await cluster.start(f"decode-{i}", Role.DECODE) for i in range(3)]
+        receivers = [await cluster.start(f"decode-{i}", Role.DECODE) for i in range(3)]
 
         async def hand_over(i: int, j: int) -> None:
             blocks = list(range(10 * i, 10 * i + 1 + j))
-            one = homes[j].reserve(f"r{i}{j}", 0, blocks)
+            one = receivers[j].reserve(f"r{i}{j}", 0, blocks)
             transfer = sources[i].node.start_transfer(one.target, f"r{i}{j}", len(blocks), 20.0)
             transfer.push(0, blocks, FakePin(blocks))
             transfer.finish([7], [None])
@@ -322,11 +324,11 @@ async def test_every_pair_of_three_and_three_is_counted_by_itself() -> None:
             pairs = source.node.pair_stats()
             assert [(p.pod, p.transfers, p.blocks) for p in pairs] == [(f"decode-{j}", 1, j + 1) for j in range(3)]
             assert all(p.exposed_s > 0 and p.transport == "loopback" and p.generation for p in pairs)
-        # A transfer that its receiver gave up is a failure of that pair alone; one that was aborted is none.
-        lost, aborted = homes[1].reserve("lost", 0, [3]), homes[2].reserve("aborted", 0, [3])
+        # A transfer that the receiver gave up is a failure of that pair only. An aborted one is no failure.
+        lost, aborted = receivers[1].reserve("lost", 0, [3]), receivers[2].reserve("aborted", 0, [3])
         first = sources[0].node.start_transfer(lost.target, "lost", 1, 20.0)
         second = sources[0].node.start_transfer(aborted.target, "aborted", 1, 20.0)
-        homes[1].node.release(lost.target.transfer_id)
+        receivers[1].node.release(lost.target.transfer_id)
         second.abort("the client left")
         for transfer in (first, second):
             with pytest.raises(BatonError):

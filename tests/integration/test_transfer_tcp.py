@@ -1,6 +1,6 @@
-"""The tests over NIXL of transfers, services and ownership, over UCX's TCP transport, where writes complete later.
+"""Repeats the NIXL tests of transfers, services and ownership over UCX's TCP transport, where writes complete later.
 
-UCX reads its settings once per process, so they run in a process of their own.
+UCX reads its settings once per process, so the tests run in a separate process.
 """
 
 from __future__ import annotations

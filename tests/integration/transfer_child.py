@@ -1,4 +1,4 @@
-"""A pod in a process of its own, told what to do by JSON lines: python -m ...transfer_child ROLE NAME PORT."""
+"""A pod in a separate process, driven by JSON lines on stdin: python -m ...transfer_child ROLE NAME PORT."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ async def main(role: Role, name: str, port: int) -> None:
                 number = got.target.transfer_id.number
                 say({"number": number, "digests": [d.hex() for d in pod.digest(order["blocks"])]})
             case "send":
-                await node.connect(order["address"])  # from now on a pending write is one of the transfer
+                await node.connect(
+                    order["address"]
+                )  # so that a pending write belongs to the transfer, not to the probe
                 backend.on_write = lambda _p, _l, _r, d=order["delay_s"]: WriteFaultPlan(delay_s=d)
                 transfer_id = TransferId(order["generation"], order["number"])
                 blocks = tuple(order["blocks"])

@@ -1,4 +1,4 @@
-"""Pods for transfer tests: a node, its gRPC server, a small pool, and pins that complain about misuse."""
+"""Pods for transfer tests: a node, its gRPC server, a small pool, and pins that fail on misuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_BLOCKS = 128
 
 @dataclass(eq=False)
 class FakePin:
-    """Counts what was released; releasing a block that it does not have fails the test."""
+    """A pin that records releases. Releasing a foreign block fails the test."""
 
     blocks: list[int]
     left: set[int] = field(init=False)
@@ -53,7 +53,7 @@ class FakePin:
 
 @dataclass(eq=False)
 class Incoming:
-    """One reservation and what became of it."""
+    """One expected transfer and its outcome."""
 
     target: KvTarget
     pin: FakePin
@@ -63,7 +63,7 @@ class Incoming:
 
     @property
     def committed(self) -> list[Commit]:
-        """What arrived, without checksums."""
+        """The commits that arrived, without checksums."""
         return [replace(commit, checksums=()) for commit in self.ready]
 
     @property
@@ -82,7 +82,7 @@ class Pod:
     backend: FaultyBackend
     layout: KVLayout
     agent: str
-    clock: Clock = field(default_factory=Clock)  # of `backend`: writes held back are due by it
+    clock: Clock = field(default_factory=Clock)  # clock of `backend`: delayed writes are due by it
     address: str = ""
     cache: dict[bytes, int] = field(default_factory=dict)
     lent: list[FakePin] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Pod:
         return self.lent[-1]
 
     def release_late_writes(self) -> None:
-        """Whatever `backend` held back is due now, and what is posted from now on goes at once."""
+        """Makes delayed writes due now. Later writes are not delayed."""
         self.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
         self.clock.ahead_s += 3600.0
 
@@ -133,7 +133,7 @@ class Pod:
         await self.server.stop(0)
 
     async def crash(self) -> None:
-        """Its server and thread end without a word to anybody; a loopback agent dies with it."""
+        """Ends the server and the thread without a message to other pods. A loopback agent dies too."""
         await self.server.stop(0)
         await self.node.stop(0)
 
@@ -217,13 +217,19 @@ def chunks(rng: random.Random, first: int, total: int) -> list[tuple[int, int]]:
 
 
 async def hand_over(
-    prefill: Pod, decode: Pod, seed: int, *, num_blocks: int = 40, first: int = 0, home: list[int] | None = None
+    prefill: Pod,
+    decode: Pod,
+    seed: int,
+    *,
+    num_blocks: int = 40,
+    first: int = 0,
+    target_blocks: list[int] | None = None,
 ) -> None:
     """One whole transfer with random pushes between random blocks, checked byte by byte."""
     rng = random.Random(seed)
     source = rng.sample(range(NUM_BLOCKS), num_blocks)
-    home = home or rng.sample(range(NUM_BLOCKS), num_blocks)
-    incoming = decode.reserve(f"r{seed}", first, home[first:])
+    target_blocks = target_blocks or rng.sample(range(NUM_BLOCKS), num_blocks)
+    incoming = decode.reserve(f"r{seed}", first, target_blocks[first:])
     transfer = prefill.node.start_transfer(incoming.target, f"r{seed}", num_blocks, 30.0)
     pins = []
     for start, count in chunks(rng, 0, num_blocks):
@@ -239,5 +245,5 @@ async def hand_over(
     assert all(pin.free for pin in pins)
     assert report.blocks == num_blocks - first
     assert report.bytes == report.blocks * LAYOUT.block_bytes
-    assert decode.digest(home[first:]) == prefill.digest(source[first:])
+    assert decode.digest(target_blocks[first:]) == prefill.digest(source[first:])
     decode.node.release(incoming.target.transfer_id)

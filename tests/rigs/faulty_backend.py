@@ -1,10 +1,4 @@
-"""A backend that misbehaves on purpose, over any other backend: for tests of transfers and of the services above them.
-
-Plans are plain attributes, set at any time:
-on_write(peer, local, remote) -> WriteFault;
-on_notification(notification) -> delays in seconds, one per copy ([] drops it). A corrupted block travels from the
-pool's probe block, so the source keeps its content; at most one block is corrupted at a time.
-"""
+"""A wrapper around any transfer backend that injects faults, for tests of transfers and of services."""
 
 from __future__ import annotations
 
@@ -21,10 +15,14 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 
 @dataclass(frozen=True, slots=True)
 class WriteFaultPlan:
-    """delay_s: post it later. fail: it fails (after the delay) without writing. corrupt: index of a block to damage."""
+    """Fault of one write."""
 
+    #: The write is posted this much later.
     delay_s: float = 0.0
+    #: The write fails with this reason after the delay, and no byte lands.
     fail: str | None = None
+    #: Index of a block to damage. It is copied to the probe block and sent from there, so the source stays intact. At
+    #: most one block is damaged at a time.
     corrupt: int | None = None
 
 
@@ -43,9 +41,11 @@ class FaultyBackend:
     """Wraps `inner`; without plans it changes nothing."""
 
     def __init__(self, inner: Backend, clock: Callable[[], float] = time.monotonic) -> None:
+        #: (peer, local blocks, remote blocks) -> fault of the write.
         self.on_write: Callable[[str, Sequence[int], Sequence[int]], WriteFaultPlan] = lambda _p, _l, _r: (
             WriteFaultPlan()
         )
+        #: Delays in seconds of an arriving notification, one per copy; [] drops it.
         self.on_notification: Callable[[Notification], Sequence[float]] = lambda _n: (0.0,)
         self.corrupted = 0
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Which GPUs there are, told by a made-up nvidia-smi, and what pods make of that."""
+"""GPUs of a machine, listed by a fake nvidia-smi, and their distribution over pods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU-bb2, NVIDIA H100 80GB HBM3, 81559, 00000000:9B:00.0
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two GPUs on two NUMA nodes; the path stands for /sys."""
+    """Two GPUs on two NUMA nodes. The path replaces /sys."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n")
@@ -57,7 +57,7 @@ def test_gpus_are_listed_with_the_cpus_near_them(machine: Path) -> None:
         ("MIG-123", ["MIG-123"]),
     ],
 )
-def test_what_cuda_is_told_to_show_counts(machine: Path, chosen: str, found: list[str]) -> None:
+def test_cuda_visible_devices_limits_the_list(machine: Path, chosen: str, found: list[str]) -> None:
     assert [gpu.id for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}, sysfs=machine)] == found
 
 
@@ -69,7 +69,7 @@ def test_one_node_or_no_driver(machine: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @given(pods=st.integers(1, 9), count=st.integers(0, 9))
-def test_pods_are_spread_evenly_and_know_who_shares(pods: int, count: int) -> None:
+def test_pods_are_spread_evenly_and_know_how_many_share_a_gpu(pods: int, count: int) -> None:
     places = shared_out(pods, [Gpu(str(i)) for i in range(count)])
     assert len(places) == pods
     if not count:
@@ -94,7 +94,7 @@ def test_every_pair_of_gpus_is_tried_once_in_each_direction_and_none_at_the_same
             assert len(busy) == len(set(busy))
 
 
-def test_cpus_that_are_not_there_are_named() -> None:
+def test_missing_cpus_are_named() -> None:
     before = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match="none of 4000-4001"):
         run_on("4000-4001")
@@ -106,7 +106,7 @@ def test_cpus_that_are_not_there_are_named() -> None:
         os.sched_setaffinity(0, before)
 
 
-def test_memory_that_others_cannot_map_is_refused_where_they_have_to() -> None:
+def test_unmappable_memory_is_refused_where_other_pods_map_it() -> None:
     env = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native, expandable_segments: True"}
     with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF"):
         require_mappable_kv(PodConfig(role=Role.DECODE), env)

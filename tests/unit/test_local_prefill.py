@@ -1,4 +1,4 @@
-"""Who computes the rest of a prompt, by the costs that a decode pod weighs."""
+"""Which pod computes the rest of a prompt, by the costs that a decode pod compares."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_an_idle_pod_keeps_a_short_rest_and_a_busy_one_does_not() -> None:
     assert AUTO.decide(100, 900, IDLE, THERE, remote_only=False).local
     busy = AUTO.decide(100, 900, replace(IDLE, running=32), THERE, remote_only=False)
     assert (busy.local, busy.reason) == (False, PrefillReason.CHEAPER)
-    assert busy.local_s > 32 * IDLE.chunk_s(100)  # what all neighbours lose together
-    # However busy, not for ever: a long queue elsewhere is worth it.
+    assert busy.local_s > 32 * IDLE.chunk_s(100)  # the delay of all neighbours
+    # A busy pod computes too if the queue of the prefill pod is long.
     assert AUTO.decide(100, 900, replace(IDLE, running=32), replace(THERE, queue_s=1.0), remote_only=False).local
 
 
-def test_local_prompts_that_are_ahead_count() -> None:
+def test_queued_local_prompts_count() -> None:
     assert not AUTO.decide(100, 900, replace(IDLE, queued_tokens=8 * CHUNK), THERE, remote_only=False).local
 
 
@@ -40,14 +40,14 @@ def test_local_prompts_that_are_ahead_count() -> None:
         (100, 900, None, PrefillReason.UNKNOWN),
     ],
 )
-def test_whole_prompts_and_guesses_never_stay(
+def test_whole_prompts_and_unknown_costs_go_to_a_prefill_pod(
     uncached: int, cached: int, there: RemotePrefillCost | None, reason: PrefillReason
 ) -> None:
     verdict = AUTO.decide(uncached, cached, IDLE, there, remote_only=False)
     assert (verdict.local, verdict.reason) == (False, reason)
 
 
-def test_what_this_pod_has_not_measured_is_taken_from_there() -> None:
+def test_the_rate_of_the_prefill_pod_replaces_a_missing_measurement() -> None:
     fresh = replace(IDLE, chunk_s=lambda _: 0.0)
     assert AUTO.decide(100, 900, fresh, THERE, remote_only=False).local_s == pytest.approx(100 / 50_000)
     nobody = replace(THERE, tokens_per_s=0.0)
@@ -55,7 +55,7 @@ def test_what_this_pod_has_not_measured_is_taken_from_there() -> None:
 
 
 @pytest.mark.parametrize("mode", ["off", "auto", "64"])
-def test_the_knob_and_a_request_that_forbids_it(mode: str) -> None:
+def test_the_setting_and_a_remote_only_request(mode: str) -> None:
     knob = LocalPrefillPolicy(mode)
     expensive = replace(THERE, queue_s=100.0)
     assert not knob.decide(10, 90, IDLE, expensive, remote_only=True).local
@@ -74,7 +74,7 @@ def test_the_knob_and_a_request_that_forbids_it(mode: str) -> None:
     queue_s=st.floats(0, 10),
     more=st.floats(0, 10),
 )
-def test_a_longer_queue_there_never_sends_a_prompt_there(
+def test_a_longer_remote_queue_never_makes_a_prompt_remote(
     uncached: int, cached: int, running: int, queued: int, queue_s: float, more: float
 ) -> None:
     here = replace(IDLE, running=running, queued_tokens=queued)

@@ -1,4 +1,4 @@
-"""What is told of memory and GPUs: of the container where there is one, and nothing where nobody knows."""
+"""Metrics of memory and GPUs: of the container if there is one, and none where the figure is unknown."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def test_a_container_has_no_more_than_the_machine_has_left(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("limit", ["max", str(1 << 62)])
-def test_without_a_limit_it_is_the_machine(tmp_path: Path, limit: str) -> None:
+def test_without_a_limit_the_machine_counts(tmp_path: Path, limit: str) -> None:
     memory = memory_usage(cgroup(tmp_path, limit))
     assert memory.limit == psutil.virtual_memory().total
     assert 0 < memory.used < memory.limit
 
 
-def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
+def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
     assert memory_usage(tmp_path / "none").limit == psutil.virtual_memory().total
 
 
 class Driver:
-    """A GPU's driver that may be away."""
+    """A GPU driver that may fail."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -59,7 +59,7 @@ class Driver:
         return GpuReading(40, 80, 0.5)
 
 
-def test_a_reading_is_kept_for_a_second_and_a_driver_may_come_back() -> None:
+def test_a_reading_is_kept_for_a_second_and_a_driver_may_recover() -> None:
     driver, now = Driver(), [100.0]
     gpu = GpuMonitor(driver.read, lambda: now[0])
     assert gpu.reading() == gpu.reading() == GpuReading(40, 80, 0.5)
@@ -70,12 +70,12 @@ def test_a_reading_is_kept_for_a_second_and_a_driver_may_come_back() -> None:
     assert gpu.reading() == GpuReading(40, 80, 0.5)
 
 
-def test_a_cpu_has_no_gpu() -> None:
+def test_a_cpu_device_has_no_gpu_monitor() -> None:
     assert gpu_monitor(torch.device("cpu")) is None
 
 
 class FakeNvml:
-    """As much of pynvml as is used."""
+    """The part of pynvml that the pod uses."""
 
     class NVMLError(Exception):
         pass
@@ -108,10 +108,10 @@ class FakeNvml:
         (FakeNvml(), GpuReading(10, 20, 0.75)),
         (FakeNvml(tells_utilization=False), GpuReading(10, 20, None)),
         (FakeNvml(knows=False), GpuReading(30, 100, None)),
-        (None, GpuReading(30, 100, None)),  # not installed: torch tells the memory
+        (None, GpuReading(30, 100, None)),  # not installed: torch reports the memory
     ],
 )
-def test_nvml_tells_what_it_can_and_torch_the_rest(
+def test_nvml_reports_what_it_knows_and_torch_the_rest(
     monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, reading: GpuReading
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -122,7 +122,7 @@ def test_nvml_tells_what_it_can_and_torch_the_rest(
     assert gpu.reading() == reading
 
 
-def test_gpu_metrics_are_there_only_while_something_is_known() -> None:
+def test_gpu_metrics_are_left_out_while_the_driver_fails() -> None:
     driver, now = Driver(), [0.0]
     metrics = Metrics()
     add_gpu_metrics(metrics, GpuMonitor(driver.read, lambda: now[0]))

@@ -1,4 +1,4 @@
-"""Notifications: what one transfer thread tells another, and what it does with bytes that are none."""
+"""Binary notifications between transfer threads: round trip, and payloads that are not notifications."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def test_notification_round_trip(message: TransferNotification) -> None:
         assert parse_notification(damaged) is None
 
 
-def test_notifications_that_say_too_much_or_nothing() -> None:
+def test_malformed_notifications_are_rejected() -> None:
     assert parse_notification(RangeWritten(ID, 0, 0).pack()) is None
     assert parse_notification(CommittedNotification(ID, 2**40).pack()) == CommittedNotification(ID, 2**32 - 1)

@@ -1,4 +1,4 @@
-"""The rate of what was written to another pod."""
+"""The measured rate of writes to another pod."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(pair: PairTraffic, clock: Clock, seconds: float) -> None:
     pair.end(1, BYTES, pulled=False)
 
 
-def test_a_rate_stays_over_pauses_and_begins_afresh_after_a_long_one(clock: Clock) -> None:
+def test_a_rate_survives_short_pauses_and_starts_again_after_a_long_one(clock: Clock) -> None:
     pair = PairTraffic(clock)
     write(pair, clock, 2.0)
     clock.now += RATE_TTL_S - 1

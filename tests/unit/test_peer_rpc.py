@@ -1,4 +1,4 @@
-"""Channels to other pods: one per address, closed when nobody used them for long."""
+"""Channels to other pods: one per address, closed after a long time without a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Channel:
         self.closed = True
 
 
-async def test_channels_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unused_channels_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Channel] = []
 
     def channel(address: str) -> Channel:

@@ -1,4 +1,4 @@
-"""PeerWatch: decode pods are connected when the index shows them, whatever fails on the way."""
+"""PeerDiscovery connects decode pods that the index lists, in spite of failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pod(name: str, role: Role = Role.DECODE, scope: str = "s", generation: int =
     return PodStatus(PodRecord(name, generation, f"{name}:1", role, "m", scope, "f", 16, 128, 64), PodLoad())
 
 
-async def test_joining_failing_and_restarted_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pods_that_join_fail_and_restart_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pod.peer_discovery.POLL_S", 0.01)
     index = Index(pod("d0"), pod("p0", Role.PREFILL), pod("x", scope="other"))
     tried: list[tuple[str, int]] = []
@@ -70,7 +70,7 @@ async def test_joining_failing_and_restarted_pods(monkeypatch: pytest.MonkeyPatc
         await watch.stop()
 
 
-async def test_start_waits_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_waits_for_a_limited_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pod.peer_discovery.FIRST_ROUND_S", 0.05)
     ended = asyncio.Event()
 

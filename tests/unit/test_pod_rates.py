@@ -1,4 +1,4 @@
-"""A pod's own measure of its speed."""
+"""A pod's measurements of its own speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pod.rates import PULL_TTL_S, PodRates
 
 
-def test_nothing_is_known_before_something_ran() -> None:
+def test_rates_are_zero_before_the_first_step() -> None:
     rates = PodRates(256)
     rates.observe_step(0, 0, 1.0)
     rates.observe_step(8, 0, 0.0)
@@ -18,9 +18,9 @@ def test_nothing_is_known_before_something_ran() -> None:
 
 
 @given(st.floats(0.0, 0.05), st.floats(1e-5, 1e-2), st.lists(st.integers(1, 256), min_size=5, max_size=60, unique=True))
-def test_a_fixed_part_and_a_rate_are_told_apart(base: float, slope: float, sizes: list[int]) -> None:
+def test_fixed_time_and_time_per_token_are_separated(base: float, slope: float, sizes: list[int]) -> None:
     rates = PodRates(256)
-    for size in (1, *sizes, 256):  # spread enough to tell
+    for size in (1, *sizes, 256):  # enough spread for a fit
         rates.observe_step(size, 0, base + slope * size)
         rates.observe_step(0, size, base + slope * size)
         rates.observe_hand_off(size, base + slope * size)
@@ -48,7 +48,7 @@ def test_decode_steps_of_one_size_leave_half_to_the_batch() -> None:
     assert rates.decode_fit() == pytest.approx((0.016, 0.001))
 
 
-def test_what_a_chunk_costs_beside_decodes_is_what_the_step_takes_longer() -> None:
+def test_a_chunk_beside_decodes_costs_the_time_that_it_adds_to_the_step() -> None:
     rates = PodRates(256)
     assert rates.chunk_s(64) == 0.0
     rates.observe_step(64, 0, 0.2)
@@ -60,7 +60,7 @@ def test_what_a_chunk_costs_beside_decodes_is_what_the_step_takes_longer() -> No
     assert rates.chunk_s(64) == pytest.approx(0.001 + 0.032, rel=1e-3)
 
 
-def test_what_a_pull_takes_beyond_its_bytes_follows_the_last_ones() -> None:
+def test_the_time_of_a_pull_without_its_bytes_follows_the_latest_pulls() -> None:
     rates = PodRates(256)
     assert rates.pull_s() == 0.0
     rates.observe_pull(0.05, 0.03)
@@ -73,8 +73,8 @@ def test_what_a_pull_takes_beyond_its_bytes_follows_the_last_ones() -> None:
     assert 0 < rates.pull_s() < 1e-3
 
 
-def test_what_pulls_took_is_forgotten_when_there_are_none() -> None:
-    """A long one keeps prompts from being pulled, so nothing else would correct it."""
+def test_the_time_of_pulls_expires_without_new_pulls() -> None:
+    """A long time stops all pulls, so no new pull would correct it."""
     now = [0.0]
     rates = PodRates(256, lambda: now[0])
     rates.observe_pull(2.0, 0.0)
@@ -86,7 +86,7 @@ def test_what_pulls_took_is_forgotten_when_there_are_none() -> None:
     assert rates.pull_s() == pytest.approx(0.01)
 
 
-def test_short_prompts_alone_do_not_make_long_ones_endless() -> None:
+def test_short_prompts_alone_do_not_overestimate_long_ones() -> None:
     rates = PodRates(256)
     for tokens in (1, 1, 2, 1):
         rates.observe_step(tokens, 0, 0.1)

@@ -1,4 +1,4 @@
-"""Spans of what a prefill pod did, from what it noted: pulls, preempted chunks, pushes that were cut off, failures."""
+"""Spans of a prefill hand-off, from its history: pulls, preempted chunks, unfinished pushes, failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def times(spans: list[ReadableSpan], since: ReadableSpan) -> dict[str, tuple[flo
     }
 
 
-def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
+def test_a_prefill_with_a_pull_and_a_complete_hand_off() -> None:
     spans = recorded(
         pulled_from=("prefill-1", 10.25),
         history=[
@@ -78,7 +78,7 @@ def test_a_prefill_that_pulled_computed_and_handed_over() -> None:
         assert push.parent.span_id == hand_off.context.span_id
 
 
-def test_one_that_failed_in_between_says_so_and_its_push_ends_with_it() -> None:
+def test_a_failed_hand_off_has_the_error_and_its_push_ends_with_it() -> None:
     spans = recorded(
         history=[HandOffEvent("chunk", 24, 11.0, 10.5), HandOffEvent("end", 0, 12.0)],
         pushes={0: Push(1, 11.0)},
@@ -89,5 +89,5 @@ def test_one_that_failed_in_between_says_so_and_its_push_ends_with_it() -> None:
     assert times(spans, spans[-1])["transfer.push"] == (1.0, 2.0)
 
 
-def test_one_that_never_ran_is_one_span() -> None:
+def test_a_prefill_that_never_ran_is_one_span() -> None:
     assert [span.name for span in recorded(history=[HandOffEvent("end", 0, 12.0)])] == ["prefill.request"]

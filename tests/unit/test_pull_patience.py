@@ -1,4 +1,4 @@
-"""How long a pull may take, beside what computing the same tokens takes."""
+"""The time limit of a pull, compared with computing the same tokens."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_small_steps_alone_give_a_limit_that_follows_them(base: float, per_token
     assert limit <= max(MIN_TIME_S, 4 * rates.prefill_estimate_s(tokens))
 
 
-def test_nobody_waits_a_second_for_what_an_h200_computes_in_98_ms() -> None:
-    """A block of 8B: 36 ms for 1024 tokens, 98 for 4096, in steps of 2048."""
+def test_a_pull_gets_no_second_for_tokens_that_an_h200_computes_in_98_ms() -> None:
+    """Measured with an 8B model: 36 ms for 1024 tokens, 98 ms for 4096, in steps of 2048."""
     rates = PodRates(2048)
     for _ in range(3):
         rates.observe_step(1024, 0, 0.0155 + 1024 * 2.016e-5)

@@ -1,4 +1,4 @@
-"""The receiver's machine under every order of events: told exactly once, no block given up early."""
+"""The receiver's state machine under every order of events: one outcome, and no block is released too early."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_ready_needs_ranges_and_commit_in_any_order() -> None:
     machine.open(WRITER, 0.0)
     assert machine.commit(7, COMMIT, 0.0) == []  # kept
     assert machine.commit_waits_for_ranges
-    assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []  # kept too: whoever gives them up may be heard of later
+    assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []  # stored; the blocks stay pinned
     assert machine.num_missing == 3
     assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []
     actions = machine.range_written(WRITER.agent, 3, 3, 0.0)
@@ -55,7 +55,7 @@ def test_ready_needs_ranges_and_commit_in_any_order() -> None:
     assert machine.state is ReceiverState.READY
 
 
-def test_strangers_are_dropped() -> None:
+def test_messages_of_other_writers_are_dropped() -> None:
     machine = receiver()
     assert machine.range_written(WRITER.agent, 3, 1, 0.0) is None
     machine.open(WRITER, 0.0)
@@ -69,7 +69,7 @@ def test_strangers_are_dropped() -> None:
     assert machine.range_written(WRITER.agent, 8, 2, 0.0) is None
 
 
-def test_unopened_reservation_expires_freely() -> None:
+def test_a_reservation_without_a_writer_expires_without_quarantine() -> None:
     machine = receiver(deadline=1.0)
     actions = machine.tick(1.0)
     assert kinds(actions) == ["FreeBlocks", "ReceiveFailed"]
@@ -82,14 +82,14 @@ def test_a_writer_that_sends_less_gives_the_rest_back_and_is_ready_with_less() -
     machine = receiver()
     assert freed(machine.shrink_to(4)) == [7, 8]
     machine.open(WRITER, 0.0)
-    assert machine.range_written(WRITER.agent, 6, 2, 0.0) is None  # block 7 is not in it any more
+    assert machine.range_written(WRITER.agent, 6, 2, 0.0) is None  # block 7 is outside the shrunk transfer
     assert machine.range_written(WRITER.agent, 3, 4, 0.0) == []
     assert machine.shrink_to(6) == []  # it never grows
     assert machine.commit(7, COMMIT, 0.0) == [FreeBlocks((3, 4, 5, 6)), TransferReady(COMMIT)]
     assert machine.shrink_to(1) == []
 
 
-def test_the_news_of_less_may_come_last() -> None:
+def test_the_transfer_may_shrink_after_the_commit() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
     assert machine.range_written(WRITER.agent, 3, 2, 0.0) == []
@@ -97,7 +97,7 @@ def test_the_news_of_less_may_come_last() -> None:
     assert machine.shrink_to(2) == [FreeBlocks((5, 6, 7, 8)), FreeBlocks((3, 4)), TransferReady(COMMIT)]
 
 
-def test_what_a_writer_never_sends_is_not_quarantined() -> None:
+def test_blocks_that_the_writer_never_sends_are_not_quarantined() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
     machine.shrink_to(2)
@@ -118,20 +118,20 @@ def test_draining_frees_by_notification_and_by_drained() -> None:
     assert machine.range_written(WRITER.agent, 4, 2, 1.0) == []
     with pytest.raises(UnknownTransfer):
         machine.commit(7, COMMIT, 1.0)
-    assert machine.drained(8, True, 1.0) == []  # another generation's word is worth nothing
+    assert machine.drained(8, True, 1.0) == []  # another generation's answer proves nothing
     assert machine.num_quarantined == 3
     assert kinds(machine.tick(2.0)) == ["RequestDrain"]
-    assert machine.tick(3.0) == []  # one question at a time
+    assert machine.tick(3.0) == []  # one Drain call at a time
     assert freed(machine.drained(7, True, 3.0)) == [6, 7, 8]
     assert machine.state is ReceiverState.CLOSED
 
 
-def test_grace_counts_only_time_in_which_we_ran() -> None:
+def test_grace_counts_only_time_in_which_the_machine_was_ticked() -> None:
     machine = receiver()
     machine.open(WRITER, 0.0)
     machine.release(0.0)
     machine.writer_ended(1.0)
-    assert machine.tick(100.0) == []  # we stood still for 99 s: what was on its way may still be
+    assert machine.tick(100.0) == []  # no tick for 99 s: a write may still be in flight
     assert machine.num_quarantined == COUNT
     now = 100.0
     while machine.num_quarantined:
@@ -285,7 +285,7 @@ class ReceiverMachineTest(RuleBasedStateMachine):
             assert self.ready + self.failed == 1
 
     def teardown(self) -> None:
-        """Whatever happened: with a dead writer everything comes back, and somebody was told."""
+        """After the writer's end every block is released, and the caller got exactly one outcome."""
         if self.opened:
             self.writer_dies()
         for _ in range(1000):

@@ -1,4 +1,4 @@
-"""The sender's machine under every order of events: nothing is released while a write reads it, and it ends once."""
+"""The sender's state machine under every order of events: no block is released while a write reads it; one outcome."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_block_is_pushed_once() -> None:
     assert isinstance(actions[2].error, InternalError)
 
 
-def test_an_unreachable_receiver_is_given_up() -> None:
+def test_an_unreachable_receiver_fails_the_transfer() -> None:
     machine = sender()
     machine.connected(0.0)
     now, asked = 0.0, 1
@@ -93,13 +93,13 @@ def test_the_commit_travels_while_the_last_bytes_do() -> None:
         assert machine.next_write() is not None
         assert machine.posted() == ([SendCommit(COMMIT)] if posted == 2 else [])
     assert machine.write_ended(0, None, 0.0) == [BlocksDelivered(2)]
-    assert machine.committed(0.0) == []  # the receiver has it all; our writes are not known to be over
+    assert machine.committed(0.0) == []  # the receiver has every block; two writes have not ended here
     assert kinds(machine.write_ended(2, None, 0.0)) == ["BlocksDelivered"]
     assert machine.tick(1.0) == []
     assert kinds(machine.write_ended(1, None, 0.0)) == ["ReleasePush", "BlocksDelivered", "SendDone"]
 
 
-def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
+def test_a_commit_may_be_sent_with_some_writes_left_to_post() -> None:
     target = KvTarget(ID, "decode-0", "127.0.0.1:1", 0, tuple(range(6)), "f")
     machine = SenderMachine(target, max_write_blocks=2, deadline=100.0, commit_ahead=2)
     machine.connected(0.0)
@@ -109,7 +109,7 @@ def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
     assert machine.next_write() is not None
     assert machine.posted() == [SendCommit(COMMIT)]
     now = 0.0
-    for _ in range(9):  # "not yet" says nothing while writes are under way
+    for _ in range(9):  # a refused commit does not count while writes are in flight
         machine.call_failed(Unavailable("6 blocks have not arrived yet"), now)
         now += 0.003
         assert machine.tick(now) == [SendCommit(COMMIT)]
@@ -120,7 +120,7 @@ def test_a_commit_may_be_announced_with_some_pieces_left_to_post() -> None:
     assert kinds(machine.write_ended(1, None, now)) == ["ReleasePush", "BlocksDelivered", "WritesStopped"]
 
 
-def test_a_commit_is_asked_again_soon_and_then_with_a_new_notification() -> None:
+def test_a_refused_commit_is_sent_again_soon_and_then_with_a_new_range_notification() -> None:
     machine = sender(blocks=2)
     machine.connected(0.0)
     machine.opened(0.0)
@@ -144,7 +144,7 @@ def test_a_commit_is_asked_again_soon_and_then_with_a_new_notification() -> None
 
 
 class SenderMachineTest(RuleBasedStateMachine):
-    """A model of the backend: pieces are under way until they end."""
+    """A model of the backend: writes are in flight until they end."""
 
     @initialize(blocks=st.integers(0, 9), piece=st.integers(1, 4), ahead=st.integers(0, 2))
     def begin(self, blocks: int, piece: int, ahead: int) -> None:
@@ -156,7 +156,7 @@ class SenderMachineTest(RuleBasedStateMachine):
         self.now = 0.0
         self.next_block = 0
         self.end = 2 + blocks
-        self.pushes: dict[int, set[int]] = {}  # push -> pieces under way
+        self.pushes: dict[int, set[int]] = {}  # push -> writes in flight
         self.posted: dict[int, BlockWrite] = {}
         self.written: dict[int, int] = {}
         self.done = self.failed = self.stopped = 0
@@ -174,7 +174,7 @@ class SenderMachineTest(RuleBasedStateMachine):
                     assert self.call is None
                     assert self.finished
                     assert self.next_block == self.end
-                    assert self.end - 2 - len(self.written) <= self.ahead * 4, "announced long before it can be had"
+                    assert self.end - 2 - len(self.written) <= self.ahead * 4, "committed long before the last write"
                     assert self.ahead or len(self.written) == self.end - 2
                     self.call = "commit"
                 case RenotifyRanges():

@@ -1,4 +1,4 @@
-"""The tables of transfers without threads or peers, on a clock of the test's own."""
+"""The tables of transfers without threads or peers, on a fake clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Now:
 
 
 class Agents:
-    """A backend's part in notes; `known` as it sees it."""
+    """The part of a backend that notifications need. known: peers of add_peer."""
 
     def __init__(self) -> None:
         self.known: list[str] = []
@@ -60,7 +60,7 @@ class FakePin:
 
 
 class Thread:
-    """Does at once what it is given."""
+    """Runs each command at once."""
 
     running = True
 
@@ -69,7 +69,7 @@ class Thread:
 
 
 class Calls:
-    """Nobody answers."""
+    """Calls that are never made."""
 
     async def open(self) -> None: ...
 
@@ -80,7 +80,7 @@ def receiving(now: Now, agents: Agents) -> TransferReceiver:
     return TransferReceiver(host_pool(4, 64), DroppedMessages(), now, lambda *_: None, lambda: agents)
 
 
-def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
+def test_a_commit_without_its_ranges_is_polled_hot_for_a_moment_only() -> None:
     now = Now()
     table = receiving(now, Agents())
     table.add(ID, "r", 0, [3], FakePin(), now() + 60.0, lambda _: None, lambda _: None)
@@ -97,7 +97,7 @@ def test_a_commit_without_its_bytes_is_awaited_for_a_moment_only() -> None:
     assert not table.poll_fast
 
 
-def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
+def test_an_acknowledgement_is_polled_hot_for_a_moment_only() -> None:
     now, thread, calls = Now(), Thread(), Calls()
     unused: Any = (thread, calls)
     table = TransferSender(
@@ -118,7 +118,7 @@ def test_an_acknowledgement_is_awaited_for_a_moment_only() -> None:
     assert not table.poll_fast
 
 
-def test_of_many_writers_that_came_the_first_are_forgotten() -> None:
+def test_of_too_many_writers_the_oldest_are_forgotten() -> None:
     agents = Agents()
     table = receiving(Now(), agents)
     for number in range(transfers.MAX_NOTIFICATION_PEERS + 5):
@@ -132,8 +132,8 @@ def test_of_many_writers_that_came_the_first_are_forgotten() -> None:
     assert not table.is_watched("prefill-10")
 
 
-def test_a_forgotten_writer_gets_no_note() -> None:
-    """Its commit came as one, and the backend does not know it any more: a call follows, and that is answered."""
+def test_a_forgotten_writer_gets_no_notification() -> None:
+    """Its commit came as a notification, but the backend does not know the writer. The call is answered."""
     agents = Agents()
     table = receiving(Now(), agents)
     for number, forgotten in enumerate((False, True)):
@@ -151,7 +151,7 @@ def test_a_forgotten_writer_gets_no_note() -> None:
         assert answer.result(0) == 0.0
 
 
-def test_a_forgotten_writer_whose_transfer_goes_on_is_watched_until_it_is_over() -> None:
+def test_a_forgotten_writer_with_an_open_transfer_is_watched_until_the_transfer_ends() -> None:
     class Watch:
         closed = gone = False
 

@@ -1,4 +1,4 @@
-"""What UCX says in its log about its choice of transport, in the forms in which it says it."""
+"""Transports parsed from UCX's log, in each layout of its tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RAILS = """\
         (BESIDE + RAILS, "VRAM", True, {"cuda_ipc"}),
     ],
 )
-def test_what_carries_writes_of_a_block_from_that_memory(
+def test_the_transport_of_writes_from_each_kind_of_memory(
     log: str, kind: MemoryKind, same_host: bool, found: set[str]
 ) -> None:
     lines = "".join(f"{LINE}{line}\n" for line in log.splitlines())
