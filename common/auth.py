@@ -1,12 +1,14 @@
-"""Signatures by which pods of one cluster know each other's messages: HMAC-SHA256 with the cluster's secret.
+"""Signatures of messages between the pods of one cluster: HMAC-SHA256 with the cluster's secret.
 
-One metadata entry `baton-auth-bin` carries mac, generation, timestamp, nonce and pod; the mac covers all of them, the
+The metadata entry `baton-auth-bin` holds mac, generation, timestamp, nonce and pod. The mac covers the other four, the
 method's name and the message in protobuf's deterministic form. A message is accepted once, within MAX_SKEW_S of its
-timestamp. Nonces are kept in buckets by timestamp and only for messages whose mac was right, so a stranger cannot fill
-memory and a bucket goes as soon as its timestamps would be refused anyway.
+timestamp.
 
-Invariant for rolling upgrades: a field added to a signed message has a higher number than all fields before it, so
-that an older peer, which keeps unknown fields last, sees the same bytes.
+Nonces are remembered in buckets by timestamp, only for messages with a right mac, so unsigned traffic cannot fill the
+memory. A bucket is dropped once its timestamps are too old to be accepted.
+
+Invariant for rolling upgrades: a new field of a signed message has the highest number in the message. An older peer
+serializes unknown fields last, so it computes the mac over the same bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MetadataItem = tuple[str, str | bytes]
 
 
 class Signer:
-    """Signs what `pod` of `generation` sends and verifies what others send; used from one thread."""
+    """Signs the messages of one pod (`pod`, `generation`) and verifies those of others. Used by one thread."""
 
     def __init__(self, secret: bytes, pod: str, generation: int) -> None:
         if not secret:
@@ -44,7 +46,7 @@ class Signer:
         self._seen: dict[int, set[bytes]] = {}
 
     def sign(self, method: str, message: Message) -> tuple[MetadataItem, ...]:
-        """Metadata that signs `message` for a call of `method` (any name that both sides agree on)."""
+        """Metadata with the signature of `message` for a call of `method`, a name that both sides use."""
         now_ms = int(time.time() * 1000)
         head = _HEAD.pack(self._generation, now_ms, os.urandom(_NONCE_BYTES)) + self._pod.encode()
         return ((AUTH_KEY, self._mac(method, head, message) + head),)
@@ -52,9 +54,10 @@ class Signer:
     def verify(
         self, method: str, message: Message, metadata: Iterable[MetadataItem] | None, now: float | None = None
     ) -> tuple[str, int]:
-        """The sender's (pod, generation). Raises Unauthenticated.
+        """Verifies a signature and returns the sender's (pod, generation). Raises Unauthenticated.
 
-        now: seconds since the epoch, the current time when None.
+        Args:
+            now: Seconds since the epoch; None: the current time.
         """
         value = next((v for k, v in metadata or () if k == AUTH_KEY), None)
         if not isinstance(value, bytes) or len(value) < _MAC_BYTES + _HEAD.size:

@@ -1,9 +1,10 @@
-"""Chained hashes that name full KV blocks, the same in every process and on every pod.
+"""Chained hashes of full KV blocks, equal in every process and on every pod.
 
-h_i = BLAKE2b-128(h_{i-1} || tokens_i || extra), keyed with the layout's fingerprint, h_{-1} empty. tokens_i are the
-block's token ids as little-endian uint32; extra is the tenant's cache salt and then, if there is one, the id of the
-adapter (LoRA), each after its length as a little-endian uint32. Only full blocks have a hash; the golden vectors in
-tests/unit/test_block_hash.py fix the bytes.
+h_i = BLAKE2b-128(h_{i-1} || tokens_i || extra), keyed with the layout's fingerprint; h_{-1} is empty.
+
+tokens_i are the block's token ids as little-endian uint32. extra is the tenant's cache salt and then, if there is one,
+the id of the adapter (LoRA), each after its length as a little-endian uint32. Only full blocks have a hash. The golden
+vectors in tests/unit/test_block_hash.py fix the bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ HASH_BYTES = 16
 
 
 class BlockHasher:
-    """Hash chain of one sequence; extend it as tokens arrive.
+    """Hash chain of one sequence, extended as tokens arrive.
 
-    hashes[i] names block i. The chain only covers full blocks of the tokens given so far. known: its lead, where
-    somebody has computed that before.
+    hashes[i] is the hash of block i. The chain covers the full blocks of the tokens that `extend` got so far. The
+    argument `known` is a lead part of the chain that was computed before.
     """
 
     __slots__ = ("_block_size", "_extra", "_keyed", "hashes")
@@ -29,7 +30,9 @@ class BlockHasher:
     def __init__(
         self, fingerprint: str, block_size: int, salt: str = "", adapter: str = "", known: Sequence[bytes] = ()
     ) -> None:
-        self._keyed = blake2b(digest_size=HASH_BYTES, key=bytes.fromhex(fingerprint))  # copied, faster than made anew
+        self._keyed = blake2b(
+            digest_size=HASH_BYTES, key=bytes.fromhex(fingerprint)
+        )  # copying it is faster than keying a second one
         self._block_size = block_size
         parts = [part.encode() for part in ((salt, adapter) if adapter else (salt,))]
         self._extra = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
@@ -59,5 +62,5 @@ def hash_blocks(
 
 
 def matchable_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks of a prompt that a cache may supply: one token is always left, so nothing writes a shared block."""
+    """Blocks of a prompt that may come from a cache. At least one token is computed, in a block that is not shared."""
     return max(0, (num_tokens - 1) // block_size)

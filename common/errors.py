@@ -1,30 +1,30 @@
-"""One tree of errors; each class knows its gRPC code (by name), its HTTP status and whether a retry may help.
+"""The tree of errors. Each class has a gRPC code (by name), an HTTP status and says whether a retry may help.
 
 BatonError
  +- InvalidRequest        the client's request is wrong; `field` names where           400
  |   +- ModelNotFound     no such model                                               404
- |   +- ObjectNotFound    nothing is kept (any more) under that id                    404
- |   +- RequestTooLarge   the body is larger than the gateway reads                   413
+ |   +- ObjectNotFound    no stored object has this id                                404
+ |   +- RequestTooLarge   the body exceeds the gateway's limit                        413
  |   +- RequestTooSlow    the body does not arrive in time                            408
- |   +- InvalidApiKey     no API key, or one that does not count                      401
+ |   +- InvalidApiKey     the API key is missing, unknown, revoked or expired         401
  |   +- PermissionDenied  the API key does not allow this                             403
- |   `- NotServed         these pods, or this model, cannot do that                   501
- +- Overloaded            no room now; try again after `retry_after_s`                 429
+ |   `- NotServed         these pods, or this model, do not support it                501
+ +- Overloaded            no capacity now; retry after `retry_after_s`                 429
  |   +- RateLimited       the API key's rate is used up for now                       429
  |   `- QuotaExceeded     the API key's budget is used up until the next period       429
- +- Unavailable           a pod or peer is away or leaving; another may serve          503
- +- DeadlineExceeded      the request's time is over                                   504
- +- Cancelled             the client went away or called Abort                         499
+ +- Unavailable           a pod or peer is unreachable or draining                     503
+ +- DeadlineExceeded      the deadline of the request has passed                       504
+ +- Cancelled             the client disconnected or called Abort                      499
  +- LayoutMismatch        two pods hold KV of different shape; `field` names which     500
  +- Unauthenticated       a peer without the cluster's secret                          401
- +- UnknownTransfer       no such transfer (any more); nothing may be written for it   503
- +- TransferFailed        a hand-off broke; the prompt may be computed again           503
- |   `- BlockDamaged      KV arrived, or came back from the host, with another checksum 503
- +- IndexUnavailable      the prefix index is away; routes go on without it            503
- +- ConfigError           wrong configuration; ends the process with exit code 2       --
- `- InternalError         our bug, or a failure of the machine                         500
+ +- UnknownTransfer       the transfer is unknown or over; nothing may be written      503
+ +- TransferFailed        a hand-off failed; the prompt can be computed again          503
+ |   `- BlockDamaged      the checksum of moved KV is wrong                        503
+ +- IndexUnavailable      the prefix index does not answer; routing works without it   503
+ +- ConfigError           wrong configuration; the process ends with exit code 2       --
+ `- InternalError         a bug, or a failure of the machine                           500
 
-A class outside this tree that reaches an RPC or HTTP boundary is reported as InternalError and logged with its trace.
+Any other exception that reaches an RPC or HTTP boundary is logged with its traceback and reported as InternalError.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from typing import ClassVar
 class BatonError(Exception):
     """Base of all expected failures.
 
-    message: one sentence for a person. field: the request's or configuration's field at fault, if any.
-    retry_after_s: seconds after which a retry is sensible; None when unknown.
+    Attributes:
+        message: One sentence for a person.
+        field: The field of the request or configuration that is wrong, if any.
+        retry_after_s: Seconds after which a retry is sensible; None if unknown.
     """
 
     grpc_code: ClassVar[str] = "INTERNAL"
@@ -52,12 +54,12 @@ class BatonError(Exception):
 
     @property
     def kind(self) -> str:
-        """Stable name of the class, as it travels on the wire."""
+        """Name of the class; part of the wire format."""
         return type(self).__name__
 
 
 class InvalidRequest(BatonError):
-    """The request itself is wrong; sending it again will not help."""
+    """The request itself is wrong; a retry fails again."""
 
     grpc_code = "INVALID_ARGUMENT"
     http_status = 400
@@ -65,28 +67,28 @@ class InvalidRequest(BatonError):
 
 
 class ModelNotFound(InvalidRequest):
-    """The request names a model that is not served here."""
+    """The request names a model that the gateway does not serve."""
 
     grpc_code = "NOT_FOUND"
     http_status = 404
 
 
 class ObjectNotFound(InvalidRequest):
-    """The request names something that is not kept here: it never was, it expired, or it belongs to someone else."""
+    """The request names an object that never existed, has expired, or belongs to another tenant."""
 
     grpc_code = "NOT_FOUND"
     http_status = 404
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request's body is larger than the gateway is willing to read."""
+    """The request's body is larger than the gateway's limit."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
     http_status = 413
 
 
 class RequestTooSlow(InvalidRequest):
-    """The request's body did not arrive in the time that the gateway waits for it."""
+    """The request's body did not arrive within the gateway's time limit."""
 
     grpc_code = "DEADLINE_EXCEEDED"
     http_status = 408
@@ -100,21 +102,21 @@ class InvalidApiKey(InvalidRequest):
 
 
 class PermissionDenied(InvalidRequest):
-    """The client's API key is valid, and does not allow this."""
+    """The client's API key is valid but does not allow the request."""
 
     grpc_code = "PERMISSION_DENIED"
     http_status = 403
 
 
 class NotServed(InvalidRequest):
-    """What is asked for exists, but not with this model, or not on these pods."""
+    """The API has the requested feature, but this model or these pods do not support it."""
 
     grpc_code = "UNIMPLEMENTED"
     http_status = 501
 
 
 class Overloaded(BatonError):
-    """Nothing is wrong with the request, there is no room for it now."""
+    """The request is valid, but there is no capacity for it now."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
     http_status = 429
@@ -127,14 +129,14 @@ class RateLimited(Overloaded):
 
 
 class QuotaExceeded(Overloaded):
-    """The budget of the client's API key is spent; it begins anew after `retry_after_s`."""
+    """The budget of the client's API key is spent; the next period begins after `retry_after_s`."""
 
     retryable = False
     openai_type = "insufficient_quota"
 
 
 class Unavailable(BatonError):
-    """A pod or peer is away, starting or leaving; another one, or the same one later, may serve."""
+    """A pod or peer is unreachable, starting or draining; another one, or the same one later, can serve the request."""
 
     grpc_code = "UNAVAILABLE"
     http_status = 503
@@ -149,7 +151,7 @@ class DeadlineExceeded(BatonError):
 
 
 class Cancelled(BatonError):
-    """The client went away or asked for the end."""
+    """The client disconnected or called Abort."""
 
     grpc_code = "CANCELLED"
     http_status = 499
@@ -162,7 +164,7 @@ class LayoutMismatch(BatonError):
 
 
 class Unauthenticated(BatonError):
-    """A message that should carry the cluster's signature does not, or carries a wrong one."""
+    """The cluster's signature on a message is missing or wrong."""
 
     grpc_code = "UNAUTHENTICATED"
     http_status = 401
@@ -177,7 +179,7 @@ class UnknownTransfer(BatonError):
 
 
 class TransferFailed(BatonError):
-    """KV did not reach its home; the request can be tried again from its prompt."""
+    """KV did not reach its KV target; the request can be retried from its prompt."""
 
     grpc_code = "ABORTED"
     http_status = 503
@@ -185,11 +187,11 @@ class TransferFailed(BatonError):
 
 
 class BlockDamaged(TransferFailed):
-    """KV is not what was sent or put away, by its checksum; nothing was computed from it."""
+    """Moved KV has another checksum than at its source; no token was computed from it."""
 
 
 class IndexUnavailable(BatonError):
-    """The prefix index does not answer; whoever asked goes on without it. Never an answer to a client."""
+    """The prefix index does not answer. The caller continues without it; clients never see this error."""
 
     grpc_code = "UNAVAILABLE"
     http_status = 503
@@ -197,13 +199,13 @@ class IndexUnavailable(BatonError):
 
 
 class ConfigError(BatonError):
-    """Wrong configuration: printed as one line, ends the process with exit code 2."""
+    """Wrong configuration. It is printed as one line, and the process ends with exit code 2."""
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 class InternalError(BatonError):
-    """Our bug, or the machine's failure."""
+    """A bug, or a failure of the machine."""
 
 
 _BY_KIND: dict[str, type[BatonError]] = {
@@ -234,7 +236,7 @@ _BY_KIND: dict[str, type[BatonError]] = {
     )
 }
 
-# Kinds that a client gets through no fault of its own.
+#: Kinds of errors that a client gets although its request is right.
 SERVER_FAULTS = frozenset(
     kind for kind, cls in _BY_KIND.items() if cls.http_status >= 500 and not issubclass(cls, InvalidRequest)
 )
@@ -255,10 +257,10 @@ _BY_CODE: dict[str, type[BatonError]] = {
 
 
 def error_class(kind: str) -> type[BatonError]:
-    """Class for a kind that came over the wire; an unknown kind (a newer peer) is an InternalError."""
+    """The class of an error kind from the wire; InternalError for an unknown kind (of a newer peer)."""
     return _BY_KIND.get(kind, InternalError)
 
 
 def error_from_grpc_status(code: str, message: str) -> BatonError:
-    """The error that stands for a gRPC status whose details carry no kind (a foreign or broken peer)."""
+    """The error for a gRPC status without an error kind in its details (from another implementation)."""
     return _BY_CODE.get(code, InternalError)(message)

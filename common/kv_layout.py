@@ -1,10 +1,15 @@
-"""Byte arithmetic of the KV pool: what lies where inside a block, and a fingerprint that two pods compare.
+"""Layout of the bytes inside a KV block, and a fingerprint that two pods compare.
 
-The pool is uint8[num_blocks, block_bytes]. Inside a block the segments follow each other; the first, "kv", is
-[num_layers, 2 (K, V), num_kv_heads, block_size, head_dim], so a block with all its layers is one contiguous range and
-one NIXL descriptor. An 8-bit cache has a second segment with the scales of its numbers, so whatever moves, caches or
-checks a block takes them along. So it is with what a draft model keeps: its own keys and values, their scales, and for
-an EAGLE head the target's state of the block's last token, from which its next key is made.
+The pool is uint8[num_blocks, block_bytes]. A block is one contiguous range with all layers, so it is one NIXL
+descriptor. Its segments follow each other:
+
+    kv             [num_layers, 2 (K, V), num_kv_heads, block_size, head_dim]
+    scales         [num_layers, num_kv_heads, block_size, 2 (K, V)]      with an 8-bit dtype
+    draft_kv       as kv, of the draft model                             with a draft model
+    draft_scales   as scales, of the draft model                         with a draft model and an 8-bit dtype
+    draft_state    [draft_state]: the target's state at the last token   with an EAGLE head
+
+Code that moves, caches or checks a block therefore includes scales and draft data.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from dataclasses import dataclass, field, fields
 from common.errors import LayoutMismatch
 
 LAYOUT_VERSION = 1
-SEGMENT_ALIGN = 256  # bytes; keeps every segment aligned for vector loads and DMA
+#: Bytes; keeps every segment aligned for vector loads and DMA.
+SEGMENT_ALIGN = 256
 
 FP8_DTYPE = "float8_e4m3"
 SCALE_DTYPE = "bfloat16"
@@ -25,11 +31,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_DTYPE: 1}
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A dense array inside every block, `offset` bytes from its start."""
+    """A dense array inside every block."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    #: Bytes from the start of the block.
     offset: int = 0
 
     @property
@@ -38,37 +45,35 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """Bytes from the block's start to the next segment's, a multiple of SEGMENT_ALIGN."""
+        """Offset of the next segment, a multiple of SEGMENT_ALIGN."""
         return -(-(self.offset + self.nbytes) // SEGMENT_ALIGN) * SEGMENT_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Everything that must agree before one pod may read another's blocks.
-
-    model and revision identify the weights; tensor_parallel: ranks that share the heads out; num_kv_heads is of each,
-    and so are a block's bytes: it lies on every rank, with other heads in it. dtype is that of keys and values:
-    float32, bfloat16 or float8_e4m3. The latter has one scale for K and one for V per layer, kv head and token, in the
-    segment "scales", [num_layers, num_kv_heads, block_size, 2 (K, V)].
-
-    draft_layers, draft_kv_heads, draft_head_dim: of the draft model whose KV lies in the segments "draft_kv" and
-    "draft_scales" of the same blocks, 0 for none; draft_state: numbers of the segment "draft_state"; draft_revision:
-    identifies its weights.
-    """
+    """The properties of KV blocks that must be equal on two pods that exchange blocks."""
 
     model: str
+    #: Identifies the weights, together with `model`.
     revision: str
+    #: Ranks that the kv heads are split over. Every rank has its part of every block.
     tensor_parallel: int = field(default=1, kw_only=True)
     num_layers: int
+    #: Of one rank.
     num_kv_heads: int
     head_dim: int
+    #: Tokens.
     block_size: int
+    #: Of keys and values: float32, bfloat16, or float8_e4m3 with one scale for K and one for V per layer, head and token.
     dtype: str
     version: int = LAYOUT_VERSION
+    #: Layers of the draft model or EAGLE head; 0: none.
     draft_layers: int = 0
     draft_kv_heads: int = 0
     draft_head_dim: int = 0
+    #: Numbers in the segment draft_state; 0: the layout has none.
     draft_state: int = 0
+    #: Identifies the draft model's weights.
     draft_revision: str = ""
 
     @property
@@ -95,8 +100,10 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits over every field, of a draft's where there is one and of ranks where there are several; equal
-        layouts have equal fingerprints in every process.
+        """Hash of the layout, 32 hex digits, equal in every process.
+
+        It covers draft_* fields only with a draft model and tensor_parallel only above 1, so that layouts without them
+        keep the fingerprint of older versions.
         """
         known = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
         if self.tensor_parallel == 1:
@@ -106,7 +113,7 @@ class KVLayout:
 
     @property
     def scope(self) -> str:
-        """First 8 hex digits of the fingerprint: the key scope in the prefix index."""
+        """First 8 hex digits of the fingerprint: the key space in the prefix index."""
         return self.fingerprint[:8]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -114,8 +121,10 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def require_equal(self, other: KVLayout) -> None:
-        """Raises LayoutMismatch that names the first field in which `other` (the peer's) differs."""
+        """Raises LayoutMismatch with the first field in which `other`, the peer's layout, differs."""
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if mine != theirs:
-                raise LayoutMismatch(f"KV layouts differ in {f.name}: {mine!r} here, {theirs!r} there", field=f.name)
+                raise LayoutMismatch(
+                    f"KV layouts differ in {f.name}: {mine!r} on this pod, {theirs!r} on the peer", field=f.name
+                )

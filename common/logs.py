@@ -1,7 +1,7 @@
 """Structured logs on stderr: JSON lines, or a readable console when stderr is a terminal.
 
-Standard-library loggers (ours and the libraries') and structlog loggers go the same way. What bind() binds in a context
-(the request id) is on every line that this context writes, tasks started from it included.
+Loggers of the standard library and of structlog have the same output. Values of `log_context` (the request id) are on
+every line that is logged in the context, also by tasks started in it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ _QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
 
 def setup_logs(level: str = "info", format: str = "auto") -> None:
-    """Routes all logging of this process to stderr; level is debug, info, warning or error. format auto: JSON, unless
-    stderr is a terminal.
+    """Sends all logs of this process to stderr.
+
+    Args:
+        level: debug, info, warning or error.
+        format: json, text, or auto: text if stderr is a terminal, otherwise json.
     """
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -61,7 +64,7 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
 
 
 def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """uvicorn logs everything as `uvicorn.error`, and its text a second time with a terminal's colours."""
+    """Renames the logger `uvicorn.error`, which uvicorn uses for everything, and drops its coloured copy of the text."""
     line.pop("color_message", None)
     if line.get("logger") == "uvicorn.error":
         line["logger"] = "uvicorn"
@@ -69,18 +72,18 @@ def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict)
 
 
 def _dumps(line: Any, **_options: Any) -> str:
-    """What JSON does not know is written as it prints."""
+    """JSON; values that JSON has no type for are written as their repr."""
     return orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A structlog logger; before setup_logs it writes with structlog's defaults."""
+    """A structlog logger. Before setup_logs it uses structlog's defaults."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
 
 
 @contextmanager
 def log_context(**values: str | int) -> Iterator[None]:
-    """Puts values (request_id="...") on every line logged inside the block."""
+    """Adds values (request_id="...") to every line that is logged inside the block."""
     with structlog.contextvars.bound_contextvars(**values):
         yield

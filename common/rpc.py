@@ -1,9 +1,9 @@
-"""gRPC plumbing of every service: channels, a server with health and reflection, errors in both directions.
+"""gRPC channels, a server with health and reflection, and errors that cross a call.
 
-A servicer raises BatonError; the interceptor answers with its status code and puts the whole error (kind, field, time
-to wait) into the trailing metadata, from which error_from_rpc builds the same error at the caller, and again as
-google.rpc details, which clients in any language know. Anything else that escapes a servicer is logged with its trace
-and answered as INTERNAL. Deadlines are gRPC timeouts.
+A servicer raises BatonError. The interceptor ends the call with the error's status code and puts the whole error (kind,
+field, retry time) into the trailing metadata, from which error_from_rpc builds the same error at the caller. Clients of
+other languages find it as google.rpc details. Any other exception of a servicer is logged with its traceback and
+becomes INTERNAL. Deadlines are gRPC timeouts.
 
 Lifecycle of RpcServer: add services -> start -> set_serving(True) -> set_serving(False) -> stop.
 """
@@ -31,7 +31,7 @@ from common.wire import error_from_pb, error_to_pb
 ERROR_KEY = "baton-error-bin"
 STATUS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 64 << 20
-_MAX_ERROR_CHARS, _MAX_FIELD_CHARS = 500, 200  # it comes thrice; trailers must stay below the 8 KiB that peers accept
+_MAX_ERROR_CHARS, _MAX_FIELD_CHARS = 500, 200  # sent three times; peers accept 8 KiB of trailers
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +41,14 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # what a ping really waits for its answer; 60 s unless it is set
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the timeout that pings really use; 60 s by default
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-# What a servicer's send raises when the caller cancelled, or its deadline passed, and nobody has told the servicer yet.
+#: Raised by a servicer's send after the caller cancelled, or its deadline passed, until gRPC cancels the servicer.
 CALLER_DISCONNECTED = grpc.aio.InternalError
-LIVENESS_SERVICE = "live"  # what health calls the process: a restart helps only when it does not answer
+#: Name of the process in the health service: SERVING from start to stop. If it does not answer, a restart helps.
+LIVENESS_SERVICE = "live"
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -66,15 +67,16 @@ _SERVER_OPTIONS = (
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port; the caller closes it.
+    """A channel to host:port, which the caller closes.
 
-    Calls under way to a dead or frozen peer end with UNAVAILABLE within 15 s; a peer that is back is found within 2 s.
+    Running calls to a dead or frozen peer end with UNAVAILABLE within 15 s. The channel reconnects within 2 s after
+    the peer is back.
     """
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
 def trace_context_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
-    """The caller's span, if its metadata names one that makes sense."""
+    """The caller's span; None if the metadata has no valid traceparent."""
     traceparent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
     if not isinstance(traceparent, str):
         return None
@@ -82,7 +84,7 @@ def trace_context_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None
 
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default: float) -> float:
-    """Seconds until the caller's deadline, never negative; `default` when the caller set none."""
+    """Seconds until the caller's deadline, never negative; `default` if the caller set none."""
     left = context.time_remaining()
     return default if left is None else max(0.0, left)
 
@@ -96,9 +98,9 @@ def timeout_until(deadline: float) -> float:
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
-    """The error that the peer's servicer raised; for a status without one, the error that stands for its code.
+    """The error that the peer's servicer raised; for a status without one, the error class of its code.
 
-    CANCELLED without an error of ours means that the peer ended the call (our own cancel raises CancelledError).
+    CANCELLED without a BatonError means that the peer ended the call: a local cancel raises CancelledError.
     """
     trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     for key, value in trailer:
@@ -114,7 +116,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
 
 @contextmanager
 def translate_rpc_errors() -> Iterator[None]:
-    """Turns AioRpcError inside the block into the BatonError that it carries."""
+    """Turns an AioRpcError inside the block into its BatonError."""
     try:
         yield
     except grpc.aio.AioRpcError as e:
@@ -122,16 +124,16 @@ def translate_rpc_errors() -> Iterator[None]:
 
 
 class RpcServer:
-    """A gRPC server on host:port (0 picks a free port) with health per service and reflection.
+    """A gRPC server on host:port (port 0: any free one) with health per service and reflection.
 
-    Health knows one name more, LIVE: SERVING from start to stop, whatever set_serving says. Messages that are longer
-    than most_bytes are refused.
+    The health service also has LIVENESS_SERVICE, which set_serving does not change. Messages longer than
+    max_message_bytes are refused.
     """
 
-    def __init__(self, host: str, port: int, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, host: str, port: int, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._host = host
         self._port = port
-        self._options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", most_bytes))
+        self._options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
         self._adders: list[Callable[[grpc.aio.Server], None]] = []
         self._names: list[str] = []
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
@@ -141,12 +143,12 @@ class RpcServer:
     def add_servicer(
         self, add_fn: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer, full_service_name: str
     ) -> None:
-        """Registers a servicer (add_XServicer_to_server, servicer, "baton.v1.X"); before start."""
+        """Registers a servicer: (add_XServicer_to_server, servicer, "baton.v1.X"). Call it before start."""
         self._adders.append(lambda server: add_fn(servicer, server))
         self._names.append(full_service_name)
 
     async def start(self) -> int:
-        """Binds and serves; health says NOT_SERVING until set_serving(True). The bound port. Raises ConfigError."""
+        """Binds and serves; returns the port. Health is NOT_SERVING until set_serving(True). Raises ConfigError."""
         server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=self._options)
         for add in self._adders:
             add(server)
@@ -165,7 +167,7 @@ class RpcServer:
         return port
 
     def set_serving(self, serving: bool) -> None:
-        """Health of every service and of the server as a whole; takes effect at the loop's next turn."""
+        """Sets the health of every service and of the whole server, in the next iteration of the event loop."""
         status = health_pb2.HealthCheckResponse
         task = asyncio.get_running_loop().create_task(
             self._set_health(status.SERVING if serving else status.NOT_SERVING)
@@ -178,7 +180,7 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, lets running ones end for at most grace_s seconds, then cancels them. Idempotent."""
+        """Refuses new calls, waits at most grace_s seconds for running ones, then cancels them. Idempotent."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -187,7 +189,7 @@ class RpcServer:
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable at run time
-    """Wraps every asynchronous handler, whatever its arity, so that errors leave it as statuses."""
+    """Wraps every asynchronous handler, unary or streaming, so that its errors become gRPC statuses."""
 
     async def intercept_service(
         self,
@@ -213,7 +215,7 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
 
 def _wrap(behavior: Any, method: str) -> Any:
-    """`behavior` (coroutine function or async generator function) with errors turned into statuses."""
+    """Wraps a coroutine function or async generator function: its errors become gRPC statuses."""
 
     async def call(request: Any, context: Any) -> Any:
         try:
@@ -237,7 +239,7 @@ def _wrap(behavior: Any, method: str) -> Any:
 
 
 async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
-    """Ends the call with the status of `error`; raises always: CancelledError where the caller has gone already."""
+    """Ends the call with the status of `error`. Always raises; CancelledError if the caller has disconnected."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, CALLER_DISCONNECTED):
@@ -257,7 +259,7 @@ async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
 
 
 def _details(code: grpc.StatusCode, error: types_pb2.Error) -> status_pb2.Status:
-    """The same for clients that know google.rpc: its kind, the field at fault, when to come again."""
+    """The error as google.rpc details: its kind, the wrong field, the retry time."""
     number: int = code.value[0]
     status = status_pb2.Status(code=number, message=error.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.kind, domain="baton"))

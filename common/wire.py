@@ -1,7 +1,7 @@
-"""Between our frozen types and their wire messages; every pair of functions is a round trip.
+"""Conversion between the types of common/types.py and their protobuf messages, in both directions.
 
-The wire holds floats in 32 bits: what a request says is what it says after one trip, the same on every pod.
-A message that lacks a part no sender of ours leaves out is an InvalidRequest that names the part.
+Floats have 32 bits on the wire. The rounded values of the first trip count, so all pods see the same request. A message
+without a required part raises InvalidRequest with the name of this part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.types import (
     ValidRequest,
 )
 
-# The major version of what pods and gateways say to each other; those of another one leave each other alone.
+#: Major version of the protocol between pods and gateways. Pods and gateways of different versions do not talk.
 PROTOCOL_VERSION = 1
 
 _FINISH_TO_PB = {
@@ -48,7 +48,7 @@ _ROLE_FROM_PB = {pb: role for role, pb in _ROLE_TO_PB.items()}
 
 
 def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
-    """A validated request for the wire."""
+    """The message of a validated request."""
     grammar = request.grammar
     return types_pb2.ValidRequest(
         request_id=request.request_id,
@@ -64,7 +64,7 @@ def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
 
 
 def request_from_pb(pb: types_pb2.ValidRequest) -> ValidRequest:
-    """A validated request from the wire. Raises InvalidRequest when its id, prompt or sampling is missing."""
+    """The validated request of a message. Raises InvalidRequest if its id, prompt or sampling is missing."""
     if not pb.request_id:
         raise InvalidRequest("request_id is missing", field="request_id")
     if not pb.prompt_ids:
@@ -129,29 +129,29 @@ def _sampling_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> types_pb2.FinishReason.ValueType:
-    """A finish reason for the wire; None means that the sequence goes on."""
+    """The enum value of a finish reason; None means that the sequence has not ended."""
     return _FINISH_TO_PB[reason]
 
 
 def finish_reason_from_pb(pb: types_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """A finish reason from the wire; one that only a newer peer knows still ends the sequence, as STOP."""
+    """The finish reason of an enum value. An unknown one, of a newer peer, ends the sequence as STOP."""
     return _FINISH_FROM_PB.get(pb, FinishReason.STOP)
 
 
 def role_to_pb(role: Role) -> transfer_pb2.Role.ValueType:
-    """A role for the wire."""
+    """The enum value of a role."""
     return _ROLE_TO_PB[role]
 
 
 def role_from_pb(pb: transfer_pb2.Role.ValueType) -> Role:
-    """A role from the wire. Raises InvalidRequest for one that is unset or unknown."""
+    """The role of an enum value. Raises InvalidRequest if it is unset or unknown."""
     if pb not in _ROLE_FROM_PB:
         raise InvalidRequest(f"unknown role {pb}", field="role")
     return _ROLE_FROM_PB[pb]
 
 
 def token_to_pb(token: Token) -> types_pb2.Token:
-    """One generated token for the wire."""
+    """The message of a generated token."""
     return types_pb2.Token(
         index=token.index,
         id=token.id,
@@ -162,27 +162,29 @@ def token_to_pb(token: Token) -> types_pb2.Token:
 
 
 def token_from_pb(pb: types_pb2.Token) -> Token:
-    """One generated token from the wire."""
+    """The generated token of a message."""
     logprob = pb.logprob if pb.HasField("logprob") else None
     top = tuple([TokenLogprob(t.token, t.logprob) for t in pb.top]) if pb.top else ()
     return Token(pb.index, pb.id, logprob, top, pb.child)
 
 
 def tokens_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
-    """Generated tokens from the wire."""
+    """The generated tokens of messages."""
     return [token_from_pb(pb) for pb in pbs]
 
 
 def tokens_without_logprobs_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
-    """Generated tokens from the wire, of a request that asked for one answer without log-probabilities."""
-    if len(pbs) == 1:  # nearly always; a repeated field is iterated until an IndexError, which costs more than a token
+    """The generated tokens of messages, for requests with n = 1 and without log-probabilities."""
+    if (
+        len(pbs) == 1
+    ):  # the usual case; iterating a repeated field ends with an IndexError, which costs more than a token
         pb = pbs[0]
         return [Token(pb.index, pb.id)]
     return [Token(pb.index, pb.id) for pb in pbs]
 
 
 def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:
-    """Log-probabilities of a run of prompt tokens for the wire."""
+    """The message of prompt log-probabilities."""
     return types_pb2.PromptLogprobs(
         first=found.first,
         logprobs=found.logprobs,
@@ -193,22 +195,22 @@ def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:
 
 
 def prompt_logprobs_from_pb(pb: types_pb2.PromptLogprobs) -> PromptLogprobs:
-    """Log-probabilities of a run of prompt tokens from the wire."""
+    """The prompt log-probabilities of a message."""
     return PromptLogprobs(pb.first, tuple(pb.logprobs), tuple(pb.ranks), tuple(pb.top_ids), tuple(pb.top_logprobs))
 
 
 def transfer_id_to_pb(transfer_id: TransferId) -> types_pb2.TransferId:
-    """A transfer's id for the wire."""
+    """The message of a transfer id."""
     return types_pb2.TransferId(generation=transfer_id.generation, number=transfer_id.number)
 
 
 def transfer_id_from_pb(pb: types_pb2.TransferId) -> TransferId:
-    """A transfer's id from the wire."""
+    """The transfer id of a message."""
     return TransferId(generation=pb.generation, number=pb.number)
 
 
 def kv_target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
-    """The home of a prompt's KV for the wire."""
+    """The message of a KV target."""
     return types_pb2.KvTarget(
         transfer_id=transfer_id_to_pb(target.transfer_id),
         pod=target.pod,
@@ -220,7 +222,7 @@ def kv_target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
 
 
 def kv_target_from_pb(pb: types_pb2.KvTarget) -> KvTarget:
-    """The home of a prompt's KV from the wire. Raises InvalidRequest when it names no transfer."""
+    """The KV target of a message. Raises InvalidRequest if its transfer id is missing."""
     if not pb.HasField("transfer_id"):
         raise InvalidRequest("transfer_id is missing", field="target.transfer_id")
     return KvTarget(
@@ -234,7 +236,7 @@ def kv_target_from_pb(pb: types_pb2.KvTarget) -> KvTarget:
 
 
 def error_to_pb(error: BatonError) -> types_pb2.Error:
-    """An error for the wire; it keeps its class, message, field and time to wait."""
+    """The message of an error: class, message, field and retry time."""
     return types_pb2.Error(
         kind=error.kind,
         message=error.message,
@@ -245,12 +247,12 @@ def error_to_pb(error: BatonError) -> types_pb2.Error:
 
 
 def error_from_pb(pb: types_pb2.Error) -> BatonError:
-    """An error from the wire; a kind that only a newer peer knows becomes InternalError."""
+    """The error of a message; an unknown kind, of a newer peer, becomes InternalError."""
     return error_class(pb.kind)(pb.message, field=pb.field or None, retry_after_s=pb.retry_after_s or None)
 
 
 def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
-    """A KV layout for the wire, field by field."""
+    """The message of a KV layout."""
     return transfer_pb2.Layout(
         version=layout.version,
         model=layout.model,
@@ -271,7 +273,7 @@ def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
 
 
 def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
-    """A KV layout from the wire; block_bytes follows from the other fields."""
+    """The KV layout of a message. block_bytes is ignored: it follows from the other fields."""
     return KVLayout(
         model=pb.model,
         revision=pb.revision,
@@ -291,7 +293,7 @@ def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
 
 
 def pool_counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
-    """Blocks by state for the wire, one way. An inconsistent pool may count below zero: from outside that is zero."""
+    """The message of block counts. An inconsistent pool may have negative counts; they become 0."""
     return transfer_pb2.PoolCounts(
         free=max(0, counts.free),
         cached=max(0, counts.cached),
@@ -301,7 +303,7 @@ def pool_counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
 
 
 def load_to_pb(load: PodLoad) -> transfer_pb2.Load:
-    """A pod's load for the wire; whether it drains is told elsewhere. A count below zero is zero."""
+    """The message of a pod's load, without `draining`, which is a field beside it. Negative counts become 0."""
     return transfer_pb2.Load(
         queued_tokens=max(0, load.queued_tokens),
         running=load.running,
@@ -319,7 +321,7 @@ def load_to_pb(load: PodLoad) -> transfer_pb2.Load:
 
 
 def load_from_pb(pb: transfer_pb2.Load, *, draining: bool = False) -> PodLoad:
-    """A pod's load from the wire."""
+    """The load of a message."""
     return PodLoad(
         queued_tokens=pb.queued_tokens,
         running=pb.running,

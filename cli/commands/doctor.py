@@ -29,5 +29,5 @@ def doctor(
         asked = kinds.tuple_of(kinds.ADDRESS).parse(given)
     except ValueError as e:
         expected = kinds.tuple_of(kinds.ADDRESS).expected
-        raise ConfigError(f"--pods: {given!r} will not do; expected {expected}", field="pods") from e
+        raise ConfigError(f"--pods: invalid value {given!r}: expected {expected}", field="pods") from e
     raise typer.Exit(asyncio.run(report.report(redis, asked)))

@@ -66,7 +66,7 @@ def keys_create(
     try:
         kinds.NAME.parse(tenant)
     except ValueError as e:
-        raise ConfigError(f"tenant: {tenant!r} will not do; expected {kinds.NAME.expected}", field="tenant") from e
+        raise ConfigError(f"tenant: invalid value {tenant!r}: expected {kinds.NAME.expected}", field="tenant") from e
     if days:
         fields["expires"] = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
     key, record = create_key(tenant, models=tuple(model or ()), **fields)

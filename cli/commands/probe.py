@@ -25,8 +25,6 @@ def probe(
     try:
         trouble = asyncio.run(probes.trouble(url, timeout_s))
     except ValueError as e:
-        raise ConfigError(
-            f"url: {e} will not do; expected http://HOST:PORT/PATH or grpc://HOST:PORT", field="url"
-        ) from e
+        raise ConfigError(f"url: {e}: expected http://HOST:PORT/PATH or grpc://HOST:PORT", field="url") from e
     if trouble is not None:
         raise Unavailable(f"{url} does not say that it is well: {trouble}")

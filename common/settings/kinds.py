@@ -1,4 +1,4 @@
-"""What a setting accepts: kinds of values, and the kind of every setting that has words of its own."""
+"""Kinds of setting values: how each is parsed, and how an error describes the expected value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from common.redis.url import SCHEMES, RedisUrl
 from common.tracing.tracer import parse_trace_target
 from common.types import Role
 
-# What gateway/text/tools/choose.py and gateway/text/reasoning.py know.
+#: Names of gateway/text/tools/choose.py.
 TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
+#: Names of gateway/text/reasoning.py.
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
 
 _UNITS = {"": 1, "B": 1, **{f"{p}{s}": 1024**i for i, p in enumerate("KMGT", 1) for s in ("", "iB")}}
@@ -23,14 +24,19 @@ _UNITS_FOLDED = {unit.lower(): n for unit, n in _UNITS.items()}
 
 @dataclass(frozen=True)
 class SettingKind:
-    """What a field accepts. parse turns raw input into the value (a value stays as it is) or raises ValueError."""
+    """The values that a setting accepts."""
 
+    #: Description of a valid value, for error messages: "expected ...".
     expected: str
+    #: Turns text or a TOML value into the setting's value; a valid value stays as it is. Raises ValueError.
     parse: Callable[[object], Any]
+    #: Values are not printed.
     secret: bool = False
 
 
 def integer(low: int, high: int) -> SettingKind:
+    """A decimal integer, both limits included."""
+
     def parse(raw: object) -> int:
         value = int(raw, 10) if isinstance(raw, str) else raw
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
@@ -41,6 +47,8 @@ def integer(low: int, high: int) -> SettingKind:
 
 
 def size(low: int) -> SettingKind:
+    """A number of bytes, with a unit or without: K, KiB (1024), KB (1000) and so on."""
+
     def parse(raw: object) -> int:
         if isinstance(raw, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", raw)
@@ -67,6 +75,8 @@ def seconds(low: float, high: float) -> SettingKind:
 
 
 def fraction(low: float, high: float) -> SettingKind:
+    """A number above `low`, up to and including `high`."""
+
     def parse(raw: object) -> float:
         if isinstance(raw, bool) or not isinstance(raw, str | int | float):
             raise ValueError
@@ -85,6 +95,8 @@ def _parse_share(raw: object) -> float:
 
 
 def text(expected: str, pattern: str, *, secret: bool = False) -> SettingKind:
+    """Text that matches the whole pattern."""
+
     def parse(raw: object) -> str:
         if not isinstance(raw, str) or re.fullmatch(pattern, raw, re.DOTALL) is None:
             raise ValueError
@@ -94,6 +106,8 @@ def text(expected: str, pattern: str, *, secret: bool = False) -> SettingKind:
 
 
 def optional(kind: SettingKind) -> SettingKind:
+    """Like `kind`; None and empty text give None."""
+
     def parse(raw: object) -> Any:
         return None if raw is None or raw == "" else kind.parse(raw)
 
@@ -101,6 +115,8 @@ def optional(kind: SettingKind) -> SettingKind:
 
 
 def tuple_of(kind: SettingKind) -> SettingKind:
+    """A list, or text with commas; each entry is of `kind`."""
+
     def parse(raw: object) -> tuple[Any, ...]:
         if isinstance(raw, str):
             raw = [part.strip() for part in raw.split(",") if part.strip()]

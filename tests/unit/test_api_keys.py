@@ -182,7 +182,7 @@ def test_the_command_leaves_what_is_no_text(argv: list[str], tmp_path: Path) -> 
     [
         (["list"], "cannot read {path}: No such file or directory"),
         (["revoke", "0" * 12], "cannot write {path}: No such file or directory"),
-        (["create", "not a name"], "tenant: 'not a name' will not do; expected 1 to 63 letters, digits"),
+        (["create", "not a name"], "tenant: invalid value 'not a name': expected 1 to 63 letters, digits"),
     ],
 )
 def test_the_command_says_what_is_wrong(argv: list[str], said: str, tmp_path: Path) -> None:

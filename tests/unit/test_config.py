@@ -102,7 +102,7 @@ def test_a_bad_value_is_named_with_what_was_expected(field: str, value: object, 
     with pytest.raises(ConfigError) as e:
         pod(**{field: value})
     assert e.value.field == field
-    assert e.value.message.startswith(f"--{field.replace('_', '-')}: {value!r} will not do; expected ")
+    assert e.value.message.startswith(f"--{field.replace('_', '-')}: invalid value {value!r}: expected ")
     assert expected in e.value.message
     assert "\n" not in e.value.message
 
@@ -112,14 +112,14 @@ def test_a_bad_value_is_named_as_it_was_given(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("prefill = 0\n")
     for env, path, flags, begin in (
-        ({}, None, {"prefill": "-1"}, "--prefill: -1 will not do"),
-        ({}, None, {"prefill": "many"}, "--prefill: 'many' will not do"),
-        ({"BATON_PREFILL": "0"}, None, {}, "BATON_PREFILL: 0 will not do"),
-        ({}, file, {}, f"prefill: 0 in {file} will not do"),
+        ({}, None, {"prefill": "-1"}, "--prefill: invalid value -1"),
+        ({}, None, {"prefill": "many"}, "--prefill: invalid value 'many'"),
+        ({"BATON_PREFILL": "0"}, None, {}, "BATON_PREFILL: invalid value 0"),
+        ({}, file, {}, f"prefill: invalid value 0 in {file}"),
     ):
         with pytest.raises(ConfigError) as e:
             UpConfig.load(file=path, env=env, flags=flags)
-        assert e.value.message == f"{begin}; expected an integer from 1 to 64"
+        assert e.value.message == f"{begin}: expected an integer from 1 to 64"
 
 
 def test_the_constructor_checks_too() -> None:
