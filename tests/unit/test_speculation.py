@@ -224,7 +224,7 @@ def test_no_sequence_drafts_while_more_than_max_seqs_decode() -> None:
     assert list(speculator.draft(seqs[:2])) == seqs[:2]
 
 
-@pytest.mark.parametrize("at", ["new_state", "propose", "expects_drafts", "on_verified"])
+@pytest.mark.parametrize("method", ["new_state", "propose", "expects_drafts", "on_verified"])
 def test_a_failing_proposer_costs_only_its_drafts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, proposer = BlockPool(60, 4), NgramProposer()
     seq = sequence([1, 2, 3, 1, 2, 3], [1])
