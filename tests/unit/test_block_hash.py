@@ -32,7 +32,7 @@ def test_golden_vectors(tokens: list[int], size: int, salt: str, expected: list[
     assert hexes(tokens, size, salt=salt) == expected
 
 
-def test_an_adapter_is_part_of_the_name() -> None:
+def test_an_adapter_is_part_of_the_hash() -> None:
     def named(salt: str, adapter: str) -> list[str]:
         hashes = hash_blocks(TOKENS, fingerprint=FINGERPRINT, block_size=16, salt=salt, adapter=adapter)
         return [h.hex() for h in hashes]
@@ -50,7 +50,7 @@ def test_only_full_blocks_are_hashed() -> None:
     assert len(hexes(TOKENS[:33])) == 2
 
 
-def test_a_block_is_named_by_everything_before_it() -> None:
+def test_a_hash_depends_on_all_tokens_before_the_block() -> None:
     other = [1, *TOKENS[1:]]
     assert hexes(TOKENS)[1] != hexes([99, *TOKENS[1:]])[1]
     assert hexes(TOKENS)[0] != hexes(other)[0]
@@ -62,14 +62,14 @@ def test_fingerprint_and_salt_isolate() -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.lists(st.integers(0, 70), max_size=5))
-def test_incremental_equals_at_once(tokens: list[int], cuts: list[int]) -> None:
+def test_incremental_hashing_equals_hashing_at_once(tokens: list[int], cuts: list[int]) -> None:
     hasher = BlockHasher(FINGERPRINT, 4, "s")
     for cut in sorted(cuts):
         hasher.extend(tokens[:cut])
     assert hasher.extend(tokens) == hash_blocks(tokens, fingerprint=FINGERPRINT, block_size=4, salt="s")
 
 
-def test_equal_in_every_process_whatever_the_hash_seed() -> None:
+def test_hashes_are_equal_in_all_processes() -> None:
     code = (
         "from common.block_hash import hash_blocks;"
         f"print([h.hex() for h in hash_blocks(range(40), fingerprint='{FINGERPRINT}', block_size=16)])"
@@ -88,14 +88,14 @@ def test_equal_in_every_process_whatever_the_hash_seed() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
-def test_one_token_is_always_left_to_compute(tokens: int, blocks: int) -> None:
+def test_at_least_one_token_is_left_to_compute(tokens: int, blocks: int) -> None:
     assert matchable_blocks(tokens, 16) == blocks
 
 
-def test_a_chain_goes_on_from_what_is_known() -> None:
+def test_hashing_continues_from_known_hashes() -> None:
     tokens = list(range(100))
     whole = hash_blocks(tokens, fingerprint="ab" * 16, block_size=16, salt="s")
     for known in range(len(whole) + 1):
         hasher = BlockHasher("ab" * 16, 16, "s", known=whole[:known])
         assert hasher.extend(tokens) == whole
-    assert len(whole) == 6, "and what was given is not changed"
+    assert len(whole) == 6, "the given hashes are not changed"

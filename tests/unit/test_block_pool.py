@@ -1,4 +1,4 @@
-"""BlockPool: ownership by requests, writers, readers and steps; prefix cache; eviction; against a model at random."""
+"""BlockPool: leases, pins, step fences, prefix cache and eviction; also random use against a simple model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leased(pool: BlockPool, hashes: list[bytes], total: int) -> Lease:
 
 
 def cache(pool: BlockPool, *path: int) -> list[int]:
-    """Put a chain into the cache; returns its blocks."""
+    """Puts the blocks of a path into the cache and returns them."""
     lease = leased(pool, chain(*path), len(path))
     lease.publish(chain(*path))
     blocks = list(lease.blocks)
@@ -41,7 +41,7 @@ def cache(pool: BlockPool, *path: int) -> list[int]:
     return blocks
 
 
-def test_blocks_return_when_a_lease_finishes_whatever_is_called_twice() -> None:
+def test_blocks_are_free_after_finish_which_is_idempotent() -> None:
     pool = BlockPool(8, 4)
     lease = leased(pool, [], 5)
     assert pool.counts() == PoolCounts(free=3, cached=0, leased=5, quarantined=0)
@@ -58,7 +58,7 @@ def test_blocks_return_when_a_lease_finishes_whatever_is_called_twice() -> None:
             use()
 
 
-def test_a_prefix_is_matched_shared_and_outlives_its_requests() -> None:
+def test_a_cached_prefix_is_shared_and_outlives_its_leases() -> None:
     stored: list[bytes] = []
     pool = BlockPool(8, 4, on_stored=stored.extend)
     blocks = cache(pool, 1, 2, 3)
@@ -76,7 +76,7 @@ def test_a_prefix_is_matched_shared_and_outlives_its_requests() -> None:
     assert pool.match_prefix(chain(1)) == 0
 
 
-def test_keep_free_counts_what_the_match_takes_from_the_evictable() -> None:
+def test_keep_free_counts_matched_blocks_that_were_evictable() -> None:
     pool = BlockPool(6, 4)
     cache(pool, 1, 2, 3)
     assert pool.lease(chain(1, 2), 4, keep_free=3) is None
@@ -99,7 +99,7 @@ def test_eviction_takes_the_least_recent_leaf_first() -> None:
     pool.check_integrity()
 
 
-def test_a_read_leaf_keeps_its_parents_in_the_cache() -> None:
+def test_a_pinned_leaf_keeps_its_parents_in_the_cache() -> None:
     pool = BlockPool(4, 4)
     lease = leased(pool, [], 3)
     lease.publish(chain(1, 2, 3))
@@ -113,24 +113,24 @@ def test_a_read_leaf_keeps_its_parents_in_the_cache() -> None:
     pool.check_integrity()
 
 
-def test_quarantine_ends_block_by_block_with_the_writer() -> None:
+def test_quarantine_ends_block_by_block_as_the_writer_releases() -> None:
     pool = BlockPool(3, 4)
     lease = leased(pool, [], 3)
-    hold = lease.pin_for_write(1, 2)
-    first, second = hold.blocks
+    pin = lease.pin_for_write(1, 2)
+    first, second = pin.blocks
     lease.finish("abort")
     assert pool.counts() == PoolCounts(free=1, cached=0, leased=0, quarantined=2)
     assert pool.lease([], 2) is None
-    hold.release([second])
-    hold.release([second])
+    pin.release([second])
+    pin.release([second])
     assert pool.counts().quarantined == 1
     assert leased(pool, [], 2).blocks.count(first) == 0
-    hold.release()
-    hold.release()
-    assert hold.blocks == (first, second)
+    pin.release()
+    pin.release()
+    assert pin.blocks == (first, second)
     assert pool.counts() == PoolCounts(free=1, cached=0, leased=2, quarantined=0)
     with pytest.raises(InternalError):
-        hold.release([99])
+        pin.release([99])
 
 
 def test_quarantine_lasts_until_the_last_of_several_writers() -> None:
@@ -144,13 +144,13 @@ def test_quarantine_lasts_until_the_last_of_several_writers() -> None:
     assert pool.counts() == PoolCounts(free=1, cached=0, leased=0, quarantined=0)
 
 
-def test_nothing_under_a_writer_is_published_and_nothing_published_gets_a_writer() -> None:
+def test_a_block_with_a_writer_is_not_published_and_a_published_block_gets_no_writer() -> None:
     pool = BlockPool(4, 4)
     lease = leased(pool, [], 3)
-    hold = lease.pin_for_write(1, 1)
+    pin = lease.pin_for_write(1, 1)
     lease.publish(chain(1, 2, 3))
     assert pool.match_prefix(chain(1, 2, 3)) == lease.num_published == 1
-    hold.release()
+    pin.release()
     lease.publish(chain(1, 2, 3))
     assert pool.match_prefix(chain(1, 2, 3)) == 3
     with pytest.raises(InternalError):
@@ -159,7 +159,7 @@ def test_nothing_under_a_writer_is_published_and_nothing_published_gets_a_writer
         lease.publish(chain(1, 2, 3, 4))
 
 
-def test_a_duplicate_is_swapped_and_comes_back_when_its_reader_ends() -> None:
+def test_a_duplicate_block_is_replaced_and_is_free_when_its_reader_ends() -> None:
     stored: list[bytes] = []
     pool = BlockPool(8, 4, on_stored=stored.extend)
     a, b = leased(pool, [], 2), leased(pool, [], 2)
@@ -175,7 +175,7 @@ def test_a_duplicate_is_swapped_and_comes_back_when_its_reader_ends() -> None:
     assert set(leased(pool, [], 6).blocks) >= set(duplicates)
 
 
-def test_blocks_not_computed_yet_are_adopted_from_the_cache() -> None:
+def test_rematch_takes_blocks_that_were_published_after_the_lease() -> None:
     pool = BlockPool(8, 4)
     a, b = leased(pool, [], 3), leased(pool, [], 3)
     a.publish(chain(1, 2))
@@ -185,7 +185,7 @@ def test_blocks_not_computed_yet_are_adopted_from_the_cache() -> None:
     pool.check_integrity()
 
 
-def test_blocks_given_up_during_steps_come_back_after_all_of_them() -> None:
+def test_blocks_released_during_steps_are_free_after_these_steps() -> None:
     pool = BlockPool(4, 4)
     lease = leased(pool, [], 3)
     first, second = pool.begin_step(), pool.begin_step()
@@ -202,7 +202,7 @@ def test_blocks_given_up_during_steps_come_back_after_all_of_them() -> None:
     pool.check_integrity()
 
 
-def test_threads_may_abort_and_release_while_others_lease() -> None:
+def test_threads_lease_publish_and_release_at_the_same_time() -> None:
     pool = BlockPool(64, 4)
 
     def work(seed: int) -> None:
@@ -211,8 +211,8 @@ def test_threads_may_abort_and_release_while_others_lease() -> None:
             lease = pool.lease(chain(*path)[:2], 4)
             if lease is None:
                 continue
-            hold = lease.pin_for_write(3, 1)
-            end = threading.Thread(target=hold.release)
+            pin = lease.pin_for_write(3, 1)
+            end = threading.Thread(target=pin.release)
             end.start()
             lease.publish(chain(*path))
             lease.finish("done")
@@ -228,7 +228,7 @@ def test_threads_may_abort_and_release_while_others_lease() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random use of a pool of ten blocks, beside a model that keeps for each block who may touch its bytes."""
+    """Random use of a pool of ten blocks, compared with a model that knows for each block who may touch its bytes."""
 
     SIZE = 10
 
@@ -236,9 +236,9 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(self.SIZE, 4, on_stored=self.stored, on_evicted=self.evicted)
         self.paths: dict[Lease, Path] = {}
-        self.holds: list[tuple[BlockPin, set[int], bool]] = []
+        self.pins: list[tuple[BlockPin, set[int], bool]] = []
         self.steps: list[StepFence] = []
-        self.late: list[tuple[int, set[StepFence]]] = []
+        self.deferred: list[tuple[int, set[StepFence]]] = []
         self.registered: dict[bytes, int] = {}
 
     def stored(self, hashes: list[bytes]) -> None:
@@ -258,17 +258,17 @@ class PoolMachine(RuleBasedStateMachine):
         return name(tuple(h[1 : h[0]]))
 
     def used(self) -> set[int]:
-        blocks = {b for lease in self.paths for b in lease.blocks} | {b for b, _ in self.late}
-        return blocks.union(*(held for _, held, _ in self.holds))
+        blocks = {b for lease in self.paths for b in lease.blocks} | {b for b, _ in self.deferred}
+        return blocks.union(*(pinned for _, pinned, _ in self.pins))
 
     def fresh(self, blocks: list[int], before: set[int]) -> None:
         assert not before.intersection(blocks)
         assert not set(self.registered.values()).intersection(blocks)
         assert len(set(blocks)) == len(blocks)
 
-    def give_up(self, blocks: list[int]) -> None:
+    def on_released(self, blocks: list[int]) -> None:
         if self.steps:
-            self.late += [(b, set(self.steps)) for b in blocks]
+            self.deferred += [(b, set(self.steps)) for b in blocks]
 
     def evictable(self) -> int:
         used = self.used()
@@ -334,7 +334,7 @@ class PoolMachine(RuleBasedStateMachine):
         lease = self.pick(data)
         hashes = chain(*self.paths[lease])[: data.draw(st.integers(0, len(lease.blocks)))]
         old = list(lease.blocks)
-        writing: set[int] = set().union(*(held for _, held, writes in self.holds if writes))
+        writing: set[int] = set().union(*(pinned for _, pinned, writes in self.pins if writes))
         done = next((i for i, b in enumerate(old) if b in writing), len(old))
         lease.publish(hashes)
         for i, h in enumerate(hashes[:done]):
@@ -342,25 +342,25 @@ class PoolMachine(RuleBasedStateMachine):
                 self.registered[h] = old[i]
             assert lease.blocks[i] == self.registered[h]
         assert lease.blocks[done:] == old[done:]
-        self.give_up([b for b, now in zip(old, lease.blocks, strict=True) if b != now])
+        self.on_released([b for b, now in zip(old, lease.blocks, strict=True) if b != now])
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data(), writes=st.booleans())
-    def hold(self, data: Any, writes: bool) -> None:
+    def pin(self, data: Any, writes: bool) -> None:
         lease = self.pick(data)
         first = data.draw(st.integers(lease.num_published if writes else 0, len(lease.blocks)))
         count = data.draw(st.integers(0, len(lease.blocks) - first))
-        hold = lease.pin_for_write(first, count) if writes else lease.pin_for_read(first, count)
-        assert list(hold.blocks) == lease.blocks[first : first + count]
-        self.holds.append((hold, set(hold.blocks), writes))
+        pin = lease.pin_for_write(first, count) if writes else lease.pin_for_read(first, count)
+        assert list(pin.blocks) == lease.blocks[first : first + count]
+        self.pins.append((pin, set(pin.blocks), writes))
 
-    @precondition(lambda self: self.holds)
+    @precondition(lambda self: self.pins)
     @rule(data=st.data(), whole=st.booleans())
     def release(self, data: Any, whole: bool) -> None:
-        hold, held, _ = data.draw(st.sampled_from(self.holds))
-        some = None if whole or not hold.blocks else data.draw(st.lists(st.sampled_from(hold.blocks)))
-        hold.release(some)
-        held.difference_update(hold.blocks if some is None else some)
+        pin, pinned, _ = data.draw(st.sampled_from(self.pins))
+        some = None if whole or not pin.blocks else data.draw(st.lists(st.sampled_from(pin.blocks)))
+        pin.release(some)
+        pinned.difference_update(pin.blocks if some is None else some)
 
     @precondition(lambda self: self.paths)
     @rule(data=st.data())
@@ -370,7 +370,7 @@ class PoolMachine(RuleBasedStateMachine):
         lease.finish("done")
         lease.finish("again")
         del self.paths[lease]
-        self.give_up(blocks)
+        self.on_released(blocks)
 
     @precondition(lambda self: len(self.steps) < 3)
     @rule()
@@ -383,9 +383,9 @@ class PoolMachine(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(self.steps))
         step.end()
         self.steps.remove(step)
-        for _, waits in self.late:
+        for _, waits in self.deferred:
             waits.discard(step)
-        self.late = [(b, waits) for b, waits in self.late if waits]
+        self.deferred = [(b, waits) for b, waits in self.deferred if waits]
 
     @rule()
     def clear_cache(self) -> None:
@@ -397,9 +397,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         used = self.used()
         cached = {b for b in self.registered.values() if b not in used}
-        writing: set[int] = set().union(*(held for _, held, writes in self.holds if writes))
-        others = {b for lease in self.paths for b in lease.blocks} | {b for b, _ in self.late}
-        others = others.union(*(held for _, held, writes in self.holds if not writes))
+        writing: set[int] = set().union(*(pinned for _, pinned, writes in self.pins if writes))
+        others = {b for lease in self.paths for b in lease.blocks} | {b for b, _ in self.deferred}
+        others = others.union(*(pinned for _, pinned, writes in self.pins if not writes))
         quarantined = len(writing - others)
         assert self.pool.counts() == PoolCounts(
             free=self.num_free(), cached=len(cached), leased=len(used) - quarantined, quarantined=quarantined

@@ -1,4 +1,4 @@
-"""The children of a request in whole loads: each gets the tokens that it would get alone."""
+"""Requests for n samples in a stepper: each child gets the tokens that it would get alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Name = tuple[str, int]
 
 
 class World(Steps):
-    """What the hook saw of each child."""
+    """Collects the tokens and the end of each child."""
 
     def __init__(self, *, overlap: bool, blocks: int = 60, size: int = 4, budget: int = 16, seqs: int = 4) -> None:
         self.stored: list[bytes] = []
@@ -28,11 +28,11 @@ class World(Steps):
         self.tokens: dict[Name, list[int]] = {}
         self.ends: dict[Name, SequenceOutput] = {}
 
-    def hook(self, result: StepResult) -> None:
+    def on_step(self, result: StepResult) -> None:
         for output in result.outputs:
             seq = output.seq
             name = seq.request_id, seq.child
-            assert name not in self.ends, "told after its end"
+            assert name not in self.ends, "an output after the end"
             assert all(token.child == seq.child for token in output.tokens)
             assert [t.index for t in output.tokens] == [len(self.tokens.get(name, []))] * len(output.tokens)
             self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
@@ -51,7 +51,7 @@ class World(Steps):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
-def test_children_share_the_prompt_and_copy_its_last_block_once_each(overlap: bool, length: int) -> None:
+def test_children_share_the_prompt_and_each_copies_its_last_block_once(overlap: bool, length: int) -> None:
     world = World(overlap=overlap)
     params = SamplingParams(max_tokens=6, n=3)
     prompt = list(range(length))
@@ -66,10 +66,10 @@ def test_children_share_the_prompt_and_copy_its_last_block_once_each(overlap: bo
     assert [world.tokens["a", child] for child in range(3)] == [answer(prompt, params, child) for child in range(3)]
     assert world.stepper.counters.prompt_tokens == length
     assert world.device.copies == (2 if length % 4 else 0)
-    assert len(world.stored) == len(set(world.stored)), "a block is told once"
+    assert len(world.stored) == len(set(world.stored)), "a block is announced once"
 
 
-def test_more_children_than_slots_and_one_that_stops_at_its_first_token() -> None:
+def test_more_children_than_slots_and_one_stops_at_its_first_token() -> None:
     world = World(overlap=True, seqs=2)
     prompt = [1, 2, 3, 4, 5]
     params = SamplingParams(max_tokens=5, n=7)
@@ -88,7 +88,7 @@ def test_one_child_is_aborted_and_the_others_go_on() -> None:
     params = SamplingParams(max_tokens=9, n=3)
     world.add("a", [1, 2, 3], params)
     world.abort("a", 0)
-    assert not world.ends, "it stands for all until the prompt is computed"
+    assert not world.ends, "one sequence stands for all children until the prompt is computed"
     while not world.tokens:
         world.step()
     world.abort("a", 1)
@@ -98,7 +98,7 @@ def test_one_child_is_aborted_and_the_others_go_on() -> None:
         assert world.tokens["a", child] == answer([1, 2, 3], params, child)
 
 
-def test_a_prompt_that_hands_off_ends_with_the_first_tokens_of_all() -> None:
+def test_a_hand_off_ends_with_the_first_tokens_of_all_children() -> None:
     world = World(overlap=True)
     params = SamplingParams(max_tokens=9, n=4)
     stopped = answer([1, 2, 3], params, 2)[0]
@@ -109,7 +109,7 @@ def test_a_prompt_that_hands_off_ends_with_the_first_tokens_of_all() -> None:
     assert [world.ends["a", c].finish_reason for c in range(4)] == [None, None, FinishReason.STOP, None]
 
 
-def test_what_never_fits_is_refused_by_name() -> None:
+def test_n_that_never_fits_is_refused() -> None:
     world = World(overlap=False, blocks=6)
     world.add("fits", range(16), SamplingParams(max_tokens=5, n=3))
     world.add("ends at once", range(16), SamplingParams(max_tokens=1, n=128))
@@ -123,22 +123,24 @@ def test_what_never_fits_is_refused_by_name() -> None:
 
 @dataclass
 class Arrival:
-    """One request of a random load; abort: steps after its arrival, and which child (None: all)."""
+    """One request of a random load."""
 
     step: int
-    family: int
+    group: int
     prompt_len: int
     max_tokens: int
     n: int
     stops: bool
     hand_off: bool
+    #: Steps after the arrival, and the child (None for all).
     abort: tuple[int, int | None] | None
+    #: Steps after the arrival, and their number.
     pause: tuple[int, int] | None
     seq: Sequence | None = field(default=None, compare=False)
 
     @property
     def prompt(self) -> list[int]:
-        return [(self.family * i * i) % 7 for i in range(self.prompt_len)]
+        return [(self.group * i * i) % 7 for i in range(self.prompt_len)]
 
     @property
     def params(self) -> SamplingParams:
@@ -148,7 +150,7 @@ class Arrival:
 arrivals = st.builds(
     Arrival,
     step=st.integers(0, 12),
-    family=st.integers(0, 2),
+    group=st.integers(0, 2),
     prompt_len=st.integers(1, 18),
     max_tokens=st.integers(1, 12),
     n=st.integers(1, 5),

@@ -1,5 +1,6 @@
-"""The host tier: what leaves the pool is kept and comes back as it was, leaf-first over both tiers; what is preempted
-goes on where it was. Copies are made by a copier that is as late as can be (tests/rigs/engine/fake_copier.py).
+"""The host tier: evicted blocks come back unchanged, eviction is leaf-first, preempted sequences resume.
+
+A fake copier makes the copies, as late as possible (tests/rigs/engine/fake_copier.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def chain(*path: int) -> list[bytes]:
 
 
 class Caches:
-    """A pool of one-token blocks, its host tier, and what was announced of both. KV: the hash of the block's chain."""
+    """A pool of one-token blocks with a host tier, and the hashes announced for both. KV is the hash of the prefix."""
 
     def __init__(self, blocks: int, host: int, *, batch: int = 4) -> None:
         self.device: set[bytes] = set()
@@ -51,7 +52,7 @@ class Caches:
         return self.pool.lease(chain(*path), total or len(path), host=True)
 
     def compute(self, lease: Lease, *path: int) -> None:
-        """What a request does with its lease: all that it got is right, and the rest is written and published."""
+        """Checks the KV of the cached blocks, then writes and publishes the others, as a request does."""
         assert not lease.host_loading
         hashes = [hash(h) for h in chain(*path)]
         for i, block in enumerate(lease.blocks[: len(path)]):
@@ -61,11 +62,11 @@ class Caches:
         lease.publish(chain(*path))
 
     def use(self, *path: int) -> int:
-        """One request from beginning to end, copies included; blocks that it got from the host."""
+        """Runs one request with all copies; returns the number of blocks that it got from the host."""
         for _ in range(100):
             if (lease := self.lease(*path)) is not None:
                 break
-            assert self.pool.copies_pending(), "nothing would ever make room"
+            assert self.pool.copies_pending(), "no copy will make room"
             self.copier.run()
         else:
             raise AssertionError("no room")
@@ -78,13 +79,13 @@ class Caches:
         self.pool.check_integrity()
         assert self.device == set(self.pool.cached_hashes())
         assert self.host == set(self.pool.host_hashes())
-        held = self.device | self.host
-        for h in held:
+        known = self.device | self.host
+        for h in known:
             path = tuple(h[1 : 1 + h[0]])
-            assert len(path) == 1 or name(path[:-1]) in held, "the tiers together are not prefix-closed"
+            assert len(path) == 1 or name(path[:-1]) in known, "pool and host together are not prefix-closed"
 
 
-def test_what_leaves_the_pool_comes_back_from_the_host() -> None:
+def test_evicted_blocks_come_back_from_the_host() -> None:
     caches = Caches(8, 16)
     assert caches.use(1, 2, 3, 4, 5) == 0
     assert caches.use(6, 7, 8, 9, 10) == 0
@@ -98,7 +99,7 @@ def test_what_leaves_the_pool_comes_back_from_the_host() -> None:
     caches.check()
 
 
-def test_a_match_goes_on_in_the_host_and_waits_for_its_blocks() -> None:
+def test_a_match_in_the_host_is_usable_after_its_copy() -> None:
     caches = Caches(6, 16)
     caches.use(1, 2, 3, 4)
     caches.use(5, 6, 7)
@@ -111,7 +112,7 @@ def test_a_match_goes_on_in_the_host_and_waits_for_its_blocks() -> None:
     assert lease.host_loading
     assert caches.pool.counts().leased == 5
     assert caches.copier.begin()
-    assert lease.host_loading, "its blocks are being written"
+    assert lease.host_loading, "its blocks are still being written"
     assert caches.copier.end()
     assert not lease.host_loading
     caches.compute(lease, 1, 2, 3, 4)
@@ -119,7 +120,7 @@ def test_a_match_goes_on_in_the_host_and_waits_for_its_blocks() -> None:
     caches.check()
 
 
-def test_a_lease_that_ends_early_keeps_its_blocks_until_nothing_is_written_there() -> None:
+def test_blocks_of_a_lease_that_ends_during_its_load_are_quarantined() -> None:
     caches = Caches(4, 16)
     caches.use(1, 2, 3)
     caches.use(4, 5, 6, 7)
@@ -137,7 +138,7 @@ def test_a_lease_that_ends_early_keeps_its_blocks_until_nothing_is_written_there
     caches.check()
 
 
-def test_nothing_is_evicted_before_it_was_copied() -> None:
+def test_blocks_are_evicted_only_after_their_copy() -> None:
     caches = Caches(4, 8)
     lease = caches.lease(1, 2, 3, 4)
     assert lease is not None
@@ -153,7 +154,7 @@ def test_nothing_is_evicted_before_it_was_copied() -> None:
     caches.pool.check_integrity()
 
 
-def test_the_host_forgets_the_least_recent_leaf_first() -> None:
+def test_the_host_drops_the_least_recently_used_leaf_first() -> None:
     caches = Caches(4, 6)
     caches.use(1, 2, 3)
     for path in ((4, 5, 6), (7, 8, 9), (10, 11, 12)):
@@ -166,7 +167,7 @@ def test_the_host_forgets_the_least_recent_leaf_first() -> None:
     assert caches.pool.match_prefix(chain(7, 8, 9)) == 3
 
 
-def test_a_cleared_cache_is_empty_in_both_tiers() -> None:
+def test_reset_empties_both_tiers() -> None:
     caches = Caches(4, 8)
     caches.use(1, 2, 3)
     caches.use(4, 5, 6)
@@ -177,7 +178,7 @@ def test_a_cleared_cache_is_empty_in_both_tiers() -> None:
     assert caches.pool.counts().free == 4
 
 
-def test_without_a_copier_the_pool_goes_on_without_a_host() -> None:
+def test_after_close_the_pool_works_without_a_host() -> None:
     caches = Caches(4, 8)
     caches.use(1, 2, 3)
     caches.use(4, 5, 6)
@@ -191,7 +192,7 @@ def test_without_a_copier_the_pool_goes_on_without_a_host() -> None:
     assert loading.host_load.done
     assert isinstance(loading.host_load.error, InternalError)
     loading.publish(chain(1, 2, 3))
-    assert loading.num_published < 3, "what did not come back is not published"
+    assert loading.num_published < 3, "blocks of a failed load are not published"
     loading.finish("failed")
     for path in ((1, 2), (6, 7, 8, 9), (3, 4)):
         lease = caches.lease(*path)
@@ -211,7 +212,7 @@ def test_without_a_copier_the_pool_goes_on_without_a_host() -> None:
     st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 1), min_size=1, max_size=4)), max_size=60),
 )
 def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: list[tuple[int, list[int]]]) -> None:
-    """Leases come, wait for their blocks, compute, end at any time; copies begin and end in between."""
+    """Leases begin, wait for their blocks, compute and end at any time; copies begin and end in between."""
     caches = Caches(blocks, host, batch=batch)
     live: list[tuple[Lease, Path]] = []
     for action, raw in actions:
@@ -219,9 +220,9 @@ def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: l
         if action <= 3 and (lease := caches.lease(*path)) is not None:
             live.append((lease, path))
         elif action <= 5 and live:
-            lease, its = live.pop(len(path) % len(live))
+            lease, leased_path = live.pop(len(path) % len(live))
             if not lease.host_loading and action == 5:
-                caches.compute(lease, *its)
+                caches.compute(lease, *leased_path)
             lease.finish("done")
         elif action <= 7:
             caches.copier.begin()
@@ -233,8 +234,8 @@ def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: l
                 caches.pool.reset_prefix_cache()
         caches.check()
     caches.copier.run()
-    for lease, its in live:
-        caches.compute(lease, *its)
+    for lease, path in live:
+        caches.compute(lease, *path)
         lease.finish("done")
     caches.copier.run()
     caches.check()
@@ -243,7 +244,7 @@ def test_random_use_of_both_tiers(blocks: int, host: int, batch: int, actions: l
 
 
 class HostedWorld(World):
-    """A stepper over a pool with a host tier; some copies are made between steps."""
+    """A stepper over a pool with a host tier; the fake copier makes some copies between steps."""
 
     def __init__(self, *, overlap: bool, blocks: int, host: int, size: int = 4, drafts: int = 0, seed: int = 0) -> None:
         super().__init__(
@@ -275,7 +276,7 @@ LONG = SamplingParams(max_tokens=25)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_preempted_sequence_goes_on_where_it_was(overlap: bool) -> None:
+def test_a_preempted_sequence_resumes_without_recomputing(overlap: bool) -> None:
     world = HostedWorld(overlap=overlap, blocks=16, host=64)
     prompts = {str(i): [i, 1, 2, 3, 4, 5] for i in range(3)}
     for request_id, prompt in prompts.items():
@@ -287,7 +288,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(overlap: bool) -> None:
     assert (stats.fully_restored, stats.partly_recomputed, stats.recomputed_tokens) == (stats.preemptions, 0, 0)
 
 
-def test_what_a_small_host_forgot_is_recomputed_and_counted() -> None:
+def test_blocks_that_a_small_host_dropped_are_recomputed_and_counted() -> None:
     world = HostedWorld(overlap=False, blocks=16, host=2)
     prompts = {str(i): [i, 1, 2, 3, 4, 5] for i in range(3)}
     for request_id, prompt in prompts.items():
@@ -299,7 +300,7 @@ def test_what_a_small_host_forgot_is_recomputed_and_counted() -> None:
     assert stats.recomputed_tokens > 0
 
 
-def test_damage_in_the_host_fails_the_request_and_no_other() -> None:
+def test_a_damaged_host_block_fails_only_its_request() -> None:
     world = HostedWorld(overlap=False, blocks=12, host=64)
     shared = list(range(1, 9))
     world.add("first", shared, SamplingParams(max_tokens=3))
@@ -336,15 +337,15 @@ def test_damage_in_the_host_fails_the_request_and_no_other() -> None:
 def test_random_loads_with_a_host_tier(
     overlap: bool, blocks: int, host: int, drafts: int, plan: list[tuple[int, int, int, str]], seed: int
 ) -> None:
-    """Requests with shared prefixes come, are aborted and preempted; what is told is what each would get alone."""
+    """Requests with shared prefixes arrive, are aborted and preempted; each gets the tokens that it would get alone."""
     world = HostedWorld(overlap=overlap, blocks=blocks, host=host, drafts=drafts, seed=seed)
     expected: dict[str, list[int]] = {}
-    for number, (family, length, output, kind) in enumerate(plan):
+    for number, (group, length, output, kind) in enumerate(plan):
         request_id = str(number)
-        prompt = [family % 3, 1, 2, 3, 4, *range(length)]
+        prompt = [group % 3, 1, 2, 3, 4, *range(length)]
         params = SamplingParams(max_tokens=output)
         if kind == "-":
-            for _ in range(family):
+            for _ in range(group):
                 world.step()
             continue
         if kind == "x" and number:
@@ -368,8 +369,8 @@ def test_random_loads_with_a_host_tier(
     assert stats.fully_restored + stats.partly_recomputed <= stats.preemptions
 
 
-def test_paused_sequences_give_their_slots_up_although_idle_blocks_have_no_copy() -> None:
-    """What will be copied some day is no reason to wait: the pool has blocks."""
+def test_paused_sequences_give_up_their_slots_although_idle_blocks_have_no_copy() -> None:
+    """Idle blocks without a copy are no reason to wait, because the pool has free blocks."""
     world = HostedWorld(overlap=False, blocks=100, host=64)
     world.add("idle", [1, 2, 3, 4, 5, 6, 7, 8, 9], SamplingParams(max_tokens=2))
     world.drain()

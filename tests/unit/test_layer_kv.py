@@ -34,7 +34,7 @@ def test_segments_are_aligned_and_disjoint(layers: int, heads: int, dim: int, si
     assert made.block_bytes - (scales.offset + scales.nbytes) < SEGMENT_ALIGN
 
 
-def test_half_of_bfloat16_and_another_fingerprint() -> None:
+def test_fp8_blocks_take_half_of_bfloat16_and_have_another_fingerprint() -> None:
     llama = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
     small, full = layout(**llama), layout("bfloat16", **llama)
     assert 0.5 <= small.block_bytes / full.block_bytes < 0.51
@@ -66,7 +66,7 @@ def test_numbers_keep_four_bits(spread: float) -> None:
     code, scales = quantize_e4m3(x)
     got = dequantize_e4m3(code, scales, torch.float32)
     largest = x.abs().amax(-1, keepdim=True)
-    # Half a step of the mantissa, and below the smallest normal number half of the smallest step.
+    # The error is at most half a step of the mantissa; below the smallest normal number half of the smallest step.
     assert ((got - x).abs() <= torch.maximum(x.abs() / 16, largest * 2.0**-17)).all()
     assert torch.equal(dequantize_e4m3(code, scales, torch.bfloat16).float(), got), "bfloat16 holds them exactly"
     assert torch.equal(scales.float().log2() % 1, torch.zeros(200))
@@ -74,7 +74,7 @@ def test_numbers_keep_four_bits(spread: float) -> None:
     assert torch.equal(dequantize_e4m3(again, same, torch.float32), got)
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_and_infinity_read_as_nan() -> None:
     x = torch.ones(5, 8)
     x[1, 3], x[2, 0], x[3] = float("nan"), float("inf"), 0.0
     code, scales = quantize_e4m3(x)
@@ -84,7 +84,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 def attend(chunks: list[int], q: torch.Tensor, kv: torch.Tensor, poison: bool = False) -> torch.Tensor:
-    """The last rows of q over a cache of 8 bits, the tokens given in chunks; a neighbour's block may be NaN."""
+    """Attention of the last rows of q over an 8-bit cache written in chunks; another block may be NaN."""
     pool = KVPool(layout(), 12, CPU)
     layer = pool.layers()[0]
     backend = TorchAttention(pool.layers(), q.shape[1], (None,), pool.dummy_block)
@@ -99,7 +99,7 @@ def attend(chunks: list[int], q: torch.Tensor, kv: torch.Tensor, poison: bool = 
     return torch.cat(outs)
 
 
-def test_attention_over_eight_bits() -> None:
+def test_attention_over_an_8_bit_cache() -> None:
     gen = torch.Generator().manual_seed(2)
     q, kv = torch.randn(18, 4, 16, generator=gen), torch.randn(18, 2, 2, 16, generator=gen)
 
@@ -131,6 +131,6 @@ def test_softcap_and_scale() -> None:
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_layer_has_scales_exactly_with_bytes() -> None:
+def test_a_layer_has_scales_only_with_e4m3() -> None:
     with pytest.raises(AssertionError):
         LayerKV(torch.zeros(1, 2, 1, 4, 8, dtype=torch.uint8))

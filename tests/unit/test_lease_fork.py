@@ -1,4 +1,4 @@
-"""Leases that fork: children share a prompt's blocks, and copy its last one before they write there; at random too."""
+"""Lease.fork and copy_on_write: children share the prompt's blocks and copy the last one before they write to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leased(pool: BlockPool, blocks: int) -> Lease:
     return lease
 
 
-def test_all_but_the_last_user_copy_the_last_block() -> None:
+def test_all_leases_but_the_last_copy_the_shared_block() -> None:
     pool = BlockPool(12, SIZE)
     first = leased(pool, 3)
     first.publish(chain(2))
@@ -38,10 +38,10 @@ def test_all_but_the_last_user_copy_the_last_block() -> None:
     copies = [lease.copy_on_write() for lease in (second, first)]
     assert [copy.source for copy in copies if copy] == [shared, shared]
     assert len({shared, second.blocks[2], first.blocks[2]}) == 3
-    assert third.copy_on_write() == BlockCopy(shared, shared), "its copies are taken before anything is written"
+    assert third.copy_on_write() == BlockCopy(shared, shared), "the step makes its copies before it writes"
     third.finish("done")
     pool.check_integrity()
-    assert pool.num_available() == 7, "the step that copies from it is still to come"
+    assert pool.num_available() == 7, "the step that copies from the block is not launched yet"
     pool.begin_step().end()
     assert pool.num_available() == 8
     for lease in (first, second):
@@ -50,7 +50,7 @@ def test_all_but_the_last_user_copy_the_last_block() -> None:
     assert (pool.counts().leased, pool.counts().cached) == (0, 2)
 
 
-def test_a_spare_block_is_what_the_copy_takes() -> None:
+def test_copy_on_write_takes_the_spare_block() -> None:
     pool = BlockPool(5, SIZE)
     first = leased(pool, 5)
     first.publish(chain(1))
@@ -64,7 +64,7 @@ def test_a_spare_block_is_what_the_copy_takes() -> None:
         first.fork(4, spare=1)
 
 
-def test_own_waits_for_a_block_and_a_reader_keeps_the_bytes() -> None:
+def test_copy_on_write_waits_for_a_free_block_and_a_reader_counts_as_sharing() -> None:
     pool = BlockPool(2, SIZE)
     first = leased(pool, 1)
     second = first.fork(1)
@@ -73,7 +73,7 @@ def test_own_waits_for_a_block_and_a_reader_keeps_the_bytes() -> None:
     assert second.cow_index == 0
     reader = first.pin_for_read(0, 1)
     first.finish("done")
-    assert second.copy_on_write() is None, "somebody else still reads it"
+    assert second.copy_on_write() is None, "the reader still needs the block"
     other.finish("done")
     copy = second.copy_on_write()
     assert copy is not None
@@ -102,7 +102,7 @@ def test_a_shared_block_is_hashed_once() -> None:
 
 @dataclass(eq=False)
 class Child:
-    """A lease and its tokens, each of which is another one but for those that a fork shares."""
+    """A lease and its tokens, which are unique except for those that forks share."""
 
     lease: Lease
     tokens: list[int]
@@ -113,7 +113,7 @@ class Child:
 
 
 class Forks(RuleBasedStateMachine):
-    """Leases that fork, write, publish and finish, with steps in flight; a write belongs to one lease alone."""
+    """Leases fork, write, publish and finish at random, with steps in flight; no two leases write to one block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,8 @@ class Forks(RuleBasedStateMachine):
         self.children: list[Child] = []
         self.fences: list[StepFence] = []
         self.fresh = count()
-        self.copying: set[int] = set()  # blocks that a step which was not launched yet copies from
+        #: Blocks that the step being planned copies from.
+        self.copying: set[int] = set()
 
     def pick(self, data: st.DataObject) -> Child:
         return data.draw(st.sampled_from(self.children))
@@ -147,22 +148,22 @@ class Forks(RuleBasedStateMachine):
     @precondition(lambda self: self.children)
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
-        """One token more, as the scheduler has it written."""
+        """Writes one more token, as the scheduler does."""
         child = self.pick(data)
-        lease, place = child.lease, len(child.tokens) // SIZE
-        if lease.cow_index == place:
+        lease, index = child.lease, len(child.tokens) // SIZE
+        if lease.cow_index == index:
             copy = lease.copy_on_write()
             if copy is None:
                 assert self.pool.num_available() == 0
                 return
             if copy.source != copy.target:
-                assert copy.target not in self.copying, "it is copied from in the same step"
+                assert copy.target not in self.copying, "the same step copies from this block"
                 self.copying.add(copy.source)
-        if place == len(lease.blocks) and not lease.grow():
+        if index == len(lease.blocks) and not lease.grow():
             return
-        block = lease.blocks[place]
+        block = lease.blocks[index]
         assert block not in {b for c in self.children if c is not child for b in c.lease.blocks}, "two write one block"
-        assert place >= lease.num_published
+        assert index >= lease.num_published
         child.tokens.append(next(self.fresh))
 
     @precondition(lambda self: self.children)
@@ -186,11 +187,11 @@ class Forks(RuleBasedStateMachine):
 
     @precondition(lambda self: self.fences)
     @rule()
-    def land(self) -> None:
+    def end_step(self) -> None:
         self.fences.pop(0).end()
 
     @invariant()
-    def adds_up(self) -> None:
+    def is_consistent(self) -> None:
         self.pool.check_integrity()
 
     def teardown(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights: random ones by seed, what a directory must hold, what is said when it does not; progress."""
+"""Loading of weights: random ones by seed, checks of the model directory and their errors; progress."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GPT2: dict[str, Any] = {
 
 
 def bare(directory: Path, config: dict[str, Any]) -> Path:
-    """A model directory of a config.json alone."""
+    """A model directory with a config.json only."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -89,7 +89,7 @@ def test_random_weights_are_never_taken_for_a_checkpoint(tmp_path: Path) -> None
 
 
 def test_random_weights_keep_the_scale_of_the_states(tmp_path: Path) -> None:
-    """Else a benchmark would compute with infinities, or every logit would be the same."""
+    """Otherwise a benchmark would compute with infinities, or all logits would be equal."""
     config = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "head_dim": 64}
     model = open_model(bare(tmp_path, config), "dummy").load(64, CPU, torch.float32)
     assert isinstance(model, Decoder)
@@ -98,7 +98,7 @@ def test_random_weights_keep_the_scale_of_the_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", ["neither", "no tokenizer", "no weights"])
-def test_a_directory_holds_what_its_reader_needs(parts: str, tmp_path: Path) -> None:
+def test_missing_files_of_a_directory_are_reported(parts: str, tmp_path: Path) -> None:
     bare(tmp_path, LLAMA)
     if parts == "no tokenizer":
         (tmp_path / "model.safetensors").touch()
@@ -114,7 +114,7 @@ def test_a_directory_holds_what_its_reader_needs(parts: str, tmp_path: Path) -> 
                 assert check_model_dir(tmp_path, tokenizer=tokenizer, weights=weights) == tmp_path
 
 
-def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
+def test_defective_files_are_reported(tmp_path: Path) -> None:
     bare(tmp_path, LLAMA)
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor an index"):
         engine(tmp_path, load_format="auto")
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path) -> None:
         EngineConfig(model_dir=tmp_path, load_format="fast")
 
 
-def test_what_a_device_has_no_room_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_of_weights_and_pool_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no room for 30000000000000 KV blocks") as refused:
         engine(bare(tmp_path, LLAMA), num_blocks=30_000_000_000_000)
     assert refused.value.field == "kv_memory"
@@ -163,7 +163,7 @@ for name in sys.argv[1:]:
 """
 
 
-def test_only_foreign_models_need_transformers(tmp_path: Path) -> None:
+def test_only_models_without_native_code_need_transformers(tmp_path: Path) -> None:
     dirs = [str(bare(tmp_path / name, config)) for name, config in (("llama", LLAMA), ("gpt2", GPT2))]
     child = subprocess.run([sys.executable, "-c", WITHOUT, *dirs], capture_output=True, text=True, check=True)
     native, foreign = child.stdout.splitlines()
@@ -172,7 +172,7 @@ def test_only_foreign_models_need_transformers(tmp_path: Path) -> None:
     assert "pip install 'baton-serving[hf]'" in foreign
 
 
-def test_progress_is_a_line_where_there_is_no_terminal(
+def test_progress_is_a_log_line_without_a_terminal(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with caplog.at_level(logging.INFO), progress("loading", 10, "GB") as work:
@@ -212,7 +212,7 @@ def test_shards_and_a_single_file_are_the_same_model(tmp_path: Path) -> None:
 
 
 def tiny(directory: Path, **config: Any) -> dict[str, torch.Tensor]:
-    """A checkpoint of LLAMA in `directory`; its tensors."""
+    """Saves a checkpoint of LLAMA in `directory` and returns its tensors."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(LLAMA | config))).save_pretrained(directory)
@@ -220,7 +220,7 @@ def tiny(directory: Path, **config: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["native", "foreign"])
-def test_a_file_that_was_cut_off_is_named(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(config: dict[str, Any], tmp_path: Path) -> None:
     tiny(tmp_path)
     bare(tmp_path, config)
     path = tmp_path / "model.safetensors"
@@ -231,7 +231,7 @@ def test_a_file_that_was_cut_off_is_named(config: dict[str, Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("there", ["embedding", "head", "both"])
-def test_of_tied_embeddings_either_name_will_do(there: str, tmp_path: Path) -> None:
+def test_tied_embeddings_load_from_either_tensor(there: str, tmp_path: Path) -> None:
     tensors = tiny(tmp_path, tie_word_embeddings=True)
     expected = tensors[EMBEDDING]
     if there != "embedding":
@@ -245,15 +245,15 @@ def test_of_tied_embeddings_either_name_will_do(there: str, tmp_path: Path) -> N
 
 
 def parts(directory: Path) -> Iterator[Decoder]:
-    """The whole model, and each rank's part of it where two compute it together."""
+    """The whole model, and the shard of each of two ranks."""
     source = open_model(directory)
     for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 2)):
         yield load_shard(source, shard, 64, CPU, torch.float32, lambda ops: ops)
 
 
 @pytest.mark.parametrize("shard", [Shard(0, 1), Shard(0, 2), Shard(1, 2)])
-def test_a_head_of_its_own_is_not_dropped_for_the_embedding(shard: Shard, tmp_path: Path) -> None:
-    """transformers computes with it, whatever the configuration says of ties."""
+def test_an_lm_head_that_differs_from_the_tied_embedding_is_refused(shard: Shard, tmp_path: Path) -> None:
+    """transformers would use the separate head although the configuration ties it."""
     tensors = tiny(tmp_path, tie_word_embeddings=True)
     tensors[HEAD] = tensors[EMBEDDING] + 1
     save_file(tensors, tmp_path / "model.safetensors")
@@ -261,7 +261,7 @@ def test_a_head_of_its_own_is_not_dropped_for_the_embedding(shard: Shard, tmp_pa
         load_shard(open_model(tmp_path), shard, 64, CPU, torch.float32, lambda ops: ops)
 
 
-def test_a_tensor_that_is_there_twice_has_one_content(tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_must_be_equal_in_both(tmp_path: Path) -> None:
     tensors = tiny(tmp_path)
     name = "model.norm.weight"
     (tmp_path / "model.safetensors").unlink()

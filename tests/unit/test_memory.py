@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided, and what runs before the first request; no GPU is needed for the arithmetic."""
+"""The division of a GPU's memory, warm-up steps, and errors when memory is short; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ H100 = MemoryUse(
 )
 
 
-def test_the_pool_gets_what_is_left_of_the_share() -> None:
+def test_the_pool_gets_the_rest_of_the_share() -> None:
     blocks = blocks_that_fit(H100, LAYOUT)
     taken = (blocks + EXTRA_BLOCKS) * LAYOUT.block_bytes + H100.weights + H100.activations + H100.graphs
     assert 0 <= int(H100.total * 0.9) - taken < LAYOUT.block_bytes
 
 
-def test_a_second_process_takes_only_what_the_first_left() -> None:
+def test_a_second_process_takes_only_the_memory_that_the_first_left() -> None:
     second = replace(H100, other_processes=50 * GIB)
     taken = (blocks_that_fit(second, LAYOUT) + EXTRA_BLOCKS) * LAYOUT.block_bytes + second.weights
     assert taken + second.activations + second.graphs <= 29 * GIB - RESERVED_BYTES
@@ -44,7 +44,7 @@ def test_a_second_process_takes_only_what_the_first_left() -> None:
 
 
 @pytest.mark.parametrize("change", [{"share": 0.1}, {"other_processes": 70 * GIB}, {"weights": 80 * GIB}])
-def test_no_room_is_an_error_that_says_who_has_it(change: dict[str, float]) -> None:
+def test_no_room_for_the_pool_is_an_error_that_lists_the_users_of_memory(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as refused:
         blocks_that_fit(replace(H100, **change), LAYOUT)
     assert refused.value.field == "gpu_memory_utilization"
@@ -53,7 +53,7 @@ def test_no_room_is_an_error_that_says_who_has_it(change: dict[str, float]) -> N
 
 
 @given(budget=st.integers(1, 8192), seqs=st.integers(1, 512), length=st.integers(1, 1 << 17), drafts=st.integers(0, 7))
-def test_warm_up_steps_keep_to_the_limits(budget: int, seqs: int, length: int, drafts: int) -> None:
+def test_warm_up_steps_are_within_the_limits(budget: int, seqs: int, length: int, drafts: int) -> None:
     largest = largest_step(budget, seqs, length, drafts, drafts * min(seqs, 128))
     assert len(largest) == min(seqs, budget)
     assert max(start + new for start, new in largest) == length
@@ -72,11 +72,11 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 @dataclass
 class Card:
-    """Stands for torch.cuda where there is none. capturing: a graph is being recorded; refused: by the driver, which
-    makes graphs of what was recorded.
-    """
+    """Replaces torch.cuda on a machine without a GPU."""
 
+    #: A graph is being recorded.
     capturing: bool = False
+    #: The driver has no memory for the graph at the end of a capture.
     refused: bool = False
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ class Card:
 
 
 class Computation:
-    """Of so many rows; `failing` computes no more once it is called with these, `after` times."""
+    """A computation by number of rows; with `failing` rows it raises `error` after `after` calls."""
 
     def __init__(self, error: Exception | None, *, failing: int = 8, after: int = 0) -> None:
         self._error, self._failing, self._left = error, failing, after
@@ -138,33 +138,35 @@ class Computation:
 
 @pytest.mark.parametrize("after", [0, 1], ids=["before it is recorded", "while it is recorded"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(f"{FULL}\nMore"), RuntimeError(f"Triton Error: {FULL}")])
-def test_a_graph_that_finds_no_memory_is_named(error: Exception, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_capture_names_the_graph(
+    error: Exception, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     card = Card()
     card.patch(monkeypatch)
-    with pytest.raises(torch.OutOfMemoryError) as said:
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         Computation(error, after=after).capture()
-    assert str(said.value) == (
+    assert str(raised.value) == (
         f"the decode graph of 8 rows (3 of 4) found 0.29 GiB of 80.00 GiB free: {str(error).splitlines()[0]}"
     )
     assert not card.capturing
 
 
-def test_a_graph_that_the_driver_has_no_memory_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_the_driver_names_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(refused=True).patch(monkeypatch)
     with pytest.raises(torch.OutOfMemoryError, match=r"graph of 32 rows \(1 of 4\) .*: CUDA error: out of memory$"):
         Computation(None).capture()
 
 
-def test_what_is_wrong_with_a_computation_is_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_a_capture_are_not_taken_for_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card()
     card.patch(monkeypatch)
-    with pytest.raises(RuntimeError, match="no kernel") as said:
+    with pytest.raises(RuntimeError, match="no kernel") as raised:
         Computation(RuntimeError("no kernel"), after=1).capture()
-    assert not isinstance(said.value, torch.OutOfMemoryError)
+    assert not isinstance(raised.value, torch.OutOfMemoryError)
     assert not card.capturing
 
 
-def test_graphs_without_room_beside_the_weights_are_a_matter_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_do_not_fit_beside_the_weights_name_max_seqs(monkeypatch: pytest.MonkeyPatch) -> None:
     Card().patch(monkeypatch)
 
     class Runner:
@@ -191,7 +193,7 @@ def test_graphs_without_room_beside_the_weights_are_a_matter_of_their_size(monke
     ("config", "option"),
     [({"num_blocks": 16}, "num_blocks"), ({"kv_memory": 1 << 20}, "kv_memory"), ({}, "gpu_memory_utilization")],
 )
-def test_what_does_not_fit_beside_the_pool_names_the_option_that_sized_it(
+def test_out_of_memory_beside_the_pool_names_the_option_of_its_size(
     config: dict[str, int], option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

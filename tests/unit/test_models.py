@@ -1,4 +1,4 @@
-"""The decoder against transformers on tiny random models of every architecture and rope scaling we serve."""
+"""The decoder against transformers, on tiny random models of all supported architectures and RoPE scalings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64},
     },
-    # Head dims of the models that are served, with every kind of grouping: 1, 2, 3, 4 and 8 query heads a kv head.
+    # Head dims of the supported models, with 1, 2, 3, 4 and 8 query heads per KV head.
     "llama-dim-64": {"model_type": "llama", "head_dim": 64, "num_attention_heads": 6, "hidden_size": 96},
     "llama-dim-80": {"model_type": "llama", "head_dim": 80, "num_attention_heads": 2},
     "mistral-dim-96": {"model_type": "mistral", "head_dim": 96, "sliding_window": 33},
@@ -84,7 +84,7 @@ def save_reference(directory: Path, case: dict[str, Any], **save: Any) -> Any:
 
 
 class Rig:
-    """A decoder with its own pool; logits() computes a flat step and returns all its rows."""
+    """A decoder with a KV pool; logits() computes one step and returns the logits of all its tokens."""
 
     def __init__(self, directory: Path, *, block_size: int = 4, num_blocks: int = 64) -> None:
         spec = parse_spec(*read_config(directory))
@@ -106,9 +106,12 @@ class Rig:
 
 
 @pytest.mark.parametrize("name", ["mistral-dim-96", "qwen3-dim-128"])
-def test_few_ends_of_a_long_step_are_computed_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for and what is cached is that of a step of which all is asked for, and queries of the last layer
-    are made for no more than that.
+def test_the_last_layer_computes_only_the_wanted_rows_of_a_long_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wanted states and the KV equal those of a step that returns all rows.
+
+    The last layer computes queries for the wanted rows only.
     """
     save_reference(tmp_path, CASES[name])
     whole, few = Rig(tmp_path, num_blocks=128), Rig(tmp_path, num_blocks=128)
@@ -148,7 +151,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     blocks = [[1], [5], list(range(24, 40)), [63, 62, 61, 60, *range(44, 60)]]
     with torch.inference_mode():
         expected = [reference(torch.tensor([p])).logits[0] for p in prompts]
-    # One step with all prompts whole, and then the same in pieces of mixed sizes: chunks, short ones, single tokens.
+    # One step with whole prompts, then the same prompts in steps of mixed sizes, down to single tokens.
     for got, want in zip(rig.logits(prompts, [0] * 4, blocks), expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     done = [0, 0, 0, 0]
@@ -163,8 +166,8 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert done == [1, 4, 30, 70]
 
 
-def test_odd_block_stride_is_served(tmp_path: Path) -> None:
-    """Blocks whose stride is no multiple of a head's rows (padding to 256 bytes) take the general gather."""
+def test_an_odd_block_stride_is_supported(tmp_path: Path) -> None:
+    """A block stride that is no multiple of a head's rows (padding to 256 bytes) takes the general gather."""
     reference = save_reference(tmp_path, {"model_type": "llama", "num_key_value_heads": 1, "num_hidden_layers": 1})
     rig = Rig(tmp_path, block_size=3)
     assert rig.cache[0].kv.stride(0) % (3 * 16)
@@ -195,7 +198,7 @@ def test_revision_follows_the_content(tmp_path: Path) -> None:
     assert weights.weights_revision(spec, tmp_path / "a") != weights.weights_revision(spec, tmp_path / "c")
 
 
-def test_old_and_new_rope_spelling_mean_the_same(tmp_path: Path) -> None:
+def test_old_and_new_rope_fields_are_equivalent(tmp_path: Path) -> None:
     save_reference(tmp_path, CASES["llama-rope-llama3"])
     config = json.loads((tmp_path / "config.json").read_text())
     new = parse_spec(config)
@@ -206,8 +209,8 @@ def test_old_and_new_rope_spelling_mean_the_same(tmp_path: Path) -> None:
     assert parse_spec(config) == new
 
 
-def test_rope_in_both_spellings_is_one_rope() -> None:
-    """Whoever extends a checkpoint of transformers 5 by a rope_scaling, as older instructions say, is heard."""
+def test_rope_in_both_fields_is_merged() -> None:
+    """A rope_scaling that a user adds to a checkpoint of transformers 5, as older instructions say, has effect."""
     config = TINY | {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6}
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     both = config | {"rope_scaling": scaling, "rope_parameters": YARN | {"rope_theta": 1e6}}
@@ -222,8 +225,8 @@ def test_rope_in_both_spellings_is_one_rope() -> None:
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM has no native code"),
         ({"architectures": ["BertForMaskedLM"]}, "only decoders"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
-        ({"hidden_act": "gelu"}, "'gelu' is not served"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not served"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "linear"}}, "lacks factor"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
@@ -240,7 +243,7 @@ def test_rope_in_both_spellings_is_one_rope() -> None:
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": 2}, "layer_types is 2, a list"),
     ],
 )
-def test_what_is_not_served_is_named(change: dict[str, Any], message: str) -> None:
+def test_unsupported_configurations_are_named(change: dict[str, Any], message: str) -> None:
     config = TINY | {"architectures": ["LlamaForCausalLM"]} | change
     with pytest.raises(ConfigError, match=message):
         parse_spec(config)

@@ -1,4 +1,4 @@
-"""Steps launched ahead of their results: one by one, and at random with aborts, stops, pauses, failures, preemption."""
+"""The stepper: overlapped steps, drafts and failures; also random loads with aborts, pauses and preemptions."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def test_drafts_are_verified_several_at_a_time(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("held", [False, True])
-def test_a_stop_token_within_an_accepted_run_ends_it(overlap: bool, held: bool) -> None:
-    """Whatever right drafts come after it; and does not before min_tokens."""
+@pytest.mark.parametrize("has_min_tokens", [False, True])
+def test_a_stop_token_within_an_accepted_run_ends_it(overlap: bool, has_min_tokens: bool) -> None:
+    """The sequence ends there although later drafts are right, and does not end before min_tokens."""
     inside = 0
     for first in range(20):
         prompt = [first, 2, 3]
         text = answer(prompt, SamplingParams(max_tokens=30))
         stop = text[5]
-        held_for = text.index(stop) + 1 if held else 0
-        params = SamplingParams(max_tokens=30, stop_token_ids=(stop,), min_tokens=held_for)
+        min_tokens = text.index(stop) + 1 if has_min_tokens else 0
+        params = SamplingParams(max_tokens=30, stop_token_ids=(stop,), min_tokens=min_tokens)
         world = World(overlap=overlap, drafts=7, budget=60)
         world.add("a", prompt, params)
-        world.answers["a"] = text  # whoever drafts does not know of the end
+        world.answers["a"] = text  # the proposer does not know the end
         world.drain()
         assert world.tokens["a"] == answer(prompt, params)
         end = world.ends["a"]
@@ -57,47 +57,47 @@ def test_a_stop_token_within_an_accepted_run_ends_it(overlap: bool, held: bool) 
     assert inside > 3
 
 
-def test_drafts_take_what_is_left_and_nobody_is_preempted_for_them() -> None:
+def test_drafts_only_take_free_tokens_and_blocks_and_preempt_no_sequence() -> None:
     world = World(overlap=False, drafts=4, blocks=9, size=4, budget=8)
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
     while not all(seq.decoding for seq in seqs):
         world.step()
-    items = world.scheduler.schedule({seq: DraftTokens((1, 2, 3, 4, 5)) for seq in seqs}).scheduled
-    assert [len(item.drafts) for item in items] == [5, 1], "a budget of eight is two tokens and six drafts"
-    assert all(item.start + item.num_new <= item.seq.allocated for item in items)
+    scheduled = world.scheduler.schedule({seq: DraftTokens((1, 2, 3, 4, 5)) for seq in seqs}).scheduled
+    assert [len(entry.drafts) for entry in scheduled] == [5, 1], "a budget of eight is two tokens and six drafts"
+    assert all(entry.start + entry.num_new <= entry.seq.allocated for entry in scheduled)
     outside = world.pool.lease([], world.pool.num_available())
     assert outside is not None
-    for item in items:
-        item.seq.launch(item.num_new, sample=True, drafts=len(item.drafts))
+    for entry in scheduled:
+        entry.seq.launch(entry.num_new, sample=True, drafts=len(entry.drafts))
     assert world.scheduler.draft_candidates() == []
-    assert world.scheduler.schedule().scheduled == [], "what follows drafts is not known yet"
-    for item in items:
-        item.seq.finish_step(item.num_new, sample=True, drafts=len(item.drafts))
-        item.seq.append(0)
+    assert world.scheduler.schedule().scheduled == [], "the token after the drafts is not known yet"
+    for entry in scheduled:
+        entry.seq.finish_step(entry.num_new, sample=True, drafts=len(entry.drafts))
+        entry.seq.append(0)
     (first, second) = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
     assert first.start + first.num_new <= first.seq.allocated
     assert second.start + second.num_new <= second.seq.allocated
     assert [seq.preemptions for seq in seqs] == [0, 0]
 
 
-def test_room_for_drafts_that_are_not_verified_comes_back() -> None:
+def test_blocks_reserved_for_drafts_that_are_not_verified_are_released() -> None:
     world = World(overlap=False, blocks=40, size=4, budget=16)
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=40)) for name in "abc"]
     while not all(seq.decoding for seq in seqs):
         world.step()
     assert world.scheduler.draft_candidates() == seqs
     assert [world.scheduler.reserve_for_drafts(seq, seq.start + 14) >= seq.start + 14 for seq in seqs] == [True] * 3
-    chains = {seqs[0]: DraftTokens((1, 2, 3, 4, 5)), seqs[1]: DraftTokens((1,))}
-    items = world.scheduler.schedule(chains).scheduled
-    assert [len(item.drafts) for item in items] == [5, 1, 0]
+    drafts = {seqs[0]: DraftTokens((1, 2, 3, 4, 5)), seqs[1]: DraftTokens((1,))}
+    scheduled = world.scheduler.schedule(drafts).scheduled
+    assert [len(entry.drafts) for entry in scheduled] == [5, 1, 0]
     needed = [-(-len(seq.tokens) // 4) for seq in seqs]
-    held = [len(seq.lease.blocks) for seq in seqs if seq.lease is not None]
-    assert held[2] == needed[2], "nothing is verified of the last one"
+    lease_lens = [len(seq.lease.blocks) for seq in seqs if seq.lease is not None]
+    assert lease_lens[2] == needed[2], "no drafts of the last sequence are verified"
     assert world.scheduler.schedule().scheduled
-    assert [len(seq.lease.blocks) for seq in seqs if seq.lease is not None] == held
+    assert [len(seq.lease.blocks) for seq in seqs if seq.lease is not None] == lease_lens
 
 
-def test_room_for_drafts_leaves_a_block_for_each_that_grows() -> None:
+def test_reserve_for_drafts_leaves_a_block_for_each_running_sequence() -> None:
     world = World(overlap=False, blocks=12, size=4, budget=16)
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
     while not all(seq.decoding for seq in seqs):
@@ -108,12 +108,12 @@ def test_room_for_drafts_leaves_a_block_for_each_that_grows() -> None:
     room = first.allocated
     assert world.scheduler.reserve_for_drafts(first, room + 1) == room + 4
     assert world.scheduler.reserve_for_drafts(second, second.allocated + 1) == second.allocated, (
-        "two are left for two that grow"
+        "two blocks are left for two sequences"
     )
     assert world.pool.num_available() == 2
 
 
-def test_drafts_leave_a_block_for_each_that_grows() -> None:
+def test_drafts_leave_a_block_for_each_running_sequence() -> None:
     world = World(overlap=False, blocks=16, size=4, budget=16)
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=20)) for name in "ab"]
     while not all(seq.decoding for seq in seqs):
@@ -121,8 +121,10 @@ def test_drafts_leave_a_block_for_each_that_grows() -> None:
     assert [seq.allocated for seq in seqs] == [4, 4]
     outside = world.pool.lease([], world.pool.num_available() - 5)
     assert outside is not None
-    items = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
-    assert [len(item.drafts) for item in items] == [7, 3], "a block for each token, one more for the first's drafts"
+    scheduled = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
+    assert [len(entry.drafts) for entry in scheduled] == [7, 3], (
+        "a block for each new token, and one more for drafts of the first sequence"
+    )
     assert world.pool.num_available() == 2
 
 
@@ -132,13 +134,13 @@ def test_prompts_keep_their_share_of_a_step_with_drafts() -> None:
     while not all(seq.decoding for seq in seqs):
         world.step()
     world.add("c", range(50, 80), GREEDY)
-    items = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
-    assert [len(item.drafts) for item in items] == [7, 3, 0], "a quarter of sixteen, and what two decodes leave"
-    assert items[2].num_new == 4
+    scheduled = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
+    assert [len(entry.drafts) for entry in scheduled] == [7, 3, 0], "prompts keep a quarter of sixteen tokens"
+    assert scheduled[2].num_new == 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_is_ahead_only_with_overlap(overlap: bool) -> None:
+def test_a_step_is_launched_ahead_only_with_overlap(overlap: bool) -> None:
     world = World(overlap=overlap)
     seq = world.add("a", [1, 2, 3], GREEDY)
     world.step()
@@ -146,16 +148,16 @@ def test_a_step_is_ahead_only_with_overlap(overlap: bool) -> None:
     assert (seq.computed, seq.launched, seq.pending) == (3, overlap, overlap)
     world.drain()
     assert world.tokens["a"] == answer([1, 2, 3], GREEDY)
-    assert world.stepper.counters.discarded_sequences == 0, "the end by length is known ahead"
+    assert world.stepper.counters.discarded_sequences == 0, "the end by length is known in advance"
     assert world.device.launches == 9
 
 
-def test_what_comes_under_a_step_is_in_the_next() -> None:
+def test_a_request_that_arrives_during_a_step_is_in_the_next_one() -> None:
     world = World(overlap=True)
     world.add("a", [1, 2, 3], GREEDY)
     world.step()
 
-    def mail(until: float) -> bool:
+    def inbox(until: float) -> bool:
         if "b" in world.answers:
             return False
         assert world.stepper.has_work
@@ -163,14 +165,14 @@ def test_what_comes_under_a_step_is_in_the_next() -> None:
         assert world.receive("b", [4, 5], GREEDY) is not None
         return True
 
-    world.step(mail)
+    world.step(inbox)
     (step,) = world.device.queue
-    assert [item.seq.request_id for item in step.items] == ["a", "b"]
+    assert [entry.seq.request_id for entry in step.scheduled] == ["a", "b"]
     world.drain()
     assert world.tokens == {"a": answer([1, 2, 3], GREEDY), "b": answer([4, 5], GREEDY)}
 
 
-def test_what_comes_while_the_device_has_nothing_else_to_do_is_launched_before_the_result(
+def test_a_request_that_arrives_during_the_last_step_is_launched_before_its_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(overlap=True)
@@ -178,71 +180,71 @@ def test_what_comes_while_the_device_has_nothing_else_to_do_is_launched_before_t
     monkeypatch.setattr(world.device, "is_done", lambda _: "b" in world.answers)
     calls = 0
 
-    def mail(until: float) -> bool:
+    def inbox(until: float) -> bool:
         nonlocal calls
         calls += 1
         if calls == 5:
             world.add("b", [4, 5], GREEDY)
         return calls == 5
 
-    assert [output.seq.request_id for output in world.step(mail).outputs] == ["a"]
+    assert [output.seq.request_id for output in world.step(inbox).outputs] == ["a"]
     assert calls == 5
-    assert [item.seq.request_id for item in world.device.queue[0].items] == ["b"]
+    assert [entry.seq.request_id for entry in world.device.queue[0].scheduled] == ["b"]
     world.drain()
     assert world.tokens["b"] == answer([4, 5], GREEDY)
 
 
-def test_who_waits_for_a_token_is_told_while_the_next_prompt_is_being_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_reported_during_the_launch_of_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(overlap=True)
     events: list[str] = []
     world.add("a", [1, 2, 3], SamplingParams(max_tokens=5), hand_off=True)
     launch = world.device.launch
 
-    def slow(items: abc.Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> Step:
-        events.append(f"launch {items[0].seq.request_id}")
-        step = launch(items, between)
+    def slow(scheduled: abc.Sequence[ScheduledSequence], on_layer: LaunchCallback | None = None) -> Step:
+        events.append(f"launch {scheduled[0].seq.request_id}")
+        step = launch(scheduled, on_layer)
         events.append("launched")
         return step
 
     monkeypatch.setattr(world.device, "launch", slow)
 
-    def mail(until: float) -> bool:
+    def inbox(until: float) -> bool:
         if "b" not in world.answers:
             world.add("b", [4, 5], SamplingParams(max_tokens=5), hand_off=True)
         return True
 
-    def hook(result: StepResult) -> None:
-        events.extend(f"told {output.seq.request_id}" for output in result.outputs)
-        world.hook(result)
+    def on_step(result: StepResult) -> None:
+        events.extend(f"result {output.seq.request_id}" for output in result.outputs)
+        world.on_step(result)
 
-    told = world.stepper.step(hook, mail)
-    assert [output.seq.request_id for output in told.outputs] == ["a"]
-    assert events == ["launch a", "launched", "launch b", "told a", "launched"]
+    result = world.stepper.step(on_step, inbox)
+    assert [output.seq.request_id for output in result.outputs] == ["a"]
+    assert events == ["launch a", "launched", "launch b", "result a", "launched"]
     world.drain()
     assert world.tokens == {"a": answer([1, 2, 3], GREEDY)[:1], "b": answer([4, 5], GREEDY)[:1]}
 
 
-def test_a_hook_that_fails_under_a_launch_is_raised_after_it() -> None:
+def test_an_error_of_on_step_during_a_launch_is_raised_after_the_launch() -> None:
     world = World(overlap=True)
     world.add("a", [1, 2, 3], SamplingParams(max_tokens=5), hand_off=True)
 
-    def mail(until: float) -> bool:
+    def inbox(until: float) -> bool:
         if "b" not in world.answers:
             world.add("b", [4, 5], SamplingParams(max_tokens=5), hand_off=True)
         return True
 
     def fail(result: StepResult) -> None:
-        world.hook(result)
+        world.on_step(result)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        world.stepper.step(fail, mail)
-    assert [item.seq.request_id for item in world.device.queue[0].items] == ["b"]
+        world.stepper.step(fail, inbox)
+    assert [entry.seq.request_id for entry in world.device.queue[0].scheduled] == ["b"]
     world.drain()
     assert world.tokens == {"a": answer([1, 2, 3], GREEDY)[:1], "b": answer([4, 5], GREEDY)[:1]}
 
 
-def test_what_follows_a_stop_token_is_dropped() -> None:
+def test_tokens_after_a_stop_token_are_dropped() -> None:
     output = answer([1, 2, 3], GREEDY)
     stop = next(t for i, t in enumerate(output) if i >= 2 and t not in output[:i])
     params = SamplingParams(max_tokens=9, stop_token_ids=(stop,))
@@ -254,45 +256,45 @@ def test_what_follows_a_stop_token_is_dropped() -> None:
     assert world.stepper.counters.discarded_sequences == 1
 
 
-def test_blocks_of_the_step_in_flight_stay_where_they_are() -> None:
+def test_blocks_of_the_step_in_flight_are_not_reused() -> None:
     world = World(overlap=True, blocks=4, size=4)
     seq = world.add("a", range(12), SamplingParams(max_tokens=4))
     world.step()
     assert seq.lease is not None
     held = set(seq.lease.blocks)
     world.abort("a")
-    assert world.pool.lease([], 2) is None, "the device still writes there"
+    assert world.pool.lease([], 2) is None, "the device still writes to these blocks"
     world.add("b", [5], SamplingParams(max_tokens=1))
     world.drain()
     assert len(held) == 4
     assert world.tokens["b"] == answer([5], SamplingParams(max_tokens=1))
 
 
-def test_nobody_is_preempted_for_blocks_that_are_about_to_come_back() -> None:
+def test_no_sequence_is_preempted_while_blocks_are_about_to_be_released() -> None:
     world = World(overlap=True, blocks=8, size=4, budget=20)
     world.add("ends", range(8), SamplingParams(max_tokens=1))
     grows = world.add("grows", range(10, 18), GREEDY)
     below = world.add("below", [3, 4, 5, 6], GREEDY)
-    for item in world.scheduler.schedule().scheduled:
-        item.seq.launch(item.num_new, sample=item.samples)
+    for entry in world.scheduler.schedule().scheduled:
+        entry.seq.launch(entry.num_new, sample=entry.samples)
     outside = world.pool.lease([], world.pool.num_available())
     assert world.scheduler.schedule().scheduled == []
     assert grows.preemptions == below.preemptions == 0
     assert outside is not None
 
 
-def test_settle_ends_the_step_in_flight_and_tells_it() -> None:
+def test_finish_in_flight_ends_the_step_and_reports_it() -> None:
     world = World(overlap=True)
     world.add("a", [1, 2, 3], GREEDY)
     world.step()
-    world.stepper.finish_in_flight(world.hook)
+    world.stepper.finish_in_flight(world.on_step)
     assert len(world.tokens["a"]) == 2
     world.abort("a")
     assert not world.stepper.has_work
     world.drain()
 
 
-def test_a_launch_that_fails_ends_its_sequences_and_no_others() -> None:
+def test_a_failed_launch_ends_only_its_sequences() -> None:
     world = World(overlap=True, budget=8)
     world.device.broken = {2}
     world.add("a", [1, 2, 3], SamplingParams(max_tokens=1))
@@ -306,13 +308,13 @@ def test_a_launch_that_fails_ends_its_sequences_and_no_others() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's."""
+    """Has the name of torch's error."""
 
 
 @pytest.mark.parametrize(
     ("error", "counted"), [(OutOfMemoryError("CUDA"), 1), (MemoryError(), 1), (RuntimeError("no kernel"), 0)]
 )
-def test_steps_without_memory_are_counted_apart(error: Exception, counted: int) -> None:
+def test_out_of_memory_steps_have_their_own_counter(error: Exception, counted: int) -> None:
     world = World(overlap=True)
     world.device.broken, world.device.error = {1}, error
     world.add("a", [1, 2, 3], GREEDY)
@@ -321,7 +323,7 @@ def test_steps_without_memory_are_counted_apart(error: Exception, counted: int) 
     assert world.stepper.counters.out_of_memory == counted
 
 
-def test_a_failing_scheduler_ends_everything_and_the_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_scheduler_ends_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(overlap=True)
     for name in "ab":
         world.add(name, [1, 2, 3], GREEDY)
@@ -340,12 +342,12 @@ def test_a_failing_scheduler_ends_everything_and_the_step_in_flight(monkeypatch:
     assert world.tokens["c"] == answer([4], GREEDY)
 
 
-def test_a_failing_hook_is_raised_and_the_next_step_is_told() -> None:
+def test_an_error_of_on_step_is_raised_and_the_next_step_is_reported() -> None:
     world = World(overlap=True)
     world.add("a", [1, 2, 3], GREEDY)
 
     def fail(result: StepResult) -> None:
-        world.hook(result)
+        world.on_step(result)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -356,15 +358,16 @@ def test_a_failing_hook_is_raised_and_the_next_step_is_told() -> None:
 
 @dataclass
 class Arrival:
-    """One request of a random load; abort, pause: steps after its arrival."""
+    """One request of a random load."""
 
     step: int
-    family: int
+    group: int
     prompt_len: int
     max_tokens: int
     min_tokens: int
     stops: bool
     kind: str
+    #: Steps after the arrival; a pause also has its number of steps.
     abort: int | None
     pause: tuple[int, int] | None
     poison: int | None
@@ -372,7 +375,7 @@ class Arrival:
 
     @property
     def prompt(self) -> list[int]:
-        return [(self.family * i * i) % 7 for i in range(self.prompt_len)]
+        return [(self.group * i * i) % 7 for i in range(self.prompt_len)]
 
     @property
     def params(self) -> SamplingParams:
@@ -384,7 +387,7 @@ rarely = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 15))
 arrivals = st.builds(
     Arrival,
     step=st.integers(0, 20),
-    family=st.integers(0, 2),
+    group=st.integers(0, 2),
     prompt_len=st.integers(1, 20),
     max_tokens=st.integers(2, 16),
     min_tokens=st.integers(0, 3),
@@ -405,12 +408,12 @@ arrivals = st.builds(
     seqs=st.integers(1, 5),
     overlap=st.sampled_from([True, True, True, False]),
     drafts=st.sampled_from([0, 0, 1, 4, 7]),
-    under=st.booleans(),
+    during_steps=st.booleans(),
 )
 def test_every_load_gives_the_tokens_of_undisturbed_requests(
-    load: list[Arrival], blocks: int, size: int, budget: int, seqs: int, overlap: bool, drafts: int, under: bool
+    load: list[Arrival], blocks: int, size: int, budget: int, seqs: int, overlap: bool, drafts: int, during_steps: bool
 ) -> None:
-    """under: things happen while a step is on the device, not between the calls."""
+    """With `during_steps` requests arrive, pause and end while a step is on the device, else between the calls."""
     world = World(overlap=overlap, blocks=blocks * 4 // size, size=size, budget=budget, seqs=seqs, drafts=drafts)
     now, happened = 0, -1
 
@@ -436,16 +439,16 @@ def test_every_load_gives_the_tokens_of_undisturbed_requests(
             if arrival.poison == since:
                 world.device.poisoned.add(name)
 
-    def mail(until: float) -> bool:
+    def inbox(until: float) -> bool:
         happen()
         return True
 
     while now < 45 or world.stepper.has_work:
         assert now < 2000, "starved"
-        if not under:
+        if not during_steps:
             happen()
-        world.step(mail)
-        happen()  # a step that launches nothing ahead takes nothing in
+        world.step(inbox)
+        happen()  # without a launch ahead the inbox is not read
         now += 1
     world.drain()
     for number, arrival in enumerate(load):
@@ -462,7 +465,7 @@ def test_every_load_gives_the_tokens_of_undisturbed_requests(
             assert end.handed_off
             assert tokens == wanted[:1]
         elif arrival.kind == "received" and wanted[0] in arrival.params.stop_token_ids:
-            assert tokens[0] == wanted[0]  # its sender would have ended it there
+            assert tokens[0] == wanted[0]  # the other pod would have ended it there
         else:
             assert tokens == wanted
             assert end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)

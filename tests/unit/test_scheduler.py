@@ -1,4 +1,4 @@
-"""Scheduler: the policy's rules one by one, then whole loads simulated with a KV whose every slot is checked."""
+"""Scheduler: the rules of the policy one by one, then random loads with simulated KV in which each token is checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FINGERPRINT = "00" * 16
 
 
 def prefixes(tokens: list[int]) -> list[int]:
-    """What the KV of each token stands for: the token and all before it."""
+    """The simulated KV of each token: a hash of the token and all tokens before it."""
     return list(accumulate(tokens, lambda state, token: hash((state, token)), initial=0))[1:]
 
 
@@ -29,7 +29,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 class World:
-    """A scheduler, its pool, and an engine that writes for each token what its KV stands for and reads all of it."""
+    """A scheduler, its pool, and a simulated engine that writes the KV of each token and checks it."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class World:
         lease: Lease | None = None,
         output: list[int] | None = None,
     ) -> Sequence:
-        # Prompts of a length are the same in every run, and no two names begin alike: nothing is found in the cache.
+        # Prompts of different names share no prefix, so none matches the cache.
         ids = tuple(prompt) if isinstance(prompt, list) else tuple(crc32(f"{name} {i}".encode()) for i in range(prompt))
         request = ValidRequest(name, "m", ids, SamplingParams(max_tokens=max_tokens), priority=priority)
         return Sequence(
@@ -79,7 +79,7 @@ class World:
         return seq
 
     def receive(self, name: str, prompt: list[int], max_tokens: int, lease: Lease, *, priority: int = 0) -> Sequence:
-        """A sequence whose prompt another pod computed into the lease's blocks."""
+        """A sequence whose prompt another pod has computed into the lease's blocks."""
         self.write(lease, prompt, 0, len(prompt))
         output = [next_token(prompt)]
         return self.sequence(name, prompt, max_tokens, priority=priority, lease=lease, output=output)
@@ -97,9 +97,9 @@ class World:
             assert self.kv[slot] == state, "the KV of a token was lost"
 
     def run(self, batch: ScheduledBatch) -> None:
-        decodes = any(item.is_decode for item in batch.scheduled)
+        decodes = any(entry.is_decode for entry in batch.scheduled)
         assert batch.num_tokens <= (self.config.chunk_tokens if decodes else self.config.max_step_tokens)
-        assert len({id(item.seq) for item in batch.scheduled}) == len(batch.scheduled)
+        assert len({id(entry.seq) for entry in batch.scheduled}) == len(batch.scheduled)
         assert self.scheduler.stats().running <= self.config.max_seqs
         for seq, start, num_new, sample, *_ in batch.scheduled:
             assert seq.lease is not None
@@ -128,7 +128,7 @@ class World:
     def step(self) -> dict[str, int]:
         batch = self.scheduler.schedule()
         self.run(batch)
-        return {item.seq.request_id: item.num_new for item in batch.scheduled}
+        return {entry.seq.request_id: entry.num_new for entry in batch.scheduled}
 
 
 def test_chunks_end_with_blocks_and_the_last_with_the_prompt() -> None:
@@ -149,7 +149,7 @@ def test_decodes_come_first_and_prompts_share_the_rest() -> None:
     assert world.step() == {"d": 1, "long": 24, "short": 7}
 
 
-def test_prompts_keep_a_share_beside_more_decodes_than_the_budget() -> None:
+def test_prompts_keep_a_quarter_of_a_step_with_many_decodes() -> None:
     world = World(budget=4, seqs=8)
     for i in range(6):
         world.scheduler.add(world.receive(f"d{i}", [i] * 3, 50, world.outside(1)))
@@ -173,7 +173,7 @@ def test_admission_takes_the_cached_prefix_and_leaves_one_token() -> None:
     assert again.cached_tokens == 12
 
 
-def test_a_prompt_that_waited_for_budget_uses_what_was_published_meanwhile() -> None:
+def test_a_waiting_prompt_uses_blocks_published_after_its_admission() -> None:
     world = World(budget=8, blocks=16)
     world.add("a", list(range(20)), 1)
     late = world.add("b", [*range(20), 99], 1)
@@ -184,7 +184,7 @@ def test_a_prompt_that_waited_for_budget_uses_what_was_published_meanwhile() -> 
     assert late.cached_tokens == 8
 
 
-def test_hand_off_needs_room_for_the_prompt_only() -> None:
+def test_a_hand_off_needs_blocks_for_the_prompt_only() -> None:
     world = World(blocks=2, size=4)
     seq = world.add("a", 8, 500, hand_off=True)
     world.step()
@@ -195,7 +195,7 @@ def test_hand_off_needs_room_for_the_prompt_only() -> None:
     ("prompt", "max_tokens", "field"),
     [(0, 1, "prompt"), (100, 1, "prompt"), (90, 11, "max_tokens"), (33, 1, "prompt"), (30, 4, "max_tokens")],
 )
-def test_what_never_fits_is_refused_at_once_naming_the_field(prompt: int, max_tokens: int, field: str) -> None:
+def test_a_request_that_never_fits_is_refused_with_the_field(prompt: int, max_tokens: int, field: str) -> None:
     world = World(blocks=8, size=4, limit=100)
     with pytest.raises(InvalidRequest) as refused:
         world.add("a", prompt, max_tokens)
@@ -212,7 +212,7 @@ def test_wrong_configuration_names_its_field() -> None:
     assert refused.value.field == "max_seqs"
 
 
-def test_the_newest_is_preempted_recomputed_in_chunks_and_counted_apart() -> None:
+def test_the_newest_is_preempted_and_its_recomputed_tokens_are_counted() -> None:
     world = World(blocks=6, size=4, budget=8)
     a, b = world.add("a", 8, 16), world.add("b", 8, 16)
     while not b.preemptions:
@@ -241,7 +241,7 @@ def test_a_full_pool_gives_empty_batches_until_the_outside_lease_ends() -> None:
     assert seq.finish_reason is FinishReason.LENGTH
 
 
-def test_a_paused_sequence_gives_way_when_nothing_else_can_run() -> None:
+def test_a_paused_sequence_is_preempted_if_nothing_else_can_run() -> None:
     world = World(blocks=4, seqs=1)
     slow = world.add("slow", 10, 4)
     world.step()
@@ -276,7 +276,7 @@ def test_a_received_sequence_of_higher_rank_without_a_slot_does_not_block_the_po
     assert {seq.request_id for seq in world.done} == {"a", "b"}
 
 
-def test_a_preempted_sequence_that_does_not_fit_lets_those_run_that_hold_the_blocks() -> None:
+def test_a_preempted_sequence_that_does_not_fit_waits_for_those_with_blocks() -> None:
     world = World(blocks=4, size=4, seqs=2)
     first, second = (
         world.receive(name, [1] * n, 4, world.outside(n // 4)) for name, n in (("first", 4), ("second", 12))
@@ -296,7 +296,7 @@ def test_a_preempted_sequence_that_does_not_fit_lets_those_run_that_hold_the_blo
     assert [seq.request_id for seq in world.done] == ["first", "third", "second"]
 
 
-def test_a_step_in_flight_does_not_cost_more_preemptions() -> None:
+def test_no_more_sequences_are_preempted_while_a_step_in_flight_will_free_blocks() -> None:
     world = World(blocks=6, size=4, budget=64)
     seqs = [world.receive(name, [i] * 8, 9, world.outside(2)) for i, name in enumerate("abc")]
     for seq in seqs:
@@ -315,7 +315,9 @@ def test_a_step_in_flight_does_not_cost_more_preemptions() -> None:
     budget=st.integers(1, 70),
     size=st.sampled_from([1, 4, 16]),
 )
-def test_the_oldest_prompt_gets_half_and_short_ones_pass_long_ones(lengths: list[int], budget: int, size: int) -> None:
+def test_the_oldest_prompt_gets_half_and_short_prompts_pass_long_ones(
+    lengths: list[int], budget: int, size: int
+) -> None:
     world = World(blocks=2000, size=size, budget=budget, seqs=8)
     seqs = [world.add(str(i), n, 1, hand_off=True) for i, n in enumerate(lengths)]
     for _ in range(5000):
@@ -334,10 +336,10 @@ def test_the_oldest_prompt_gets_half_and_short_ones_pass_long_ones(lengths: list
 
 @dataclass
 class Arrival:
-    """One request of a simulated load. received: its prompt comes with KV; abort, pause: steps after its arrival."""
+    """One request of a random load; abort and pause are in steps after its arrival."""
 
     step: int
-    family: int
+    group: int
     prompt_len: int
     max_tokens: int
     priority: int
@@ -350,7 +352,7 @@ class Arrival:
 arrivals = st.builds(
     Arrival,
     step=st.integers(0, 30),
-    family=st.integers(0, 2),
+    group=st.integers(0, 2),
     prompt_len=st.integers(1, 24),
     max_tokens=st.integers(1, 16),
     priority=st.sampled_from([0, 0, 0, 1]),
@@ -382,7 +384,7 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
         for arrival in load:
             if arrival.step != now:
                 continue
-            prompt = [(arrival.family * i * i) % 7 for i in range(arrival.prompt_len)]
+            prompt = [(arrival.group * i * i) % 7 for i in range(arrival.prompt_len)]
             name = str(len(accepted))
             if arrival.kind == "received":
                 need = -(-arrival.prompt_len // size)
@@ -407,9 +409,9 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
                 outside.append((now + length, lease, lease.pin_for_write(0, count)))
                 if aborted:
                     lease.finish("quarantined")
-        for at, lease, hold in outside:
+        for at, lease, pin in outside:
             if at == now:
-                hold.release()
+                pin.release()
                 lease.finish("expired")
         for arrival in accepted:
             assert arrival.seq is not None
@@ -432,7 +434,7 @@ def test_every_load_ends_with_the_right_tokens_and_all_blocks(
     assert (counts.leased, counts.quarantined) == (0, 0)
 
 
-def test_long_chunks_run_where_nobody_waits_for_a_token() -> None:
+def test_steps_without_decodes_have_long_chunks() -> None:
     world = World(blocks=200, size=4, budget=8, prompt_step_tokens=16)
     world.add("a", 100)
     assert world.step() == {"a": 32}
@@ -441,7 +443,7 @@ def test_long_chunks_run_where_nobody_waits_for_a_token() -> None:
     assert world.step() == {"c": 1, "a": 4}
 
 
-def test_prompts_that_fill_a_step_come_one_after_another_and_short_ones_share_it() -> None:
+def test_long_prompts_run_one_after_another_and_short_ones_share_a_step() -> None:
     world = World(blocks=200, size=4, budget=8, prompt_step_tokens=32)
     for name in "ab":
         world.add(name, 20, 1)
@@ -454,7 +456,7 @@ def test_prompts_that_fill_a_step_come_one_after_another_and_short_ones_share_it
 
 
 @pytest.mark.parametrize(("length", "chunks"), [(8, [8]), (9, [4, 5]), (16, [8, 8]), (17, [12, 5]), (50, [32, 12, 6])])
-def test_what_another_pod_goes_on_with_ends_in_a_chunk_within_chunk_tokens(length: int, chunks: list[int]) -> None:
+def test_the_last_chunk_of_a_hand_off_is_at_most_chunk_tokens(length: int, chunks: list[int]) -> None:
     world = World(blocks=200, size=4, budget=8, prompt_step_tokens=16)
     world.add("a", length, hand_off=True)
     assert [world.step()["a"] for _ in chunks] == chunks
@@ -463,6 +465,6 @@ def test_what_another_pod_goes_on_with_ends_in_a_chunk_within_chunk_tokens(lengt
     assert world.step()["b"] == min(length, 32), "one that stays here is not cut"
 
 
-def test_a_prompt_step_is_no_less_than_chunk_tokens() -> None:
+def test_prompt_step_tokens_must_not_be_less_than_chunk_tokens() -> None:
     with pytest.raises(ConfigError, match="prompt_step_tokens"):
         SchedulerConfig(chunk_tokens=8, prompt_step_tokens=4, max_seqs=1, max_model_len=1)

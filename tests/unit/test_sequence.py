@@ -1,4 +1,4 @@
-"""Sequence: one arithmetic for prefill, decode and recompute; which blocks may be matched and published."""
+"""Sequence: prefill, decode and recomputing share one arithmetic; which blocks are matched and published."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_a_new_sequence_waits_for_its_whole_prompt() -> None:
     assert Sequence(request(9), fingerprint=FINGERPRINT, block_size=4, hand_off=True).max_len == 10
 
 
-def test_output_that_is_handed_off_is_computed_in_chunks() -> None:
-    """Also its last token alone: a chunk fills every layer of the block that travels, a decode step may not."""
+def test_given_output_of_a_hand_off_is_computed_in_chunks() -> None:
+    """Even a single last token: a chunk writes all layers of the block that is sent, a decode step may not."""
     pool = BlockPool(8, 4)
     given: dict[str, Any] = {"fingerprint": FINGERPRINT, "block_size": 4, "output": [40, 41, 42, 43]}
     seq = Sequence(request(9), hand_off=True, lease=pool.lease([], 4), **given)
@@ -41,7 +41,7 @@ def test_output_that_is_handed_off_is_computed_in_chunks() -> None:
     assert (again.prefill_len, again.max_len, again.remaining, again.decoding) == (9, 17, 13, False)
 
 
-def test_a_cache_may_supply_all_but_the_last_token() -> None:
+def test_all_blocks_but_that_of_the_last_token_are_matchable() -> None:
     for prompt_len, blocks in ((1, 0), (4, 0), (5, 1), (8, 1), (9, 2)):
         seq = Sequence(request(prompt_len), fingerprint=FINGERPRINT, block_size=4)
         assert len(seq.matchable_hashes()) == blocks
@@ -58,7 +58,7 @@ def test_only_full_computed_blocks_are_published_under_the_requests_salt() -> No
         assert pool.match_prefix(expected) == published
 
 
-def test_a_received_prompt_decodes_and_comes_back_from_a_preemption() -> None:
+def test_a_received_prompt_decodes_and_resumes_after_a_preemption() -> None:
     pool = BlockPool(8, 4)
     lease = pool.lease([], 3)
     seq = Sequence(request(9), fingerprint=FINGERPRINT, block_size=4, lease=lease, computed=9, output=[42])

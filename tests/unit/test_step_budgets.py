@@ -1,4 +1,4 @@
-"""Devices, and tokens of a step on either kind, by what is given; nothing is computed."""
+"""EngineConfig: the device, and the limits of a step on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def test_limits(given, cpu, gpu):
     assert config.resolve_limits(GPU) == gpu
 
 
-def test_a_library_takes_long_steps_on_a_gpu_unless_it_is_told(monkeypatch):
+def test_a_library_takes_long_steps_on_a_gpu_unless_chunk_tokens_is_set(monkeypatch):
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: GPU)
     plain = for_throughput(EngineConfig(model_dir=Path("nowhere")))
     assert plain.resolve_limits(GPU) == (8192, 8192, 256)
-    told = EngineConfig(model_dir=Path("nowhere"), chunk_tokens=512)
-    assert for_throughput(told) is told
+    explicit = EngineConfig(model_dir=Path("nowhere"), chunk_tokens=512)
+    assert for_throughput(explicit) is explicit
     monkeypatch.setattr(EngineConfig, "resolve_device", lambda self: CPU)
     config = EngineConfig(model_dir=Path("nowhere"))
     assert for_throughput(config) is config
 
 
-def test_a_gpu_has_its_index(monkeypatch):
-    """It is compared with the device of tensors, which have theirs."""
+def test_a_gpu_device_always_has_an_index(monkeypatch):
+    """It is compared with the devices of tensors, which have an index."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for said, index in (("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
-        assert EngineConfig(model_dir=Path("nowhere"), device=said).resolve_device() == torch.device("cuda", index)
+    for name, index in (("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
+        assert EngineConfig(model_dir=Path("nowhere"), device=name).resolve_device() == torch.device("cuda", index)
     assert EngineConfig(model_dir=Path("nowhere"), device="cpu").resolve_device() == CPU
     with pytest.raises(ConfigError, match="'cuda:2' does not exist on this machine"):
         EngineConfig(model_dir=Path("nowhere"), device="cuda:2").resolve_device()
-    told = []
-    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     make_current(torch.device("cuda", 1))
     make_current(CPU)
-    assert told == [torch.device("cuda", 1)]
+    assert current == [torch.device("cuda", 1)]

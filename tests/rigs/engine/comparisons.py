@@ -1,4 +1,4 @@
-"""Is what was counted what one should expect?"""
+"""Comparisons of samples: a chi-square test, and the length of a common prefix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = TypeVar("K")
 
 
 def chi_square_p(counts: Mapping[K, int], expected: Mapping[K, float]) -> float:
-    """Chance of counts that are as far from what is expected (Wilson and Hilferty 1931); rare ones count together."""
+    """p-value of the chi-square test (Wilson and Hilferty 1931); keys with fewer than 8 expected counts are pooled."""
     total = sum(counts.values())
     statistic, cells, rare_seen, rare_due = 0.0, 0, 0, 0.0
     for key, chance in expected.items():
@@ -28,5 +28,5 @@ def chi_square_p(counts: Mapping[K, int], expected: Mapping[K, float]) -> float:
 
 
 def shared(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the common prefix."""
+    """Length of the common prefix of two sequences."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

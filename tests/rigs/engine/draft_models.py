@@ -1,4 +1,4 @@
-"""Small draft models, and EAGLE heads in the formats of public checkpoints, with random weights."""
+"""Small target models, draft models and EAGLE heads with random weights, in the formats of public checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 
 def tiny_target(directory: Path, *, vocab: int = 48, layers: int = 2, length: int = 256, scale: float = 0.3) -> Path:
-    """A random Llama of hidden size 32 that repeats itself soon when it is greedy."""
+    """Saves a random Llama of hidden size 32; its greedy output soon repeats."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(5)
@@ -35,7 +35,7 @@ def tiny_target(directory: Path, *, vocab: int = 48, layers: int = 2, length: in
 
 
 def byte_tokenizer(directory: Path) -> int:
-    """Gives a model directory a tokenizer of single bytes, ids 3 to 258, with </s> as 2; the size of its vocabulary."""
+    """Saves a tokenizer of single bytes (ids 3 to 258, </s> is 2) in a model directory; returns its vocabulary size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -51,7 +51,7 @@ BYTES = 259  # tokens of byte_tokenizer
 
 
 def draft_settings(target_dir: Path, root: Path, *, vocab: int = 48, noise: float = 0.02) -> dict[str, dict[str, Any]]:
-    """What an engine needs for each kind of proposer, over a tiny_target of two layers. noise: of the draft model."""
+    """Engine settings for each proposer over a tiny_target of two layers; `noise` is that of the draft model."""
     below = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}}
     models = {
         "draft_model": disturbed(target_dir, root / "model", noise),
@@ -65,7 +65,7 @@ def draft_settings(target_dir: Path, root: Path, *, vocab: int = 48, noise: floa
 
 
 def disturbed(source: Path, directory: Path, noise: float = 0.02) -> Path:
-    """The same model with noise on its weights: it often agrees, and sometimes does not."""
+    """Saves a copy of a model with noise on its weights; its tokens often agree with the original's."""
     shutil.copytree(source, directory)
     random = torch.Generator().manual_seed(11)
     tensors = load_file(directory / "model.safetensors")
@@ -86,8 +86,14 @@ def eagle_head(
     scale: float = 0.3,
     **config: Any,
 ) -> Path:
-    """A random head. fuses: EAGLE-3; draft_vocab: of its own, every other token of the target's. suffix: bin for the
-    authors' pytorch_model.bin, else safetensors.
+    """Saves a random EAGLE head.
+
+    Args:
+        fuses: EAGLE-3.
+        draft_vocab: Size of a vocabulary of its own, a regular subset of the target's; 0 for the target's.
+        suffix: `bin` for pytorch_model.bin, as the authors publish it; else safetensors.
+        scale: Standard deviation of the weights.
+        config: More fields of config.json.
     """
     directory.mkdir(parents=True)
     settings = {
@@ -124,7 +130,7 @@ def eagle_head(
         shapes |= {at + "input_layernorm.weight": (hidden,), at + "hidden_norm.weight": (hidden,)}
         shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft_vocab or vocab, hidden)}
     else:
-        shapes |= {"embed_tokens.weight": (vocab, hidden)}  # of the target, in public checkpoints
+        shapes |= {"embed_tokens.weight": (vocab, hidden)}  # a copy of the target's, in public checkpoints
     tensors = {
         name: torch.randn(shape, generator=random) * scale + (1.0 if len(shape) == 1 else 0.0)
         for name, shape in shapes.items()

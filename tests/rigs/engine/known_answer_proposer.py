@@ -1,4 +1,4 @@
-"""A proposer that knows the answers, and is wrong at places that are the same every time; drafts whatever they cost."""
+"""A proposer that knows the answers and is wrong at fixed positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.speculation.proposer import DraftBatch
 
 
 class Guesses:
-    """answers: output of each request; about one draft in `wrong` is wrong, whoever asks and when."""
+    """Proposes the tokens of `answers` (by request id); about one draft in `wrong` is wrong, always the same ones."""
 
     name = "guesses"
 
@@ -19,21 +19,21 @@ class Guesses:
         self._vocab, self._wrong = vocab, wrong
 
     def new_state(self, seq: EngineSequence) -> None:
-        """It knows all."""
+        """Keeps no state."""
 
-    def propose(self, seqs: Sequence[EngineSequence], kept: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         drafts = DraftBatch.empty(len(seqs), max(limits))
-        for row, (seq, most) in enumerate(zip(seqs, limits, strict=True)):
+        for row, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
             first = seq.num_output
-            for i, token in enumerate(self.answers[seq.request_id][first : first + most]):
-                bad = (3 * seq.prompt_len + 5 * (first + i)) % 11 % self._wrong == 0
-                drafts.tokens[row, i] = (token + bad) % self._vocab
+            for i, token in enumerate(self.answers[seq.request_id][first : first + limit]):
+                is_wrong = (3 * seq.prompt_len + 5 * (first + i)) % 11 % self._wrong == 0
+                drafts.tokens[row, i] = (token + is_wrong) % self._vocab
                 drafts.lengths[row] = i + 1
         return drafts
 
-    def expects_drafts(self, seq: EngineSequence, kept: Any) -> bool:
-        """Nothing is new to it."""
+    def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
+        """Always True."""
         return True
 
-    def on_verified(self, seq: EngineSequence, kept: Any, drafts: int, accepted: int) -> None:
-        """Nothing to learn."""
+    def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
+        """Does nothing."""

@@ -1,7 +1,8 @@
-"""A stepper on a fake device that computes when it is asked for results, not before.
+"""A stepper over a fake device that computes a step only when its result is collected, as late as possible.
 
-Its KV stands for the token and all before it, per physical slot, so a block that is written by two, copied too late,
-reused or published too early gives wrong tokens or a lost KV. Child c's next token is what the KV says plus c.
+The KV of a token is a hash of the token and all tokens before it, stored per physical position. A block that two
+sequences write, or that is copied too late or reused or published too early, thus gives wrong tokens or missing KV. The
+next token of child c is the KV plus c, modulo VOCAB.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_LEN = 60
 
 
 def state(tokens: abc.Sequence[int], before: int = 0) -> int:
-    """What the KV at the last of these tokens stands for."""
+    """The KV at the last of these tokens; `before` is that of the token before them."""
     return list(accumulate(tokens, lambda s, token: hash((s, token)), initial=before))[-1]
 
 
@@ -36,7 +37,7 @@ def next_token(tokens: abc.Sequence[int], child: int = 0) -> int:
 
 
 def answer(prompt: abc.Sequence[int], params: SamplingParams, child: int = 0) -> list[int]:
-    """What a request, or a child of it, gives when nobody disturbs it."""
+    """The output of a request, or of a child of it, that runs alone."""
     tokens = list(prompt)
     while True:
         tokens.append(next_token(tokens, child))
@@ -48,43 +49,44 @@ def answer(prompt: abc.Sequence[int], params: SamplingParams, child: int = 0) ->
 
 @dataclass
 class Step:
-    """What the host knew at launch."""
+    """A launched step, with what the host knew at its launch."""
 
-    items: list[ScheduledSequence]
+    scheduled: list[ScheduledSequence]
     slots: list[int]
     blocks: list[list[int]]
     known: list[list[int]]
 
 
 class Device:
-    """Runs steps in order, as late as possible. broken: launches that raise `error`; poisoned: requests whose output is
-    NaN; copies: of blocks.
-    """
+    """Runs steps in order, as late as possible."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.kv: dict[tuple[int, int], int] = {}
         self.last: dict[int, int] = {}
         self.queue: list[Step] = []
+        #: Numbers of the launches that raise `error`.
         self.broken: set[int] = set()
         self.error: Exception = RuntimeError("the device broke")
+        #: Ids of requests with NaN as output.
         self.poisoned: set[str] = set()
         self.launches = 0
+        #: Number of copied blocks.
         self.copies = 0
 
-    def launch(self, items: abc.Sequence[ScheduledSequence], between: LaunchCallback | None = None) -> Step:
+    def launch(self, scheduled: abc.Sequence[ScheduledSequence], on_layer: LaunchCallback | None = None) -> Step:
         assert len(self.queue) < 2
         self.launches += 1
         if self.launches in self.broken:
             raise self.error
-        blocks = [list(item.seq.lease.blocks) for item in items if item.seq.lease is not None]
-        written = [block for row, item in zip(blocks, items, strict=True) for block in self._touched(row, item)]
+        blocks = [list(entry.seq.lease.blocks) for entry in scheduled if entry.seq.lease is not None]
+        written = [block for row, entry in zip(blocks, scheduled, strict=True) for block in self._touched(row, entry)]
         assert len(written) == len(set(written)), "two sequences write one block in a step"
-        known = [item.seq.tokens[item.start : item.start + item.num_new] for item in items]
-        step = Step(list(items), [item.seq.slot for item in items], blocks, known)
-        assert len(set(step.slots)) == len(items)
-        if between is not None:
-            between()
+        known = [entry.seq.tokens[entry.start : entry.start + entry.num_new] for entry in scheduled]
+        step = Step(list(scheduled), [entry.seq.slot for entry in scheduled], blocks, known)
+        assert len(set(step.slots)) == len(scheduled)
+        if on_layer is not None:
+            on_layer()
         self.queue.append(step)
         return step
 
@@ -92,48 +94,48 @@ class Device:
         return launched
 
     def is_done(self, launched: Step) -> bool:
-        """What it is asked for is there; before that the time that a step takes has passed."""
+        """Always True: a step takes no time."""
         return True
 
     def collect(self, launched: Step) -> list[RunnerOutput]:
         assert self.queue[0] is launched, "steps are collected in order"
         self.queue.pop(0)
-        for item in launched.items:
-            if item.block_copy is not None and item.block_copy.source != item.block_copy.target:
+        for entry in launched.scheduled:
+            if entry.block_copy is not None and entry.block_copy.source != entry.block_copy.target:
                 self.copies += 1
                 for offset in range(self.size):
-                    if (found := self.kv.get((item.block_copy.source, offset))) is not None:
-                        self.kv[item.block_copy.target, offset] = found
-        rows = zip(launched.items, launched.slots, launched.blocks, launched.known, strict=True)
+                    if (found := self.kv.get((entry.block_copy.source, offset))) is not None:
+                        self.kv[entry.block_copy.target, offset] = found
+        rows = zip(launched.scheduled, launched.slots, launched.blocks, launched.known, strict=True)
         return [self._compute(*row) for row in rows]
 
-    def _compute(self, item: ScheduledSequence, slot: int, blocks: list[int], known: list[int]) -> RunnerOutput:
-        seq, drafts = item.seq, item.drafts
-        tokens = known if len(known) == item.num_new - len(drafts) else [*known, self.last[slot]]
-        for position, token in enumerate([*tokens, *drafts], item.start):
+    def _compute(self, entry: ScheduledSequence, slot: int, blocks: list[int], known: list[int]) -> RunnerOutput:
+        seq, drafts = entry.seq, entry.drafts
+        tokens = known if len(known) == entry.num_new - len(drafts) else [*known, self.last[slot]]
+        for position, token in enumerate([*tokens, *drafts], entry.start):
             before = self.kv[self._at(blocks, position - 1)] if position else 0
             self.kv[self._at(blocks, position)] = state([token], before)
-        if not item.samples:
+        if not entry.samples:
             return RunnerOutput(seq.request_id not in self.poisoned)
-        end = item.start + item.num_new
+        end = entry.start + entry.num_new
         found = [self.kv[self._at(blocks, position)] for position in range(end - 1 - len(drafts), end)]
-        run = accepted_tokens(drafts, [(kv + seq.child) % VOCAB for kv in found])
-        self.last[slot] = run[-1]
+        accepted = accepted_tokens(drafts, [(kv + seq.child) % VOCAB for kv in found])
+        self.last[slot] = accepted[-1]
         if seq.request_id in self.poisoned:
             return RunnerOutput(False)
-        others = tuple(Token(0, (found[-1] + child) % VOCAB, child=child) for child in range(1, seq.num_samples))
-        own = tuple(Token(seq.num_output + i, token, child=seq.child) for i, token in enumerate(run))
-        return RunnerOutput(True, own, child_tokens=others)
+        child_tokens = tuple(Token(0, (found[-1] + child) % VOCAB, child=child) for child in range(1, seq.num_samples))
+        own = tuple(Token(seq.num_output + i, token, child=seq.child) for i, token in enumerate(accepted))
+        return RunnerOutput(True, own, child_tokens=child_tokens)
 
-    def _touched(self, blocks: list[int], item: ScheduledSequence) -> list[int]:
-        return blocks[item.start // self.size : (item.start + item.num_new - 1) // self.size + 1]
+    def _touched(self, blocks: list[int], entry: ScheduledSequence) -> list[int]:
+        return blocks[entry.start // self.size : (entry.start + entry.num_new - 1) // self.size + 1]
 
     def _at(self, blocks: list[int], position: int) -> tuple[int, int]:
         return blocks[position // self.size], position % self.size
 
 
 class Steps:
-    """Engine-like: a stepper on a late device, over a pool of blocks of `size`. Who derives says what its hook sees."""
+    """A stepper on a late device, over a pool of blocks of `size` tokens; subclasses define `on_step`."""
 
     def __init__(
         self, pool: BlockPool, size: int, *, overlap: bool, budget: int, seqs: int, speculator: Speculator | None = None
@@ -147,7 +149,7 @@ class Steps:
             self.scheduler, pool, self.device, max_model_len=MAX_LEN, overlap=overlap, speculator=speculator
         )
 
-    def hook(self, result: StepResult) -> None:
+    def on_step(self, result: StepResult) -> None:
         raise NotImplementedError
 
     def add(self, name: str, prompt: abc.Sequence[int], params: SamplingParams, *, hand_off: bool = False) -> Sequence:
@@ -156,13 +158,13 @@ class Steps:
         self.scheduler.add(seq)
         return seq
 
-    def step(self, mail: Inbox | None = None) -> StepResult:
-        result = self.stepper.step(self.hook, mail)
+    def step(self, inbox: Inbox | None = None) -> StepResult:
+        result = self.stepper.step(self.on_step, inbox)
         self.pool.check_integrity()
         return result
 
     def drain(self) -> None:
-        """Steps until nothing is left, of which no trace is: neither in the pool nor on the device."""
+        """Runs steps until all sequences have ended; then neither pool nor device may have anything left of them."""
         for _ in range(3000):
             if not self.stepper.has_work:
                 break
@@ -175,7 +177,7 @@ class Steps:
 
 
 class World(Steps):
-    """What the hook saw of each sequence. drafts: most of a sequence in a step."""
+    """Collects the tokens and the end of each sequence; each may have `drafts` drafts in a step."""
 
     def __init__(
         self,
@@ -201,7 +203,7 @@ class World(Steps):
         return super().add(name, prompt, params, hand_off=hand_off)
 
     def receive(self, name: str, prompt: list[int], params: SamplingParams) -> Sequence | None:
-        """A sequence with KV and first token from another pod; None when there is no room."""
+        """Adds a sequence with KV and first token from another pod; None if there is no room."""
         lease = None
         if not self.scheduler.waits_for_blocks:
             lease = self.pool.lease([], -(-len(prompt) // self.size), keep_free=1)
@@ -220,13 +222,13 @@ class World(Steps):
         self.tokens[name] = [first]
         return seq
 
-    def hook(self, result: StepResult) -> None:
+    def on_step(self, result: StepResult) -> None:
         assert result.outputs
         for output in result.outputs:
             seq, name = output.seq, output.seq.request_id
-            assert name not in self.ends, "told after its end"
+            assert name not in self.ends, "an output after the end"
             if output.error is None and seq.lease is None:
-                # The step after one with drafts is launched before this is told, and may have preempted it.
+                # The step after one with drafts is launched before on_step, and may have preempted the sequence.
                 assert seq.preemptions > 0
                 assert self.speculator is not None
                 assert not output.ended
@@ -235,15 +237,17 @@ class World(Steps):
                 assert seq.lease is not None
                 assert not seq.lease.finished
                 assert output.computed == seq.computed <= len(seq.tokens)
-                assert seq.lease.num_published * self.size <= seq.computed, "others may read what is published"
-                for position in range(seq.computed):  # what the hook may hand on is there
+                assert seq.lease.num_published * self.size <= seq.computed, "published blocks have complete KV"
+                for position in range(seq.computed):  # on_step may send this KV
                     at = (seq.lease.blocks[position // self.size], position % self.size)
                     assert self.device.kv[at] == state(seq.tokens[: position + 1])
-            told = len(self.tokens.get(name, []))
-            assert [t.index for t in output.tokens] == list(range(told, told + len(output.tokens)))
+            known = len(self.tokens.get(name, []))
+            assert [t.index for t in output.tokens] == list(range(known, known + len(output.tokens)))
             assert output.num_accepted == max(0, len(output.tokens) - 1) <= output.num_drafts
             if output.num_drafts and seq.finish_reason is None and not seq.num_drafted and seq.lease is not None:
-                assert len(seq.lease.blocks) <= -(-len(seq.tokens) // self.size), "blocks for wrong drafts came back"
+                assert len(seq.lease.blocks) <= -(-len(seq.tokens) // self.size), (
+                    "blocks of rejected drafts are released"
+                )
             self.tokens.setdefault(name, []).extend(t.id for t in output.tokens)
             if output.ended:
                 self.ends[name] = output
