@@ -1,4 +1,4 @@
-"""Decoders that transformers computes over our KV give its own greedy tokens: chunks, batches, hits, preemption."""
+"""Models that transformers computes over our KV: greedy tokens equal its own, with chunks, batches and preemptions."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_served_is_refused_from_its_config(
 
 
 def test_code_in_the_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod has nobody to ask, and transformers would wait for an answer."""
+    """transformers would ask the user on the terminal, and a pod has no user."""
     monkeypatch.setattr("builtins.input", lambda _question: "y")
     ran = tmp_path / "ran"
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass OwnConfig: pass\n")
@@ -211,7 +211,7 @@ def test_code_in_the_directory_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("breach", ["recurrent layer", "ignored positions"])
 def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the trace cannot see is found by the proof."""
+    """The check after loading finds what the trace cannot see."""
     save(tmp_path, "gpt2")
     source = open_model(tmp_path)
     original = HfModel.__init__
