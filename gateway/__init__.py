@@ -1,1 +1,1 @@
-"""The gateway: OpenAI REST and public gRPC, validation, routing. Never torch."""
+"""The gateway: takes OpenAI REST and gRPC requests, routes them to pods and streams the answers. Never loads torch."""

@@ -1,4 +1,4 @@
-"""The HTTP surface: which paths exist. The generating routes are raw ASGI (generate.py), the rest is small."""
+"""The HTTP routes. Those that generate text are raw ASGI, see api/http/endpoint.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gateway.serving.models import ServedModel
 
 
 def package_version() -> str:
-    """Version of the installed distribution."""
+    """Returns the version of the installed distribution."""
     try:
         return version("baton-serving")
     except PackageNotFoundError:
@@ -48,11 +48,11 @@ def _error(error: BatonError, status: int | None = None) -> Response:
 
 
 def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in OpenAI's shape."""
+    """Answers unknown paths and methods with an error in OpenAI's shape."""
     assert isinstance(error, HTTPException)
     headers, path = error.headers or {}, request.url.path[:200]
     why = {
-        404: f"there is no endpoint {path!r}; /openapi.json lists those that there are",
+        404: f"there is no endpoint {path!r}; /openapi.json lists all endpoints",
         405: f"{path!r} takes {headers.get('Allow', 'another method')}, not {request.method}",
     }
     response = _error(InvalidRequest(why.get(error.status_code, str(error.detail))), error.status_code)
@@ -67,7 +67,7 @@ class _App(FastAPI):
     models: tuple[str, ...] = ()
 
     def openapi(self) -> dict[str, Any]:
-        """/openapi.json."""
+        """Returns the document of /openapi.json."""
         return openapi_document(package_version(), self.models)
 
 
@@ -133,7 +133,7 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
             return _error(InvalidRequest("this request is not among the recent ones", field="request_id"), 404)
         return _json(found.as_json())
 
-    def kept(answer: Callable[[Request], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
+    def json_route(answer: Callable[[Request], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
         async def route(request: Request) -> Response:
             try:
                 return _json(await answer(request))
@@ -142,18 +142,18 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
 
         return route
 
-    texts, responses = TokenizeHandler(gateway), ResponsesHandler(gateway, store)
+    tokenize, responses = TokenizeHandler(gateway), ResponsesHandler(gateway, store)
     app.router.routes.extend(
         [
             post("/v1/completions", "completions", GenerateHandler(gateway, chat=False).serve),
             post("/v1/chat/completions", "chat", GenerateHandler(gateway, chat=True).serve),
             post("/v1/embeddings", "embeddings", EmbeddingsHandler(gateway).serve),
             post("/v1/responses", "responses", responses.create),
-            Route("/v1/responses/{response_id}", kept(responses.read), methods=["GET"]),
-            Route("/v1/responses/{response_id}", kept(responses.delete), methods=["DELETE"]),
-            Route("/v1/responses/{response_id}/input_items", kept(responses.input_items)),
-            post("/tokenize", "tokenize", texts.tokenize),
-            post("/detokenize", "detokenize", texts.detokenize),
+            Route("/v1/responses/{response_id}", json_route(responses.read), methods=["GET"]),
+            Route("/v1/responses/{response_id}", json_route(responses.delete), methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/input_items", json_route(responses.input_items)),
+            post("/tokenize", "tokenize", tokenize.tokenize),
+            post("/detokenize", "detokenize", tokenize.detokenize),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
             Route("/health", ready),

@@ -1,9 +1,11 @@
-"""The gateway as a process: HTTP under uvicorn, gRPC beside it, until a signal ends it.
+"""The gateway process: an HTTP server (uvicorn) and a gRPC server, from start until a signal ends it.
 
-Lifecycle: start (pods are looked for) -> listen -> SIGTERM: readiness turns 503; for drain_delay_s requests that still
-come are served, and answers ask clients to come over a new connection; then new ones are refused, running ones end ->
-stop: those that did not end in time get an error, then connections close, then the core. Liveness depends on nothing
-but the event loop.
+    start     looks for pods, listens
+    SIGTERM   readiness is 503; for drain_delay_s new requests are served, and responses close their connections
+    drain     new requests get 503; running ones continue for at most drain_s
+    stop      requests that still run get an error; connections close, then the core
+
+Liveness depends only on the event loop.
 """
 
 from __future__ import annotations
@@ -38,19 +40,27 @@ from gateway.serving.gateway import Gateway, GatewaySettings
 from gateway.serving.models import TextProcessor
 from prefix_index.reader import IndexReader
 
+#: Longest time of `GatewayServer.stop`.
 STOP_S = 15.0
-GRPC_DRAIN_DELAY_S = 0.25  # calls on their way when clients are told to go are served
-GRPC_STOP_S = 0.5  # for the last words of calls that were ended
-GC_THRESHOLD = 20_000  # objects that may gather before the youngest are looked through
+
+#: After GOAWAY, gRPC calls that were on their way are served for this long.
+GRPC_DRAIN_DELAY_S = 0.25
+
+#: Aborted gRPC calls have this long to send their error.
+GRPC_STOP_S = 0.5
+
+#: New objects after which Python's garbage collector examines the youngest generation.
+GC_THRESHOLD = 20_000
 
 _log = logging.getLogger(__name__)
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn that leaves signals to Lifecycle and says when it accepts connections."""
+    """uvicorn without signal handlers, which are those of Lifecycle."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        #: Set when connections are accepted.
         self.accepting = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -58,13 +68,13 @@ class _UvicornServer(uvicorn.Server):
         self.accepting.set()
 
     def close_after_responses(self) -> None:
-        """Answers from now on end their connections."""
+        """Makes every response close its connection from now on."""
         close = (b"connection", b"close")
-        self.config.encoded_headers.append(close)  # from which uvicorn makes the headers below every second
+        self.config.encoded_headers.append(close)  # uvicorn builds the default headers from these once a second
         self.server_state.default_headers = [*self.server_state.default_headers, close]
 
     def close_idle(self) -> None:
-        """Closes connections without a request, the others once it is answered."""
+        """Closes idle connections now, and the others after their response."""
         for connection in list(self.server_state.connections):
             connection.shutdown()
 
@@ -74,10 +84,10 @@ class _UvicornServer(uvicorn.Server):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 picks a free one. Raises ConfigError."""
+    """Returns a bound TCP socket; port 0 chooses a free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only then: without it the second packet of an answer, the
-    # first token, waits 40 ms for the client's delayed acknowledgement of the first, the headers.
+    # asyncio sets TCP_NODELAY only if the protocol is given. Without it the first token, the second packet of a
+    # response, waits 40 ms for the client's delayed acknowledgement of the headers, the first packet.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted sockets on Linux
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -90,7 +100,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def gateway_settings(config: GatewayConfig) -> GatewaySettings:
-    """What the core needs of a configuration."""
+    """Returns the settings of the core from the configuration."""
     return GatewaySettings(
         aliases=config.aliases(),
         pods=config.pods,
@@ -104,13 +114,14 @@ def gateway_settings(config: GatewayConfig) -> GatewaySettings:
 
 
 def make_gateway(config: GatewayConfig) -> Gateway:
-    """The core for a configuration; model directories need no weights here. Raises ConfigError, also when nothing would
-    ever name a pod: such a gateway lives and is never ready.
+    """Returns the core for a configuration. The model directories need no weights.
+
+    Raises ConfigError, also if the configuration names no source of pods: that gateway would never be ready.
     """
     if config.redis is None and not config.pods and config.discovery != "k8s":
         raise ConfigError(
-            "pods: none would ever be found; expected --redis URL (their index), --pods HOST:PORT,..., or --discovery "
-            "k8s inside a cluster",
+            "pods: no source of pods; expected --redis URL (the prefix index), --pods HOST:PORT,..., or "
+            "--discovery k8s inside a cluster",
             field="pods",
         )
     texts = []
@@ -125,13 +136,14 @@ def make_gateway(config: GatewayConfig) -> Gateway:
 
 
 class GatewayServer:
-    """A gateway that listens; port and grpc_port are the bound ones, grpc_port None when off."""
+    """The HTTP and gRPC servers of one gateway, and its watch of Kubernetes."""
 
     def __init__(self, config: GatewayConfig, gateway: Gateway, *, api: KubernetesApi | None = None) -> None:
-        """api: of Kubernetes, where config.discovery wants it; None: the one that this process's cluster has."""
+        """`api` is the Kubernetes API for config.discovery "k8s"; None uses that of this process's cluster."""
         self._config = config
         self.gateway = gateway
         self.metrics_history = MetricsHistory.of_gateway(gateway)
+        #: Bound ports; grpc_port is None if gRPC is off.
         self.port = 0
         self.grpc_port: int | None = None
         self._http: _UvicornServer | None = None
@@ -150,7 +162,7 @@ class GatewayServer:
             )
 
     async def start(self) -> None:
-        """Listens; returns once requests are accepted. Raises ConfigError."""
+        """Starts to listen. Returns when requests are accepted. Raises ConfigError."""
         config = self._config
         sock = listening_socket(config.host, config.port)
         try:
@@ -201,7 +213,7 @@ class GatewayServer:
             model.pod_table.set_endpoints(endpoints)
 
     async def drain(self) -> None:
-        """Says that it leaves, then refuses new requests and waits for the running ones."""
+        """Announces the end to clients for drain_delay_s, then refuses new requests and waits for the running ones."""
         if self._config.drain_delay_s:
             self.gateway.mark_not_ready()
             self._on_change()
@@ -210,7 +222,7 @@ class GatewayServer:
             await asyncio.sleep(self._config.drain_delay_s)
             if self._http is not None:
                 self._http.close_idle()
-            if self._grpc is not None:  # clients are told to go; calls that come after that go elsewhere by themselves
+            if self._grpc is not None:  # sends GOAWAY: clients send later calls to another gateway by themselves
                 self._grpc_leaving = asyncio.get_running_loop().create_task(self._grpc.stop(self._config.drain_s))
                 await asyncio.sleep(GRPC_DRAIN_DELAY_S)
         drained = asyncio.ensure_future(self.gateway.drain())
@@ -219,7 +231,7 @@ class GatewayServer:
         await drained
 
     async def stop(self) -> None:
-        """Ends what still runs, with an error for its client, and closes everything; gives up after STOP_S."""
+        """Aborts running requests with an error for their clients, and closes everything, within STOP_S."""
         closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.wait({closing}, timeout=STOP_S)
         if closing.done():
@@ -231,7 +243,7 @@ class GatewayServer:
     async def _close(self) -> None:
         if self._endpoints is not None:
             await self._endpoints.stop()
-        self.gateway.abort_requests()  # before connections close: a stream still has to say why it ends
+        self.gateway.abort_requests()  # before connections close, so that each stream can end with its error
         if self._grpc is not None:
             await self._grpc.stop(GRPC_STOP_S)
         if self._grpc_leaving is not None:
@@ -249,7 +261,10 @@ class GatewayServer:
 
 
 def _tune_gc() -> None:
-    """What was loaded at start is never garbage, and streams leave no cycles: Python's defaults spend 5% on looking."""
+    """Tunes Python's garbage collector, the defaults of which take 5% of the time.
+
+    Objects loaded at the start are never garbage, and streams leave no reference cycles.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 20)

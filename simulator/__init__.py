@@ -1,5 +1,5 @@
-"""A cluster on a virtual clock: the real router, scheduler and block cache, with models of step times and prefix index.
+"""A cluster on a virtual clock: the gateway's routing and the engine's scheduler and block cache, with modelled times.
 
-It answers what no test machine can: how a routing policy does on a recorded trace with 8 or 1,024 pods, and which
-prefill:decode ratio a workload wants (`baton plan`). Never torch: what it shares with the engine is torch-free.
+It compares routing policies on recorded traces with up to 1,024 pods, and finds the prefill:decode ratio of a workload
+(`baton plan`). Never loads torch.
 """

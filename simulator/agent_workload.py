@@ -1,8 +1,11 @@
-"""A made workload with prefix sharing of another kind than a recorded one's: agents of many tenants.
+"""A synthetic workload of agent sessions of many tenants; its prefixes are shared differently than in recorded traces.
 
-Tenants are drawn by Zipf's law and have a system prompt each, which all their sessions begin with. A session takes
-turns: every prompt is the whole history (the answers too), plus what a user or a tool adds, after a pause. So sharing
-has two depths, a wide shallow one and a narrow deep one, and prompts grow as sessions go on.
+    tenant A:  system prompt --+-- session 1:  turn, answer, turn, answer, ...
+                               +-- session 2:  turn, answer, ...
+
+All sessions of a tenant begin with its system prompt. Each prompt of a session is the whole history with the answers,
+and the text of a user or a tool. So many requests share a short prefix, and few share a long one. Tenants are drawn by
+Zipf's law.
 """
 
 from __future__ import annotations
@@ -16,27 +19,33 @@ from loadtest.workload.trace import MOONCAKE_BLOCK_SIZE, WorkloadRequest, Worklo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentWorkload:
-    """rate: requests per second in the mean, over `seconds`. Means and medians in tokens, pauses in seconds."""
-
+    #: Mean requests per second.
     rate: float
+    #: Length of the trace.
     seconds: float
     seed: int = 0
     tenants: int = 200
+    #: Exponent of Zipf's law.
     zipf: float = 1.1
+    #: Mean number of turns of a session.
     turns: float = 6.0
+    #: Mean pause between turns.
     pause_s: float = 20.0
+    #: Range of the length of a system prompt.
     system_tokens: tuple[int, int] = (1_000, 8_000)
-    added_tokens: float = 700.0  # median of what a turn adds, log-normal
+    #: Medians of the tokens that a turn adds and of an answer; both are log-normal.
+    added_tokens: float = 700.0
     output_tokens: float = 250.0
+    #: A session ends before its prompt and answer are longer than this.
     longest: int = 100_000
 
     def trace(self) -> WorkloadTrace:
-        """The same for the same seed."""
+        """Returns the trace; it is the same for the same seed."""
         rng = random.Random(self.seed)
         systems = [rng.randint(*self.system_tokens) for _ in range(self.tenants)]
         weights = [1 / (rank + 1) ** self.zipf for rank in range(self.tenants)]
         requests: list[WorkloadRequest] = []
-        # Sessions start early enough for the first second to be like the last.
+        # Sessions start before time 0, so that the first second has as many late turns as the last.
         warm = 3 * self.turns * self.pause_s
         at, session = -warm, 0
         while at < self.seconds:
@@ -44,7 +53,7 @@ class AgentWorkload:
             tenant = rng.choices(range(self.tenants), weights)[0]
             requests += self._session(rng, at, session, tenant, systems[tenant])
             session += 1
-        # Those before zero warm no cache: a trace begins with empty ones.
+        # Requests before time 0 are dropped: a trace begins with empty caches.
         kept = sorted((r for r in requests if 0 <= r.arrival_s < self.seconds), key=lambda r: r.arrival_s)
         return WorkloadTrace("agents", MOONCAKE_BLOCK_SIZE, tuple(kept))
 

@@ -1,8 +1,8 @@
-"""A decode pod whose steps take modelled time; steps between two changes of the batch are taken at once.
+"""A decode pod with modelled step times. Steps between two changes of the batch are one event.
 
-Lifecycle of an answer: reserve (blocks for its whole length, so nothing is ever preempted) -> join, when its KV is
-there -> waits for a slot -> decodes -> `on_end`. The step time follows the batch and its contexts; while neither comes
-nor goes a sequence, it is renewed every REFRESH steps.
+Lifecycle of a sequence: `reserve` (blocks for its whole length, so no sequence is preempted) -> `join` when its KV has
+arrived -> waits for a slot -> decodes -> `on_end`. The step time depends on the batch and its contexts; it is
+recomputed when a sequence comes or goes, and every REFRESH_STEPS steps.
 """
 
 from __future__ import annotations
@@ -19,24 +19,34 @@ from simulator.hardware_rates import HardwareRates
 from simulator.prefill_pod import PodShape
 
 REFRESH_STEPS = 32
+
+#: Batch size at which the growth of a step per sequence is measured.
 _SLOPE_BATCH = 64
 
 
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
-    """One reserved sequence. held_blocks: prompt blocks that the pod had already. left: tokens to decode."""
+    """One reserved sequence."""
 
     lease: Lease
+    #: Prompt blocks that the pod had in its cache.
     cached_blocks: int
+    #: Prompt tokens.
     context: int
+    #: Tokens to decode.
     tokens_left: int
+    #: Gets the number of tokens that this pod decoded.
     on_end: Callable[[int], None]
     block_hashes: Sequence[bytes]
+    #: Step of the pod at which the sequence ends; 0 while it does not run.
     end_step: float = 0.0
 
 
 class SimulatedDecodePod:
-    """One process; a restart is another object."""
+    """One process of a decode pod; a restart creates another object.
+
+    `stored` and `evicted` get the block hashes that enter and leave the cache.
+    """
 
     def __init__(
         self,
@@ -54,63 +64,67 @@ class SimulatedDecodePod:
         self._clock = clock
         self._rates = rates
         self._shape = shape
+        #: Running sequences by number, and a heap of (end step, number, sequence).
         self._running: dict[int, DecodeSequence] = {}
         self._ends: list[tuple[float, int, DecodeSequence]] = []
         self._waiting: deque[DecodeSequence] = deque()
-        self._joined = 0
-        self._context = 0.0  # tokens of all running contexts
+        self._last_number = 0
+        #: Tokens of all running contexts.
+        self._context = 0.0
+        #: Steps since the start, up to time `_since`, and the current step time.
         self._steps = 0.0
         self._step_s = 0.0
         self._since = 0.0
-        self._alarm = 0  # only the newest scheduled wake-up counts
+        #: Number of the newest scheduled wake-up; older ones have no effect.
+        self._alarm = 0
 
     def reserve(
-        self, prompt_len: int, output_len: int, chain: Sequence[bytes], on_end: Callable[[int], None]
+        self, prompt_len: int, output_len: int, block_hashes: Sequence[bytes], on_end: Callable[[int], None]
     ) -> DecodeSequence | None:
-        """Room for the prompt and all of its answer; None when there is not enough now.
+        """Reserves blocks for the prompt and the whole output. Returns None if there is no room now.
 
-        on_end gets the tokens that this pod produced, when the last one is there.
+        `on_end` gets the number of tokens that this pod decoded, after the last one.
         """
         size = self._shape.block_size
         total = -(-(prompt_len + output_len) // size)
-        lease = self.pool.lease(list(chain[: (prompt_len - 1) // size]), total)
+        lease = self.pool.lease(list(block_hashes[: (prompt_len - 1) // size]), total)
         if lease is None:
             return None
-        return DecodeSequence(lease, lease.cached_blocks, prompt_len, output_len - 1, on_end, chain)
+        return DecodeSequence(lease, lease.cached_blocks, prompt_len, output_len - 1, on_end, block_hashes)
 
-    def join(self, answer: DecodeSequence) -> None:
-        """Its KV is complete: it decodes as soon as a slot is free."""
-        if not self.alive or answer.lease.finished:
+    def join(self, sequence: DecodeSequence) -> None:
+        """The KV has arrived: the sequence decodes as soon as a slot is free."""
+        if not self.alive or sequence.lease.finished:
             return
-        answer.lease.publish(list(answer.block_hashes[: answer.context // self._shape.block_size]))
-        if answer.tokens_left <= 0:
-            answer.lease.finish("length")
-            answer.on_end(0)
+        sequence.lease.publish(list(sequence.block_hashes[: sequence.context // self._shape.block_size]))
+        if sequence.tokens_left <= 0:
+            sequence.lease.finish("length")
+            sequence.on_end(0)
             return
         self._advance()
-        self._waiting.append(answer)
+        self._waiting.append(sequence)
         self._admit()
         self._schedule()
 
-    def cancel(self, answer: DecodeSequence) -> None:
-        """Gives up a reservation that has not joined; idempotent."""
+    def cancel(self, sequence: DecodeSequence) -> None:
+        """Gives up a reservation that has not joined. Idempotent."""
         if self.alive:
-            answer.lease.finish("cancelled")
+            sequence.lease.finish("cancelled")
 
-    def progress(self, answer: DecodeSequence) -> int:
-        """Tokens that a running answer has got from this pod so far."""
-        if answer.end_step == 0.0:
+    def progress(self, sequence: DecodeSequence) -> int:
+        """Returns how many tokens of a running sequence are decoded."""
+        if sequence.end_step == 0.0:
             return 0
         steps = self._steps + (self._clock.now - self._since) / self._step_s if self._step_s else self._steps
-        return max(0, min(answer.tokens_left, int(answer.tokens_left - (answer.end_step - steps))))
+        return max(0, min(sequence.tokens_left, int(sequence.tokens_left - (sequence.end_step - steps))))
 
     def kill(self) -> None:
-        """Nothing is computed or answered any more."""
+        """Ends the process: no callback is called any more."""
         self._advance()
         self.alive = False
 
     def load(self) -> PodLoad:
-        """What the pod would publish now."""
+        """Returns the load report of now."""
         flat = self._rates.decode_s(1, 0)
         return PodLoad(
             running=len(self._running),
@@ -122,13 +136,13 @@ class SimulatedDecodePod:
         )
 
     def _slope(self, flat: float) -> float:
-        """Seconds that one more sequence adds, at the contexts of now."""
+        """Returns the seconds by which one more sequence lengthens a step, at the current mean context."""
         running = len(self._running)
         mean = self._context / running if running else 1024.0
         return (self._rates.decode_s(_SLOPE_BATCH, _SLOPE_BATCH * mean) - flat) / _SLOPE_BATCH
 
     def _advance(self) -> None:
-        """Takes the steps since the last change."""
+        """Counts the steps since the last change."""
         now = self._clock.now
         if self._running and self._step_s > 0:
             steps = (now - self._since) / self._step_s
@@ -139,12 +153,12 @@ class SimulatedDecodePod:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._shape.max_seqs:
-            answer = self._waiting.popleft()
-            self._joined += 1
-            answer.end_step = self._steps + answer.tokens_left
-            self._running[self._joined] = answer
-            self._context += answer.context
-            heapq.heappush(self._ends, (answer.end_step, self._joined, answer))
+            sequence = self._waiting.popleft()
+            self._last_number += 1
+            sequence.end_step = self._steps + sequence.tokens_left
+            self._running[self._last_number] = sequence
+            self._context += sequence.context
+            heapq.heappush(self._ends, (sequence.end_step, self._last_number, sequence))
 
     def _schedule(self) -> None:
         running = len(self._running)
@@ -163,13 +177,13 @@ class SimulatedDecodePod:
         self._advance()
         ended: list[DecodeSequence] = []
         while self._ends and self._ends[0][0] <= self._steps + 1e-6:
-            _, number, answer = heapq.heappop(self._ends)
+            _, number, sequence = heapq.heappop(self._ends)
             del self._running[number]
-            self._context -= answer.context + answer.tokens_left
-            ended.append(answer)
+            self._context -= sequence.context + sequence.tokens_left
+            ended.append(sequence)
         self._admit()
         self._schedule()
-        for answer in ended:
-            self.tokens += answer.tokens_left
-            answer.lease.finish("length")
-            answer.on_end(answer.tokens_left)
+        for sequence in ended:
+            self.tokens += sequence.tokens_left
+            sequence.lease.finish("length")
+            sequence.on_end(sequence.tokens_left)

@@ -1,11 +1,11 @@
-"""How long steps and transfers take: a model of one pod's hardware, from first principles or fitted to measurements.
+"""A model of the step and transfer times of one pod, from first principles or fitted to measurements.
 
     prefill step = overhead + tokens / GEMM rate at that many tokens + attention FLOPs / attention rate
     decode step  = overhead + GEMM time of its rows (weights read once) + KV bytes of all contexts / read rate
     transfer     = latency + KV bytes / link rate
 
-A preset's figures are what one card does with the best known kernels (GEMMs, attention, copies), not what any server
-reaches; a file with this engine's own measurements bends them to what it does.
+The rates of a preset are those of the best known kernels on one card (GEMMs, attention, copies); no server reaches
+them. A file with measurements of this engine scales them to what it reaches.
 """
 
 from __future__ import annotations
@@ -26,45 +26,49 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareRates:
-    """One pod on one GPU. Seconds, bytes, FLOPs and tokens.
-
-    prefill_tok_s: (tokens of a step, GEMM tokens/s). decode_row_s: (sequences of a step, GEMM seconds). Both are linear
-    between their points and flat outside. attention_flops: per pair of tokens that attend, all layers.
-    """
+    """Rates of one pod on one GPU. Points are linear between each other and constant outside."""
 
     name: str
+    #: Where the figures come from.
     source: str
+    #: (tokens of a step, GEMM tokens per second).
     prefill_tok_s: Points
+    #: Fixed seconds of a step.
     prefill_overhead_s: float = 0.0
+    #: FLOPs for each pair of tokens that attend, in all layers, and FLOPs per second.
     attention_flops: float = 0.0
     attention_flop_s: float = 1.0
+    #: (sequences of a step, GEMM seconds).
     decode_row_s: Points = ((1, 0.0),)
     decode_overhead_s: float = 0.0
-    kv_bytes: float = 0.0  # of one token, all layers
+    #: KV bytes of one token in all layers, and bytes per second at which decode attention reads them.
+    kv_bytes: float = 0.0
     kv_read_byte_s: float = 1.0
+    #: Bytes per second and latency of KV transfers.
     link_byte_s: float = 1.0
     link_latency_s: float = 0.0
+    #: Memory for KV.
     kv_pool_bytes: float = 0.0
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """A step of (start, new tokens) chunks; each attends to itself and to the `start` tokens before it."""
+        """Returns the seconds of a step of (start, new tokens) chunks; each attends to itself and the tokens before."""
         tokens = sum(n for _, n in chunks)
         pairs = sum(n * (start + (n + 1) / 2) for start, n in chunks)
         gemm = tokens / _interpolate(self.prefill_tok_s, tokens)
         return self.prefill_overhead_s + gemm + pairs * self.attention_flops / self.attention_flop_s
 
     def prompt_s(self, tokens: int, chunk: int) -> float:
-        """A whole prompt on an idle pod, in chunks."""
+        """Returns the seconds of a whole prompt in chunks, on an idle pod."""
         starts = range(0, tokens, chunk)
         return sum(self.prefill_s([(start, min(chunk, tokens - start))]) for start in starts)
 
     def decode_s(self, sequences: int, context_tokens: float) -> float:
-        """A step of one token for each of `sequences`, whose contexts together are `context_tokens` long."""
+        """Returns the seconds of a step that decodes one token of each sequence; `context_tokens` is their sum."""
         kv = context_tokens * self.kv_bytes / self.kv_read_byte_s
         return self.decode_overhead_s + _interpolate(self.decode_row_s, sequences) + kv
 
     def pool_blocks(self, block_size: int) -> int:
-        """Blocks that fit into a pod's KV memory."""
+        """Returns the number of blocks that fit into the KV memory."""
         return max(1, int(self.kv_pool_bytes / (self.kv_bytes * block_size)))
 
 
@@ -109,10 +113,10 @@ PRESETS = {
 
 
 def load_rates(named: str) -> HardwareRates:
-    """A preset by its name, or a file. Raises ConfigError.
+    """Returns a preset by its name, or the rates in a file. Raises ConfigError.
 
-    A file is either a result of benchmarks/engine.py, whose points bend the preset h100-8b, or a JSON object with any
-    of this class's fields and `preset`, the one that has the rest.
+    The file is either a result of benchmarks/engine.py, to which the preset h100-8b is fitted, or a JSON object with
+    fields of HardwareRates and `preset`, the name of the preset for all other fields.
     """
     if named in PRESETS:
         return PRESETS[named]
@@ -131,9 +135,10 @@ def load_rates(named: str) -> HardwareRates:
 
 
 def fit_rates(base: HardwareRates, metrics: Mapping[str, Any], *, name: str, card: str) -> HardwareRates:
-    """The base, with prefill and decode times scaled and shifted (least squares) to the measured points.
+    """Returns `base` with prefill and decode times scaled and shifted (least squares) to the measured points.
 
-    Points are metrics ttft_ms_TOKENS and decode_ms_SEQUENCESxCONTEXT; at least two of each. Raises ConfigError.
+    Points are the metrics ttft_ms_TOKENS and decode_ms_SEQUENCESxCONTEXT. Raises ConfigError with fewer than two of
+    either kind.
     """
     prompts = _points(metrics, r"ttft_ms_(\d+)")
     steps = _points(metrics, r"decode_ms_(\d+)x(\d+)")
@@ -141,7 +146,7 @@ def fit_rates(base: HardwareRates, metrics: Mapping[str, Any], *, name: str, car
         raise ConfigError("--rates: two ttft_ms_N and two decode_ms_BxN metrics are needed at least", field="rates")
     chunk = 2048
     bare = replace(base, prefill_overhead_s=0.0, decode_overhead_s=0.0)
-    # A prompt takes its chunks' overheads and a multiple of the modelled time, relative errors counting alike.
+    # A prompt takes a multiple of the modelled time, and an overhead per chunk. Relative errors are minimised.
     scale, shift = _fit([(bare.prompt_s(n, chunk), -(-n // chunk), s) for (n,), s in prompts])
     factor, extra = _fit([(bare.decode_s(b, b * n), 1.0, s) for (b, n), s in steps])
     return replace(
@@ -166,7 +171,7 @@ def _points(metrics: Mapping[str, Any], pattern: str) -> list[tuple[tuple[int, .
 
 
 def _fit(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """a > 0, b >= 0 that minimise the sum of ((a x + b c - y) / y)^2 over rows (x, c, y)."""
+    """Returns a > 0 and b >= 0 that minimise the sum of ((a x + b c - y) / y)^2 over rows (x, c, y)."""
     xx = sum((x / y) ** 2 for x, _, y in rows)
     cc = sum((c / y) ** 2 for _, c, y in rows)
     xc = sum(x * c / y**2 for x, c, y in rows)

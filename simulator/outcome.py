@@ -1,4 +1,4 @@
-"""What became of each request, and what a run comes to."""
+"""The outcome of each request, the summary of a run, and the SLO."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from loadtest.slo import parse_slo, percentile
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """One request. Seconds; ttft_s None: it never got a token. gap_s: mean time between its tokens, None without two.
-
-    hit_tokens: prompt tokens that prefill did not compute; promised_tokens: what the gateway expected. tries: attempts
-    to serve it. done: its last token came; else it was refused.
-    """
+    """The outcome of one request. After a run either `done` or `refused` is true."""
 
     arrival_s: float
     prompt_len: int
     output_len: int
+    #: Time to the first token; None if there was none.
     ttft_s: float | None = None
+    #: Mean time between tokens; None with fewer than two.
     mean_itl_s: float | None = None
+    #: Prompt tokens that the prefill pod had in its cache, and those that the gateway expected.
     hit_tokens: int = 0
     expected_hit_tokens: int = 0
     attempts: int = 0
+    #: The last token came.
     done: bool = False
     refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """A run in figures. Rates are shares of tokens, times are seconds, percentiles of requests that got a token."""
+    """A run in figures. Percentiles are of the requests that got a token."""
 
     requests: int
     refused: int
     retried: int
+    #: Share of prompt tokens that were cached, and that gateways expected to be cached.
     hit_rate: float
     promised_rate: float
     ttft_p50_s: float
@@ -45,9 +46,12 @@ class RunSummary:
     gap_p50_s: float
     gap_p99_s: float
     computed_tokens: int
-    imbalance: float  # prompts of the pod that got most, over the mean
-    sim_s: float  # virtual seconds until the last request ended
-    cpu_s: float  # of this machine
+    #: Prompts of the pod with the most, over the mean.
+    imbalance: float
+    #: Virtual seconds until the last request ended.
+    sim_s: float
+    #: CPU seconds of the simulation itself.
+    cpu_s: float
 
 
 def summarise(
@@ -58,7 +62,7 @@ def summarise(
     sim_s: float,
     cpu_s: float,
 ) -> RunSummary:
-    """Over all requests of a run."""
+    """Returns the summary of all requests of a run."""
     times = [o.ttft_s for o in outcomes if o.ttft_s is not None]
     gaps = [o.mean_itl_s for o in outcomes if o.mean_itl_s is not None]
     tokens = sum(o.prompt_len for o in outcomes if o.ttft_s is not None)
@@ -84,13 +88,13 @@ def summarise(
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A request is good when its first token came within ttft_s and its tokens, in the mean, itl_s apart.
+    """A service level objective: most requests get their tokens in time."""
 
-    attainment: share of all requests that must be good.
-    """
-
+    #: Longest time to the first token.
     ttft_s: float
+    #: Longest mean time between tokens.
     itl_s: float
+    #: Share of all requests that must be within both.
     attainment: float = 0.9
 
     def __post_init__(self) -> None:
@@ -98,14 +102,14 @@ class Slo:
             raise ConfigError(f"--attainment must be above 0 and at most 1, not {self.attainment}", field="attainment")
 
     def is_met_by(self, outcome: RequestOutcome) -> bool:
-        """Whether one request was served in time; a refused one was not."""
+        """Returns whether a request was served in time; a refused one was not."""
         if not outcome.done or outcome.ttft_s is None or outcome.ttft_s > self.ttft_s:
             return False
         return outcome.mean_itl_s is None or outcome.mean_itl_s <= self.itl_s
 
     @classmethod
     def parse(cls, text: str, attainment: float = 0.9) -> Slo:
-        """`ttft=2s,itl=50ms`. Raises ConfigError."""
+        """Parses "ttft=2s,itl=50ms". Raises ConfigError."""
         found = parse_slo(text, ("ttft", "itl"))
         if missing := [name for name in ("ttft", "itl") if name not in found]:
             raise ConfigError(f"--slo: {missing[0]} is missing; expected both, as in ttft=2s,itl=50ms", field="slo")

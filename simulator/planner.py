@@ -1,8 +1,8 @@
 """Finds the prefill:decode ratio, chunk size and number of pods with the highest goodput per GPU for a trace.
 
-Goodput is the highest request rate at which a share of the requests keeps the SLO (DistServe, OSDI'24). The trace is
-replayed faster or slower until it just does not any more. Goodput rises and falls once over the ratio (too few pods on
-either side limit it), so the search climbs from the ratio that balances the work; then it climbs over chunk sizes.
+Goodput is the highest request rate at which the SLO is met (DistServe, OSDI'24). It is found by replaying the trace
+faster or slower. Over the ratio, goodput has one maximum, because too few pods on either side limit it. So the search
+climbs from the ratio that balances the work, and then over chunk sizes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from simulator.outcome import RequestOutcome, RunSummary, Slo
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 INITIAL_CHUNK_TOKENS = 2048
-RATIO_GPUS = 8  # pods with which the ratio is searched when their number is not given
-_STEPS = 6  # bisections: the rate is found within 1/64 of the upper bound
+
+#: Pods with which the ratio is searched if their number is not given.
+RATIO_GPUS = 8
+
+#: Bisections of the rate: the result is exact to 1/64 of the upper bound.
+_STEPS = 6
+
+#: The upper bound is the estimated rate times this.
 _HEADROOM = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSetup:
-    """Pods of one GPU each."""
+    """Numbers of prefill and decode pods, of one GPU each, and the chunk size."""
 
     prefill: int
     decode: int
@@ -38,11 +44,14 @@ class ClusterSetup:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSetup:
-    """A setup at its goodput: requests per second, and how it did there. summary None: it never kept the SLO."""
+    """A setup, and a run at its goodput."""
 
     setup: ClusterSetup
+    #: Requests per second.
     goodput: float
+    #: None if the setup met the SLO at no rate.
     summary: RunSummary | None
+    #: Mean share of the run in which a pod computed.
     prefill_busy: float = 0.0
     decode_busy: float = 0.0
 
@@ -53,12 +62,14 @@ class MeasuredSetup:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """measured: every setup that was tried, best goodput per GPU first. needed: the least pods, at the best ratio and
-    chunk, that serve the trace at its own rate; None when MAX_PODS do not, or the SLO cannot be kept at all.
-    """
+    """The result of a search."""
 
+    #: All setups that were tried, best goodput per GPU first.
     measured: tuple[MeasuredSetup, ...]
+    #: The fewest pods, at about the best ratio and the best chunk size, that serve the trace at its own rate. None if
+    #: MAX_PODS pods do not, or if no setup meets the SLO.
     needed: MeasuredSetup | None
+    #: Simulations that were run.
     runs: int
 
     @property
@@ -67,7 +78,7 @@ class CapacityPlan:
 
 
 class CapacityPlanner:
-    """say: told of every setup once it is measured."""
+    """Searches the best setup for a trace, an SLO and the rates of a pod."""
 
     def __init__(
         self,
@@ -78,8 +89,9 @@ class CapacityPlanner:
         chunks: tuple[int, ...] = CHUNKS,
         decode_seqs: int = 256,
         seed: int = 0,
-        say: Callable[[MeasuredSetup], None] = lambda measured: None,
+        on_measured: Callable[[MeasuredSetup], None] = lambda measured: None,
     ) -> None:
+        """`on_measured` gets every setup as soon as it is measured. Raises ConfigError."""
         if not rates.decode_row_s[0][1] and not rates.decode_overhead_s:
             raise ConfigError(f"--rates: {rates.name} has no decode times", field="rates")
         pool = rates.pool_blocks(trace.block_size) * trace.block_size
@@ -95,13 +107,13 @@ class CapacityPlanner:
         self._chunks = tuple(sorted(chunks))
         self._decode_seqs = decode_seqs
         self._seed = seed
-        self._say = say
-        self._known: dict[ClusterSetup, MeasuredSetup] = {}
+        self._on_measured = on_measured
+        self._measured: dict[ClusterSetup, MeasuredSetup] = {}
         self._hit_rate = trace.ideal_hit_rate()
         self.runs = 0
 
     def plan(self, gpus: int | None = None) -> CapacityPlan:
-        """With so many GPUs; with any number when None. Raises ConfigError."""
+        """Searches with `gpus` GPUs, or for the fewest that serve the trace if None. Raises ConfigError."""
         total = gpus or RATIO_GPUS
         if not 2 <= total <= MAX_PODS:
             raise ConfigError(f"--gpus must be from 2 to {MAX_PODS}, not {total}", field="gpus")
@@ -113,13 +125,13 @@ class CapacityPlanner:
         needed = best if gpus is not None and best.goodput >= self._trace.rate else None
         if gpus is None and best.goodput > 0:
             needed = self._smallest(best)
-        ranked = sorted(self._known.values(), key=lambda m: (-m.per_gpu, m.setup.gpus, m.setup.chunk_tokens))
-        if gpus is None:  # the least pods are another question's answer
+        ranked = sorted(self._measured.values(), key=lambda m: (-m.per_gpu, m.setup.gpus, m.setup.chunk_tokens))
+        if gpus is None:  # without the runs of `_smallest`
             ranked = [m for m in ranked if m.setup.gpus == total]
         return CapacityPlan(tuple(ranked), needed, self.runs)
 
     def _climb_ratio(self, total: int, chunk: int, start: int = 0) -> MeasuredSetup:
-        """Along the number of prefill pods, uphill from where the work balances."""
+        """Climbs over the number of prefill pods, from the ratio that balances the work."""
         prefill = min(total - 1, max(1, start or round(total * self._prefill_share(chunk))))
         best = self._measure(ClusterSetup(prefill, total - prefill, chunk))
         for step in (1, -1):
@@ -132,6 +144,7 @@ class CapacityPlanner:
         return best
 
     def _climb_chunk(self, best: MeasuredSetup) -> MeasuredSetup:
+        """Climbs over the chunk sizes."""
         for step in (1, -1):
             while 0 <= (at := self._chunks.index(best.setup.chunk_tokens) + step) < len(self._chunks):
                 other = self._measure(replace(best.setup, chunk_tokens=self._chunks[at]))
@@ -141,37 +154,38 @@ class CapacityPlanner:
         return best
 
     def _smallest(self, best: MeasuredSetup) -> MeasuredSetup | None:
-        """The least pods at about this ratio that take the trace as fast as it was recorded."""
+        """Returns the fewest pods at about this ratio that serve the trace at its recorded rate."""
         share = best.setup.prefill / best.setup.gpus
         total = max(2, int(self._trace.rate / best.per_gpu))
         for gpus in range(total, min(MAX_PODS, 2 * total + 8) + 1):
             prefill = min(gpus - 1, max(1, round(gpus * share)))
             setup = ClusterSetup(prefill, gpus - prefill, best.setup.chunk_tokens)
-            kept = self._meets_slo_at(setup, self._trace.rate)
-            if kept is not None:
-                return kept
+            measured = self._meets_slo_at(setup, self._trace.rate)
+            if measured is not None:
+                return measured
         return None
 
     def _measure(self, setup: ClusterSetup) -> MeasuredSetup:
-        if setup in self._known:
-            return self._known[setup]
+        """Finds the goodput of a setup by bisection of the rate."""
+        if setup in self._measured:
+            return self._measured[setup]
         low, high = 0.0, _HEADROOM * self._max_rate(setup)
-        found = MeasuredSetup(setup, 0.0, None)
+        best = MeasuredSetup(setup, 0.0, None)
         for step in range(_STEPS):
             rate = (low + high) / 2
-            kept = self._meets_slo_at(setup, rate)
-            if kept is not None:
-                low, found = rate, kept
+            measured = self._meets_slo_at(setup, rate)
+            if measured is not None:
+                low, best = rate, measured
             else:
                 high = rate
                 if step == _STEPS - 1 and not low:
                     break
-        self._known[setup] = found
-        self._say(found)
-        return found
+        self._measured[setup] = best
+        self._on_measured(best)
+        return best
 
     def _meets_slo_at(self, setup: ClusterSetup, rate: float) -> MeasuredSetup | None:
-        """How the setup does at a rate; None when it does not keep the SLO there."""
+        """Runs a setup at a rate. Returns None if it misses the SLO; then the run ends as soon as that is certain."""
         self.runs += 1
         trace = self._trace.sped_up(rate / self._trace.rate)
         allowed = int(len(trace.requests) * (1 - self._slo.attainment) + 1e-9)
@@ -201,18 +215,20 @@ class CapacityPlanner:
         return MeasuredSetup(setup, rate, result.summary, busy["prefill"], busy["decode"])
 
     def _prefill_share(self, chunk: int) -> float:
-        """The share of all pod seconds that prompts need."""
+        """Returns the share of all pod seconds that prompts need."""
         prefill, decode = self._work_s(chunk)
         return prefill / (prefill + decode)
 
     def _max_rate(self, setup: ClusterSetup) -> float:
-        """Requests per second that no such setup exceeds: all prefixes shared, all pods always busy."""
+        """Returns a rate that the setup cannot exceed: all prefixes are cached, and all pods are always busy."""
         prefill, decode = self._work_s(setup.chunk_tokens)
         return min(setup.prefill / prefill, setup.decode / decode)
 
     def _work_s(self, chunk: int) -> tuple[float, float]:
-        """Pod seconds of a mean request, at the least: the prompt without its shared prefix, and its share of decode
-        steps with as many sequences as slots, SLO and KV memory allow.
+        """Returns the least prefill and decode pod seconds of a mean request.
+
+        They are the time of the prompt without its shared prefix, and its share of decode steps with as many sequences
+        as slots, SLO and KV memory allow.
         """
         trace, rates = self._trace, self._rates
         count = len(trace.requests)

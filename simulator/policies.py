@@ -1,4 +1,4 @@
-"""Routing policies that a run can compare: the gateway's own, and simple ones that only the simulator knows."""
+"""The routing policies that a simulation can compare: the gateway's own and three simple ones."""
 
 from __future__ import annotations
 

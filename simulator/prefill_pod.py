@@ -1,7 +1,7 @@
-"""A prefill pod whose steps take modelled time: the engine's scheduler and block cache, without an engine.
+"""A prefill pod with modelled step times: the engine's scheduler and block cache, without an engine.
 
-Lifecycle of a prompt: add -> waits for blocks -> chunks -> `on_first` (its first token; the blocks are published) ->
-`release` once its KV has left. `kill` ends all of them at once and tells nobody, like a process that dies.
+Lifecycle of a prompt: `add` -> waits for blocks -> chunks -> `on_first_token` (its blocks are published) -> `release`
+after its KV has been sent. `kill` ends all prompts without a callback, like a process that dies.
 """
 
 from __future__ import annotations
@@ -17,30 +17,35 @@ from engine.schedule.sequence import Sequence as EngineSequence
 from simulator.clock import VirtualClock
 from simulator.hardware_rates import HardwareRates
 
-_FINGERPRINT = "00" * 16  # nothing is hashed: a trace names its blocks
+_FINGERPRINT = "00" * 16  # unused: the block hashes come from the trace
 _ONE_TOKEN = SamplingParams(max_tokens=1)
+
+#: Weight of the old value in the exponential mean of the prefill rate.
 _RATE_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodShape:
-    """What one simulated pod has: blocks of its pool, tokens of a step, sequences at once."""
+    """Sizes of one simulated pod."""
 
     block_size: int
+    #: Blocks of the pool.
     num_blocks: int
+    #: Prompt tokens of a step.
     chunk_tokens: int = 2048
+    #: Sequences that run at once.
     max_seqs: int = 64
 
     @property
     def capacity(self) -> int:
-        """Tokens that one request can have."""
+        """Prompt and output tokens that one request can have."""
         return self.block_size * self.num_blocks
 
 
 class PromptSequence(EngineSequence):
-    """A sequence whose block hashes come from a trace. on_chunk(tokens left, tokens of this chunk), on_first()."""
+    """A sequence of the engine that takes its block hashes from a trace."""
 
-    __slots__ = ("block_hashes", "on_chunk", "on_first")
+    __slots__ = ("block_hashes", "on_chunk", "on_first_token")
 
     def __init__(
         self,
@@ -49,13 +54,14 @@ class PromptSequence(EngineSequence):
         block_hashes: Sequence[bytes],
         block_size: int,
         on_chunk: Callable[[int, int], None],
-        on_first: Callable[[], None],
+        on_first_token: Callable[[], None],
     ) -> None:
+        """`on_chunk` gets the prompt tokens left and the tokens of the chunk."""
         request = ValidRequest(request_id, "", (0,) * prompt_len, _ONE_TOKEN)
         super().__init__(request, fingerprint=_FINGERPRINT, block_size=block_size, hand_off=True)
         self.block_hashes = list(block_hashes)
         self.on_chunk = on_chunk
-        self.on_first = on_first
+        self.on_first_token = on_first_token
 
     def matchable_hashes(self) -> list[bytes]:
         return self.block_hashes[: matchable_blocks(self.prompt_len, self.block_size)]
@@ -65,7 +71,10 @@ class PromptSequence(EngineSequence):
 
 
 class SimulatedPrefillPod:
-    """One process; a restart is another object. stored and evicted get the pool's changes, as an engine's would."""
+    """One process of a prefill pod; a restart creates another object.
+
+    `stored` and `evicted` get the block hashes that enter and leave the cache.
+    """
 
     def __init__(
         self,
@@ -91,34 +100,34 @@ class SimulatedPrefillPod:
         self._rate = 0.0
 
     def add(self, prompt: PromptSequence) -> None:
-        """Queues a prompt. Raises InvalidRequest when it can never fit."""
+        """Queues a prompt. Raises InvalidRequest if it can never fit."""
         self._scheduler.add(prompt)
         self._wake()
 
-    def add_prefix(self, chain: Sequence[bytes]) -> None:
-        """The KV of these lead blocks came from another pod; without room for it nothing happens."""
-        lease = self.pool.lease(chain, len(chain)) if self.alive else None
+    def add_prefix(self, block_hashes: Sequence[bytes]) -> None:
+        """Adds pulled blocks to the cache. Has no effect without room for them."""
+        lease = self.pool.lease(block_hashes, len(block_hashes)) if self.alive else None
         if lease is not None:
-            lease.publish(chain)
+            lease.publish(block_hashes)
             lease.finish("pulled")
 
     def release(self, prompt: PromptSequence) -> None:
-        """Its KV has left: the blocks stay cached and may be evicted."""
+        """Ends the lease of a prompt after its KV was sent. The blocks stay cached."""
         if self.alive and prompt.lease is not None:
             prompt.lease.finish("handed off")
             self._wake()
 
     def cancel(self, prompt: PromptSequence) -> None:
-        """Takes a prompt out wherever it is; idempotent."""
+        """Removes a prompt in any state. Idempotent."""
         self._scheduler.abort(prompt.request_id)
         self.release(prompt)
 
     def kill(self) -> None:
-        """Nothing is computed or answered any more."""
+        """Ends the process: no step ends and no callback is called any more."""
         self.alive = False
 
     def load(self) -> PodLoad:
-        """What the pod would publish now."""
+        """Returns the load report of now."""
         stats = self._scheduler.stats()
         return PodLoad(
             queued_tokens=stats.queued_tokens,
@@ -136,7 +145,7 @@ class SimulatedPrefillPod:
             self._clock.call_at(self._clock.now, self._step)
 
     def _step(self) -> None:
-        """Starts a step. Without work, or without blocks until a release, the pod sleeps."""
+        """Starts a step. The pod sleeps until `_wake` if it has no work, or no blocks before a release."""
         if not self.alive:
             return
         batch = self._scheduler.schedule()
@@ -144,9 +153,9 @@ class SimulatedPrefillPod:
             self._stepping = False
             return
         seconds = self._rates.prefill_s([(item.start, item.num_new) for item in batch.scheduled])
-        self._clock.call_after(seconds, lambda: self._done(batch, seconds))
+        self._clock.call_after(seconds, lambda: self._on_step_done(batch, seconds))
 
-    def _done(self, batch: ScheduledBatch, seconds: float) -> None:
+    def _on_step_done(self, batch: ScheduledBatch, seconds: float) -> None:
         if not self.alive:
             return
         self.busy_s += seconds
@@ -166,5 +175,5 @@ class SimulatedPrefillPod:
                 finished.append(prompt)
         for prompt in finished:
             self._scheduler.finish(prompt, FinishReason.LENGTH)
-            prompt.on_first()
+            prompt.on_first_token()
         self._step()

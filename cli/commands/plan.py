@@ -85,7 +85,7 @@ def run(
         if status is not None:
             status.update(f"simulating; {_short(measured)}")
 
-    planner = CapacityPlanner(used, wanted, model, chunks=sizes, say=say)
+    planner = CapacityPlanner(used, wanted, model, chunks=sizes, on_measured=say)
     if status is not None:
         with status:
             plan = planner.plan(pods)

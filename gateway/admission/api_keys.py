@@ -1,9 +1,9 @@
-"""API keys: what one is, and whose a presented one is.
+"""API keys: their records, their check, and what a caller may do.
 
-A key is `sk-baton-<id>-<secret>`. The id finds the record; of the secret only a salted BLAKE2b hash is kept. A slow
-hash (scrypt) protects secrets that can be guessed. These are 256 random bits, which nobody guesses however fast the
-hash is, and a slow one would cost every request some 50 ms of the event loop. Comparison takes the same time whatever
-differs, and an unknown id costs a comparison too.
+A key is `sk-baton-<id>-<secret>`. The id finds the record, which holds only a salted BLAKE2b hash of the secret. A slow
+hash such as scrypt would protect secrets that can be guessed, and would cost each request about 50 ms of the event
+loop. These secrets are 256 random bits, so a fast hash is enough. A comparison takes the same time for any difference,
+and an unknown id costs a comparison too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TENANT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
 class ApiKey(BaseModel):
-    """One key as it lies in a file or in Redis. Limits of 0 are none; see Caller for what the other fields allow."""
+    """The record of one key in a file or in Redis. A limit of 0 is no limit; Caller explains the other fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
 
@@ -53,7 +53,7 @@ class ApiKey(BaseModel):
 
     @classmethod
     def parse(cls, values: Any, where: str) -> ApiKey:
-        """A record that came from `where`. Raises ConfigError that names the field."""
+        """Returns a record read from `where`. Raises ConfigError that names the invalid field."""
         try:
             return cls.model_validate(values)
         except ValidationError as e:
@@ -63,7 +63,7 @@ class ApiKey(BaseModel):
 
     @cached_property
     def caller(self) -> Caller:
-        """What it allows."""
+        """The caller that the key identifies."""
         limits = KeyLimits(
             requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
@@ -82,18 +82,18 @@ class ApiKey(BaseModel):
         )
 
     def is_secret(self, secret: str) -> bool:
-        """Whether this is the key's secret; in the same time whatever differs."""
+        """Compares with the key's secret, in constant time."""
         return hmac.compare_digest(_digest(secret, bytes.fromhex(self.salt)), bytes.fromhex(self.hash))
 
     def expired(self, now: datetime) -> bool:
-        """Its time is over. A time without a zone is UTC."""
+        """The key has expired. A time without a zone is UTC."""
         if self.expires is None:
             return False
         return now >= (self.expires if self.expires.tzinfo else self.expires.replace(tzinfo=UTC))
 
 
 def create_key(tenant: str, **fields: Any) -> tuple[str, ApiKey]:
-    """A new key, which exists nowhere else, and its record. fields: of ApiKey. Raises ConfigError."""
+    """Returns a new key and its record. The key is stored nowhere. `fields` are of ApiKey. Raises ConfigError."""
     key_id = "".join(secrets.choice("0123456789abcdefghijklmnopqrstuvwxyz") for _ in range(12))
     secret, salt = secrets.token_urlsafe(32), secrets.token_bytes(16)
     known = {"id": key_id, "salt": salt.hex(), "hash": _digest(secret, salt).hex()}
@@ -106,28 +106,29 @@ def _digest(secret: str, salt: bytes) -> bytes:
     return blake2b(secret.encode(), digest_size=32, salt=salt, person=_PERSON).digest()
 
 
+#: Compared with if a key id is unknown, so that the check takes the same time.
 _DUMMY_KEY = ApiKey(id="0" * 12, tenant="nobody", salt="0" * 32, hash="0" * 64, created=datetime.fromtimestamp(0, UTC))
 
 
 class KeySet:
-    """Records by id; of two with the same id the later one counts."""
+    """Key records by id. If two have the same id, the later one counts."""
 
     def __init__(self, records: Iterable[ApiKey] = ()) -> None:
         self._by_id = {record.id: record for record in records}
 
     def identify(self, presented: str) -> Caller:
-        """The caller whose key this is. Raises InvalidApiKey, which does not say what is wrong with it."""
+        """Returns the caller that a presented key identifies. Raises InvalidApiKey, which does not name the reason."""
         match = _PRESENTED.fullmatch(presented)
         record = self._by_id.get(match[1], _DUMMY_KEY) if match else _DUMMY_KEY
-        right = record.is_secret(match[2] if match else "")
-        if not right or record is _DUMMY_KEY or record.expired(datetime.now(UTC)):
+        matches = record.is_secret(match[2] if match else "")
+        if not matches or record is _DUMMY_KEY or record.expired(datetime.now(UTC)):
             raise InvalidApiKey("the API key is not valid")
         return record.caller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """What one key may use; 0 means that there is no such limit. Tokens are of prompts and answers together."""
+    """The limits of one key; 0 is no limit. Tokens are prompt and output tokens together."""
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
@@ -140,32 +141,34 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """One key's owner. tenant: whose requests share a fair part, and a cache if it is isolated.
+    """The sender of a request, and its rights."""
 
-    key_id: empty for the anonymous caller. weight: the tenant's part in relation to others. priority: what requests
-    have that name none, and the most that they may ask for; None: any. models: the names that may be used; empty: all.
-    admin: may do what concerns everybody.
-    """
-
+    #: Requests of one tenant share its fair part of the pods.
     tenant: str = ""
+    #: Empty for the anonymous caller.
     key_id: str = ""
     limits: KeyLimits = field(default_factory=KeyLimits)
+    #: Share of the tenant relative to the others.
     weight: float = 1.0
+    #: The highest priority of a request, and the priority of a request that names none; None allows any.
     priority: int | None = None
+    #: Names of the models that may be used; empty for all.
     models: tuple[str, ...] = ()
+    #: The tenant shares its prefix cache with no other tenant.
     isolated: bool = False
+    #: Administrative routes and the requests of all tenants may be used.
     admin: bool = False
 
     def may_use(self, *names: str) -> bool:
-        """Whether a model that has these names, aliases included, may be used."""
+        """Returns whether a model with these names and aliases may be used."""
         return not self.models or any(name in self.models for name in names)
 
     def effective_priority(self, wanted: int) -> int:
-        """The priority of a request that asks for `wanted` (0: for none)."""
+        """Returns the priority of a request that asks for `wanted`; 0 asks for none."""
         return wanted if self.priority is None else min(wanted or self.priority, self.priority)
 
     def effective_salt(self, wanted: str) -> str:
-        """The cache salt of a request that asks for `wanted`. No tenant can name the salt of an isolated one."""
+        """Returns the cache salt of a request that asks for `wanted`. No other tenant gets an isolated one's salt."""
         if self.isolated:
             return f"tenant:{self.tenant}:{wanted}"
         return f"salt:{wanted}" if wanted and self.key_id else wanted

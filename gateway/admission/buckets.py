@@ -1,7 +1,7 @@
-"""The limits of one key in this process: what lua/take.lua and lua/settle.lua do, for when Redis is away.
+"""The limits of one API key in this process: lua/take.lua and lua/settle.lua without Redis. Pure.
 
-Requests and tokens per minute are token buckets: full at first, refilled evenly. So in t minutes after any moment a key
-never gets more than its limit times (1 + t). Pure: time is an argument.
+Requests and tokens per minute are token buckets, full at first and refilled evenly. So within t minutes a key never
+gets more than (1 + t) times its limit.
 """
 
 from __future__ import annotations
@@ -11,27 +11,33 @@ from dataclasses import dataclass, field
 from gateway.admission.api_keys import KeyLimits
 
 DAY_MS, MINUTE_MS = 86_400_000, 60_000
+
+#: Suggested wait of a request that was refused because too many run.
 CONCURRENT_WAIT_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """refused: requests, tokens, day or concurrent; empty when it was taken. wait_ms: until a retry may succeed.
+    """Whether a request fits into the limits of its key, and the rest of the limits."""
 
-    requests, tokens: what is left; *_full_ms: until all of it is back. day: since the epoch.
-    """
-
+    #: The limit that refused the request: requests, tokens, day or concurrent; "" if it was granted.
     refused: str
+    #: Milliseconds until a retry may succeed.
     wait_ms: int
+    #: Requests left of this minute's limit, and milliseconds until the bucket is full again.
     requests: int
     requests_full_ms: int
+    #: The same for tokens.
     tokens: int
     tokens_full_ms: int
+    #: Day since the epoch that the tokens count for.
     day: int
 
 
 @dataclass(slots=True)
 class _TokenBucket:
+    """Level at a time (ms); None is full."""
+
     level: float | None = None
     at: int = 0
 
@@ -46,60 +52,65 @@ class _TokenBucket:
 
 @dataclass(slots=True)
 class KeyBuckets:
-    """One key's. Times are ms since the epoch."""
+    """The buckets of one API key. Times are milliseconds since the epoch."""
 
     _requests: _TokenBucket = field(default_factory=_TokenBucket)
     _tokens: _TokenBucket = field(default_factory=_TokenBucket)
     _running: set[str] = field(default_factory=set)
     day: int = 0
-    spent_today: int = 0  # on that day
+    #: Tokens used on `day`.
+    spent_today: int = 0
 
-    def reserve(self, limits: KeyLimits, request: str, cost: int, now: int, *, granted: bool = False) -> LimitDecision:
-        """All that the request needs, or nothing. granted: Redis gave it, so that it is only written down here."""
+    def reserve(
+        self, limits: KeyLimits, request_id: str, tokens: int, now: int, *, granted: bool = False
+    ) -> LimitDecision:
+        """Reserves one request and its tokens from all limits, or nothing. `granted`: only records Redis's decision."""
         rpm, tpm, tpd = limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day
-        requests, tokens = self._requests.level_at(now, rpm), self._tokens.level_at(now, tpm)
+        requests_left, tokens_left = self._requests.level_at(now, rpm), self._tokens.level_at(now, tpm)
         today = now // DAY_MS
         spent = self.spent_today if self.day == today else 0
-        refused, wait = "", 0.0
-        if request not in self._running:
+        refused, wait_ms = "", 0.0
+        if request_id not in self._running:
             if granted:
                 pass
-            elif tpd and spent + cost > tpd:
-                refused, wait = "day", (today + 1) * DAY_MS - now
-            elif rpm and requests < 1:
-                refused, wait = "requests", (1 - requests) * MINUTE_MS / rpm
-            elif tpm and tokens < cost:
-                refused, wait = "tokens", (cost - tokens) * MINUTE_MS / tpm
+            elif tpd and spent + tokens > tpd:
+                refused, wait_ms = "day", (today + 1) * DAY_MS - now
+            elif rpm and requests_left < 1:
+                refused, wait_ms = "requests", (1 - requests_left) * MINUTE_MS / rpm
+            elif tpm and tokens_left < tokens:
+                refused, wait_ms = "tokens", (tokens - tokens_left) * MINUTE_MS / tpm
             elif limits.concurrent and len(self._running) >= limits.concurrent:
-                refused, wait = "concurrent", CONCURRENT_WAIT_MS
+                refused, wait_ms = "concurrent", CONCURRENT_WAIT_MS
             if not refused:
-                requests, tokens = requests - 1, tokens - cost
-                self._requests.put(requests, now)
-                self._tokens.put(tokens, now)
-                self.day, self.spent_today = today, spent + cost
-                self._running.add(request)
+                requests_left, tokens_left = requests_left - 1, tokens_left - tokens
+                self._requests.put(requests_left, now)
+                self._tokens.put(tokens_left, now)
+                self.day, self.spent_today = today, spent + tokens
+                self._running.add(request_id)
         return LimitDecision(
             refused,
-            _up(wait),
-            int(max(0.0, requests)),
-            _up((rpm - requests) * MINUTE_MS / rpm) if rpm else 0,
-            int(max(0.0, tokens)),
-            _up((tpm - tokens) * MINUTE_MS / tpm) if tpm else 0,
+            _ceil(wait_ms),
+            int(max(0.0, requests_left)),
+            _ceil((rpm - requests_left) * MINUTE_MS / rpm) if rpm else 0,
+            int(max(0.0, tokens_left)),
+            _ceil((tpm - tokens_left) * MINUTE_MS / tpm) if tpm else 0,
             today,
         )
 
-    def settle(self, limits: KeyLimits, request: str, cost: int, used: int, day: int, now: int) -> bool:
-        """The request took `cost` on `day` and used `used`; False when it does not run (any more)."""
-        if request not in self._running:
+    def settle(
+        self, limits: KeyLimits, request_id: str, reserved_tokens: int, used_tokens: int, day: int, now: int
+    ) -> bool:
+        """Replaces the tokens that a request reserved on `day` by those it used. Returns False if it does not run."""
+        if request_id not in self._running:
             return False
-        self._running.remove(request)
+        self._running.remove(request_id)
         tpm = limits.tokens_per_minute
         if tpm:
-            self._tokens.put(min(tpm, self._tokens.level_at(now, tpm) + cost - used), now)
+            self._tokens.put(min(tpm, self._tokens.level_at(now, tpm) + reserved_tokens - used_tokens), now)
         if day == self.day:
-            self.spent_today = max(0, self.spent_today - cost + used)
+            self.spent_today = max(0, self.spent_today - reserved_tokens + used_tokens)
         return True
 
 
-def _up(value: float) -> int:
+def _ceil(value: float) -> int:
     return int(-(-value // 1))

@@ -1,13 +1,12 @@
-"""Requests that wait, and who is next: fair between tenants by tokens, by priority, and nobody starves.
+"""A queue of requests that is fair between tenants by tokens, respects priorities, and starves no request. Pure.
 
-Each tenant has a counter of the tokens that it got, divided by its weight; the next request is of the tenant that is
-behind, and a tenant that comes back is not given what it did not use: virtual token counters (Sheng et al., "Fairness
-in Serving Large Language Models", OSDI 2024), with weights. Tokens are counted when a request leaves the queue, as
-estimated, and corrected when it ends.
+Fairness between tenants uses virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024) with weights. A tenant's counter is the number of tokens that it got, divided by its weight. The next request
+is from the tenant with the lowest counter. A tenant that becomes active again gets no credit for the time before.
+Expected tokens are counted when a request leaves the queue, and corrected when the request ends.
 
-Among waiting requests the highest priority goes first. Every AGING_TURNS-th turn ignores priorities, and takes the
-tenant's oldest request: so one that waits is out after a bounded number of turns, however many of higher priority keep
-coming. Pure: neither time nor an event loop.
+The highest waiting priority goes first. Every AGING_TURNS-th turn ignores priorities and takes the tenant's oldest
+request, so each request leaves the queue after a bounded number of turns.
 """
 
 from __future__ import annotations
@@ -17,27 +16,39 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 AGING_TURNS = 4
-MAX_IDLE_TENANTS = 4096  # whose counters are remembered
+
+#: Tenants without waiting requests the counters of which are kept.
+MAX_IDLE_TENANTS = 4096
 
 
 @dataclass(eq=False, slots=True)
 class QueueEntry:
-    """One request. work: prompt tokens; cost: tokens that it will probably take, prompt and answer."""
+    """One request."""
 
     tenant: str
+    #: Share of the tenant relative to the others.
     weight: float
+    #: Higher goes first.
     priority: int
+    #: Prompt tokens to compute.
     prompt_tokens: int
+    #: Prompt and expected output tokens.
     expected_tokens: int
-    arrival: int = 0  # order of arrival
+    #: Order of arrival.
+    arrival: int = 0
 
 
 @dataclass(slots=True)
 class _Tenant:
+    """A tenant with waiting requests."""
+
+    #: Virtual token counter.
     counter: float
     weight: float = 1.0
+    #: Tokens of all its waiting requests.
     expected_tokens: int = 0
     prompt_tokens: int = 0
+    #: Waiting requests by priority, oldest first.
     levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)
 
     def oldest(self) -> QueueEntry:
@@ -46,22 +57,24 @@ class _Tenant:
 
 @dataclass(frozen=True, slots=True)
 class TokensAhead:
-    """What would be served before a new request. own: of the same tenant; the rest is others'."""
+    """Tokens of the requests that would be served before a new one."""
 
     expected_tokens: int
     prompt_tokens: int
+    #: Those of `expected_tokens` that belong to the same tenant.
     own_expected_tokens: int
 
 
 class FairQueue:
-    """See the top of this file."""
-
     def __init__(self) -> None:
+        #: Tenants with waiting requests.
         self._waiting: dict[str, _Tenant] = {}
-        self._idle_counters: dict[str, float] = {}  # counters of tenants of whom nobody waits
-        self._numbers = itertools.count(1)
+        #: Counters of the other tenants.
+        self._idle_counters: dict[str, float] = {}
+        self._arrivals = itertools.count(1)
         self._turn = 0
-        self._min_counter = 0.0  # counter of the tenant that was served last, the least of those waiting
+        #: Lowest counter of the waiting tenants at the last turn; it never decreases.
+        self._min_counter = 0.0
         self._size = 0
 
     def __len__(self) -> int:
@@ -71,12 +84,12 @@ class FairQueue:
         return (e for tenant in self._waiting.values() for level in tenant.levels.values() for e in level)
 
     def add(self, entry: QueueEntry) -> None:
-        """The request waits from now on."""
+        """Adds a waiting request."""
         tenant = self._waiting.get(entry.tenant)
         if tenant is None:
             tenant = self._waiting[entry.tenant] = _Tenant(self._counter(entry.tenant))
             self._idle_counters.pop(entry.tenant, None)
-        entry.arrival = next(self._numbers)
+        entry.arrival = next(self._arrivals)
         tenant.weight = entry.weight
         tenant.expected_tokens += entry.expected_tokens
         tenant.prompt_tokens += entry.prompt_tokens
@@ -84,7 +97,7 @@ class FairQueue:
         self._size += 1
 
     def remove(self, entry: QueueEntry) -> bool:
-        """It waits no more, and was not served; False when it did not wait."""
+        """Removes a waiting request without counting it as served. Returns False if it does not wait."""
         tenant = self._waiting.get(entry.tenant)
         level = tenant.levels.get(entry.priority) if tenant is not None else None
         if tenant is None or level is None or entry not in level:
@@ -101,7 +114,7 @@ class FairQueue:
         return True
 
     def pop(self) -> QueueEntry | None:
-        """The next request, which counts as served."""
+        """Removes and returns the next request, and counts it as served."""
         if not self._waiting:
             return None
         self._turn += 1
@@ -119,12 +132,12 @@ class FairQueue:
         return entry
 
     def count_as_served(self, entry: QueueEntry) -> None:
-        """It was served without waiting."""
+        """Counts a request that was served without waiting."""
         self._idle_counters[entry.tenant] = self._counter(entry.tenant)
         self.correct_count(entry, entry.expected_tokens)
 
     def correct_count(self, entry: QueueEntry, tokens: int) -> None:
-        """The tenant got so many tokens more than was counted for a request that was served (or less, below 0)."""
+        """Adds `tokens` to the count of a served request, which may be negative: actual minus expected tokens."""
         tenant = self._waiting.get(entry.tenant)
         if tenant is not None:
             tenant.counter += tokens / entry.weight
@@ -134,37 +147,45 @@ class FairQueue:
             )
 
     def tokens_ahead(self, entry: QueueEntry) -> TokensAhead:
-        """What would be served before this request if it came now, up to one request per tenant."""
-        mine = self._waiting.get(entry.tenant)
-        counter = self._counter(entry.tenant) if mine is None else mine.counter
-        own_cost, own_work = _above(mine, entry.priority) if mine is not None else (0, 0)
-        turn = counter + own_cost / entry.weight  # the counter at which its turn comes
-        cost, work = float(own_cost), float(own_work)
+        """Returns what would be served before this request if it came now; exact up to one request per tenant.
+
+        All requests of higher priority are ahead. Those of equal priority are ahead until their tenant's counter passes
+        the counter at which this request has its turn.
+        """
+        own = self._waiting.get(entry.tenant)
+        counter = self._counter(entry.tenant) if own is None else own.counter
+        own_expected, own_prompt = _tokens_from(own, entry.priority) if own is not None else (0, 0)
+        turn_counter = counter + own_expected / entry.weight
+        expected, prompt = float(own_expected), float(own_prompt)
         for name, tenant in self._waiting.items():
-            theirs, their_work = _above(tenant, entry.priority)
+            theirs, their_prompt = _tokens_from(tenant, entry.priority)
             if name == entry.tenant or not theirs:
                 continue
-            higher, _ = _above(tenant, entry.priority + 1)
-            part = min(theirs, max(higher, tenant.weight * max(0.0, turn - tenant.counter)))
-            cost += part
-            work += their_work * part / theirs
-        return TokensAhead(int(cost), int(work), own_cost)
+            higher, _ = _tokens_from(tenant, entry.priority + 1)
+            ahead = min(theirs, max(higher, tenant.weight * max(0.0, turn_counter - tenant.counter)))
+            expected += ahead
+            prompt += their_prompt * ahead / theirs
+        return TokensAhead(int(expected), int(prompt), own_expected)
 
     def find_victim(self, entry: QueueEntry) -> QueueEntry | None:
-        """Who has to go so that `entry` finds room: the newest of the tenant that waits with most for its weight.
+        """Returns the waiting request to evict so that `entry` fits.
 
-        None when that is the tenant of `entry`.
+        That is the newest request of lowest priority of the tenant with the most waiting tokens for its weight. Returns
+        None if no tenant would have more than the tenant of `entry`.
         """
-        mine = self._waiting.get(entry.tenant)
-        least = ((mine.expected_tokens if mine is not None else 0) + entry.expected_tokens) / entry.weight
+        own = self._waiting.get(entry.tenant)
+        own_share = ((own.expected_tokens if own is not None else 0) + entry.expected_tokens) / entry.weight
         name, tenant = max(self._waiting.items(), key=lambda item: item[1].expected_tokens / item[1].weight)
-        if name == entry.tenant or tenant.expected_tokens / tenant.weight <= least:
+        if name == entry.tenant or tenant.expected_tokens / tenant.weight <= own_share:
             return None
         lowest = min(tenant.levels)
         return next(reversed(tenant.levels[lowest]))
 
     def _counter(self, tenant: str) -> float:
-        """Of a tenant of whom nobody waits: what it had, but not less than those that wait have."""
+        """Returns the counter of a tenant that becomes active again: its old one, raised to the lowest active counter.
+
+        This is the counter lift of VTC, section 4.
+        """
         floor = min((t.counter for t in self._waiting.values()), default=self._min_counter)
         return max(self._idle_counters.get(tenant, floor), floor)
 
@@ -176,8 +197,8 @@ class FairQueue:
                 self._idle_counters.pop(next(iter(self._idle_counters)))
 
 
-def _above(tenant: _Tenant, priority: int) -> tuple[int, int]:
-    """Cost and work of what waits with this priority or a higher one."""
+def _tokens_from(tenant: _Tenant, priority: int) -> tuple[int, int]:
+    """Returns the expected and the prompt tokens that wait with this priority or a higher one."""
     if min(tenant.levels) >= priority:
         return tenant.expected_tokens, tenant.prompt_tokens
     entries = [entry for level, entries in tenant.levels.items() if level >= priority for entry in entries]

@@ -1,16 +1,16 @@
-"""Lets requests of one model through to its pods: at once while these keep up, in fair order otherwise, or not at all.
+r"""Admission of one model's requests to its pods: at once while the pods keep up, else in fair order, or not at all.
 
-A request goes through when fewer than max_running are out and the pods' prompt queue is shorter than AHEAD_S; so what
-must wait, waits here, where order can still be chosen. Whether it may wait is decided when it comes: if the first token
-is forecast later than its deadline, or than max_ttft_s, it is refused before anything is computed for it. Whether there
-is room for its KV is the decode pods' to say.
+    arrived --> passed ------------------------------------> released
+            \-> waiting --> passed                               ^ exactly once for each acquire that returned
+                        \-> rejected | deadline | client gone
 
-The forecast counts what is left to compute, without what pods have cached, at the rates that pods measured; where
-requests wait for others to end (max_running), at the rate at which these ended. What nobody has measured delays nobody:
-then a request is refused only when the queue is full. And one that no other request is in the way of never is.
+A request passes if fewer than max_running requests run and the pods' prompt queue is shorter than TARGET_POD_QUEUE_S.
+So requests wait in the gateway, where their order can still be chosen. A request is rejected on arrival if its first
+token is forecast after its deadline or after max_ttft_s. Room for its KV is the decode pods' decision.
 
-out -> through -> left                              (what enter returns is given back by exactly one leave)
-    -> waiting -> through | refused | its time over | its client gone
+The forecast counts the prompt tokens that are not cached, at the rates that pods have measured; if requests wait for
+others to end (max_running), at the rate of the queue. Without measurements only a full queue rejects. A request with
+no other request before it is never rejected.
 """
 
 from __future__ import annotations
@@ -29,110 +29,201 @@ from gateway.pods.table import PodTable
 from gateway.pods.view import PodView
 from gateway.telemetry.metrics import GatewayMetrics
 
-TARGET_POD_QUEUE_S = 1.0  # of prompts that pods may have in their queues: enough to keep them busy between two reports
-REPORT_DELAY_S = 0.1  # a request that went through so lately may not be counted on a pod yet
-TOLERATED_WAIT_S = 0.5  # nobody is refused for a wait as short as this
-TICK_S = (0.01, 0.25)  # how often the pods' queues are looked at while requests wait
-FORECAST_TOLERANCE = (
-    1.05  # a first token may come so much later than forecast: between two reports of a pod, in another's step
-)
-SPEED_WINDOW_S = 10.0  # over which the speed of the queue is measured
-MIN_MEASURED_S = 1.0  # from which on it is believed
+#: Prompt queue that pods are kept at: enough to keep them busy between two reports.
+TARGET_POD_QUEUE_S = 1.0
+
+#: A request that passed this recently may not be in the pods' reports yet.
+REPORT_DELAY_S = 0.1
+
+#: No request is rejected for a shorter wait.
+TOLERATED_WAIT_S = 0.5
+
+#: Shortest and longest pause between two looks at the pods' queues while requests wait.
+TICK_S = (0.01, 0.25)
+
+#: A first token may come later than forecast by this factor: the forecast does not see the time between two reports, or
+#: the running step of a pod.
+FORECAST_TOLERANCE = 1.05
+
+#: Window of the queue's measured speed, and the measured time from which it is used.
+SPEED_WINDOW_S = 10.0
+MIN_MEASURED_S = 1.0
+
 MAX_RETRY_S = 60.0
+
+
+class QueueForecast(Protocol):
+    """Predicts how soon the pods of a model can start a prompt. Times in seconds."""
+
+    @property
+    def measured(self) -> bool:
+        """At least one pod has measured its prefill rate."""
+
+    def queue_s(self, unreported_tokens: int) -> float:
+        """Returns the seconds until a pod can start one more prompt.
+
+        Args:
+            unreported_tokens: Prompt tokens that were sent to the pods and are not in their reports.
+        """
+
+    def compute_s(self, tokens: int) -> float:
+        """Returns the seconds that the fastest pod takes to compute so many prompt tokens."""
+
+    def tokens_per_s(self) -> float:
+        """Returns the prompt tokens per second of all pods together."""
+
+
+class PodQueueForecast:
+    """The QueueForecast of the pods in a table. Without pods it forecasts no wait; then routing raises the error."""
+
+    def __init__(self, table: PodTable, clock: Callable[[], float]) -> None:
+        self._table = table
+        self._clock = clock
+
+    def _views(self) -> list[PodView]:
+        """Returns the views of the pods that compute prompts."""
+        pods = [
+            pod
+            for layout in self._table.pods_by_layout().values()
+            for pod in layout
+            if pod.can_compute_prompts and pod.view
+        ]
+        return [pod.view for pod in pods if pod.view is not None]
+
+    @property
+    def measured(self) -> bool:
+        return any(view.rate_known for view in self._views())
+
+    def queue_s(self, unreported_tokens: int) -> float:
+        views, now = self._views(), self._clock()
+        if not views:
+            return 0.0
+        best = min(views, key=lambda view: view.queue_s(now))
+        return best.queue_s(now) + unreported_tokens * best.prefill_s_per_token / len(views)
+
+    def compute_s(self, tokens: int) -> float:
+        return min((view.prefill_overhead_s + tokens * view.prefill_s_per_token for view in self._views()), default=0.0)
+
+    def tokens_per_s(self) -> float:
+        return sum(1 / view.prefill_s_per_token for view in self._views())
+
+
+class _QueueSpeed:
+    """Measures the tokens per second that leave the queue while requests wait. Old values fade over SPEED_WINDOW_S."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._requests = 0.0
+        #: When the last request left, or when requests began to wait.
+        self._at = 0.0
+
+    def begin(self, now: float) -> None:
+        """The first request begins to wait."""
+        self._at = now
+
+    def on_left(self, tokens: int, now: float) -> None:
+        """A request of so many expected tokens left the queue."""
+        passed_s = now - self._at
+        keep = 1 / (1 + passed_s / SPEED_WINDOW_S)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + passed_s
+        self._requests = self._requests * keep + 1
+        self._at = now
+
+    def since_last_s(self, now: float) -> float:
+        """Returns the seconds since a request left, while requests wait."""
+        return now - self._at
+
+    def tokens_per_s(self, now: float) -> float | None:
+        """Returns the speed, None if it was measured for less than MIN_MEASURED_S.
+
+        The time since the last request left counts once it is longer than usual.
+        """
+        silence_s = self.since_last_s(now)
+        if self._seconds + silence_s < MIN_MEASURED_S or not self._requests:
+            return None
+        usual_s = self._seconds / self._requests
+        return self._tokens / (self._seconds + (silence_s if silence_s > usual_s else 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLimits:
-    """max_running: requests at pods at once, 0: any number. max_queue: that wait. max_ttft_s 0: deadlines count."""
-
+    #: Requests that run on the pods at once; 0 for any number.
     max_running: int = 0
+    #: Requests that wait.
     max_queue: int = 512
+    #: Longest forecast time to the first token; 0 leaves only the requests' deadlines.
     max_ttft_s: float = 0.0
 
 
-class _QueueSpeed:
-    """Tokens per second that leave the queue while requests wait; what is older than RATE_S counts less and less."""
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = self._leavings = 0.0
-        self._at = 0.0  # of the last leaving, or when requests began to wait
-
-    def begin(self, now: float) -> None:
-        """The first request waits."""
-        self._at = now
-
-    def left(self, tokens: int, now: float) -> None:
-        """A request left the queue."""
-        passed = now - self._at
-        keep = 1 / (1 + passed / SPEED_WINDOW_S)
-        self._tokens = self._tokens * keep + tokens
-        self._seconds = self._seconds * keep + passed
-        self._leavings = self._leavings * keep + 1
-        self._at = now
-
-    def since_last_s(self, now: float) -> float:
-        """Seconds since a request left, while requests wait."""
-        return now - self._at
-
-    def per_s(self, now: float) -> float | None:
-        """None while not measured. A silence counts once it is longer than usual."""
-        silence = self.since_last_s(now)
-        if self._seconds + silence < MIN_MEASURED_S or not self._leavings:
-            return None
-        usual = self._seconds / self._leavings
-        return self._tokens / (self._seconds + (silence if silence > usual else 0.0))
-
-
 class Gate:
-    """One model's. held: how many prompt tokens of a request need no computing, asked of those that have to wait."""
+    """The admission queue of one model."""
 
     def __init__(
         self,
         limits: GateLimits,
-        outlook: QueueForecast,
+        forecast: QueueForecast,
         metrics: GatewayMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
-        self._forecast = outlook
+        self._forecast = forecast
         self._metrics = metrics
         self._clock = clock
         self._queue = FairQueue()
+        #: Resolved when the entry passes; an exception if it is evicted from the queue.
         self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}
+        #: Requests that passed and were not released.
         self._running = 0
+        #: Times and prompt tokens of requests that passed within REPORT_DELAY_S.
         self._recently_passed: deque[tuple[float, int]] = deque()
         self._speed = _QueueSpeed()
+        #: Set when a request was released.
         self._changed = asyncio.Event()
+        #: Runs `_serve_queue` while requests wait.
         self._pump: asyncio.Task[None] | None = None
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of waiting requests."""
         return len(self._queue)
 
     async def acquire(
-        self, caller: Caller, priority: int, work: int, cost: int, deadline: float, held: Callable[[], Awaitable[int]]
+        self,
+        caller: Caller,
+        priority: int,
+        prompt_tokens: int,
+        expected_tokens: int,
+        deadline: float,
+        count_hits: Callable[[], Awaitable[int]],
     ) -> QueueEntry:
-        """Returns when the request may go to the pods; give it back to leave.
+        """Returns when the request may go to the pods. Give the entry to `release` when the request has ended.
 
-        work: prompt tokens, cost: those that it will probably take with its answer. deadline: of the gate's clock.
-        Raises Overloaded when it would wait too long behind its own tenant's requests, Unavailable when behind others',
-        DeadlineExceeded when its time ends while it waits.
+        Args:
+            expected_tokens: Prompt and expected output tokens.
+            deadline: Time of the gate's clock.
+            count_hits: Returns the prompt tokens that need no computing; called only if the request has to wait.
+
+        Raises:
+            Overloaded: The request would wait too long, and requests of its own tenant wait too.
+            Unavailable: The request would wait too long behind other tenants.
+            DeadlineExceeded: The deadline passed while the request waited.
         """
-        entry = QueueEntry(caller.tenant, caller.weight, priority, work, cost)
+        entry = QueueEntry(caller.tenant, caller.weight, priority, prompt_tokens, expected_tokens)
         if self._try_pass(entry):
             return entry
-        self._require_room(entry)
-        entry.prompt_tokens = max(1, work - await held())
+        self._find_victim(entry)
+        entry.prompt_tokens = max(1, prompt_tokens - await count_hits())
         if self._try_pass(entry):
             return entry
         self._require_in_time(entry, deadline)
-        if (spare := self._require_room(entry)) is not None:
-            self._queue.remove(spare)
-            if not (place := self._waiters[spare]).done():  # else its client has gone, and it is about to leave itself
-                place.set_exception(self._queue_full_error(spare))
+        if (victim := self._find_victim(entry)) is not None:
+            self._queue.remove(victim)
+            if not (
+                waiter := self._waiters[victim]
+            ).done():  # else the victim's client is gone, and it leaves by itself
+                waiter.set_exception(self._queue_full_error(victim))
         began = self._clock()
-        self._wait(entry)
+        self._enqueue(entry)
         try:
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
                 await self._waiters[entry]
@@ -148,21 +239,21 @@ class Gate:
             self._metrics.admission_wait.observe(self._clock() - began)
         return entry
 
-    def release(self, entry: QueueEntry, used: int) -> None:
-        """The request has ended and took `used` tokens."""
+    def release(self, entry: QueueEntry, used_tokens: int) -> None:
+        """The request has ended, with so many prompt and output tokens."""
         self._running -= 1
-        self._queue.correct_count(entry, used - entry.expected_tokens)
+        self._queue.correct_count(entry, used_tokens - entry.expected_tokens)
         self._changed.set()
 
     def stop(self) -> None:
-        """Nobody is let through any more; those that wait are told by their own ends."""
+        """Lets no more requests pass. Requests that wait have to be cancelled by their tasks."""
         if self._pump is not None:
             self._pump.cancel()
 
-    # -- who goes through
+    # -- passing
 
     def _try_pass(self, entry: QueueEntry) -> bool:
-        """Lets it through at once if nobody waits and the pods want one more."""
+        """Lets a request pass at once if no request waits and the pods have room."""
         if self._queue or not self._pods_have_room():
             return False
         self._queue.count_as_served(entry)
@@ -170,7 +261,7 @@ class Gate:
         return True
 
     def _pods_have_room(self) -> bool:
-        """The pods want one more."""
+        """The pods' prompt queue is short enough for one more request."""
         if not self._running:
             return True
         return not self._full and self._forecast.queue_s(self._unreported_tokens()) < TARGET_POD_QUEUE_S
@@ -180,16 +271,19 @@ class Gate:
         return 0 < self._limits.max_running <= self._running
 
     def _unreported_tokens(self) -> int:
+        """Returns the prompt tokens of requests that passed too recently for the pods' reports."""
         now = self._clock()
         while self._recently_passed and now - self._recently_passed[0][0] > REPORT_DELAY_S:
             self._recently_passed.popleft()
-        return sum(work for _, work in self._recently_passed)
+        return sum(tokens for _, tokens in self._recently_passed)
 
     def _pass(self, entry: QueueEntry) -> None:
         self._running += 1
         self._recently_passed.append((self._clock(), entry.prompt_tokens))
 
-    def _wait(self, entry: QueueEntry) -> None:
+    # -- waiting
+
+    def _enqueue(self, entry: QueueEntry) -> None:
         if not self._queue:
             self._speed.begin(self._clock())
         self._queue.add(entry)
@@ -198,76 +292,79 @@ class Gate:
             self._pump = asyncio.get_running_loop().create_task(self._serve_queue())
 
     def _give_up(self, entry: QueueEntry) -> None:
-        """It will not go through; if it just was let through, its place is given back."""
-        place = self._waiters[entry]
-        if self._queue.remove(entry) or not place.done() or place.cancelled() or place.exception() is not None:
+        """Removes a waiting request. If it has just passed, it is released."""
+        waiter = self._waiters[entry]
+        if self._queue.remove(entry) or not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
             return
         self.release(entry, 0)
 
     async def _serve_queue(self) -> None:
-        """Runs while requests wait."""
+        """Lets waiting requests pass, until the queue is empty."""
         while self._queue:
             self._changed.clear()
             while self._queue and self._pods_have_room():
                 entry = self._queue.pop()
                 assert entry is not None
-                self._speed.left(entry.expected_tokens, self._clock())
+                self._speed.on_left(entry.expected_tokens, self._clock())
                 self._pass(entry)
-                place = self._waiters[entry]
-                if place.cancelled():
+                waiter = self._waiters[entry]
+                if waiter.cancelled():
                     self.release(entry, 0)
                 else:
-                    place.set_result(None)
-            ahead_s = self._forecast.queue_s(self._unreported_tokens()) - TARGET_POD_QUEUE_S
+                    waiter.set_result(None)
+            excess_s = self._forecast.queue_s(self._unreported_tokens()) - TARGET_POD_QUEUE_S
             try:
-                async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], ahead_s))):
+                async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], excess_s))):
                     await self._changed.wait()
             except TimeoutError:
                 continue
 
-    # -- who may wait
+    # -- rejecting
 
     def _require_in_time(self, entry: QueueEntry, deadline: float) -> None:
-        """Raises when the request's first token is forecast too late, or there is no room to wait."""
+        """Raises if the first token is forecast too late."""
         limit_s = deadline - self._clock()
         if self._limits.max_ttft_s:
             limit_s = min(limit_s, self._limits.max_ttft_s)
         wait_s = self._wait_s(entry)
-        first_s = FORECAST_TOLERANCE * (
+        ttft_s = FORECAST_TOLERANCE * (
             wait_s + (self._forecast.compute_s(entry.prompt_tokens) if self._forecast.measured else 0.0)
         )
-        if wait_s > TOLERATED_WAIT_S and first_s > limit_s:
+        if wait_s > TOLERATED_WAIT_S and ttft_s > limit_s:
             self._count_rejection("forecast")
-            raise self._refusal(entry, f"the first token would take about {first_s:.3g} s", first_s - limit_s)
+            raise self._rejection(entry, f"the first token would take about {ttft_s:.3g} s", ttft_s - limit_s)
 
-    def _require_room(self, entry: QueueEntry) -> QueueEntry | None:
-        """Who has to leave the queue for this one, None: nobody. Raises when it is full, and nobody has."""
+    def _find_victim(self, entry: QueueEntry) -> QueueEntry | None:
+        """Returns the waiting request to evict so that `entry` fits, or None if the queue has room.
+
+        Raises if the queue is full and no waiting request may be evicted for this one.
+        """
         if len(self._queue) < self._limits.max_queue:
             return None
-        spare = self._queue.find_victim(entry)
-        if spare is None:
+        victim = self._queue.find_victim(entry)
+        if victim is None:
             raise self._queue_full_error(entry)
-        return spare
+        return victim
 
     def _queue_full_error(self, entry: QueueEntry) -> BatonError:
         self._count_rejection("queue")
-        return self._refusal(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry))
+        return self._rejection(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry))
 
     def _wait_s(self, entry: QueueEntry) -> float:
-        """Seconds until it would be this request's turn, and a pod ready for it; only what is measured counts."""
-        now, outlook = self._clock(), self._forecast
-        wait_s = outlook.queue_s(self._unreported_tokens()) if outlook.measured else 0.0
+        """Returns the forecast seconds until the request passes and a pod can start it. Counts only measured rates."""
+        now, forecast = self._clock(), self._forecast
+        pod_queue_s = forecast.queue_s(self._unreported_tokens()) if forecast.measured else 0.0
         if not self._queue:
-            return wait_s
+            return pod_queue_s
         ahead, turns_s = self._queue.tokens_ahead(entry), self._speed.since_last_s(now)
-        if outlook.measured:
-            turns_s = max(turns_s, ahead.prompt_tokens / outlook.tokens_per_s())
-        if self._full and (speed := self._speed.per_s(now)) is not None:
+        if forecast.measured:
+            turns_s = max(turns_s, ahead.prompt_tokens / forecast.tokens_per_s())
+        if self._full and (speed := self._speed.tokens_per_s(now)) is not None:
             turns_s = max(turns_s, ahead.expected_tokens / speed)
-        return wait_s + turns_s
+        return pod_queue_s + turns_s
 
-    def _refusal(self, entry: QueueEntry, why: str, retry_s: float) -> BatonError:
-        """Whose fault it is decides: a tenant with requests of its own in the queue has to slow down."""
+    def _rejection(self, entry: QueueEntry, why: str, retry_s: float) -> BatonError:
+        """Returns Overloaded (429) if the tenant's own requests are ahead, Unavailable (503) if only others' are."""
         retry_s = min(MAX_RETRY_S, max(1.0, retry_s))
         if self._queue.tokens_ahead(entry).own_expected_tokens or not entry.tenant:
             return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)
@@ -275,59 +372,3 @@ class Gate:
 
     def _count_rejection(self, by: str) -> None:
         self._metrics.rejections.labels(by).inc()
-
-
-class QueueForecast(Protocol):
-    """What a gate asks. Times in seconds."""
-
-    @property
-    def measured(self) -> bool:
-        """Some pod has told how fast it computes prompts."""
-
-    def queue_s(self, launched: int) -> float:
-        """Until a pod is free for one more prompt, when `launched` prompt tokens are on the way that none knows of."""
-
-    def compute_s(self, tokens: int) -> float:
-        """What the fastest pod needs for so many prompt tokens."""
-
-    def tokens_per_s(self) -> float:
-        """Prompt tokens per second of all pods together."""
-
-
-class PodQueueForecast:
-    """Of a table's pods."""
-
-    def __init__(self, table: PodTable, clock: Callable[[], float]) -> None:
-        self._table = table
-        self._clock = clock
-
-    def _views(self) -> list[PodView]:
-        """Of pods that compute prompts."""
-        pods = [
-            pod
-            for layout in self._table.pods_by_layout().values()
-            for pod in layout
-            if pod.can_compute_prompts and pod.view
-        ]
-        return [pod.view for pod in pods if pod.view is not None]
-
-    @property
-    def measured(self) -> bool:
-        """See Outlook."""
-        return any(view.rate_known for view in self._views())
-
-    def queue_s(self, launched: int) -> float:
-        """See Outlook; 0 while there are no pods, which is for routing to say."""
-        views, now = self._views(), self._clock()
-        if not views:
-            return 0.0
-        best = min(views, key=lambda view: view.queue_s(now))
-        return best.queue_s(now) + launched * best.prefill_s_per_token / len(views)
-
-    def compute_s(self, tokens: int) -> float:
-        """See Outlook."""
-        return min((view.prefill_overhead_s + tokens * view.prefill_s_per_token for view in self._views()), default=0.0)
-
-    def tokens_per_s(self) -> float:
-        """See Outlook."""
-        return sum(1 / view.prefill_s_per_token for view in self._views())

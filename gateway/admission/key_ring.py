@@ -1,7 +1,7 @@
-"""The keys that count now, read again from their sources while the gateway runs.
+"""The valid API keys, read again from files and Redis while the gateway runs.
 
-A file is looked at every FILE_PERIOD_S, Redis is asked every REDIS_PERIOD_S: so long does a revoked key live on. What
-cannot be read, or is wrong, changes nothing: the keys that were read last go on to count.
+A revoked key stays valid for up to FILE_PERIOD_S or REDIS_PERIOD_S. If a source cannot be read or is invalid, the keys
+that were read from it last stay valid.
 """
 
 from __future__ import annotations
@@ -18,15 +18,23 @@ from gateway.admission.api_keys import ANONYMOUS, ApiKey, Caller, KeySet
 from gateway.admission.key_store import KeyFile, RedisKeyStore
 
 FILE_PERIOD_S, REDIS_PERIOD_S = 0.5, 1.0
-REDIS_SOURCE = "redis"  # as a source: the hash in the Redis of the index
+
+#: Key source: a hash in the Redis of the prefix index.
+REDIS_SOURCE = "redis"
 
 _log = logging.getLogger(__name__)
 
 
 class KeyRing:
-    """Keys of any number of sources; with none everybody may come in. Raises ConfigError when a file is wrong."""
+    """The keys of all sources. Without sources no key is needed."""
 
     def __init__(self, sources: Sequence[str] = (), redis: str | None = None) -> None:
+        """Reads the files. Raises ConfigError if one is invalid.
+
+        Args:
+            sources: Paths of files, and REDIS_SOURCE.
+            redis: URL of the Redis of the index.
+        """
         self._files = [KeyFile(Path(source)) for source in sources if source != REDIS_SOURCE]
         self._versions = [file.version() for file in self._files]
         self._of_files = [file.read() for file in self._files]
@@ -34,29 +42,30 @@ class KeyRing:
         self._of_hash: list[ApiKey] | None = None
         if REDIS_SOURCE in sources:
             if redis is None:
-                raise ConfigError("api_keys: redis needs --redis, where the keys are", field="api_keys")
+                raise ConfigError("api_keys: the source 'redis' needs --redis URL", field="api_keys")
             self._hash = RedisKeyStore(redis)
         self._keys = KeySet()
         self._tasks: list[asyncio.Task[None]] = []
-        self._complaints: dict[str, str] = {}
+        #: Last logged error of each source that cannot be read.
+        self._errors: dict[str, str] = {}
         self._rebuild()
 
     @property
     def allows_anonymous(self) -> bool:
-        """No keys are needed."""
+        """No key is needed, because no source is configured."""
         return not self._files and self._hash is None
 
     async def start(self) -> None:
-        """Reads Redis for the first time, and begins to look for changes."""
+        """Reads the keys in Redis, and starts to look for changes."""
         loop = asyncio.get_running_loop()
         if self._files:
             self._tasks.append(loop.create_task(self._watch_files()))
         if self._hash is not None:
-            await self._ask(self._hash)
+            await self._read_redis(self._hash)
             self._tasks.append(loop.create_task(self._watch_hash(self._hash)))
 
     async def stop(self) -> None:
-        """Stops looking."""
+        """Stops looking for changes."""
         for task in self._tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -65,9 +74,11 @@ class KeyRing:
             await self._hash.close()
 
     def identify(self, authorization: str | None) -> Caller:
-        """Whose the header `Authorization: Bearer KEY` is. Raises InvalidApiKey.
+        """Returns the caller of the header `Authorization: Bearer KEY`.
 
-        Raises Unavailable for a key that only Redis may know, as long as Redis has never answered.
+        Raises:
+            InvalidApiKey: The key is missing or not valid.
+            Unavailable: No file has the key, and Redis has never answered.
         """
         if self.allows_anonymous:
             return ANONYMOUS
@@ -78,7 +89,7 @@ class KeyRing:
             return self._keys.identify(key.strip())
         except InvalidApiKey:
             if self._hash is not None and self._of_hash is None:
-                raise Unavailable("API keys cannot be checked now", retry_after_s=1.0) from None
+                raise Unavailable("API keys cannot be checked: Redis has not answered yet", retry_after_s=1.0) from None
             raise
 
     async def _watch_files(self) -> None:
@@ -99,26 +110,26 @@ class KeyRing:
     async def _watch_hash(self, source: RedisKeyStore) -> None:
         while True:
             await asyncio.sleep(REDIS_PERIOD_S)
-            await self._ask(source)
+            await self._read_redis(source)
 
-    async def _ask(self, source: RedisKeyStore) -> None:
+    async def _read_redis(self, source: RedisKeyStore) -> None:
         try:
             records = await source.read()
         except BatonError as e:
             self._log_failure(REDIS_SOURCE, e)
             return
         changed, self._of_hash = records != self._of_hash, records
-        if changed or REDIS_SOURCE in self._complaints:
+        if changed or REDIS_SOURCE in self._errors:
             self._on_read(REDIS_SOURCE, records)
 
     def _log_failure(self, source: str, error: BatonError) -> None:
-        """Said once per change of mind, not per look."""
-        if self._complaints.get(source) != error.message:
-            self._complaints[source] = error.message
-            _log.error("API keys of %s are not read again, those known go on to count: %s", source, error.message)
+        """Logs an error once, until the source can be read again or has another error."""
+        if self._errors.get(source) != error.message:
+            self._errors[source] = error.message
+            _log.error("API keys of %s cannot be read, the known ones stay valid: %s", source, error.message)
 
     def _on_read(self, source: str, records: Sequence[ApiKey]) -> None:
-        self._complaints.pop(source, None)
+        self._errors.pop(source, None)
         _log.info("%d API keys in %s", len(records), source)
         self._rebuild()
 

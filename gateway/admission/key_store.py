@@ -1,7 +1,7 @@
-"""Where records of API keys lie: a TOML or JSON file, or a hash in Redis. Neither ever holds a key itself.
+"""Stores of API key records: a TOML or JSON file, or a hash in Redis. No store holds a key itself.
 
-A file is replaced as a whole or not at all, under a lock that `baton keys` takes, so that a reader sees one state. In
-TOML keys are tables of the array `keys`; what else a person wrote into it, comments too, stays.
+A file is replaced atomically, under a lock, so a reader never sees a part of a change. In TOML the keys are tables of
+the array `keys`; comments between them stay.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from common.process.atomic_file import write_file_atomically
 from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
 from gateway.admission.api_keys import ApiKey
 
-KEYS_KEY = "kv:api-keys"  # HASH id -> JSON; within the names that the index's user may touch
+#: HASH id -> JSON. The name begins like those of the index, so that the same Redis user may use it.
+KEYS_KEY = "kv:api-keys"
 REDIS_TIMEOUT_S = 2.0
 
 
 class KeyFile:
-    """One file; its name ends in .json, or it is TOML."""
+    """A file of key records: JSON if its name ends in .json, else TOML."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._json = path.suffix == ".json"
 
     def read(self) -> list[ApiKey]:
-        """All records. Raises ConfigError when the file is missing or wrong anywhere."""
+        """Returns all records. Raises ConfigError if the file is missing or any part of it is invalid."""
         return self._parse(self._text())
 
     def version(self) -> tuple[int, ...]:
-        """Differs once the file was changed; () while it is not there."""
+        """Returns a value that changes with the file; () while there is no file."""
         try:
             status = self.path.stat()
         except OSError:
@@ -44,20 +45,20 @@ class KeyFile:
         return status.st_mtime_ns, status.st_ino, status.st_size
 
     def add(self, record: ApiKey) -> None:
-        """Appends a record; makes the file, for its owner alone, when there is none. Raises ConfigError."""
+        """Appends a record. A new file is readable only by its owner. Raises ConfigError."""
         with self._locked(make=True):
             text = self._text() if self.path.exists() else ""
             self._replace(self._with(text, record))
 
     def remove(self, key_id: str) -> bool:
-        """Takes a record out; False when there is none. Raises ConfigError, also where there is no file."""
+        """Removes a record. Returns False if there is none. Raises ConfigError, also if there is no file."""
         with self._locked():
             text = self._text()
             kept = [record for record in self._parse(text) if record.id != key_id]
             if len(kept) == len(self._parse(text)):
                 return False
             shorter = _json_text(kept) if self._json else _without(text, key_id)
-            if self._parse(shorter) != kept:  # a layout that we did not write: its comments are lost, nothing else
+            if self._parse(shorter) != kept:  # not our layout: rewrites the file, without its comments
                 shorter = "\n".join(map(_toml_table, kept))
             self._replace(shorter)
             return True
@@ -68,7 +69,7 @@ class KeyFile:
         except OSError as e:
             raise ConfigError(f"api_keys: cannot read {self.path}: {e.strerror}", field="api_keys") from e
         except UnicodeDecodeError as e:
-            raise ConfigError(f"api_keys: {self.path} is no text: {e}", field="api_keys") from e
+            raise ConfigError(f"api_keys: {self.path} is not UTF-8 text: {e}", field="api_keys") from e
 
     def _with(self, text: str, record: ApiKey) -> str:
         known = self._parse(text)
@@ -87,7 +88,7 @@ class KeyFile:
 
     @contextlib.contextmanager
     def _locked(self, *, make: bool = False) -> Iterator[None]:
-        """The lock is a file of its own: the other one is replaced. make: the folder, too."""
+        """Holds the lock, a separate file, since the key file itself is replaced. `make` creates the folder."""
         try:
             if make:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,13 +104,13 @@ class KeyFile:
 
 
 class RedisKeyStore:
-    """Records in the Redis of the index."""
+    """Key records in the Redis of the prefix index."""
 
     def __init__(self, url: str) -> None:
         self._client: RedisClient = connect_redis(url, timeout_s=REDIS_TIMEOUT_S)
 
     async def read(self) -> list[ApiKey]:
-        """All records. Raises Unavailable when Redis does not answer, ConfigError when one is wrong."""
+        """Returns all records. Raises Unavailable if Redis does not answer, ConfigError if a record is invalid."""
         with _redis():
             raw: dict[Any, Any] = await self._client.hgetall(KEYS_KEY)
         return [ApiKey.parse(_loads(value), f"Redis, key {_text(key)}") for key, value in sorted(raw.items())]
@@ -120,12 +121,12 @@ class RedisKeyStore:
             await self._client.hset(KEYS_KEY, record.id, record.model_dump_json(exclude_defaults=True))
 
     async def remove(self, key_id: str) -> bool:
-        """Takes a record out; False when there is none. Raises Unavailable."""
+        """Removes a record. Returns False if there is none. Raises Unavailable."""
         with _redis():
             return bool(await self._client.hdel(KEYS_KEY, key_id))
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the Redis connections."""
         await self._client.aclose()
 
 
@@ -154,14 +155,14 @@ def _json_text(records: list[ApiKey]) -> str:
 
 
 def _toml_table(record: ApiKey) -> str:
-    # JSON of strings, numbers, booleans and flat arrays is TOML too, but for DEL, which JSON leaves as it is.
+    # JSON of strings, numbers, booleans and flat arrays is valid TOML, except DEL, which JSON does not escape.
     fields = record.model_dump(mode="json", exclude_defaults=True)
     lines = [f"{name} = {json.dumps(value)}".replace("\x7f", "\\u007f") for name, value in fields.items()]
     return "\n".join(["[[keys]]", *lines, ""])
 
 
 def _without(text: str, key_id: str) -> str:
-    """The text without the table of this key."""
+    """Returns the TOML text without the table of this key."""
     tables = re.split(r"(?m)^(?=[ \t]*\[\[)", text)
     own = re.compile(rf"(?m)^\s*id\s*=\s*[\"']{key_id}[\"']")
     return "".join(table for table in tables if not own.search(table))

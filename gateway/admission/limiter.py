@@ -1,9 +1,10 @@
-"""Limits of API keys, shared by all gateways in Redis, enforced by each gateway alone while Redis is away.
+"""The limits of API keys, counted in Redis for all gateways together, or by each gateway alone while Redis is away.
 
-take -> the request runs -> settle, exactly once and with what it really used. All that Redis grants is also written
-down here, so that this gateway goes on with its own counts, and the same numbers, when Redis does not answer within
-TIMEOUT_S; nobody gets an error for that. A day's spending comes back to a Redis that lost it. What a gateway took and
-could not settle, because it died, is given up after LIFE_S.
+    reserve --> the request runs, its reservation is renewed --> settle (once, with the tokens that it used)
+
+All grants of Redis are also recorded in this process. So if Redis does not answer within TIMEOUT_S, the gateway goes on
+with its own counts from the same numbers, and no client gets an error. A Redis that lost its data gets back today's
+count of a key. A reservation that is not settled, because its gateway died, expires after RESERVATION_TTL_S.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from gateway.telemetry.metrics import GatewayMetrics
 
 TIMEOUT_S = 0.05
 RESERVATION_TTL_S, RENEW_S = 60.0, 15.0
-MAX_CALLS = 8  # at a time, as of the index
+
+#: Concurrent Redis calls.
+MAX_CALLS = 8
 
 _LUA = Path(__file__).parent / "lua"
 _log = logging.getLogger(__name__)
@@ -36,17 +39,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class LimitReservation:
-    """Tokens that a running request took."""
+    """Tokens that a running request reserved from its key's limits."""
 
     caller: Caller
-    request: str
+    request_id: str
     tokens: int
+    #: Day since the epoch that the tokens count for.
     day: int
 
 
 class Limiter:
-    """See the top of this file. url None: there is no Redis. clock: seconds since the epoch."""
-
     def __init__(
         self,
         url: str | None,
@@ -55,6 +57,11 @@ class Limiter:
         timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """
+        Args:
+            url: Redis; None counts in this process only.
+            clock: Returns seconds since the epoch.
+        """
         self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -64,18 +71,20 @@ class Limiter:
         self._take = LuaScript("take", directory=_LUA)
         self._settle = LuaScript("settle", directory=_LUA)
         self._renew = LuaScript("renew", directory=_LUA)
+        #: This process's own counts by key id.
         self._local: dict[str, KeyBuckets] = {}
-        self._running: dict[str, dict[str, Caller]] = {}  # by key, then request
+        #: Callers of running requests by key id and request id.
+        self._running: dict[str, dict[str, Caller]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begins to keep running requests alive in Redis."""
+        """Starts to renew the reservations of running requests in Redis."""
         if self._client is not None:
             self._renewing = asyncio.get_running_loop().create_task(self._renew_reservations())
 
     async def stop(self) -> None:
-        """Waits for what is being settled, a moment at most, and closes the connections."""
+        """Waits at most 1 s for running settlements, and closes the connections."""
         if self._renewing is not None:
             self._renewing.cancel()
             with suppress(asyncio.CancelledError):
@@ -88,13 +97,17 @@ class Limiter:
             await self._client.aclose()
 
     async def reserve(
-        self, caller: Caller, request: str, tokens: int, headers: dict[str, str]
+        self, caller: Caller, request_id: str, tokens: int, headers: dict[str, str]
     ) -> LimitReservation | None:
-        """Counts a request of about `tokens` tokens, prompt and answer; None when the caller has no limits.
+        """Reserves one request and its prompt and output tokens. Returns None if the caller has no limits.
 
-        headers gets x-ratelimit-*, as OpenAI sends them, granted or not.
+        Args:
+            headers: Gets OpenAI's x-ratelimit-* headers, whether the request is granted or not.
 
-        Raises RateLimited, QuotaExceeded, and InvalidRequest for one that never fits into the limits.
+        Raises:
+            RateLimited: A limit per minute or the number of concurrent requests is reached.
+            QuotaExceeded: The tokens of this day are used up.
+            InvalidRequest: The request is larger than a limit.
         """
         limits = caller.limits
         if not limits:
@@ -106,64 +119,70 @@ class Limiter:
         buckets = self._local.setdefault(caller.key_id, KeyBuckets())
         now = int(self._clock() * 1000)
         try:
-            taken = await self._call_redis(
-                lambda client: self._reserve_in_redis(client, caller, request, tokens, buckets)
+            decision = await self._call_redis(
+                lambda client: self._reserve_in_redis(client, caller, request_id, tokens, buckets)
             )
-            if not taken.refused:
-                buckets.reserve(limits, request, tokens, now, granted=True)
+            if not decision.refused:
+                buckets.reserve(limits, request_id, tokens, now, granted=True)
         except IndexUnavailable as e:
             _log.debug("limits by this gateway's own counts: %s", e)
             self._metrics.limits_without_redis.inc()
-            taken = buckets.reserve(limits, request, tokens, now)
-        except asyncio.CancelledError:  # Redis may grant it all the same
+            decision = buckets.reserve(limits, request_id, tokens, now)
+        except asyncio.CancelledError:  # Redis may have granted the request
             if self._client is not None:
-                self._spawn(self._settle_in_redis(LimitReservation(caller, request, tokens, now // DAY_MS), 0))
+                self._spawn(self._settle_in_redis(LimitReservation(caller, request_id, tokens, now // DAY_MS), 0))
             raise
-        headers.update(_headers(caller, taken))
-        if taken.refused:
-            raise _refusal(caller, taken)
-        self._running.setdefault(caller.key_id, {})[request] = caller
-        return LimitReservation(caller, request, tokens, taken.day)
+        headers.update(_headers(caller, decision))
+        if decision.refused:
+            raise _rejection(caller, decision)
+        self._running.setdefault(caller.key_id, {})[request_id] = caller
+        return LimitReservation(caller, request_id, tokens, decision.day)
 
-    def settle(self, reservation: LimitReservation, used: int) -> None:
-        """The request has ended and used so many tokens. Redis hears it in the background."""
-        caller, request = reservation.caller, reservation.request
+    def settle(self, reservation: LimitReservation, used_tokens: int) -> None:
+        """Replaces a reservation by the tokens that the request used; in Redis in the background."""
+        caller, request_id = reservation.caller, reservation.request_id
         running = self._running.get(caller.key_id, {})
-        if running.pop(request, None) is None:
+        if running.pop(request_id, None) is None:
             return
         if not running:
             del self._running[caller.key_id]
         now = int(self._clock() * 1000)
-        self._local[caller.key_id].settle(caller.limits, request, reservation.tokens, used, reservation.day, now)
+        self._local[caller.key_id].settle(
+            caller.limits, request_id, reservation.tokens, used_tokens, reservation.day, now
+        )
         if self._client is not None:
-            self._spawn(self._settle_in_redis(reservation, used))
+            self._spawn(self._settle_in_redis(reservation, used_tokens))
 
     async def _reserve_in_redis(
-        self, client: RedisClient, caller: Caller, request: str, tokens: int, buckets: KeyBuckets
+        self, client: RedisClient, caller: Caller, request_id: str, tokens: int, buckets: KeyBuckets
     ) -> LimitDecision:
+        """Runs lua/take.lua."""
         limits = caller.limits
         per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
-        args = (0, request, *per, tokens, int(RESERVATION_TTL_S * 1000), buckets.day, buckets.spent_today)
+        args = (0, request_id, *per, tokens, int(RESERVATION_TTL_S * 1000), buckets.day, buckets.spent_today)
         refused, *numbers = await self._take.run(client, _keys(caller), args)
         return LimitDecision(refused.decode(), *map(int, numbers))
 
-    async def _settle_in_redis(self, reservation: LimitReservation, used: int) -> None:
-        caller = reservation.caller
-        args = (0, reservation.request, caller.limits.tokens_per_minute, reservation.tokens, used, reservation.day)
-        with suppress(IndexUnavailable):  # then it is given up after LIFE_S
-            await self._call_redis(lambda client: self._settle.run(client, _keys(caller), args))
+    async def _settle_in_redis(self, reservation: LimitReservation, used_tokens: int) -> None:
+        """Runs lua/settle.lua. If Redis does not answer, the reservation expires there."""
+        limits = reservation.caller.limits
+        args = (0, reservation.request_id, limits.tokens_per_minute, reservation.tokens, used_tokens, reservation.day)
+        with suppress(IndexUnavailable):
+            await self._call_redis(lambda client: self._settle.run(client, _keys(reservation.caller), args))
 
     async def _renew_reservations(self) -> None:
+        """Runs lua/renew.lua for the running requests of each key, every RENEW_S."""
         while True:
             await asyncio.sleep(RENEW_S)
             for running in list(self._running.values()):
-                caller, requests = next(iter(running.values())), tuple(running)
-                args = (int(RESERVATION_TTL_S * 1000), *requests)
+                caller, request_ids = next(iter(running.values())), tuple(running)
+                args = (int(RESERVATION_TTL_S * 1000), *request_ids)
                 keys = _keys(caller)[1:]
                 with suppress(IndexUnavailable):
                     await self._call_redis(lambda client, keys=keys, args=args: self._renew.run(client, keys, args))  # type: ignore[misc]
 
     async def _call_redis(self, call: Callable[[RedisClient], Awaitable[_T]]) -> _T:
+        """Calls Redis behind the circuit breaker. Raises IndexUnavailable."""
         if self._client is None:
             raise IndexUnavailable("there is no Redis")
         async with self._slots:
@@ -185,16 +204,16 @@ class Limiter:
 
 
 def _keys(caller: Caller) -> tuple[str, str]:
-    """One hash tag per tenant: what a script touches is on one node of a cluster."""
+    """Returns the Redis keys of a caller. Their hash tag is the tenant, so that they are on one node of a cluster."""
     tag = f"kv:{{tenant.{caller.tenant}}}"
     return f"{tag}:limit:{caller.key_id}", f"{tag}:open:{caller.key_id}"
 
 
-def _headers(caller: Caller, taken: LimitDecision) -> dict[str, str]:
+def _headers(caller: Caller, decision: LimitDecision) -> dict[str, str]:
     headers: dict[str, str] = {}
     for name, limit, left, full_ms in (
-        ("requests", caller.limits.requests_per_minute, taken.requests, taken.requests_full_ms),
-        ("tokens", caller.limits.tokens_per_minute, taken.tokens, taken.tokens_full_ms),
+        ("requests", caller.limits.requests_per_minute, decision.requests, decision.requests_full_ms),
+        ("tokens", caller.limits.tokens_per_minute, decision.tokens, decision.tokens_full_ms),
     ):
         if limit:
             headers[f"x-ratelimit-limit-{name}"] = str(limit)
@@ -204,7 +223,7 @@ def _headers(caller: Caller, taken: LimitDecision) -> dict[str, str]:
 
 
 def duration(ms: int) -> str:
-    """As OpenAI writes it: 120ms, 7.2s, 6m0s, 1h0m0s."""
+    """Formats a duration as OpenAI does: 120ms, 7.2s, 6m0s, 1h0m0s."""
     if ms < 1000:
         return f"{max(0, ms)}ms"
     if ms < 60_000:
@@ -214,15 +233,15 @@ def duration(ms: int) -> str:
     return f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s"
 
 
-def _refusal(caller: Caller, taken: LimitDecision) -> RateLimited | QuotaExceeded:
-    limits, wait_s = caller.limits, taken.wait_ms / 1000
-    if taken.refused == "day":
-        text = f"the {limits.tokens_per_day} tokens a day of this API key do not last for this request"
+def _rejection(caller: Caller, decision: LimitDecision) -> RateLimited | QuotaExceeded:
+    limits, wait_s = caller.limits, decision.wait_ms / 1000
+    if decision.refused == "day":
+        text = f"this API key's limit of {limits.tokens_per_day} tokens a day leaves too few tokens for this request"
         return QuotaExceeded(text, field="tokens_per_day", retry_after_s=wait_s)
     text, field = {
         "requests": (f"{limits.requests_per_minute} requests a minute", "requests_per_minute"),
         "tokens": (f"{limits.tokens_per_minute} tokens a minute", "tokens_per_minute"),
         "concurrent": (f"{limits.concurrent} requests at once", "concurrent"),
-    }[taken.refused]
-    text = f"this API key's limit of {text} is reached; try again in {duration(taken.wait_ms)}"
+    }[decision.refused]
+    text = f"this API key's limit of {text} is reached; try again in {duration(decision.wait_ms)}"
     return RateLimited(text, field=field, retry_after_s=wait_s)

@@ -1,7 +1,4 @@
-"""What a request holds from when it is let through until it ends: its part of a key's limits, its place at the pods.
-
-Given back as a whole by exactly one release, however the request ends.
-"""
+"""The admission of one request: its reservation from the key's limits and its entry in the gate, released together."""
 
 from __future__ import annotations
 
@@ -15,34 +12,38 @@ from gateway.admission.gate import Gate
 from gateway.admission.limiter import Limiter, LimitReservation
 from gateway.telemetry.metrics import GatewayMetrics
 
-EXPECTED_OUTPUT_TOKENS = 256  # tokens of an answer whose length nobody knows
+#: Assumed output tokens of a request that allows more.
+EXPECTED_OUTPUT_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """Tokens of a request: its prompts, the most that may be generated, and what the client left to us of that."""
+    """Size of a request in tokens."""
 
+    #: All prompts.
     prompt: int
+    #: The most that may be generated.
     output: int
+    #: The client set no limit to the output.
     open_ended: bool
 
     @property
     def expected(self) -> int:
-        """What it will probably take."""
+        """Prompt and expected output tokens."""
         return self.prompt + min(self.output, EXPECTED_OUTPUT_TOKENS)
 
     @property
     def reserved(self) -> int:
-        """What it may take."""
+        """Tokens to reserve from the key's limits: the most that the client asked for."""
         return self.expected if self.open_ended else self.prompt + self.output
 
 
 class Permit:
-    """One request's. Made when it arrives, filled by take and enter."""
+    """Lifecycle: `acquire` once, then `release` exactly once, however the request ends (also if acquire raised)."""
 
-    def __init__(self, caller: Caller, request: str, limiter: Limiter, metrics: GatewayMetrics) -> None:
+    def __init__(self, caller: Caller, request_id: str, limiter: Limiter, metrics: GatewayMetrics) -> None:
         self._caller = caller
-        self._request = request
+        self._request_id = request_id
         self._limiter = limiter
         self._metrics = metrics
         self._reservation: LimitReservation | None = None
@@ -55,26 +56,31 @@ class Permit:
         priority: int,
         deadline: float,
         headers: dict[str, str],
-        held: Callable[[], Awaitable[int]],
+        count_hits: Callable[[], Awaitable[int]],
     ) -> None:
-        """Returns when the request may go to the pods. See Limiter.take and Gate.enter for what it raises."""
-        assert self._gate_entry is None, "a request enters once"
+        """Returns when the request may go to the pods. Raises as Limiter.reserve and Gate.acquire do.
+
+        Args:
+            headers: Gets the x-ratelimit-* headers of the response.
+            count_hits: Returns the prompt tokens that need no computing.
+        """
+        assert self._gate_entry is None, "a permit is acquired once"
         try:
-            self._reservation = await self._limiter.reserve(self._caller, self._request, size.reserved, headers)
+            self._reservation = await self._limiter.reserve(self._caller, self._request_id, size.reserved, headers)
         except Overloaded as e:
             self._metrics.rejections.labels(e.field or "limit").inc()
             raise
-        place = await gate.acquire(self._caller, priority, size.prompt, size.expected, deadline, held)
-        self._gate_entry = gate, place
+        entry = await gate.acquire(self._caller, priority, size.prompt, size.expected, deadline, count_hits)
+        self._gate_entry = gate, entry
 
-    def release(self, prompt: int, output: int) -> None:
-        """The request ended and took so many tokens."""
-        used = prompt + output
+    def release(self, prompt_tokens: int, output_tokens: int) -> None:
+        """The request has ended and used so many tokens."""
+        used = prompt_tokens + output_tokens
         if self._reservation is not None:
             self._limiter.settle(self._reservation, used)
         if self._gate_entry is not None:
             gate, entry = self._gate_entry
             gate.release(entry, used)
         if used and self._caller.key_id:
-            self._metrics.tenant_tokens.labels(self._caller.tenant, "prompt").inc(prompt)
-            self._metrics.tenant_tokens.labels(self._caller.tenant, "output").inc(output)
+            self._metrics.tenant_tokens.labels(self._caller.tenant, "prompt").inc(prompt_tokens)
+            self._metrics.tenant_tokens.labels(self._caller.tenant, "output").inc(output_tokens)

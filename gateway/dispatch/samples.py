@@ -1,7 +1,7 @@
 """The n samples of one prompt, which share one dispatch.
 
-No task runs for the group. The first sample that waits for tokens reads the dispatch for all samples. The others wait
-until the reading sample has got tokens for them, or until it stops to read and one of them takes its place.
+No task runs for the group. The first sample that waits for tokens reads the dispatch for all samples. Each of the
+others waits until its tokens have come, or until the reading sample has enough and it is its turn to read.
 """
 
 from __future__ import annotations

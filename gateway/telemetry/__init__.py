@@ -1,1 +1,1 @@
-"""Telemetry."""
+"""Metrics of a gateway, and the timelines and trace spans of its requests."""

@@ -1,4 +1,4 @@
-"""What the gateway counts, on a registry of its own."""
+"""The metrics of a gateway, on a registry of their own."""
 
 from __future__ import annotations
 
@@ -33,12 +33,16 @@ FAST_BUCKETS = (
     1.0,
 )
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
-INTERNAL_OUTCOME = "internal"  # outcome of a request that our own bug ended
-SERVER_FAULT_OUTCOMES = frozenset({INTERNAL_OUTCOME, *SERVER_FAULTS})  # outcomes that are our fault, not the client's
+
+#: Outcome of a request that an unexpected exception ended.
+INTERNAL_OUTCOME = "internal"
+
+#: Outcomes that are the server's fault.
+SERVER_FAULT_OUTCOMES = frozenset({INTERNAL_OUTCOME, *SERVER_FAULTS})
 
 
 class GatewayMetrics:
-    """Metrics of one gateway; exposed by /metrics."""
+    """The metrics of one gateway, served by /metrics."""
 
     def __init__(self) -> None:
         self.base = m = Metrics()
@@ -80,28 +84,32 @@ class GatewayMetrics:
             "kv_index_lookup_seconds", "Prefix index look-ups that were answered", [], FAST_BUCKETS
         )
         self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
-        # For the dashboard alone: pods export what their hand-offs cost.
+        # Only for the dashboard: pods export the times of their hand-offs.
         self.exposed_hand_off = UnlabeledHistogram(
             "exposed", "Seconds from a prompt's last chunk to its commit", LATENCY_BUCKETS
         )
         self.set_index_mode("hash")
 
     def watch_queue(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
-        """waiting: ((model,), requests in its queue) of every model."""
+        """`waiting` returns ((model,), requests in its queue) for every model."""
         self.base.sampled_gauge("admission_waiting", "Requests in the gateway's queue", waiting, ["model"])
 
     def watch_ready(self, ready: Callable[[], bool]) -> None:
-        """ready: whether requests can be answered."""
+        """`ready` returns whether requests can be answered."""
         self.base.sampled_gauge("gateway_ready", "1 while requests can be answered", lambda: [((), float(ready()))])
 
     def watch_pods(self, pods: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
-        """pods: ((model, role, state), how many) of every kind."""
+        """`pods` returns ((model, role, state), number of pods) for every combination."""
         self.base.sampled_gauge(
             "pods", "Pods that this gateway knows, by what they are to it", pods, ["model", "role", "state"]
         )
 
     def record_hits(self, predicted: int, actual: int, *, prompt_tokens: int, repeated: int) -> None:
-        """Cached tokens of one prompt. repeated: tokens at its start that an earlier prompt began with."""
+        """Records the predicted and the actual cached tokens of one prompt.
+
+        Args:
+            repeated: Leading tokens that an earlier prompt of this gateway began with.
+        """
         self.prompt_lookup_tokens.inc(prompt_tokens)
         self.repeated.inc(repeated)
         self.predicted_hits.inc(predicted)
@@ -109,13 +117,13 @@ class GatewayMetrics:
         self.hit_error.observe(abs(predicted - actual))
 
     def set_index_mode(self, mode: str) -> None:
-        """redis (the index answers), local (this gateway's own memory) or hash (rendezvous hashing, own counts)."""
+        """Sets the source of hits: redis (the prefix index), local (this gateway's memory) or hash (rendezvous)."""
         self.current_index_mode = mode
         for name in ("redis", "local", "hash"):
             self._index_mode.labels(name).set(name == mode)
 
     def totals(self) -> Mapping[str, float]:
-        """What the dashboard takes differences of, and how many requests run."""
+        """Returns the counters of the dashboard, and the number of running requests."""
         ended = _values(self.requests)
         return {
             "requests": sum(value for _, value in ended),
@@ -131,7 +139,7 @@ class GatewayMetrics:
         }
 
     def latencies(self) -> Mapping[str, Metric]:
-        """Histograms of the dashboard."""
+        """Returns the histograms of the dashboard."""
         histograms = {
             "ttft": self.ttft,
             "itl": self.itl,

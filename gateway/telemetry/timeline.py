@@ -1,4 +1,4 @@
-"""What happened to a request and when: seconds since its arrival, for /debug/requests and the demo's waterfall."""
+"""The events of a request with their times, for /debug/requests and the dashboard, and its trace spans."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 from common.tracing.context import TraceContext
 from common.tracing.tracer import Attributes, Tracer
 
+#: Events that are kept of a request, without its last.
 MAX_EVENTS = 512
 
 
 class Timeline:
-    """Events of one request. Not more than MAX_EVENTS are kept. tenant: whose request it is.
-
-    trace: records the request's spans, None for most. trace_id: of its trace, recorded here or not; None without one.
-    """
+    """The events and facts of one request."""
 
     def __init__(
         self,
@@ -29,26 +27,34 @@ class Timeline:
         trace: RequestTrace | None = None,
         trace_id: str | None = None,
     ) -> None:
+        """
+        Args:
+            client_id: The client's own id of the request.
+            trace: Records spans; None for a request that is not sampled.
+            trace_id: The client's trace, even if it is not recorded.
+        """
         self.trace = trace
         self.trace_id = trace_id
         self.tenant = tenant
         self.request_id = request_id
         self.client_id = client_id
+        #: Arrival, time.monotonic().
         self.start = time.monotonic()
         self._created = time.time()
         self._facts: dict[str, Any] = {"endpoint": endpoint}
         self._events: list[dict[str, Any]] = []
-        self.changed_at = self.start  # a time.monotonic()
+        #: Time of the last event, time.monotonic().
+        self.changed_at = self.start
         self.ended = False
 
     def mark(self, name: str, **details: Any) -> None:
-        """Something happened now."""
+        """Adds an event that happens now. It is dropped if there are MAX_EVENTS."""
         self.changed_at = time.monotonic()
         if len(self._events) < MAX_EVENTS:
             self._events.append({"t": round(self.changed_at - self.start, 6), "event": name, **details})
 
     def end(self, outcome: str) -> None:
-        """The request is over; its last event, for which there is always room."""
+        """Adds the last event, which is never dropped, and ends the trace."""
         self.ended, self.changed_at = True, time.monotonic()
         self._events.append({"t": round(self.changed_at - self.start, 6), "event": "ended", "outcome": outcome})
         self.set_facts(outcome=outcome)
@@ -57,20 +63,20 @@ class Timeline:
 
     @property
     def exemplar(self) -> dict[str, str] | None:
-        """What ties an observation in a histogram to this request's spans."""
+        """Links an observation in a histogram to the spans of this request."""
         return None if self.trace is None else {"trace_id": self.trace.context.trace_id}
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """See note."""
+        """Facts about the request as a whole, see `set_facts`."""
         return self._facts
 
     def set_facts(self, **facts: Any) -> None:
-        """Facts about the request as a whole."""
+        """Adds or replaces facts about the request as a whole."""
         self._facts.update(facts)
 
     def as_json(self) -> dict[str, Any]:
-        """The timeline; events in order of time, t in seconds since arrival."""
+        """Returns the facts and the events in order of time; `t` is in seconds since arrival."""
         head: dict[str, Any] = {"id": self.request_id, "client_request_id": self.client_id, "created": self._created}
         if self.trace_id is not None:
             head["trace_id"] = self.trace_id
@@ -78,24 +84,24 @@ class Timeline:
 
 
 class RecentTimelines:
-    """The last `size` requests."""
+    """The timelines of the last `size` requests."""
 
     def __init__(self, size: int = 256) -> None:
         self._size = size
         self._by_id: OrderedDict[str, Timeline] = OrderedDict()
 
     def add(self, timeline: Timeline) -> None:
-        """Remembers a request, and forgets the oldest."""
+        """Adds a request and drops the oldest."""
         self._by_id[timeline.request_id] = timeline
         while len(self._by_id) > self._size:
             self._by_id.popitem(last=False)
 
     def newest(self) -> Iterator[Timeline]:
-        """All of them, the latest first."""
+        """Returns all timelines, newest first."""
         return reversed(self._by_id.values())
 
     def find(self, request_id: str) -> Timeline | None:
-        """By our id, with or without its cmpl- or chatcmpl- prefix, or by the client's own (the latest)."""
+        """Finds a request by its id, with or without cmpl- or chatcmpl-, or the newest with this client id."""
         bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
         if bare in self._by_id:
             return self._by_id[bare]
@@ -103,7 +109,7 @@ class RecentTimelines:
 
 
 class AttemptTrace:
-    """One attempt; end it once."""
+    """Records the spans of one attempt."""
 
     def __init__(self, tracer: Tracer, parent: TraceContext, number: int) -> None:
         self.context = parent.new_child()
@@ -111,41 +117,46 @@ class AttemptTrace:
         self._parent = parent
         self._number = number
         self._start = self._since = time.monotonic()
-        self._first: float | None = None
-        self._over = False
+        self._first_token_at: float | None = None
+        self._ended = False
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For the calls to pods."""
+        """gRPC metadata for the calls to pods."""
         return self.context.metadata
 
     def on_placed(self, decode: str, prefill: str | None, predicted_tokens: int) -> None:
         """Pods were chosen."""
-        found = {"baton.decode_pod": decode, "baton.prefill_pod": prefill, "baton.predicted_tokens": predicted_tokens}
-        self._step("gateway.route", found)
+        attributes = {
+            "baton.decode_pod": decode,
+            "baton.prefill_pod": prefill,
+            "baton.predicted_tokens": predicted_tokens,
+        }
+        self._step("gateway.route", attributes)
 
     def on_reserve_answer(self, pod: str, outcome: str, error: str | None = None) -> None:
         """A decode pod answered Reserve, or did not."""
         self._step("gateway.reserve", {"baton.pod": pod, "baton.outcome": outcome}, kind="client", error=error)
 
     def on_first_token(self) -> None:
-        """It is here; again is fine."""
-        if self._first is None:
-            self._first = time.monotonic()
+        """The first token has arrived. Later calls have no effect."""
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
 
     def end(self, error: str | None, attributes: Attributes) -> None:
         """The attempt is over. Idempotent."""
-        if self._over:
+        if self._ended:
             return
-        self._over, now = True, time.monotonic()
-        if self._first is not None:
+        self._ended, now = True, time.monotonic()
+        if self._first_token_at is not None:
             self._tracer.record_span(
-                "gateway.stream", self.context.new_child(), self.context, self._first, now, attributes
+                "gateway.stream", self.context.new_child(), self.context, self._first_token_at, now, attributes
             )
         number = {"baton.attempt": self._number}
         self._tracer.record_span("gateway.attempt", self.context, self._parent, self._start, now, number, error=error)
 
     def _step(self, name: str, attributes: Attributes, *, kind: str = "internal", error: str | None = None) -> None:
+        """Records a span from the end of the last step until now."""
         now = time.monotonic()
         child = self.context.new_child()
         self._tracer.record_span(name, child, self.context, self._since, now, attributes, kind=kind, error=error)
@@ -153,19 +164,20 @@ class AttemptTrace:
 
 
 class RequestTrace:
-    """context: of gateway.request. parent: the client's span, if it named one."""
+    """Records the spans of one request."""
 
     def __init__(self, tracer: Tracer, context: TraceContext, parent: TraceContext | None) -> None:
+        """`context` is that of the span gateway.request, `parent` that of the client's span, if there is one."""
         self.context = context
         self._tracer = tracer
         self._parent = parent
 
     def new_attempt(self, number: int) -> AttemptTrace:
-        """One more, from 1."""
+        """Returns the trace of one more attempt; numbers begin with 1."""
         return AttemptTrace(self._tracer, self.context, number)
 
     def end(self, start: float, events: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-        """The request is over. start: its arrival; events, facts: of its timeline."""
+        """Records the request's spans from its timeline. `start` is its arrival, time.monotonic()."""
         since = start
         seen = set()
         for event in events:

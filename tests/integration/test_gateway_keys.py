@@ -129,7 +129,7 @@ async def test_keys_come_and_go_in_a_file_and_a_broken_file_changes_nothing(smol
         second, _ = new_key(path, "b")
         await until(lambda: allowed(second))
         path.write_text("{ broken")
-        await until(lambda: bool(gw.gateway.keys._complaints))
+        await until(lambda: bool(gw.gateway.keys._errors))
         assert allowed(first)
         path.unlink()
         path.with_suffix(".json").write_text('{"keys": []}')
@@ -153,11 +153,11 @@ async def test_keys_in_redis_outlive_its_absence(smollm2_dir: Path, tmp_path: Pa
             await until(lambda: bool(keys._of_hash))
             assert keys.identify(f"Bearer {key}").limits.tokens_per_minute == 7
             await store._client.hset("kv:api-keys", "x", "no record")
-            await until(lambda: bool(keys._complaints))
+            await until(lambda: bool(keys._errors))
             await store._client.hdel("kv:api-keys", "x")
-            await until(lambda: not keys._complaints)
+            await until(lambda: not keys._errors)
             await valkey.stop()
-            await until(lambda: bool(keys._complaints))
+            await until(lambda: bool(keys._errors))
             headers = {"authorization": f"Bearer {key}"}
             body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
             assert (await gw.http.post("/v1/completions", json=body, headers=headers)).status_code == 200

@@ -148,7 +148,7 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         assert not waiting.done()
         answered.set()
         await waiting
-        monkeypatch.setattr(reader, "PRESENT_MS", 1)  # the other one has been silent for longer
+        monkeypatch.setattr(reader, "GATEWAY_TTL_MS", 1)  # the other one has been silent for longer
         await asyncio.sleep(0.01)
         await index.pods()
         assert index.is_only_gateway(FP[:8])

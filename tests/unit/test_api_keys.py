@@ -173,7 +173,7 @@ def test_the_command_leaves_what_is_no_text(argv: list[str], tmp_path: Path) -> 
     path.write_bytes(b"\xff\xfe")
     error = CliRunner().invoke(app, ["keys", *argv, "--api-keys", str(path)]).exception
     assert isinstance(error, ConfigError)
-    assert f"{path} is no text" in error.message
+    assert f"{path} is not UTF-8 text" in error.message
     assert path.read_bytes() == b"\xff\xfe"
 
 
