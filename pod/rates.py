@@ -50,7 +50,7 @@ class LinearFit:
     def fit(self, fixed: float = 0.0) -> tuple[float, float]:
         """Returns base and slope. Call only if `known`.
 
-        fixed: the share of y that does not grow with x, for points whose x are about the same or whose y falls with x.
+        fixed: the share of y that does not grow with x, used if x hardly varies or y falls with x.
         """
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
@@ -138,7 +138,7 @@ class PodRates:
         return base + slope * tokens
 
     def transfer_fit(self) -> tuple[float, float]:
-        """Prompt tokens per second whose KV moves, and fixed seconds of a hand-off's end; zeros while unknown."""
+        """Prompt tokens per second that a hand-off moves, and fixed seconds of a hand-off's end; zeros while unknown."""
         if not self._transfer.known:
             return 0.0, 0.0
         base, slope = self._transfer.fit()

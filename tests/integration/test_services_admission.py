@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from common.errors import (
 )
 from common.pb import decode_pb2, prefill_pb2, types_pb2
 from common.rpc import translate_rpc_errors
-from common.types import FinishReason, Role, Token, ValidRequest
+from common.types import FinishReason, Grammar, Role, Token, ValidRequest
 from common.wire import request_to_pb, token_to_pb
 from engine.llm import LLM
 from prefill_service.hand_off import PrefillHandOff
+from tests.rigs.engine.grammar_shapes import BOMBS
 from tests.rigs.pods.harness import MAX_LEN, VOCAB, Answer, Cluster, expected, prompt_of, request
 from tests.rigs.waiting import until
 
@@ -58,6 +60,25 @@ class TestAdmission:
             assert caught.value.field == field
             await cluster.abort(held.request_id)
 
+    @pytest.mark.parametrize("name", ["properties", "rules", "terminals in brackets", "conditions"])
+    async def test_a_grammar_that_would_overflow_the_stack_is_refused_by_both_roles(
+        self, model_dir: Path, name: str
+    ) -> None:
+        """From any peer, whether or not a gateway has checked it."""
+        make, count = BOMBS[name]
+        async with Cluster.start(model_dir) as cluster:
+            held = request(prompt_of(9))
+            good = await cluster.reserve(held)
+            r = replace(request(prompt_of(9)), grammar=Grammar(make(count), "guided_grammar"))
+            with pytest.raises(InvalidRequest, match=r"guided_grammar has .*; at most") as caught:
+                await cluster.reserve(r)
+            assert caught.value.field == "guided_grammar"
+            message = prefill_pb2.PrefillRequest(request=request_to_pb(r), target=good.target)
+            with pytest.raises(InvalidRequest, match=r"guided_grammar has .*; at most"), translate_rpc_errors():
+                await cluster.prefill.prefill.Prefill(message, timeout=30).read()
+            await cluster.abort(held.request_id)
+            assert len((await cluster.generate(request(prompt_of(9)))).ids) == 8
+
     async def test_unknown_model_and_foreign_layout(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             r = request(prompt_of(9))
@@ -90,7 +111,7 @@ class TestAdmission:
             waiting = asyncio.create_task(cluster.generate(local))
             await until(lambda: scheduler.stats().waiting == 1)
             reply = await cluster.reserve(small, remote_only=True)
-            assert "came before" in reply.rejected.reason
+            assert "earlier requests" in reply.rejected.reason
             await cluster.abort(big.request_id)
             assert len((await waiting).ids) == 4
             assert len((await cluster.generate(small, remote_only=True)).ids) == 1
