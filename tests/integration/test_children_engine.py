@@ -1,4 +1,4 @@
-"""n sequences of one prompt on an engine: each child is what it would be alone, and the prompt is computed once."""
+"""Requests for n samples in an engine: each child equals a request of its own, and the prompt is computed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=9, n=4, logprobs=1)
 
 
 def alone(llm: LLM, ids: list[int], params: SamplingParams, child: int) -> list[int]:
-    """The tokens of a request for one sequence that is sampled as this child."""
+    """The tokens of a request for one sample that uses the noise of this child."""
     seq = llm.engine.new_sequence(ValidRequest(f"c{child}", "tiny", tuple(ids), replace(params, n=1)), child=child)
     llm.engine.add(seq)
     while llm.engine.has_work:
@@ -29,7 +29,7 @@ def alone(llm: LLM, ids: list[int], params: SamplingParams, child: int) -> list[
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
-def test_each_child_is_what_it_is_alone(tiny_dir: Path, length: int) -> None:
+def test_each_child_equals_a_request_of_its_own(tiny_dir: Path, length: int) -> None:
     reference = make(tiny_dir)
     expected = [alone(reference, prompt(length), SAMPLED, child) for child in range(4)]
     assert reference.generate([prompt(length)], replace(SAMPLED, n=1), ignore_eos=True)[0].ids == expected[0]
@@ -44,7 +44,7 @@ def test_each_child_is_what_it_is_alone(tiny_dir: Path, length: int) -> None:
         clean(llm.engine)
 
 
-def test_preempted_children_and_neighbours_change_nothing(tiny_dir: Path) -> None:
+def test_preemptions_and_other_requests_change_no_token_of_children(tiny_dir: Path) -> None:
     kinds = [
         {"temperature": 0.0, "n": 3},
         {"temperature": 0.9, "n": 5, "top_p": 0.9},
@@ -76,7 +76,7 @@ def test_first_tokens_that_end_some_children(tiny_dir: Path) -> None:
     clean(llm.engine)
 
 
-def test_constrained_children_go_their_own_ways(tiny_dir: Path) -> None:
+def test_children_with_a_grammar_are_constrained_separately(tiny_dir: Path) -> None:
     llm = make(tiny_dir)
     allowed = tuple(range(20, 60))
     got = llm.generate([prompt(10)], replace(SAMPLED, allowed_token_ids=allowed, bad_words=((33,), (21, 22))))
@@ -85,7 +85,7 @@ def test_constrained_children_go_their_own_ways(tiny_dir: Path) -> None:
     clean(llm.engine)
 
 
-def test_what_never_fits_names_n(tiny_dir: Path) -> None:
+def test_n_that_never_fits_is_named(tiny_dir: Path) -> None:
     llm = make(tiny_dir, num_blocks=20)
     for n in (0, 19, 129):
         with pytest.raises(InvalidRequest) as refused:

@@ -1,4 +1,4 @@
-"""The engine on a CPU: against transformers, and against itself where batch, chunks, cache and memory differ."""
+"""The engine on a CPU: against transformers, and against itself with other batches, chunks, caches and memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from common.errors import BatonError, ConfigError, InvalidRequest, Unavailable
 from common.types import FinishReason, SamplingParams, ValidRequest
 from engine.config import EngineConfig
-from engine.engine import Engine, StepResult
+from engine.engine import Engine
 from engine.llm import LLM
 from engine.loop import EngineLoop
+from engine.schedule.outputs import StepResult
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
 BLOCK, CHUNK, VOCAB = 4, 16, 160
@@ -27,7 +28,7 @@ WAIT_S = 30.0
 
 @pytest.fixture(scope="module")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Qwen3: qk-norm, grouped heads, untied."""
+    """A small random Qwen3: QK norm, grouped heads, untied embeddings."""
     directory = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(11)
     config = Qwen3Config(
@@ -59,7 +60,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def clean(engine: Engine) -> None:
-    """No block is in use any more, and the pool adds up."""
+    """Asserts that no block is in use and that the pool is consistent."""
     engine.pool.check_integrity()
     counts = engine.pool.counts()
     assert counts.leased == counts.quarantined == 0
@@ -113,7 +114,7 @@ def test_salts_do_not_share(llm: LLM) -> None:
 
 
 def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
-    """16 requests of all lengths and kinds of sampling."""
+    """16 requests with different lengths and kinds of sampling."""
     kinds = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -127,7 +128,7 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def test_batch_equals_one_at_a_time(tiny_dir: Path, llm: LLM) -> None:
-    """Seeded sampling included: neither neighbours nor order nor cache change a request's tokens."""
+    """Other requests, order and cache change no token, also with seeded sampling."""
     prompts, params = mixed()
     together = [c.ids for c in llm.generate(prompts, params)]
     alone = make(tiny_dir)
@@ -149,7 +150,7 @@ def test_preemption_changes_nothing(tiny_dir: Path, llm: LLM) -> None:
 
 @pytest.mark.parametrize("blocks", [200, 29])
 def test_overlap_changes_nothing(tiny_dir: Path, llm: LLM, blocks: int) -> None:
-    """Tokens and log-probabilities; sampling, stop tokens and preemptions included."""
+    """Tokens and log-probabilities are equal, also with sampling, stop tokens and preemptions."""
     prompts, params = mixed()
     params[3] = replace(params[3], stop_token_ids=tuple(range(0, VOCAB, 3)))
     expected = llm.generate(prompts, params, ignore_eos=True)
@@ -202,7 +203,7 @@ def request(name: str, ids: list[int], params: SamplingParams = GREEDY) -> Valid
     return ValidRequest(name, "tiny", tuple(ids), params)
 
 
-def test_poisoned_kv_fails_its_sequence_alone_and_leaves_no_trace(llm: LLM) -> None:
+def test_nan_in_kv_fails_only_its_sequence_and_does_not_spread(llm: LLM) -> None:
     expected = llm.generate([prompt(10, 1), prompt(10, 2)], GREEDY)
     llm.engine.pool.reset_prefix_cache()
     seqs = [llm.engine.new_sequence(request(f"r{i}", prompt(10, i))) for i in (1, 2)]
@@ -218,7 +219,7 @@ def test_poisoned_kv_fails_its_sequence_alone_and_leaves_no_trace(llm: LLM) -> N
     assert bad[0].finish_reason is FinishReason.ERROR
     assert seqs[1].output == expected[1].ids
     assert llm.engine.counters.failed_sequences == 1
-    # The poison stays in a cached block of that prompt only; once reused, blocks are clean.
+    # The NaN is only in a cached block of that prompt; the block is clean when it is used again.
     llm.engine.pool.reset_prefix_cache()
     assert llm.generate([prompt(10, 1)], GREEDY)[0].ids == expected[0].ids
 
@@ -231,7 +232,7 @@ def test_unwritten_slots_of_a_reused_block_do_not_leak(llm: LLM) -> None:
 
 
 def test_hand_off_between_two_engines(tiny_dir: Path, llm: LLM) -> None:
-    """Prefill computes, its blocks are copied byte by byte, decode goes on and computes no prompt token."""
+    """The first engine computes the prompt, its blocks are copied, and the second continues without prompt tokens."""
     ids = prompt(3 * CHUNK + 2)
     expected = llm.generate([ids], GREEDY)[0].ids
     prefill, decode = make(tiny_dir).engine, make(tiny_dir).engine
@@ -273,7 +274,7 @@ def test_hand_off_between_two_engines(tiny_dir: Path, llm: LLM) -> None:
 
 
 class Recorder:
-    """Collects outputs per request and signals ends."""
+    """Collects the outputs of each request and signals their ends."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -299,7 +300,7 @@ def refused(error: BatonError) -> None:
     raise AssertionError(error)
 
 
-def test_loop_serves_aborts_pauses_and_refuses(llm: LLM) -> None:
+def test_the_loop_adds_aborts_pauses_and_refuses(llm: LLM) -> None:
     expected = llm.generate([prompt(20)], GREEDY)[0].ids
     recorder, engine = Recorder(), llm.engine
     loop = EngineLoop(engine, recorder)
@@ -307,7 +308,7 @@ def test_loop_serves_aborts_pauses_and_refuses(llm: LLM) -> None:
     loop.add(engine.new_sequence(request("a", prompt(20))), refused)
     recorder.wait("a")
     assert recorder.tokens["a"] == expected
-    # Abort: one end, whatever comes first; an abort after the end is nothing.
+    # Abort: exactly one end; an abort after the end does nothing.
     endless = SamplingParams(temperature=0.0, max_tokens=200)
     loop.add(engine.new_sequence(request("b", prompt(20), endless)), refused)
     loop.abort("b")
@@ -315,7 +316,7 @@ def test_loop_serves_aborts_pauses_and_refuses(llm: LLM) -> None:
     loop.abort("a")
     recorder.wait("b")
     assert recorder.finish["b"] is FinishReason.ABORT
-    # Paused: it gets no tokens until it may go on.
+    # Paused: no tokens until it is resumed.
     loop.call(lambda: None).result(WAIT_S)
     loop.add(engine.new_sequence(request("c", prompt(20))), refused)
     loop.set_paused(["c", "unknown"], True)
@@ -325,13 +326,13 @@ def test_loop_serves_aborts_pauses_and_refuses(llm: LLM) -> None:
     loop.set_paused(["c"], False)
     recorder.wait("c")
     assert recorder.tokens["c"] == expected
-    # Refused: the caller is told.
+    # Refused: on_refused is called.
     errors: list[BatonError] = []
     loop.add(engine.new_sequence(request("d", [])), errors.append)
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda: 1 // 0).result(WAIT_S)
     assert isinstance(errors[0], InvalidRequest)
-    # Stop: what runs is aborted and told, what comes later is refused.
+    # Stop: running sequences are aborted and reported, later ones are refused.
     loop.add(engine.new_sequence(request("e", prompt(20), endless)), refused)
     loop.call(lambda: None).result(WAIT_S)
     loop.stop(WAIT_S)
@@ -342,17 +343,17 @@ def test_loop_serves_aborts_pauses_and_refuses(llm: LLM) -> None:
         loop.call(lambda: None).result(WAIT_S)
 
 
-def test_failing_step_and_failing_hook_do_not_end_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_and_a_failing_on_step_do_not_end_the_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.generate([prompt(20)], GREEDY)[0].ids
     recorder, engine = Recorder(), llm.engine
-    failures = iter(["hook"])
+    failures = iter(["on_step"])
 
-    def hook(result: StepResult) -> None:
+    def on_step(result: StepResult) -> None:
         recorder(result)
         if next(failures, None):
-            raise RuntimeError("the hook broke")
+            raise RuntimeError("on_step broke")
 
-    loop = EngineLoop(engine, hook)
+    loop = EngineLoop(engine, on_step)
     launch = engine.runner.launch
     broken = threading.Event()
 
@@ -401,7 +402,7 @@ def test_wrong_configuration_names_the_field(tiny_dir: Path, change: dict[str, A
 
 
 def test_constraints_hold_with_overlap_and_preemptions(tiny_dir: Path, llm: LLM) -> None:
-    """Tokens are drawn again once the one before is known: the same as in an engine that waits, neighbours included."""
+    """Deferred sampling gives the tokens of an engine without overlap, also for other requests in the batch."""
     prompts = [prompt(20, i) for i in range(8)]
     each = [
         SamplingParams(
@@ -433,7 +434,7 @@ def test_constraints_hold_with_overlap_and_preemptions(tiny_dir: Path, llm: LLM)
     clean(ahead.engine)
 
 
-def test_a_request_without_any_token_left_fails_alone(llm: LLM) -> None:
+def test_a_request_without_any_allowed_token_fails_alone(llm: LLM) -> None:
     nothing = SamplingParams(temperature=0.0, max_tokens=4, allowed_token_ids=(9,), bad_words=((9, 9),))
     stuck, fine = llm.generate(
         [prompt(6, 1), prompt(6, 2)], [nothing, SamplingParams(temperature=0.0, max_tokens=4)], show_progress=False

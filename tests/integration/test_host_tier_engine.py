@@ -1,4 +1,4 @@
-"""The host tier under a real engine on a CPU: what comes back from host memory gives the tokens that the pool gave."""
+"""The host tier of a real engine on a CPU: blocks from host memory give the same tokens as blocks of the pool."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
             assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
 
 
-def test_an_evicted_prompt_comes_back_and_is_not_computed_again(model_dir: Path) -> None:
+def test_an_evicted_prompt_comes_back_and_is_not_recomputed(model_dir: Path) -> None:
     llm, plain = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS), make(model_dir)
     prompts = [prompt_of(60, seed=i) for i in range(4)]
     for prompt in prompts:
@@ -79,7 +79,7 @@ def test_an_evicted_prompt_comes_back_and_is_not_computed_again(model_dir: Path)
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
 def test_blocks_come_back_bit_for_bit(model_dir: Path, kv_dtype: str) -> None:
-    """All segments of a block, scales included."""
+    """All segments of a block are equal, including scales."""
     llm = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS, kv_dtype=kv_dtype)
     engine, prompts = llm.engine, [prompt_of(60, seed=i) for i in range(3)]
 
@@ -95,12 +95,12 @@ def test_blocks_come_back_bit_for_bit(model_dir: Path, kv_dtype: str) -> None:
     assert len(before.keys() & contents().keys()) < 15
     assert llm.generate([prompts[0]], GREEDY, ignore_eos=True)[0].cached_tokens == 56
     after = contents()
-    # The first 14 of the chain came back; the last of the prompt is computed anew, in a step of another shape.
+    # The first 14 blocks came back. The last one was computed again, in a step of another shape.
     for h in list(before)[:14]:
         assert after[h] == before[h]
 
 
-def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: Path) -> None:
+def test_preempted_sequences_resume_without_recomputing(model_dir: Path) -> None:
     prompts = [prompt_of(20, seed=i) for i in range(5)]
     expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
     llm = make(model_dir, num_blocks=28, host_blocks=HOST_BLOCKS)
@@ -112,7 +112,7 @@ def test_preempted_sequences_go_on_without_computing_anything_again(model_dir: P
     clean(llm)
 
 
-def test_a_host_that_is_too_small_costs_recomputing_and_nothing_else(model_dir: Path) -> None:
+def test_a_host_tier_that_is_too_small_only_costs_recomputing(model_dir: Path) -> None:
     prompts = [prompt_of(20, seed=i) for i in range(5)]
     expected = make(model_dir).generate(prompts, LONG, ignore_eos=True)
     llm = make(model_dir, num_blocks=28, host_blocks=3)
@@ -122,7 +122,7 @@ def test_a_host_that_is_too_small_costs_recomputing_and_nothing_else(model_dir: 
     clean(llm)
 
 
-def test_children_and_scored_prompts_go_on_too(model_dir: Path) -> None:
+def test_children_and_prompt_logprobs_resume_too(model_dir: Path) -> None:
     families = SamplingParams(temperature=0.9, seed=5, max_tokens=40, n=3)
     scored = SamplingParams(temperature=0.0, max_tokens=30, prompt_logprobs=1)
     prompts = [prompt_of(18, seed=1), prompt_of(70, seed=2), prompt_of(19, seed=3), prompt_of(66, seed=4)]
@@ -148,7 +148,7 @@ def test_with_drafts_the_tokens_are_the_same(model_dir: Path, speculation: str) 
     clean(llm)
 
 
-def test_a_block_that_rots_in_host_memory_fails_its_request_and_no_other(model_dir: Path) -> None:
+def test_a_block_damaged_in_host_memory_fails_only_its_request(model_dir: Path) -> None:
     llm = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS)
     prompts = [prompt_of(60, seed=i) for i in range(3)]
     first = [llm.generate([prompt], GREEDY, ignore_eos=True)[0].ids for prompt in prompts]
@@ -168,7 +168,7 @@ def test_a_block_that_rots_in_host_memory_fails_its_request_and_no_other(model_d
 
 
 def test_without_checksums_that_damage_goes_unnoticed(model_dir: Path) -> None:
-    """The damage is real: only the checksums stand between it and an answer."""
+    """Shows that the damage of the test above would change the output without checksums."""
     llm = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS)
     unchecked = LLM(
         model_dir,
@@ -187,7 +187,9 @@ def test_without_checksums_that_damage_goes_unnoticed(model_dir: Path) -> None:
     assert unchecked.generate([prompts[0]], GREEDY, ignore_eos=True)[0].ids != first[0]
 
 
-def test_a_copier_that_fails_leaves_a_pool_without_a_host(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_copy_the_pool_works_without_a_host_tier(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, plain = make(model_dir, num_blocks=24, host_blocks=HOST_BLOCKS), make(model_dir)
 
     def fail(*_: object) -> None:

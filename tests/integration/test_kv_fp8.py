@@ -1,4 +1,4 @@
-"""The engine and the pods with a KV cache of 8 bits: close to the full one; the same tokens whatever moves blocks."""
+"""Engine and pods with an 8-bit KV cache: close to the 16-bit one, and no token depends on how blocks were moved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def llm(model_dir: Path) -> LLM:
 def test_log_probabilities_of_smollm2_stay_close(
     smollm2_dir: Path, record_property: Callable[[str, float], None]
 ) -> None:
-    """The same continuation, token for token, on both caches. Printed and recorded: what 8 bits cost."""
+    """Log-probabilities of one continuation on both caches; prints and records the differences."""
     rng = torch.Generator().manual_seed(1)
     prompts = [torch.randint(100, 40000, (n,), generator=rng).tolist() for n in (7, 90)]
     params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
@@ -68,8 +68,8 @@ def test_preemption_changes_no_token(model_dir: Path, llm: LLM) -> None:
     assert tight.engine.scheduler.stats().preemptions > 0
 
 
-def test_poison_stays_with_its_sequence(llm: LLM) -> None:
-    """A NaN in another's block, and in all that nobody owns, reaches no one; in one's own it fails that one."""
+def test_a_nan_fails_only_its_sequence(llm: LLM) -> None:
+    """A NaN in blocks of others and in free blocks has no effect; in a block of its own it fails the sequence."""
     prompts = [prompt_of(10, seed=1), prompt_of(10, seed=2)]
     expected = [c.ids for c in llm.generate(prompts, GREEDY)]
     llm.engine.pool.reset_prefix_cache()
@@ -100,7 +100,7 @@ async def test_hand_off_between_pods(model_dir: Path, llm: LLM, length: int) -> 
         assert (info.layout.dtype, info.computed.prefill) == ("float8_e4m3", 0)
 
 
-async def test_pods_of_unlike_caches_refuse_each_other(model_dir: Path) -> None:
+async def test_pods_with_different_kv_dtypes_refuse_each_other(model_dir: Path) -> None:
     async with Cluster.start(model_dir, prefill_config=FP8, check=False) as cluster:
         with pytest.raises(LayoutMismatch):
             await cluster.generate(request(prompt_of(20), 4))

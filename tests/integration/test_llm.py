@@ -1,4 +1,4 @@
-"""The engine in this process: what its callers give and get, and that nothing of a call outlives it."""
+"""LLM: arguments and results, and that nothing of a call stays in the engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "num_blocks
 
 
 def bare(directory: Path) -> Path:
-    """A config.json alone."""
+    """A directory with a config.json only."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128, "eos_token_id": 9}
     (directory / "config.json").write_text(json.dumps(config))
@@ -48,7 +48,7 @@ def bare(directory: Path) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> LLM:
-    """Random weights, no tokenizer; nobody stops it but max_tokens."""
+    """Random weights, no tokenizer; only max_tokens ends an output."""
     return LLM(bare(tmp_path), **SETTINGS)
 
 
@@ -102,7 +102,7 @@ def test_the_example_of_the_readme_runs(smollm2_dir: Path, monkeypatch: pytest.M
     assert "Token(index=0" in lines
 
 
-def test_logprobs_cached_tokens_and_each_its_own_params(tiny: LLM) -> None:
+def test_logprobs_cached_tokens_and_params_per_prompt(tiny: LLM) -> None:
     prompt = list(range(10, 30))
     each = [SamplingParams(temperature=0.0, max_tokens=3, logprobs=2), SamplingParams(seed=5, max_tokens=7)]
     first, second = tiny.generate([prompt, prompt[:7]], each, ignore_eos=True)
@@ -124,7 +124,7 @@ def test_the_model_s_stop_token_ends_it_unless_ignored(tiny: LLM) -> None:
 
 
 def test_without_a_tokenizer_texts_are_refused_and_ids_are_not(tiny: LLM) -> None:
-    with pytest.raises(ConfigError, match="give prompts as token ids"):
+    with pytest.raises(ConfigError, match="pass prompts as token ids"):
         tiny.generate(["x"], GREEDY)
     done = tiny.generate([[1]], GREEDY)[0]
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
@@ -163,7 +163,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
     monkeypatch.undo()
 
 
-def test_an_interrupted_call_leaves_nothing_behind(
+def test_an_interrupted_call_leaves_no_sequence_in_the_engine(
     tiny: LLM, interrupted: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted()
@@ -192,18 +192,18 @@ def test_calls_of_several_threads_take_turns(tiny: LLM, monkeypatch: pytest.Monk
 
 
 def test_every_thread_that_computes_is_on_the_engine_s_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's kernels go to the device of the thread that launches them."""
-    told: set[tuple[str, torch.device]] = set()
+    """Triton launches kernels on the current device of the calling thread."""
+    seen: set[tuple[str, torch.device]] = set()
     for module in (engine.engine, engine.loop, engine.kv.host_copier):
-        monkeypatch.setattr(module, "make_current", lambda device: told.add((threading.current_thread().name, device)))
+        monkeypatch.setattr(module, "make_current", lambda device: seen.add((threading.current_thread().name, device)))
     llm = LLM(bare(tmp_path), **SETTINGS, host_cache=1 << 20)
     llm.generate([[1]], GREEDY)
     llm.engine.close()
     here = threading.current_thread().name
-    assert told == {(name, torch.device("cpu")) for name in (here, "engine", "host-tier")}
+    assert seen == {(name, torch.device("cpu")) for name in (here, "engine", "host-tier")}
 
 
-def test_it_is_the_pods_loop_that_runs(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_runs_the_loop_of_the_pods(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[EngineLoop] = []
     original = EngineLoop.start
     monkeypatch.setattr(EngineLoop, "start", lambda self: (started.append(self), original(self))[1])

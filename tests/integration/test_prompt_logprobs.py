@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt are those of transformers, whatever chunks, caches and preemptions do to it."""
+"""Log-probabilities of a prompt equal those of transformers, with chunks, cached prefixes and preemptions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from common.types import PromptLogprobs, SamplingParams
-from engine.engine import Engine, SequenceOutput, StepResult
+from engine.engine import Engine
 from engine.llm import LLM
+from engine.schedule.outputs import SequenceOutput, StepResult
 from tests.integration.test_engine import prompt, request
 
 TOLERANCE = 1e-3
@@ -22,7 +23,7 @@ def llm(smollm2_dir: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def expected(smollm2_dir: Path) -> torch.Tensor:
-    """[tokens, vocab] of the long prompt."""
+    """Log-probabilities of the long prompt, [tokens, vocab]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
@@ -33,12 +34,12 @@ def expected(smollm2_dir: Path) -> torch.Tensor:
 def run(engine: Engine, name: str, ids: list[int], params: SamplingParams) -> list[SequenceOutput]:
     found: list[SequenceOutput] = []
 
-    def hook(result: StepResult) -> None:
+    def on_step(result: StepResult) -> None:
         found.extend(o for o in result.outputs if o.seq.request_id == name)
 
     engine.add(engine.new_sequence(request(name, ids, params)))
     while engine.has_work:
-        engine.step(hook)
+        engine.step(on_step)
     return found
 
 
@@ -49,7 +50,7 @@ def check(parts: list[PromptLogprobs], ids: list[int], expected: torch.Tensor, t
         for i, (value, rank) in enumerate(zip(part.logprobs, part.ranks, strict=True)):
             line = expected[at - 1]
             assert value == pytest.approx(float(line[ids[at]]), abs=TOLERANCE)
-            assert abs(rank - 1 - int((line > line[ids[at]]).sum())) <= 1  # two that are equal but for rounding
+            assert abs(rank - 1 - int((line > line[ids[at]]).sum())) <= 1  # two tokens that differ only by rounding
             best = line.topk(top)
             assert [t.logprob for t in part.top(i)] == pytest.approx(best.values.tolist(), abs=TOLERANCE)
             at += 1
@@ -76,16 +77,16 @@ def test_a_prompt_of_one_token_has_none(llm: LLM) -> None:
     assert [o.prompt_logprobs for o in outputs] == [None]
 
 
-def test_after_a_preemption_nothing_is_scored_again_in_vain(llm: LLM, expected: torch.Tensor) -> None:
+def test_after_a_preemption_no_prompt_logprob_is_computed_twice(llm: LLM, expected: torch.Tensor) -> None:
     engine, ids = llm.engine, prompt(150)
     engine.add(seq := engine.new_sequence(request("p", ids, SamplingParams(max_tokens=1, prompt_logprobs=0))))
     parts: list[PromptLogprobs] = []
 
-    def hook(result: StepResult) -> None:
+    def on_step(result: StepResult) -> None:
         parts.extend(o.prompt_logprobs for o in result.outputs if o.prompt_logprobs is not None)
 
-    engine.step(hook)
+    engine.step(on_step)
     engine.scheduler._preempt(seq)
     while engine.has_work:
-        engine.step(hook)
+        engine.step(on_step)
     check(parts, ids, expected, 0)

@@ -1,4 +1,4 @@
-"""A hundred random JSON schemas: every answer that ends by itself parses and is valid, in a pool that preempts."""
+"""A hundred random JSON schemas: each answer that ends by itself is valid JSON of its schema, also with preemptions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def answers(llm: LLM, schemas: list[dict[str, Any]]) -> list[Completion]:
 
 
 def broken(done: list[Completion], schemas: list[dict[str, Any]]) -> list[str]:
-    """Answers that ended by themselves and are not what their schema says."""
+    """Answers that ended by themselves and do not match their schema."""
     found: list[str] = []
     for completion, schema in zip(done, schemas, strict=True):
         if completion.finish is FinishReason.STOP:
@@ -87,7 +87,7 @@ def test_every_finished_answer_is_valid(llm: LLM) -> None:
 
 
 def test_without_masks_answers_are_broken(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check above can fail: the same engine, which ignores what its constraints say."""
+    """The check above can fail: without masks the same engine gives invalid answers."""
     monkeypatch.setattr(Constraint, "mask", lambda self: self._always)
     monkeypatch.setattr(Constraint, "masks", lambda self, draft: (list(draft), self._always[None]))
     monkeypatch.setattr(Constraint, "advance", lambda self, token: None)
@@ -97,7 +97,7 @@ def test_without_masks_answers_are_broken(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert all(c.finish is FinishReason.LENGTH or broken([c], [s]) for c, s in zip(done, schemas, strict=True))
 
 
-def test_children_follow_the_grammar_each_on_its_own(llm: LLM) -> None:
+def test_each_child_follows_the_grammar(llm: LLM) -> None:
     grammar = grammars.from_json_schema({"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 2}, field="f")
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=MAX_TOKENS, n=3)
     done = llm.generate(["JSON:"], params, grammar=grammar, show_progress=False)

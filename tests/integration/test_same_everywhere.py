@@ -1,4 +1,4 @@
-"""What endpoints share means the same on each: the pods are asked the same, and something else without it."""
+"""A parameter that several endpoints share has the same effect on each: the pods get equal requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FUNCTION = {"name": "pick", "parameters": {"type": "object", "properties": {}, "
 TOOLS = [{"type": "function", "function": FUNCTION}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["zebra"]}}}
 
-# What all generating endpoints have, and what only chats and completions do.
+# Parameters of all generating endpoints, and those of chats and completions only.
 EVERYWHERE: dict[str, Any] = {
     "temperature": 0.5,
     "top_p": 0.5,
@@ -56,7 +56,7 @@ GENERATING: dict[str, Any] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[FakeCluster]:
     async with fake_cluster() as c:
-        c.script = lambda request: counting(request)[:20]  # some may ask for thousands
+        c.script = lambda request: counting(request)[:20]  # some requests ask for thousands
         yield c
 
 
@@ -70,7 +70,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def asked(gw: Rig, path: str, **fields: Any) -> ValidRequest:
-    """What both pods are asked for a body; its prompt and id, and a seed that was minted, do not count."""
+    """The requests of both pods for a body, without prompt, id and a generated seed."""
     response = await gw.http.post(path, json={"model": MODEL, **fields})
     assert response.status_code == 200, response.text
     request = gw.cluster.prefills[0].seen.prefilled[-1]
@@ -127,7 +127,7 @@ async def test_responses_ask_the_same_of_the_pods(gw: Rig, name: str) -> None:
         ({"top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
     ],
 )
-async def test_what_responses_call_otherwise_asks_the_same(gw: Rig, of_response: Any, of_chat: Any) -> None:
+async def test_parameters_with_another_name_in_responses_ask_the_same(gw: Rig, of_response: Any, of_chat: Any) -> None:
     assert await response(gw, **of_response) == await chat(gw, **of_chat)
     assert await response(gw, **of_response) != await response(gw)
 
@@ -158,7 +158,7 @@ async def test_a_response_is_as_long_as_it_may_be(gw: Rig) -> None:
 
 
 async def test_stop_strings_end_answers_on_every_endpoint(gw: Rig) -> None:
-    """What the gateway does itself: the pods are asked nothing else."""
+    """The gateway handles stop strings; the requests to the pods do not change."""
     said = (await gw.complete(temperature=0)).json()["choices"][0]["text"]
     cut = {"stop": [said[2:4]]}
     assert (await gw.complete(**cut)).json()["choices"][0]["text"] == said[:2]
