@@ -64,7 +64,7 @@ class KVLayout:
     head_dim: int
     #: Tokens.
     block_size: int
-    #: Of keys and values: float32, bfloat16, or float8_e4m3 with one scale for K and one for V per layer, head and token.
+    #: Of keys and values: float32, bfloat16, or float8_e4m3, which has one scale per layer, head, token and K or V.
     dtype: str
     version: int = LAYOUT_VERSION
     #: Layers of the draft model or EAGLE head; 0: none.

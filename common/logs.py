@@ -64,7 +64,7 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
 
 
 def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Renames the logger `uvicorn.error`, which uvicorn uses for everything, and drops its coloured copy of the text."""
+    """Renames the logger `uvicorn.error`, used by uvicorn for everything, and drops its coloured copy of the text."""
     line.pop("color_message", None)
     if line.get("logger") == "uvicorn.error":
         line["logger"] = "uvicorn"

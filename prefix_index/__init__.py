@@ -1,1 +1,1 @@
-"""The prefix index in Redis: pods publish the block hashes they hold, gateways look prompts up."""
+"""The prefix index in Redis: pods publish the hashes of their cached blocks, gateways look up prompts and book load."""

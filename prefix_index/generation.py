@@ -1,4 +1,4 @@
-"""Who a pod is in the index before it is in it: the generation it starts with, and who holds its name."""
+"""The generation of a starting pod, and the current owner of its name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 1.0
 
 
 def decode_hash(raw: Mapping[str | bytes, str | bytes]) -> dict[str, str]:
-    """A Redis hash, decoded."""
+    """A Redis hash with text in place of bytes."""
     return {_text(name): _text(value) for name, value in raw.items()}
 
 
@@ -26,7 +26,7 @@ def _text(raw: str | bytes) -> str:
 
 
 async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
-    """The record of the pod that holds the lease of a name; None without one, and when Redis is away for 1 s."""
+    """The record of the pod that holds the lease of a name; None if no pod does, or if Redis does not answer in 1 s."""
     keys = IndexKeys(scope)
     client = connect_redis(url, timeout_s=_TIMEOUT_S)
     try:
@@ -35,14 +35,17 @@ async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
         record = PodRecord.from_fields(info) if lease else None
         return record if record is not None and lease == str(record.generation).encode() else None
     except (*REDIS_FAILURES, KeyError, ValueError) as e:
-        _log.warning("who holds the name %s cannot be told: %r", pod, e)
+        _log.warning("cannot read the owner of the pod name %s: %r", pod, e)
         return None
     finally:
         await client.aclose()
 
 
 async def mint_generation(url: str | None, scope: str, pod: str) -> int:
-    """A generation for a starting pod: max(now in ms, the last one + 1); the clock alone when Redis is away for 1 s."""
+    """The generation of a starting pod: max(now in ms, last generation + 1).
+
+    Without an index, or if Redis does not answer in 1 s, it is the clock alone.
+    """
     now_ms = int(time.time() * 1000)
     if url is None:
         return now_ms
@@ -53,7 +56,7 @@ async def mint_generation(url: str | None, scope: str, pod: str) -> int:
             names = (keys.pods, keys.generation(pod))
             return int(await LuaScript("mint", directory=LUA_DIR).run(client, names, (pod, now_ms, PODS_TTL_S)))
     except REDIS_FAILURES as e:
-        _log.warning("generation minted from the clock alone, the prefix index does not answer: %r", e)
+        _log.warning("the prefix index does not answer, the generation comes from the clock alone: %r", e)
         return now_ms
     finally:
         await client.aclose()

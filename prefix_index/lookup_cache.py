@@ -1,7 +1,13 @@
-"""Answers of the prefix index that are still good: a burst of equal prompts asks it once.
+"""A cache of look-ups in the prefix index: a burst of equal prompts sends one look-up to Redis.
 
-An answer is good for CACHE_S, for the generations it was asked about, and for a pod only while no booking there begins
-or ends: it is about to hold more then, and the index knows SETTLE_S later. Invariant: never more than MAX_ANSWERS.
+An answer is valid for CACHE_S and for the pod generations of its question. A booking that begins or ends on a pod makes
+the answer invalid for this pod, because the pod will soon hold more blocks; the index knows them SETTLE_S later.
+Answers by which the pod holds the whole prompt stay valid.
+
+                    booking ends        index has the blocks
+    time  ----|------------|--------------------|---------->
+              answer A     |<---- SETTLE_S ---->|  answer B
+          A and every answer up to here are invalid     B is valid
 """
 
 from __future__ import annotations
@@ -15,36 +21,38 @@ from itertools import takewhile
 from prefix_index.records import PrefixHits
 
 CACHE_S = 1.0
-SETTLE_S = 0.2  # from the end of a prompt's booking until its blocks are in the index, with a margin
+#: Time from the end of a prompt's booking until its blocks are in the index, with a margin.
+SETTLE_S = 0.2
 MAX_ANSWERS = 256
 
-PodGeneration = tuple[str, int]  # name, generation
+#: Name and generation of a pod.
+PodGeneration = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedLookup:
-    asked: float
+    asked_at: float
     length: int
     pods: Sequence[PodGeneration]
     matched: Mapping[PodGeneration, PrefixHits]
 
 
 class LookupCache:
-    """By scope and the last hash of a chain, which names all of it. clock: seconds, monotonic."""
+    """Answers by scope and last block hash, which identifies the whole prompt; never more than MAX_ANSWERS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._answers: OrderedDict[tuple[str, bytes], _CachedLookup] = OrderedDict()  # oldest first
-        self._booked: OrderedDict[str, float] = OrderedDict()  # pod -> when; oldest first
+        self._booked: OrderedDict[str, float] = OrderedDict()  # pod -> time of the last booking event; oldest first
 
     def get(self, scope: str, last: bytes, pods: Sequence[PodGeneration]) -> Mapping[PodGeneration, PrefixHits] | None:
-        """What these pods hold (pods without anything may be left out), or None when the index must be asked."""
+        """The hits of these pods (pods without hits may be missing), or None if there is no valid answer."""
         answer = self._answers.get((scope, last))
-        if answer is None or answer.asked < self._clock() - CACHE_S or not set(answer.pods).issuperset(pods):
+        if answer is None or answer.asked_at < self._clock() - CACHE_S or not set(answer.pods).issuperset(pods):
             return None
-        since = set(takewhile(lambda pod: self._booked[pod] >= answer.asked - SETTLE_S, reversed(self._booked)))
-        if since and any(
-            pod[0] in since and answer.matched.get(pod, PrefixHits()).total_blocks < answer.length for pod in pods
+        recent = set(takewhile(lambda pod: self._booked[pod] >= answer.asked_at - SETTLE_S, reversed(self._booked)))
+        if recent and any(
+            pod[0] in recent and answer.matched.get(pod, PrefixHits()).total_blocks < answer.length for pod in pods
         ):
             return None
         return answer.matched
@@ -56,16 +64,16 @@ class LookupCache:
         length: int,
         pods: Sequence[PodGeneration],
         matched: Mapping[PodGeneration, PrefixHits],
-        asked: float,
+        asked_at: float,
     ) -> None:
-        """Keeps an answer about a chain of `length` blocks. asked: when, by the clock, before it was asked."""
-        self._answers[scope, last] = _CachedLookup(asked, length, tuple(pods), matched)
+        """Keeps an answer for a prompt of `length` blocks. `asked_at` is the clock's value before the look-up."""
+        self._answers[scope, last] = _CachedLookup(asked_at, length, tuple(pods), matched)
         self._answers.move_to_end((scope, last))
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
 
     def invalidate_pod(self, pod: str) -> None:
-        """A booking on the pod begins or ends: it will hold more than answers say."""
+        """A booking begins or ends on the pod: older answers miss the blocks that the pod is about to hold."""
         now = self._clock()
         self._booked[pod] = now
         self._booked.move_to_end(pod)

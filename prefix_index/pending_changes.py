@@ -1,7 +1,8 @@
-"""What a pod's cache gained and lost since its index was last told: bounded, and only the last word on each block.
+"""Changes of a pod's caches that are not in the index yet: the last state of each block, bounded.
 
-Invariant: while not stale, the index is right once these changes are applied to it; stale means that changes were not
-kept (too many, or nobody listened) and only a snapshot makes it right. Used by the engine's threads and the event loop.
+Invariant: while not stale, the index plus these changes equals the caches. Stale means that changes were dropped (too
+many, or no publisher ran), so that only a snapshot makes the index right. Used by the engine's threads and the event
+loop.
 """
 
 from __future__ import annotations
@@ -15,61 +16,60 @@ from prefix_index.store import STORED_HASH_BYTES
 
 
 class PendingChanges:
-    """Starts stale. limit: blocks that changes are kept for, all tiers together."""
+    """Starts stale. `limit` is the largest number of changed blocks, over all tiers."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()  # never held while another lock is taken
-        self._words: dict[CacheTier, dict[bytes, bool]] = {
-            tier: {} for tier in CacheTier
-        }  # first bytes of a hash -> held
+        #: Per tier: stored part of a block hash -> whether the cache holds the block now.
+        self._changes: dict[CacheTier, dict[bytes, bool]] = {tier: {} for tier in CacheTier}
         self._stale = True
 
     def __len__(self) -> int:
-        return sum(map(len, self._words.values()))
+        return sum(map(len, self._changes.values()))
 
     @property
     def stale(self) -> bool:
-        """A snapshot is due."""
+        """The index needs a snapshot."""
         return self._stale
 
     def record(self, tier: CacheTier, hashes: Sequence[bytes], held: bool) -> bool:
-        """Keeps the word on each block, O(n); True when there was nothing to do before, and now there is."""
+        """Notes for each block whether the cache holds it, O(n). True if the publisher must wake up."""
         with self._lock:
             if self._stale or not hashes:
                 return False
             first = not len(self)
-            words = self._words[tier]
+            changes = self._changes[tier]
             for h in hashes:
-                words[h[:STORED_HASH_BYTES]] = held
+                changes[h[:STORED_HASH_BYTES]] = held
             if len(self) > self._limit:
                 self._drop()
                 return True
             return first
 
     def mark_stale(self) -> None:
-        """What the index contains is not known any more."""
+        """The content of the index is unknown: drops all changes until the next snapshot."""
         with self._lock:
             self._drop()
 
     def _drop(self) -> None:
         self._stale = True
-        for words in self._words.values():
-            words.clear()
+        for changes in self._changes.values():
+            changes.clear()
 
     def begin_snapshot(self) -> None:
-        """A snapshot is about to be taken: from now on, changes count."""
+        """Drops all changes and starts to keep new ones. Call it before reading the caches for a snapshot."""
         with self._lock:
             self._drop()
             self._stale = False
 
-    def take_batch(self, most: int) -> dict[CacheTier, dict[bytes, bool]]:
-        """Takes out the words on at most so many blocks, the oldest first."""
+    def take_batch(self, max_blocks: int) -> dict[CacheTier, dict[bytes, bool]]:
+        """Removes and returns the changes of at most `max_blocks` blocks, oldest first."""
         taken: dict[CacheTier, dict[bytes, bool]] = {}
         with self._lock:
-            for tier, words in self._words.items():
-                taken[tier] = dict(islice(words.items(), most))
-                most -= len(taken[tier])
+            for tier, changes in self._changes.items():
+                taken[tier] = dict(islice(changes.items(), max_blocks))
+                max_blocks -= len(taken[tier])
                 for h in taken[tier]:
-                    del words[h]
+                    del changes[h]
         return taken

@@ -1,12 +1,12 @@
-"""A connection for the calls that requests wait for: many are on their way at once, and answers come in their order.
+"""Pipelined Redis connections for the calls that requests wait for: many calls in flight, answered in order.
 
-redis-py's client takes a connection out of its pool for every call, looks whether it still lives, and guards each write
-and each read by tasks, locks and time limits: several times what the server takes for a look-up. A line has redis-py
-set one connection up, which knows addresses, TLS, users, sentinels and the slots of a cluster, and then takes over its
-transport: a command is written at once, and an answer wakes its caller in the turn of the event loop in which it came.
+For every call, redis-py takes a connection from its pool, checks that it is alive, and guards each write and read with
+tasks, locks and time limits. That costs several times as much as a look-up in the server. A PipelinedConnection lets
+redis-py connect (addresses, TLS, users, sentinels, cluster slots) and then takes over the transport: it writes a
+command at once, and an answer resolves its future in the event loop iteration in which it arrives.
 
-Lifecycle: connecting -> open -> closed, at the first sign of trouble. A line asks nobody else, tries nothing again and
-knows no time limit; while there is none its user goes by the client, which does all that.
+Lifecycle: connecting -> open -> closed, at the first error. There are no retries and no time limits; while no
+connection is open, the caller uses the redis-py client, which has them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
 from prefix_index.store import IndexKeys
 
 CONNECT_S = 1.0
-RETRY_S = 1.0  # from the start of a line that ended to that of the next one
+#: Shortest time between the starts of two connections of a scope.
+RETRY_S = 1.0
 
-_MORE = object()  # what the reader gives while an answer is incomplete
+#: The hiredis reader returns it while an answer is incomplete.
+_MORE = object()
 
 _log = logging.getLogger(__name__)
 
 
 class _PipelineProtocol(asyncio.Protocol):
-    """What is on its way over a transport that somebody else connected.
+    """Calls in flight over a transport that redis-py connected.
 
-    Invariant: `_waiting` are the calls without an answer, in the order in which they were written.
+    Invariant: `_waiting` holds the futures of the unanswered calls, in the order of their commands.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -52,7 +54,7 @@ class _PipelineProtocol(asyncio.Protocol):
         transport.set_protocol(self)
 
     def call(self, packed: bytes) -> asyncio.Future[Any]:
-        """The answer to come. How much waits to be written is for callers to bound."""
+        """Writes a command; the future gets its answer. Callers bound the number of calls."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(answer)
         self._transport.write(packed)
@@ -70,10 +72,10 @@ class _PipelineProtocol(asyncio.Protocol):
         if isinstance(answer, ConnectionError):
             raise answer
         if not self._waiting:
-            raise ConnectionError("an answer that nobody asked for")
+            raise ConnectionError("an answer without a call")
         waiting = self._waiting.popleft()
         if waiting.done():
-            return  # its caller has gone
+            return  # the caller was cancelled
         if isinstance(answer, ResponseError):
             waiting.set_exception(answer)
         else:
@@ -81,76 +83,76 @@ class _PipelineProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(ConnectionError(f"the connection ended: {exc or 'by the server'}"))
-        self._before.connection_lost(exc)  # who closes the connection waits for that
+        self._before.connection_lost(exc)  # redis-py's close waits for it
 
     def end(self, error: Exception) -> None:
-        """What is on its way fails, and nothing else will be written. Idempotent."""
+        """Fails the calls in flight and closes the transport. Idempotent."""
         self._transport.close()
         if not self.closed.done():
             self.closed.set_exception(error)
         while self._waiting:
             answer = self._waiting.popleft()
             if not answer.done():
-                answer.set_exception(ConnectionError("the line was closed"))
+                answer.set_exception(ConnectionError("the connection was closed"))
 
 
 class PipelinedConnection:
-    """To the server that keeps one scope; connects from its making on, in the background. clock: seconds."""
+    """A connection to the server of one scope. It starts to connect, in the background, when it is created."""
 
     def __init__(self, url: str, scope: str, clock: Callable[[], float]) -> None:
-        self._calls: _PipelineProtocol | None = None
+        self._protocol: _PipelineProtocol | None = None
         self._clock = clock
-        self._began = clock()
-        self._task = asyncio.get_running_loop().create_task(self._run(url, scope), name="prefix-index-line")
+        self._started_at = clock()
+        self._task = asyncio.get_running_loop().create_task(self._run(url, scope), name="prefix-index-connection")
 
     @property
     def open(self) -> bool:
-        """It takes calls."""
-        return self._calls is not None and not self._calls.closed.done()
+        """Calls are possible."""
+        return self._protocol is not None and not self._protocol.closed.done()
 
     @property
     def may_reconnect(self) -> bool:
-        """It has ended, and it is time for another one."""
-        return self._task.done() and self._clock() - self._began >= RETRY_S
+        """The connection has ended, and RETRY_S have passed since its start."""
+        return self._task.done() and self._clock() - self._started_at >= RETRY_S
 
     async def call(self, packed: bytes) -> Any:
-        """The answer to a packed command. Raises what FAILURES names; after any but a ResponseError it is closed."""
-        if self._calls is None or self._calls.closed.done():
-            raise ConnectionError("the line is closed")
-        return await self._calls.call(packed)
+        """The answer to a packed command. Raises REDIS_FAILURES; all but ResponseError close the connection."""
+        if self._protocol is None or self._protocol.closed.done():
+            raise ConnectionError("the connection is closed")
+        return await self._protocol.call(packed)
 
     def close(self) -> None:
-        """No more calls; those on their way fail. Idempotent."""
-        self._calls = None
+        """Closes the connection; calls in flight fail. Idempotent."""
+        self._protocol = None
         self._task.cancel()
 
     async def wait_closed(self) -> None:
-        """Returns once it has closed."""
+        """Returns once the connection is closed."""
         await asyncio.wait({self._task})
 
     async def _run(self, url: str, scope: str) -> None:
         client: RedisClient | None = None
-        calls: _PipelineProtocol | None = None
+        protocol: _PipelineProtocol | None = None
         try:
-            client = connect_redis(url, timeout_s=CONNECT_S, patient=True)
+            client = connect_redis(url, timeout_s=CONNECT_S, no_read_timeout=True)
             async with asyncio.timeout(CONNECT_S):
                 connection = await _connection(client, scope)
             writer = connection._writer
-            assert writer is not None  # it is connected
-            calls = self._calls = _PipelineProtocol(writer.transport)  # type: ignore[arg-type]
-            await calls.closed
+            assert writer is not None  # the connection is open
+            protocol = self._protocol = _PipelineProtocol(writer.transport)  # type: ignore[arg-type]
+            await protocol.closed
         except (*REDIS_FAILURES, ConfigError) as e:
-            _log.info("the line to the prefix index ends: %s: %s", type(e).__name__, e)
+            _log.info("the pipelined connection to the prefix index ended: %s: %s", type(e).__name__, e)
         finally:
-            self._calls = None
-            if calls is not None:
-                calls.end(ConnectionError("the line was closed"))
+            self._protocol = None
+            if protocol is not None:
+                protocol.end(ConnectionError("the connection was closed"))
             if client is not None:
                 await client.aclose()
 
 
 async def _connection(client: RedisClient, scope: str) -> AbstractConnection:
-    """Connected; it ends with the client."""
+    """A connected connection to the server of the scope; it ends with the client."""
     connection: AbstractConnection
     if not isinstance(client, RedisCluster):
         connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
@@ -165,34 +167,34 @@ async def _connection(client: RedisClient, scope: str) -> AbstractConnection:
 
 
 class PipelinedConnections:
-    """One line per scope in use."""
+    """The pipelined connections of a reader, one per scope in use."""
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._url = url
         self._clock = clock
-        self._lines: dict[str, PipelinedConnection] = {}
+        self._connections: dict[str, PipelinedConnection] = {}
 
     def get(self, scope: str) -> PipelinedConnection | None:
-        """The scope's line if it is open. If there is none, one connects in the background."""
-        line = self._lines.get(scope)
-        if line is None or line.may_reconnect:
-            line = self._lines[scope] = PipelinedConnection(self._url, scope, self._clock)
-        return line if line.open else None
+        """The scope's connection if it is open. If there is none, a new one starts to connect in the background."""
+        connection = self._connections.get(scope)
+        if connection is None or connection.may_reconnect:
+            connection = self._connections[scope] = PipelinedConnection(self._url, scope, self._clock)
+        return connection if connection.open else None
 
     def close_other_scopes(self, scopes: Collection[str]) -> None:
-        """Closes those of other scopes."""
-        for scope in self._lines.keys() - set(scopes):
-            self._lines.pop(scope).close()
+        """Closes the connections of all scopes but these."""
+        for scope in self._connections.keys() - set(scopes):
+            self._connections.pop(scope).close()
 
     def close_all(self) -> None:
-        """Closes all: what is wrong with one server may be wrong with another's address too."""
-        for line in self._lines.values():
-            line.close()
+        """Closes all connections: after one failure, the addresses of the others may be outdated too."""
+        for connection in self._connections.values():
+            connection.close()
 
     async def close(self) -> None:
-        """Closes all, and waits for it."""
-        lines, self._lines = list(self._lines.values()), {}
-        for line in lines:
-            line.close()
-        for line in lines:
-            await line.wait_closed()
+        """Closes all connections and waits until they are closed."""
+        connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.close()
+        for connection in connections:
+            await connection.wait_closed()

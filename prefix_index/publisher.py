@@ -1,15 +1,15 @@
-"""Pod side of the prefix index: publishes what the pod's caches hold, fenced by the pod's generation.
+"""Pod side of the prefix index: publishes the blocks of the pod's caches under the pod's generation.
 
-                 +--------- refused, lease lost, Redis away: back-off ---------+
+                 +------ refused, lease lost or Redis down: back-off ----------+
                  v                                                             |
 start -> register -> snapshot -> { heartbeat every 3 s | batch every 30 ms | snapshot after overflow or gap }
 stop  -> leave
 
-Invariants: only the task talks to Redis, one command at a time, so no change is in flight while sizes are compared;
-`_held` is what the pod's sets contain; `_posted` contains every sampled block that may have a posting under our slot; a
-failure of unknown outcome is followed by a registration and a snapshot, whose number makes a late batch a duplicate.
-The engine only touches `_changes`, whose lock is never held while the pool's is taken (the pool calls stored() and
-evicted() under its own).
+Invariants: Only the background task talks to Redis, one command at a time, so no change is in flight while it compares
+set sizes. `_held` equals the pod's sets. `_posted` contains every sampled block that may have a posting under the
+pod's slot. A command of unknown outcome is followed by a registration and a snapshot, whose number makes a late batch
+a duplicate. The engine's threads only use `_changes`. The pool calls stored() and evicted() under its own lock, so the
+lock of `_changes` is never held while the pool's lock is taken.
 """
 
 from __future__ import annotations
@@ -42,24 +42,30 @@ _log = logging.getLogger(__name__)
 
 BATCH_S = 0.03
 HEARTBEAT_S = 3.0
-MAX_BATCH_BLOCKS = 1_000  # entries per command, which keeps look-ups waiting for 1 to 3 ms; 5,000 are no faster in all
+#: Blocks per command. A command delays look-ups by 1 to 3 ms; 5,000 blocks per command give no higher throughput.
+MAX_BATCH_BLOCKS = 1_000
 MAX_PENDING = 200_000
-SWEEP_S = 10  # between two checks for slots whose pods are gone
-SWEEP_POSTINGS = 1_000  # postings that a heartbeat looks at while there is something to sweep
-_COMMAND_S = 3.0  # under a burst from all pods a command waits its turn; giving up early would only add a snapshot
+#: Seconds between two checks for slots without a live pod.
+SWEEP_S = 10
+#: Postings that one heartbeat checks while postings of freed slots remain.
+SWEEP_POSTINGS = 1_000
+#: Under a burst from all pods a command waits in Redis; a shorter limit would only cause more snapshots.
+_COMMAND_S = 3.0
 _LEAVE_S = 1.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 
 
 class _RegistrationLost(Exception):
-    """The registration does not hold (any more)."""
+    """The pod is not registered: it was refused, replaced or forgotten."""
 
 
 class IndexPublisher:
-    """Keeps one pod's entries current; owned by the pod's event loop. url None: does nothing.
+    """Publishes one pod's blocks and load; owned by the pod's event loop. With url None it does nothing.
 
-    snapshot, host_snapshot: hashes of all blocks that the pool, and the cache in host memory, hold now; called on the
-    loop. load: how busy the pod is.
+    Args:
+        snapshot: Returns the hashes of all blocks in the pool's cache now. Called on the event loop.
+        host_snapshot: The same for the cache in host memory.
+        load: Returns the pod's load now.
     """
 
     def __init__(
@@ -92,31 +98,30 @@ class IndexPublisher:
         self._beat_due = 0.0
         self._task: asyncio.Task[None] | None = None
         self._held: dict[CacheTier, set[bytes]] = {tier: set() for tier in CacheTier}
-        self._number = 0
+        self._batch_number = 0
         self._slot = 0
-        self._sampled_bytes = bytes(
-            range(0, 256, sampling_interval(record.block_size))
-        )  # first bytes of sampled hashes
+        #: First bytes of sampled hashes.
+        self._sampled_bytes = bytes(range(0, 256, sampling_interval(record.block_size)))
         self._posted: set[bytes] = set()
         self._connected = False
-        self._sending = False  # a batch or a snapshot is on its way
+        self._sending = False  # a batch or a snapshot is in flight
 
     @property
     def registered(self) -> bool:
-        """Registered, with a snapshot in place."""
+        """The pod is registered and its snapshot is complete."""
         return self._connected
 
     @property
     def up_to_date(self) -> bool:
-        """The index knows all that changed until now. On the event loop."""
+        """The index contains all changes up to now. On the event loop."""
         return self._connected and not (self._sending or self._changes or self._changes.stale)
 
     def stored(self, hashes: Sequence[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
-        """Blocks that are complete from now on. Any thread, O(n), never blocks on Redis."""
+        """The cache now holds these complete blocks. Any thread, O(n), never waits for Redis."""
         self._queue_change(tier, hashes, True)
 
     def evicted(self, hashes: Sequence[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
-        """Blocks that are gone; call it before they are reused. Any thread, O(n), never blocks on Redis."""
+        """The cache no longer holds these blocks. Call it before reuse. Any thread, O(n), never waits for Redis."""
         self._queue_change(tier, hashes, False)
 
     def _queue_change(self, tier: CacheTier, hashes: Sequence[bytes], held: bool) -> None:
@@ -125,29 +130,29 @@ class IndexPublisher:
             try:
                 loop.call_soon_threadsafe(self._wake.set)
             except RuntimeError:
-                _log.debug("the event loop has closed: a change is not published")
+                _log.debug("the event loop is closed: a change is not published")
 
     def publish_load(self) -> None:
-        """Publishes the load (draining, for one) now instead of at the next heartbeat. On the event loop."""
+        """Publishes the load now, before the next heartbeat, for example when the pod drains. On the event loop."""
         self._beat_due = 0.0
         self._wake.set()
 
     async def start(self) -> None:
-        """Starts publishing in the background; returns at once, whether Redis is there or not."""
+        """Starts the background task. Returns at once, also if Redis is down."""
         if self._client is None:
             return
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="prefix-index")
 
     async def stop(self) -> None:
-        """Leaves the index, so that no gateway routes here; at most about 3 s. Idempotent."""
+        """Leaves the index, so that gateways send no more requests. Takes at most about 3 s. Idempotent."""
         task, self._task = self._task, None
         if task is None or self._client is None:
             return
         self._loop = None
         self._stopping = True
         self._wake.set()
-        # A command under way ends first: after leave, a late one would find no lease, but a late register would.
+        # The running command ends first: after `leave`, a late batch finds no lease, a late `register` makes one.
         await asyncio.wait([task], timeout=_LEAVE_S)
         task.cancel()
         await asyncio.wait([task])
@@ -166,20 +171,20 @@ class IndexPublisher:
                 await self._register()
                 await self._send_snapshot()
                 self._connected, backoff = True, _MIN_BACKOFF_S
-                _log.info("in the prefix index with %d blocks", sum(map(len, self._held.values())))
+                _log.info("registered in the prefix index with %d blocks", sum(map(len, self._held.values())))
                 await self._publish()
             except (_RegistrationLost, *REDIS_FAILURES) as e:
                 if self._connected or backoff == _MIN_BACKOFF_S:
-                    _log.warning("not in the prefix index, trying again: %s: %s", type(e).__name__, e)
+                    _log.warning("not registered in the prefix index, retrying: %s: %s", type(e).__name__, e)
             except Exception:
-                _log.exception("prefix index: unexpected error, trying again")
+                _log.exception("prefix index: unexpected error, retrying")
             self._connected = self._sending = False
             self._changes.mark_stale()
-            await self._sleep(backoff * random.uniform(0.5, 1.5))  # not all pods at the same moment
+            await self._sleep(backoff * random.uniform(0.5, 1.5))  # spreads the pods over time
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
     async def _sleep(self, seconds: float) -> None:
-        """Sleeps, but not past stop()."""
+        """Sleeps until the time is over or stop() is called."""
         deadline = time.monotonic() + seconds
         while not self._stopping and (left := deadline - time.monotonic()) > 0:
             self._wake.clear()
@@ -229,7 +234,7 @@ class IndexPublisher:
         args += r.to_fields()
         slot = int(await self._register_script.run(self._client, names, args))
         if not slot:
-            raise await self._registration_lost("a newer process registered under this name")
+            raise await self._registration_lost("a newer process is registered under this name")
         if slot != self._slot:
             self._slot, self._posted = slot, set()
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
@@ -260,7 +265,7 @@ class IndexPublisher:
         )
 
     async def _registration_lost(self, what: str) -> _RegistrationLost:
-        """Why the registration does not hold, with the one who took it over, if someone did."""
+        """The reason why the pod is not registered; names the pod that took over the name, if any."""
         assert self._client is not None
         r = self._record
         known = decode_hash(await self._client.hgetall(self._keys.info(r.pod)))
@@ -272,16 +277,16 @@ class IndexPublisher:
         return _RegistrationLost(what)
 
     async def _send_batch(self) -> None:
-        # Only the net effect travels: a block stored and evicted since the last batch is no change at all.
+        # Only net changes are sent: a block that was stored and evicted since the last batch is none.
         changes, held = self._changes.take_batch(MAX_BATCH_BLOCKS), self._held
-        stored = {t: [h for h, on in words.items() if on and h not in held[t]] for t, words in changes.items()}
-        evicted = {t: [h for h, on in words.items() if not on and h in held[t]] for t, words in changes.items()}
+        stored = {t: [h for h, on in states.items() if on and h not in held[t]] for t, states in changes.items()}
+        evicted = {t: [h for h, on in states.items() if not on and h in held[t]] for t, states in changes.items()}
         if any(stored.values()) or any(evicted.values()):
             await self._apply(stored, evicted)
 
     async def _apply(self, stored: dict[CacheTier, list[bytes]], evicted: dict[CacheTier, list[bytes]]) -> None:
         assert self._client is not None
-        self._number += 1
+        self._batch_number += 1
         r, keys = self._record, self._keys
         names = (
             *(keys.lease(r.pod), keys.batch_number(r.pod, r.generation), keys.held_blocks(r.pod, r.generation)),
@@ -290,7 +295,7 @@ class IndexPublisher:
         packed = [b"".join(change[tier]) for tier in CacheTier for change in (stored, evicted)]
         for hashes in stored.values():
             self._posted.update(self._sampled(hashes))
-        args = (r.generation, self._number, HELD_TTL_S, *self._posting_args(), *packed)
+        args = (r.generation, self._batch_number, HELD_TTL_S, *self._posting_args(), *packed)
         match await self._apply_script.run(self._client, names, args):
             case b"ok" | b"duplicate":
                 for tier, held in self._held.items():
@@ -305,11 +310,11 @@ class IndexPublisher:
 
     async def _send_snapshot(self) -> None:
         assert self._client is not None
-        # What changes between these lines and the caches' answers is in both, which is harmless: the last word wins.
+        # A change between this line and the snapshots is in both. That is harmless: the change is applied later.
         self._changes.begin_snapshot()
         snapshot = {tier: {h[:STORED_HASH_BYTES] for h in take()} for tier, take in self._snapshots.items()}
-        self._number += 1
-        r, keys, number = self._record, self._keys, self._number
+        self._batch_number += 1
+        r, keys, number = self._record, self._keys, self._batch_number
         lease, names = keys.lease(r.pod), [keys.lease(r.pod), keys.batch_number(r.pod, r.generation)]
         for tier, held in snapshot.items():
             shadow = keys.shadow(r.pod, r.generation, number, tier)
@@ -333,7 +338,7 @@ class IndexPublisher:
         return any(h in held for held in self._held.values())
 
     def _sampled(self, hashes: Iterable[bytes]) -> list[bytes]:
-        """Those that have postings."""
+        """The hashes that have postings."""
         return [h for h in hashes if h[0] in self._sampled_bytes]
 
     def _posting_args(self) -> tuple[RedisArg, RedisArg]:
@@ -351,7 +356,7 @@ class IndexPublisher:
             ),
             *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.postings, keys.slots, keys.sweep),
         )
-        # The scope goes with its last pod; should another one register just now, its next heartbeat enters it again.
+        # The last pod removes the scope. If another pod registers at this moment, its next heartbeat adds it again.
         if await self._leave_script.run(self._client, names, (r.pod, r.generation, self._slot)) == 0:
             await self._client.hdel(SCOPES_KEY, r.scope)
 

@@ -1,7 +1,7 @@
-"""Gateway side of the prefix index: which pods live, what they hold, what is booked on them.
+"""Gateway side of the prefix index: the live pods, the blocks that they hold, and bookings.
 
-Everything here is a hint with a short deadline: a call not answered in time raises IndexUnavailable, after a few in a
-row the breaker answers so at once, and one call per second tries again.
+Every answer is a hint with a short deadline. A call without an answer in time raises IndexUnavailable. After three
+failures in a row the circuit breaker raises it at once, and one call per second probes the index.
 """
 
 from __future__ import annotations
@@ -39,32 +39,45 @@ _T = TypeVar("_T")
 _NOTHING = PrefixHits()
 
 POLL_TIMEOUT_S = 0.5
-MAX_EXACT_PODS = 16  # up to so many, a look-up names its pods and is exact for each of them
-GATEWAY_TTL_MS = 3_000  # of silence after which a gateway is gone
-ONLY_GATEWAY_S = 2.0  # that the last poll found no other gateway; one that comes sees this one at once
-BOOKING_TTL_S = 30.0  # the same for all gateways: the age of a booking follows from its end
-MAX_CONCURRENT_CALLS = (
-    8  # at a time: a burst must not open a connection per request, and more would only queue in Redis
-)
+#: A look-up for at most this many pods names them and is exact for each.
+MAX_EXACT_PODS = 16
+#: A gateway without a poll for this time is gone.
+GATEWAY_TTL_MS = 3_000
+#: Age of a poll that still proves that no other gateway uses a scope. A new gateway sees this one at its first poll.
+ONLY_GATEWAY_S = 2.0
+#: Equal on all gateways, because scripts compute the age of a booking from its end.
+BOOKING_TTL_S = 30.0
+#: A burst must not open a connection per request; more calls would only queue in Redis.
+MAX_CONCURRENT_CALLS = 8
 
 
 @dataclass(slots=True)
 class _ScopeState:
-    """What the last poll said: who the pods are, and which one a slot belongs to while the slots have this epoch."""
+    """The last poll of one scope. Pods are identified by (name, generation)."""
 
+    #: Of the slots; a new epoch gives every slot a new meaning.
     epoch: bytes = b""
-    version: bytes = b""  # of the records
-    records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)  # None: it cannot be read
-    statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)  # by load as it was read
+    #: Of the records; the next poll reads them only if it changed.
+    version: bytes = b""
+    #: None: the record is unreadable.
+    records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)
+    #: The raw load and the status made from it.
+    statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)
+    #: Slot -> pod.
     owners: dict[int, tuple[str, int]] = field(default_factory=dict)
-    every: int = 1  # one block in so many has a posting
-    gateways: int = 0  # that use it, this one included
-    asked: float = 0.0
+    #: One block in this many has a posting.
+    sampling: int = 1
+    #: Gateways that use the scope, including this one.
+    gateways: int = 0
+    asked_at: float = 0.0
 
 
 class IndexReader:
-    """Reads and books; one per gateway. url None: every call raises IndexUnavailable. books: False for one that only
-    reads, of which gateways need not know. clock: of kept answers.
+    """Look-ups and bookings; one per gateway. With url None every call raises IndexUnavailable.
+
+    Args:
+        books: False for a reader that never books, which other gateways need not know of.
+        clock: Seconds, monotonic; measures the age of cached answers.
     """
 
     def __init__(
@@ -77,7 +90,7 @@ class IndexReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
-        self._lines = None if url is None else PipelinedConnections(url)
+        self._connections = None if url is None else PipelinedConnections(url)
         self._timeout_s = timeout_s
         self._breaker = breaker or CircuitBreaker()
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
@@ -94,27 +107,27 @@ class IndexReader:
 
     @property
     def available(self) -> bool:
-        """The index answered lately (it counts as away after three failures in a row)."""
+        """False without an index, and after three failed calls in a row until a call succeeds."""
         return self._client is not None and not self._breaker.open
 
     async def close(self) -> None:
         """Closes the connections."""
-        if self._lines is not None:
-            await self._lines.close()
+        if self._connections is not None:
+            await self._connections.close()
         if self._client is not None:
             await self._client.aclose()
 
     async def pods(self) -> list[PodStatus]:
         """The live pods of all scopes, in two round trips. Raises IndexUnavailable.
 
-        Meant for a background poll, so it may take POLL_TIMEOUT_S.
+        For a background poll: it may take POLL_TIMEOUT_S.
         """
         return await self._call_with_timeout(self._read_pods, max(self._timeout_s, POLL_TIMEOUT_S))
 
     async def _read_pods(self, client: RedisClient) -> list[PodStatus]:
         names = [scope.decode() if isinstance(scope, bytes) else scope for scope in await client.hkeys(SCOPES_KEY)]
         before = [self._scopes.get(name, _ScopeState()) for name in names]
-        asked = self._clock()
+        asked_at = self._clock()
         calls = [
             self._pods.run(client, (keys.pods, keys.slots), (keys.prefix, known.version))
             for keys, known in zip(map(IndexKeys, names), before, strict=True)
@@ -127,19 +140,19 @@ class IndexReader:
         answers = await asyncio.gather(*calls, *present)
         scopes: dict[str, _ScopeState] = {}
         found: list[PodStatus] = []
-        beside = answers[len(names) :] if self._books else [0] * len(names)
-        lines = zip(names, before, answers[: len(names)], beside, strict=True)
-        for name, known, (epoch, version, rows), gateways in lines:
-            scope = _ScopeState(epoch, version, gateways=gateways, asked=asked)
+        gateway_counts = answers[len(names) :] if self._books else [0] * len(names)
+        polled = zip(names, before, answers[: len(names)], gateway_counts, strict=True)
+        for name, known, (epoch, version, rows), gateways in polled:
+            scope = _ScopeState(epoch, version, gateways=gateways, asked_at=asked_at)
             for pod, generation, slot, load, info in rows:
                 owner = (pod.decode(), int(generation))
-                if not info and owner not in known.records:  # it was not alive when this version was read
+                if not info and owner not in known.records:  # the pod was not alive when its version was read
                     scope.version = b""
                     continue
                 record = scope.records[owner] = known.records[owner] if not info else _record(*owner, info)
                 if record is None:
                     continue
-                scope.every = sampling_interval(record.block_size)
+                scope.sampling = sampling_interval(record.block_size)
                 raw, status = known.statuses.get(owner, (None, None))
                 if status is None or raw != load or status.record is not record:
                     status = PodStatus(record, _load(*owner, load))
@@ -149,19 +162,19 @@ class IndexReader:
                     scope.owners[int(slot)] = owner
             scopes[name] = scope
         self._scopes = scopes
-        if self._lines is not None:
-            self._lines.close_other_scopes(scopes.keys())
+        if self._connections is not None:
+            self._connections.close_other_scopes(scopes.keys())
         return found
 
     def is_only_gateway(self, scope: str) -> bool:
-        """No other gateway used the scope when it was polled, a moment ago: nobody else books there."""
+        """The last poll, at most ONLY_GATEWAY_S ago, found no other gateway in the scope, so no other one books."""
         known = self._scopes.get(scope)
-        return known is not None and known.gateways == 1 and self._clock() - known.asked < ONLY_GATEWAY_S
+        return known is not None and known.gateways == 1 and self._clock() - known.asked_at < ONLY_GATEWAY_S
 
     async def lookup(self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Blocks of the chain `hashes` (16 bytes each) that each (pod, generation) holds in any tier, from its start.
+        """Number of leading blocks of `hashes` (16 bytes each) that each (pod, generation) holds in any tier.
 
-        0 for a pod that is gone or of another generation. Raises IndexUnavailable. Otherwise as lookup_tiers.
+        0 for a pod that is gone or has another generation. Raises IndexUnavailable. Otherwise as lookup_tiers.
         """
         matched = await self._match(scope, hashes, pods)
         return {owner[0]: matched[owner].total_blocks if owner in matched else 0 for owner in pods}
@@ -169,11 +182,11 @@ class IndexReader:
     async def lookup_tiers(
         self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
     ) -> dict[str, PrefixHits]:
-        """What each (pod, generation) holds of the chain, from its start, in one round trip. Raises IndexUnavailable.
+        """The leading blocks of `hashes` that each (pod, generation) holds, in one round trip. Raises IndexUnavailable.
 
-        Exact for up to NAMED_PODS pods. Of more, the best ones are exact, unless too many are equally good; the others
-        are said to hold up to the last sampled block that they hold, in any tier: about 64 tokens too little.
-        An answer may be CACHE_S old; what was booked since then is not.
+        Exact for up to MAX_EXACT_PODS pods. With more pods, only the best ones are exact, and none if too many are
+        equally good. The others count up to their last sampled block in any tier, about 64 tokens too few.
+        An answer may be CACHE_S (lookup_cache.py) old, but not for pods with a booking since then.
         """
         matched = await self._match(scope, hashes, pods)
         return {owner[0]: matched.get(owner, _NOTHING) for owner in pods}
@@ -181,16 +194,16 @@ class IndexReader:
     async def _match(
         self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
     ) -> Mapping[tuple[str, int], PrefixHits]:
-        """By pod and generation; pods without anything may be missing, others may be in it."""
+        """Hits by pod and generation. Pods without hits may be missing, other pods may be included."""
         if not pods or not hashes:
             return {}
         matched = self._cache.get(scope, hashes[-1], pods)
         if matched is None:
-            asked = self._clock()
+            asked_at = self._clock()
             matched = await self._call_with_timeout(
                 lambda client: self._lookup_in_redis(client, scope, hashes, pods), self._timeout_s
             )
-            self._cache.put(scope, hashes[-1], len(hashes), pods, matched, asked)
+            self._cache.put(scope, hashes[-1], len(hashes), pods, matched, asked_at)
         return matched
 
     async def _lookup_in_redis(
@@ -202,14 +215,14 @@ class IndexReader:
         known = self._scopes.get(scope, _ScopeState())
         keys, chain = IndexKeys(scope), pack_hashes(hashes)
         args: list[RedisArg] = [keys.prefix, chain]
-        args += [b"", *(x for pod in pods for x in pod)] if few else [pack_sampled_positions(chain, known.every)]
+        args += [b"", *(x for pod in pods for x in pod)] if few else [pack_sampled_positions(chain, known.sampling)]
         epoch, levels, rows = await self._run(client, scope, self._lookup, (keys.postings, keys.slots), args)
         if few:
             return {
                 pod: PrefixHits(*held) for pod, held in zip(pods, zip(rows[::2], rows[1::2], strict=True), strict=True)
             }
         matched: dict[tuple[str, int], PrefixHits] = {}
-        if epoch == known.epoch:  # else the numbers belong to others than the last poll said
+        if epoch == known.epoch:  # otherwise the slots belong to other pods than at the last poll
             for blocks, slots in zip(levels[::2], levels[1::2], strict=True):
                 owners = filter(None, map(known.owners.get, unpack_slots(slots)))
                 matched.update(dict.fromkeys(owners, PrefixHits(blocks, blocks)))
@@ -221,10 +234,10 @@ class IndexReader:
     async def book(
         self, scope: str, request_id: str, groups: Sequence[Sequence[BookingCandidate]]
     ) -> list[BookingResult]:
-        """Books a request on the cheapest pod of each group until unbook, or for BOOKING_S. Atomic among gateways.
+        """Books a request on the cheapest pod of each group until `unbook`, at most for BOOKING_TTL_S.
 
-        No group is empty; of equals the first is chosen; booking again replaces. One round trip. Raises
-        IndexUnavailable.
+        Atomic among gateways, in one round trip. Groups must not be empty. The first of equally cheap pods is chosen.
+        A second booking of the request replaces the first. Raises IndexUnavailable.
         """
         args: list[RedisArg] = [IndexKeys(scope).prefix, request_id, int(BOOKING_TTL_S * 1000)]
         for group in groups:
@@ -247,7 +260,7 @@ class IndexReader:
         return reserved
 
     async def unbook(self, scope: str, pod: str, request_id: str) -> None:
-        """Ends a booking; harmless when there is none. Raises IndexUnavailable (the booking then expires)."""
+        """Ends a booking, if there is one. Raises IndexUnavailable; the booking then expires."""
         keys = IndexKeys(scope)
         names = (keys.bookings(pod), keys.booking_units(pod))
         self._cache.invalidate_pod(pod)
@@ -258,38 +271,38 @@ class IndexReader:
     async def _run(
         self, client: RedisClient, scope: str, script: LuaScript, keys: Sequence[str], args: Sequence[RedisArg]
     ) -> Any:
-        """The script's answer, over the scope's line if there is one. All of these bear repeating."""
-        line = None if self._lines is None else self._lines.get(scope)
-        if line is not None:
+        """The script's answer, over the scope's pipelined connection if one is open. All scripts may run twice."""
+        connection = None if self._connections is None else self._connections.get(scope)
+        if connection is not None:
             try:
-                return await line.call(script.pack_command(keys, args))
+                return await connection.call(script.pack_command(keys, args))
             except NoScriptError:
-                pass  # the client brings it
+                pass  # the client loads the script
             except REDIS_FAILURES:
-                line.close()  # the client finds out what is wrong
+                connection.close()  # the client repeats the call and reports the cause
         return await script.run(client, keys, args)
 
     async def _call_with_timeout(self, call: Callable[[RedisClient], Awaitable[_T]], timeout_s: float) -> _T:
-        if self._client is None or self._lines is None:
+        if self._client is None or self._connections is None:
             raise IndexUnavailable("no prefix index is configured")
-        # Waiting for a slot is not the index's fault, so its time starts after it; the breaker ends the wait when the
-        # calls before this one failed.
+        # The time limit starts after the wait for a slot, which is no fault of the index. When earlier calls fail, the
+        # breaker ends the wait.
         async with self._slots:
             if not self._breaker.allow_call():
-                raise IndexUnavailable("the prefix index is away")
+                raise IndexUnavailable("the prefix index did not answer the last calls")
             try:
                 async with asyncio.timeout(timeout_s):
                     answer = await call(self._client)
             except REDIS_FAILURES as e:
                 self._breaker.record_failure()
-                self._lines.close_all()
+                self._connections.close_all()
                 raise IndexUnavailable(f"the prefix index does not answer: {type(e).__name__}: {e}") from e
             self._breaker.record_success()
             return answer
 
 
 def _record(pod: str, generation: int, info: Sequence[bytes]) -> PodRecord | None:
-    """None, and a line in the log, for a pod whose record this version cannot read."""
+    """The record of a pod; None, with a warning in the log, if it is unreadable."""
     values = [part.decode() for part in info]
     try:
         return PodRecord.from_fields(dict(zip(values[::2], values[1::2], strict=True)))

@@ -1,4 +1,4 @@
-"""What the prefix index knows about a pod, and how it is written down."""
+"""Records of the prefix index: pods, their status, look-up results and bookings."""
 
 from __future__ import annotations
 
@@ -11,41 +11,48 @@ from common.types import PodLoad, Role
 
 
 class CacheTier(StrEnum):
-    """Where a pod holds a block."""
+    """The memory that a pod holds a block in."""
 
     DEVICE = "device"
     HOST = "host"
 
 
 class PrefixHits(NamedTuple):
-    """Blocks of a chain that a pod holds, from its start: so many on the device, and `blocks` in any tier."""
+    """Number of leading blocks of a prompt that a pod holds."""
 
+    #: In device memory.
     device_blocks: int = 0
+    #: In any tier, at least device_blocks.
     total_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PodRecord:
-    """Who a pod is; fixed for the life of a generation. address is host:port of its gRPC server."""
+    """Identity of a pod; fixed for one generation."""
 
     pod: str
     generation: int
+    #: host:port of the pod's gRPC server.
     address: str
     role: Role
     model: str
+    #: First 8 hex digits of `fingerprint`: the key space in the index.
     scope: str
+    #: Of the pod's KV layout.
     fingerprint: str
+    #: Tokens.
     block_size: int
     max_model_len: int
+    #: Size of the KV pool.
     num_blocks: int
 
     def to_fields(self) -> list[str]:
-        """Field, value, ... for a Redis hash."""
+        """Fields and values of a Redis hash: name, value, name, value, ..."""
         return [str(x) for item in asdict(self).items() for x in item]
 
     @classmethod
     def from_fields(cls, raw: Mapping[str, str]) -> PodRecord:
-        """Reads what to_fields wrote, and more that a newer pod may write. Raises KeyError, ValueError."""
+        """The record from `to_fields`. Unknown fields, of a newer pod, are ignored. Raises KeyError, ValueError."""
         return cls(
             pod=raw["pod"],
             generation=int(raw["generation"]),
@@ -62,7 +69,7 @@ class PodRecord:
 
 @dataclass(frozen=True, slots=True)
 class PodStatus:
-    """A live pod as the index shows it."""
+    """A live pod in the index."""
 
     record: PodRecord
     load: PodLoad
@@ -74,22 +81,25 @@ class PodStatus:
 
 @dataclass(frozen=True, slots=True)
 class BookingCandidate:
-    """A pod that a request could go to.
+    """A pod that a request can be booked on, with its cost for the request.
 
-    cost_s: without what any gateway booked there in the last age_s seconds; unit_s: what each unit of that adds.
-    units: what this request would book: tokens to compute, or one sequence.
+    cost = cost_s + cost_per_unit_s * (units that all gateways booked on the pod in the last age_s seconds)
     """
 
     pod: str
+    #: Cost without those bookings.
     cost_s: float
     cost_per_unit_s: float
+    #: Units that this request books: prompt tokens, or one sequence.
     units: int
     age_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class BookingResult:
-    """The index of the candidate that has the booking now, and the units that other requests booked on each lately."""
+    """Outcome of a booking."""
 
+    #: Position of the booked candidate in its group.
     chosen: int
+    #: Per candidate, the units that other requests booked in its last age_s seconds.
     booked: tuple[int, ...]

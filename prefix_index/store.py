@@ -1,7 +1,11 @@
-"""Keys, scripts and connections of the prefix index: what its pod side and its gateway side share.
+"""Keys and binary formats of the prefix index, shared by publisher and reader.
 
-All keys of a scope carry the hash tag {scope}, so that every script runs on one slot of a Redis Cluster. `kv:scopes` is
-the one key outside and never touched together with others. Feature level: Redis / Valkey 7.2.
+All keys of a scope carry the hash tag {scope}, so that every script runs on one slot of a Redis Cluster. The only other
+key is `kv:scopes`; no script uses it. Required: Redis or Valkey 7.2.
+
+    block of a prompt --hash--> 16 bytes --first 8--> sets own:POD:GEN and host:POD:GEN (blocks of a pod by tier)
+                                 one hash in `sampling_interval` --> posting in `where`: slots of the pods that hold it
+    slot (2 bytes) --slots--> POD:GEN
 """
 
 from __future__ import annotations
@@ -19,8 +23,11 @@ from prefix_index.records import CacheTier
 #: The folder of the index's Lua scripts.
 LUA_DIR = Path(__file__).parent / "lua"
 
-SCOPES_KEY = "kv:scopes"  # HASH scope -> model, by which gateways find scopes
-STORED_HASH_BYTES = 8  # of each 16-byte block hash; what sets and chains are made of
+#: HASH scope -> model. Gateways find the scopes in it.
+SCOPES_KEY = "kv:scopes"
+#: Leading bytes of each 16-byte block hash that sets and packed chains contain.
+STORED_HASH_BYTES = 8
+#: Tokens per sampled block, on average.
 SAMPLED_TOKENS = 128
 
 LEASE_MS = 10_000
@@ -31,7 +38,7 @@ PODS_TTL_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class IndexKeys:
-    """Names of one scope's keys."""
+    """The Redis keys of one scope."""
 
     scope: str
 
@@ -88,17 +95,17 @@ class IndexKeys:
 
 
 def pack_hashes(hashes: Iterable[bytes]) -> bytes:
-    """A chain of 16-byte block hashes as scripts take it: the first 8 bytes of each."""
+    """The first 8 bytes of each 16-byte block hash, concatenated: the format of the scripts."""
     return memoryview(b"".join(hashes)).cast("Q")[::2].tobytes()
 
 
 def sampling_interval(block_size: int) -> int:
-    """One block in so many has a posting, chosen by its hash: one in about SAMPLED_TOKENS tokens of a prompt."""
+    """One block in this many has a posting, chosen by its hash: about one per SAMPLED_TOKENS tokens of a prompt."""
     return max(1, SAMPLED_TOKENS // block_size)
 
 
 def pack_sampled_positions(packed: bytes, every: int) -> bytes:
-    """Positions (from 1) of a packed chain's sampled blocks, 4 bytes each, little-endian."""
+    """Positions (from 1) of the sampled blocks of a packed chain: uint32, little-endian."""
     chosen = packed[::STORED_HASH_BYTES].translate(_chooser(every))
     numbers = array("I", compress(range(1, len(chosen) + 1), chosen))
     if sys.byteorder == "big":
@@ -108,12 +115,12 @@ def pack_sampled_positions(packed: bytes, every: int) -> bytes:
 
 @cache
 def _chooser(every: int) -> bytes:
-    """A table that turns the first byte of a hash into 1 where the block is sampled, else 0."""
+    """Translation table from the first byte of a hash to 1 (the block is sampled) or 0."""
     return bytes(value % every == 0 for value in range(256))
 
 
 def unpack_slots(posting: bytes) -> Sequence[int]:
-    """The slots in a posting, 2 bytes each, little-endian."""
+    """The slots in a posting: uint16, little-endian."""
     slots = array("H", posting)
     if sys.byteorder == "big":
         slots.byteswap()

@@ -1,4 +1,4 @@
-"""TODO-DOCSTRING."""
+"""Redis clients of any topology, and Lua scripts that run by their digest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError, NoScriptError, RedisClusterExcepti
 from common.errors import ConfigError
 from common.redis.url import RedisUrl, TlsOptions
 
-# A server that is away, or does not do what it should; asyncio's TimeoutError is an OSError.
+#: Errors of a server that is down or misbehaves. asyncio's TimeoutError is included: it is an OSError.
 REDIS_FAILURES = (RedisError, RedisClusterException, OSError)
 
 
@@ -30,24 +30,24 @@ RedisClient = redis.Redis | RedisCluster
 
 
 class LuaScript:
-    """A Lua script, run by its digest and loaded when the server does not know it (yet, or again)."""
+    """A Lua script. It runs by its digest and is loaded when the server does not know it."""
 
     def __init__(self, *names: str, directory: Path) -> None:
-        """names: files whose texts follow each other, functions first."""
+        """Joins the files `names` of `directory`, in order: files with shared functions come first."""
         self._text = "".join((directory / f"{name}.lua").read_text("utf-8") for name in names)
         self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     def pack_command(self, keys: Sequence[str], args: Sequence[RedisArg]) -> bytes:
-        """The command that runs it where the server knows it."""
+        """The packed EVALSHA command; it fails with NoScriptError on a server that does not know the script."""
         command = ("EVALSHA", self._sha, len(keys), *keys, *args)
-        packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # whose stub knows tuples of one
+        packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # the stub only has tuples of one
         return packed
 
     async def run(self, client: RedisClient, keys: Sequence[str], args: Sequence[RedisArg]) -> Any:
-        """The script's answer, bytes undecoded.
+        """Runs the script and returns its answer, with bytes not decoded.
 
-        A task that is cancelled meanwhile ends: redis-py connects and sends by asyncio.wait_for, which before Python
-        3.12 forgets a cancel that comes with its end.
+        A cancel during the call always ends the task. redis-py uses asyncio.wait_for, which before Python 3.12 loses a
+        cancel that arrives at its end.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -70,7 +70,7 @@ class LuaScript:
 
 
 class _SentinelRedis(redis.Redis):
-    """Closes the connections to the sentinels with its own."""
+    """A client of a primary that also closes the connections to its sentinels."""
 
     def __init__(self, url: RedisUrl, sentinels: dict[str, Any], servers: dict[str, Any]) -> None:
         self._sentinel = Sentinel(url.nodes, sentinel_kwargs=sentinels)  # type: ignore[no-untyped-call]
@@ -83,16 +83,15 @@ class _SentinelRedis(redis.Redis):
             await client.aclose()
 
 
-def connect_redis(url: str, *, timeout_s: float, patient: bool = False) -> RedisClient:
-    """A client for an IndexUrl whose every wait is bounded by timeout_s; patient: only that for a connection is.
+def connect_redis(url: str, *, timeout_s: float, no_read_timeout: bool = False) -> RedisClient:
+    """A client for a URL of common/redis/url.py, with a time limit for connecting and for reading. Raises ConfigError.
 
-    Raises ConfigError.
-
-    It tries once more over a new connection when a pooled one turns out to be closed; all scripts bear repeating.
+    With no_read_timeout only connecting has the limit. The client repeats a command once over a new connection when a
+    pooled one is closed, so every script must be safe to run twice.
     """
     parts = RedisUrl.parse(url)
     waits: dict[str, Any] = {"socket_connect_timeout": timeout_s, "protocol": 2}
-    waits["socket_timeout"] = None if patient else timeout_s
+    waits["socket_timeout"] = None if no_read_timeout else timeout_s
     waits["retry"] = Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
     login: dict[str, Any] = {"username": parts.username, "password": parts.password}
     tls: dict[str, Any] = {} if parts.tls is None else {"ssl": True, **_tls_options(parts.tls)}
@@ -111,7 +110,7 @@ def connect_redis(url: str, *, timeout_s: float, patient: bool = False) -> Redis
 def _tls_options(tls: TlsOptions) -> dict[str, Any]:
     for name, path in (("ssl_ca_certs", tls.ca), ("ssl_certfile", tls.certificate), ("ssl_keyfile", tls.key)):
         if path is not None and not Path(path).is_file():
-            raise ConfigError(f"redis: {name}: there is no file {path}", field="redis")
+            raise ConfigError(f"redis: {name}: no such file: {path}", field="redis")
     return {
         "ssl_ca_certs": tls.ca,
         "ssl_certfile": tls.certificate,

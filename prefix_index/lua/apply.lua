@@ -1,6 +1,6 @@
--- Applies one numbered batch of changes to a pod's sets, and to the postings of the sampled blocks among them.
+-- Applies one numbered batch of changes to a pod's sets, and to the postings of its sampled blocks.
 -- KEYS: lease, seq, device, host, where, slots   ARGV: generation, batch number, TTL in s, slot (2 bytes), sampling,
---       stored and evicted of the device, stored and evicted of the host (packed, 8 bytes each)
+--       stored and evicted hashes of the device, then of the host (packed, 8 bytes each)
 -- Returns 'ok', 'duplicate' (nothing done), 'gap' (send a snapshot) or 'fenced' (register again).
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 'fenced'
@@ -28,7 +28,7 @@ for _, hashes in ipairs(new) do
   change_postings(KEYS[5], hashes, slot, true)
 end
 if #ARGV[8] > 0 then
-  redis.call('HSET', KEYS[6], 'hosts', 1) -- from now on, look-ups ask for host tiers
+  redis.call('HSET', KEYS[6], 'hosts', 1) -- look-ups read host tiers from now on
 end
 for i = 3, 5 do
   redis.call('EXPIRE', KEYS[i], ARGV[3])

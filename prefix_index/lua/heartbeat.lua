@@ -1,7 +1,7 @@
--- Renews a pod's lease and the life of its keys, publishes its load.
+-- Renews a pod's lease and the TTLs of its keys, and publishes its load.
 -- KEYS: pods, info, lease, load, device, host, seq, where, slots, sweep
 -- ARGV: pod, generation, slot, lease in ms, load, TTL of sets, of info, of pods in s
--- Returns the sizes of the pod's sets, or {-1} when this generation has to register (again).
+-- Returns the sizes of the pod's sets, or {-1} if this generation must register.
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] or redis.call('EXISTS', KEYS[2], KEYS[7]) < 2
   or redis.call('HGET', KEYS[9], ARGV[3]) ~= ARGV[1] .. ':' .. ARGV[2] then
   return {-1}

@@ -1,6 +1,7 @@
--- Removes a pod that leaves in order; without effect for another generation than the registered one.
--- KEYS: pods, info, lease, load, device, host, seq, resv, resv_tokens, where, slots, sweep   ARGV: pod, generation, slot
--- Returns how many pods stay registered, or -1 when nothing was removed.
+-- Removes a pod that drains. Has no effect for a generation that is not the registered one.
+-- KEYS: pods, info, lease, load, device, host, seq, resv, resv_tokens, where, slots, sweep
+-- ARGV: pod, generation, slot
+-- Returns the number of pods that remain registered, or -1 if nothing was removed.
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then
   return -1
 end

@@ -1,17 +1,21 @@
--- How many blocks of a chain pods hold, from its start. All tiers of a pod together are prefix-closed (eviction is
--- leaf-first), and so is its device, so a longest match is found by probing a set.
+-- The number of leading blocks of a chain that pods hold. A pod's device is prefix-closed (eviction is leaf-first), and
+-- so are all its tiers together. The longest match is therefore found by a search in the pod's sets.
 --
--- The caller names the pods if they are few. Else postings say at which sampled blocks of the chain pods drop out; the
--- search narrows down to the levels where that happens, so its cost depends on how different the pods are, not on how
--- many there are. Then the sets of the best MOST are searched from there.
+-- The caller names the pods if they are few. Otherwise postings show at which sampled blocks the number of holders
+-- drops. The search visits only these levels, so its cost depends on the number of different levels, not on the number
+-- of pods. Then the sets of the best MOST pods are searched from there.
+--
+--   sampled blocks   s1        s2        s3        s4
+--   holders          a b c d   a b c d   a b       a
+--   levels                     s2: a b c d         s3: a b, s4: a
 --
 -- KEYS: where, slots   ARGV: key prefix, chain (packed, 8 bytes each), then either '' and the pods (name, generation,
 --       ...), or positions of the chain's sampled blocks (4 bytes each)
--- Returns {epoch of the slots, levels, rows}. Pods named: no levels, and for each pod two rows, its blocks on the device
--- and in all. Else levels as blocks, slots that hold so many (packed), ..., ascending, and three rows for each pod that
--- was searched, pod:generation first. No pod holds anything whose lease is not of that generation.
+-- Returns {epoch of the slots, levels, rows}. With named pods: no levels, and per pod two rows: blocks on the device,
+-- blocks in all tiers. Otherwise: levels, ascending, as number of blocks and packed slots of the pods that hold them;
+-- and per searched pod three rows, with pod:generation first. Pods without a lease of the generation hold 0 blocks.
 local MOST = 16
-local FAN = 4 -- a probe is a cache miss in a large table: dearer than one more command
+local FAN = 4 -- a probe is a cache miss in a large table and costs more than one more command
 local call = redis.call
 local prefix, chain, positions = ARGV[1], ARGV[2], ARGV[3]
 local length, samples = #chain / 8, #positions / 4
@@ -26,10 +30,10 @@ local function position(i)
 end
 
 local info = call('HMGET', KEYS[2], 'epoch', 'hosts')
--- Where most pods of which we know the same ended, and by how many they are more than the others, at least: a shared
--- prefix ends for all but a few.
+-- The most frequent result of searches with the same bounds, and its lead over other results (majority vote): a shared
+-- prefix ends at the same block for most pods.
 local likely, lead = {}, {}
-local low, high -- of the search under way: the set holds block low, and does not hold block high
+local low, high -- state of the running search: the set holds block low, and does not hold block high
 
 local function probe(set, n)
   if low < n and n < high then
@@ -41,8 +45,8 @@ local function probe(set, n)
   end
 end
 
--- The longest n for which set holds blocks held+1 to n, given that it holds all up to held. It is thought to hold block
--- first and not block last.
+-- The largest n so that the set holds blocks held+1 to n. The set is known to hold the blocks up to held. Block first is
+-- expected to be in the set, and block last not.
 local function search(set, held, first, last)
   local key = first * 65536 + last
   local guess = likely[key]
@@ -80,7 +84,7 @@ local function search(set, held, first, last)
   return low
 end
 
--- Blocks on the device and in all.
+-- Leading blocks of a pod on the device, and in all tiers.
 local function holds(owner, first, last)
   local device = search(prefix .. 'own:' .. owner, 0, first, last)
   local host = prefix .. 'host:' .. owner
@@ -115,7 +119,7 @@ if #ARGV > 3 then
   return {info[1] or '', {}, rows}
 end
 
--- Levels: i -> posting of the i-th sampled block, for as many i as it takes.
+-- postings[i]: posting of the i-th sampled block, for the indices that the search fetched; `seen` lists these.
 local postings, seen, budget = {}, {}, 64
 
 local function fetch(indices)
@@ -130,7 +134,7 @@ local function fetch(indices)
   end
 end
 
--- Sets of holders only shrink along a chain, so equal sizes mean equal sets, and nothing happens between.
+-- Sets of holders only shrink along a chain: equal sizes mean equal sets, with no level between.
 local function divide(low, high)
   if high - low < 2 or budget == 0 or (low > 0 and #postings[low] == #postings[high]) then
     return
@@ -167,7 +171,7 @@ for j, i in ipairs(seen) do
   end
 end
 
--- Whole levels only, from the deepest: half a level searched would look better than its other half.
+-- Searches whole levels only, deepest first: exact results for a part of a level would look better than the rest.
 local done, names, found = {}, {}, {}
 for j = #levels, 1, -1 do
   local slots, numbers = {}, {}

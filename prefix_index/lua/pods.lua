@@ -1,7 +1,7 @@
--- The live pods of a scope: their slots and load, and their info unless the caller knows it already.
+-- The live pods of a scope: slot and load of each, and its info if it changed since the caller's version.
 -- KEYS: pods, slots   ARGV: key prefix, version of the info that the caller knows
--- Returns {epoch of the slots, version, per pod {pod, generation, slot or '', load or '', info}}, info as {field,
--- value, ...}, empty where it is known.
+-- Returns {epoch of the slots, version, per pod {pod, generation, slot or '', load or '', info}}; info is {field,
+-- value, ...}, or empty if the version is the caller's.
 local prefix = ARGV[1]
 local state = redis.call('HMGET', KEYS[2], 'epoch', 'version')
 local epoch = state[1] or ''

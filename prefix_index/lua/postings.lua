@@ -1,7 +1,7 @@
--- Shared by scripts that keep postings: `where` maps a sampled block hash to the slots of the pods that hold it, two
--- bytes each. Postings speed up look-ups and are never the truth: a pod's sets are.
+-- Functions of the scripts that change postings. `where` maps a sampled block hash to its posting: the slots of the pods
+-- that hold the block, 2 bytes each. Postings only speed up look-ups; a pod's sets decide which blocks it holds.
 
--- Runs a command over packed hashes, 8 bytes each; gives those that are sampled: one in `every`.
+-- Runs a command (SADD, SREM) with packed hashes, 8 bytes each; returns the sampled ones: one in `every`.
 local function each(command, key, packed, every)
   local sampled = {}
   for first = 1, #packed, 8000 do
@@ -18,7 +18,7 @@ local function each(command, key, packed, every)
   return sampled
 end
 
--- Where a slot starts in a posting, or nil.
+-- Position of a slot in a posting, or nil.
 local function place(posting, slot)
   local at = string.find(posting, slot, 1, true)
   while at and at % 2 == 0 do
@@ -27,7 +27,7 @@ local function place(posting, slot)
   return at
 end
 
--- Enters a slot at the hashes (add), or takes it out there.
+-- Adds a slot to the postings of the hashes (add), or removes it.
 local function change_postings(where, hashes, slot, add)
   for first = 1, #hashes, 1000 do
     local last = math.min(first + 999, #hashes)

@@ -1,5 +1,5 @@
--- Says that a gateway uses the scope; returns how many do.
--- KEYS: gateways   ARGV: gateway, milliseconds of silence after which one is gone
+-- Notes that a gateway uses the scope; returns the number of gateways that do.
+-- KEYS: gateways   ARGV: gateway, milliseconds without a call after which a gateway is gone
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZADD', KEYS[1], now, ARGV[1])

@@ -1,9 +1,9 @@
--- Enters a pod under its generation and gives it a slot, the number that postings know it by. An older generation than
--- the registered one is refused; what the generation before left behind is freed. Its cost does not depend on how many
--- pods there are: after a wipe all come at once.
+-- Registers a pod's generation and gives it a slot, its number in postings. A generation older than the registered one
+-- is refused; keys of the previous generation are freed. The cost does not depend on the number of pods: after a wipe of
+-- Redis all pods register at once.
 -- KEYS: pods, info, lease, load, resv, resv_tokens, slots, sweep
 -- ARGV: key prefix, pod, generation, lease in ms, info TTL in s, pods TTL in s, load, then info as field, value, ...
--- Returns the slot, 1 to 65535, or 0 when refused.
+-- Returns the slot, 1 to 65535, or 0 if the pod is refused.
 local prefix, pod, generation = ARGV[1], ARGV[2], ARGV[3]
 local known = redis.call('HGET', KEYS[1], pod)
 if known and tonumber(known) > tonumber(generation) then
@@ -15,8 +15,8 @@ if known and known ~= generation then
   redis.call('UNLINK', KEYS[5], KEYS[6])
 end
 
--- Slots are given in turn, so that a number comes again only after 65,535 registrations: postings of its former owner
--- are swept by then. The epoch tells readers that all numbers changed their meaning.
+-- Slots are assigned in turn. A slot is reused only after 65,535 registrations, when the postings of its former owner
+-- are swept. A new epoch means that every slot has a new owner.
 if redis.call('EXISTS', KEYS[7]) == 0 then
   local time = redis.call('TIME')
   redis.call('HSET', KEYS[7], 'epoch', time[1] .. '.' .. time[2])

@@ -1,15 +1,15 @@
--- Chooses the cheapest pod of each group with what all gateways booked lately, and books the request there, at once: so
--- gateways that know the same do not all send to the same pod. Of equals the first is chosen.
+-- Chooses the cheapest pod of each group, counting the recent bookings of all gateways, and books the request on it, in
+-- one atomic step. So gateways with the same view do not all choose the same pod. The first of equals is chosen.
 -- KEYS: pods
--- ARGV: key prefix, request, life of bookings in ms, then for each group the number of its candidates and for each of
---       these: pod, its cost without bookings of the last ms, cost of a booked unit, units to book here, these ms
--- Returns, for each group, {index of the chosen one from 0, units that others booked on each lately}. The request's own
--- earlier booking is replaced.
+-- ARGV: key prefix, request, TTL of bookings in ms, then per group the number of candidates, and per candidate: pod,
+--       cost without recent bookings, cost per booked unit, units to book, age in ms up to which bookings are recent
+-- Returns, per group, {index of the chosen candidate from 0, recently booked units of other requests per candidate}. An
+-- earlier booking of the same request is replaced.
 local prefix, request, life = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- A booking's score is when it ends, so how long it still has says how old it is.
+-- The score of a booking is its end; all bookings have the same TTL, so the end gives the age.
 local function booked_since(pod, age)
   local after = string.format('(%.0f', now + math.max(0, life - age))
   local requests = redis.call('ZRANGEBYSCORE', prefix .. 'resv:' .. pod, after, '+inf', 'LIMIT', 0, 5000)

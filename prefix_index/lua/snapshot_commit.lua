@@ -1,6 +1,7 @@
--- Makes complete shadow sets the pod's sets; batches with numbers up to the snapshot's are duplicates from then on.
--- KEYS: lease, seq, then shadow and set of each tier, slots   ARGV: generation, snapshot's number, TTL in s, size of each tier
--- Returns 'ok', 'gap' (a shadow is not complete, or is older than the set) or 'fenced'.
+-- Replaces a pod's sets with its complete shadow sets. Batches with numbers up to the snapshot's become duplicates.
+-- KEYS: lease, seq, then shadow and set of each tier, slots
+-- ARGV: generation, snapshot's number, TTL in s, size of each tier
+-- Returns 'ok', 'gap' (a shadow set is incomplete, or older than the set) or 'fenced'.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 'fenced'
 end
@@ -21,7 +22,7 @@ for tier = 1, 2 do
   end
 end
 if tonumber(ARGV[5]) > 0 then
-  redis.call('HSET', KEYS[7], 'hosts', 1) -- from now on, look-ups ask for host tiers
+  redis.call('HSET', KEYS[7], 'hosts', 1) -- look-ups read host tiers from now on
 end
 redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
 return 'ok'

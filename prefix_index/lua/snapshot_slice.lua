@@ -1,4 +1,4 @@
--- Adds a slice of a snapshot to its shadow set, and the sampled blocks among them to the postings.
+-- Adds a slice of a snapshot to its shadow set, and to the postings of its sampled blocks.
 -- KEYS: lease, shadow, where   ARGV: generation, TTL in s, slot (2 bytes), sampling, hashes (packed, 8 bytes each)
 -- Returns 'ok' or 'fenced'.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then

@@ -1,7 +1,7 @@
--- Forgets pods that are gone: their names once their info has expired, their slots once their sets have, and such slots
--- in some of the postings. Every pod calls it now and then.
--- KEYS: slots, sweep, where, pods   ARGV: key prefix, seconds between checks of the slots, postings to look at
--- Returns how many rounds over all postings are still to go, the present one included.
+-- Removes dead pods: the name after the info has expired, the slot after the sets have expired, and freed slots in a
+-- part of the postings. Every pod calls it at heartbeats.
+-- KEYS: slots, sweep, where, pods   ARGV: key prefix, seconds between checks of the slots, postings to check
+-- Returns the number of remaining rounds over all postings, including the current one.
 local prefix = ARGV[1]
 local now = tonumber(redis.call('TIME')[1])
 local state = redis.call('HMGET', KEYS[2], 'checked', 'pending', 'cursor')
@@ -25,7 +25,7 @@ for i = 1, #slots, 2 do
     if due and redis.call('GET', prefix .. 'lease:' .. pod) ~= generation
       and redis.call('EXISTS', prefix .. 'seq:' .. slots[i + 1]) == 0 then
       redis.call('HDEL', KEYS[1], slots[i])
-      pending = 2 -- the round under way may have passed its postings
+      pending = 2 -- the current round may already be past postings with the slot
     else
       live[struct.pack('<I2', tonumber(slots[i]))] = true
     end

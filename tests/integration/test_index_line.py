@@ -187,8 +187,8 @@ def reader_of(url: str, timeout_s: float = 5.0, breaker: CircuitBreaker | None =
 async def has_line(reader: IndexReader) -> bool:
     """Asked for, so that one connects."""
     assert await reader.lookup(SCOPE, BLOCKS[: random.randrange(2, 100)], PODS)
-    assert reader._lines is not None
-    return reader._lines.get(SCOPE) is not None
+    assert reader._connections is not None
+    return reader._connections.get(SCOPE) is not None
 
 
 async def finds_all(reader: IndexReader) -> None:

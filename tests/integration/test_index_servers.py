@@ -65,8 +65,8 @@ async def finds(reader: IndexReader, names: set[str], scope: str = SCOPE) -> boo
 
 
 def has_line(reader: IndexReader) -> bool:
-    assert reader._lines is not None
-    return reader._lines.get(SCOPE) is not None
+    assert reader._connections is not None
+    return reader._connections.get(SCOPE) is not None
 
 
 async def serves(url: str) -> None:
@@ -149,7 +149,7 @@ async def test_tls_verifies_unless_told_otherwise(tmp_path: Path) -> None:
                 with pytest.raises(IndexUnavailable):
                     await reader.pods()
                 await reader.close()
-        with pytest.raises(ConfigError, match="there is no file"):
+        with pytest.raises(ConfigError, match="no such file"):
             connect_redis("rediss://127.0.0.1?ssl_ca_certs=/nowhere.pem", timeout_s=1.0)
     finally:
         await valkey.stop()
