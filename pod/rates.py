@@ -138,7 +138,7 @@ class PodRates:
         return base + slope * tokens
 
     def transfer_fit(self) -> tuple[float, float]:
-        """Prompt tokens per second that a hand-off moves, and fixed seconds of a hand-off's end; zeros while unknown."""
+        """Prompt tokens per second that a hand-off moves, and fixed seconds of its end; zeros while unknown."""
         if not self._transfer.known:
             return 0.0, 0.0
         base, slope = self._transfer.fit()
