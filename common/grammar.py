@@ -5,6 +5,9 @@ own. Compiling takes from under a millisecond to a second, without the GIL: call
 refused: an answer that ended by itself matches, always. The other way round nothing is promised: of what a schema
 allows some things cannot be generated (runs of white space over MAX_SPACE, properties in another order).
 
+A grammar beyond the limits of grammar_limits.py is refused, in the gateway and in pods: llguidance would overflow its
+native stack, which ends the process. Each compilation runs in a thread with a stack that fits those limits.
+
 The tokenizer is built from tokenizer.json by llguidance itself, at the first grammar (0.3 s for 50k tokens).
 """
 
@@ -14,12 +17,14 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from common import grammar_limits
 from common.errors import BatonError, InvalidRequest
 from common.types import Grammar
 
@@ -38,6 +43,9 @@ _JSON_OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
+_STACK_SIZE = threading.Lock()  # held while threading.stack_size(), which holds for all new threads, is changed
+_T = TypeVar("_T")
+
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 
@@ -59,6 +67,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
         _require_short(wanted, field)
         text = LLMatcher.grammar_from_json_schema(wanted, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
+        grammar_limits.check_schema(parsed, field)  # its error names the limit if the schema is nested too deeply
         raise InvalidRequest(f"{field} is not a usable JSON schema: {error}", field=field) from None
     return _grammar(text, field)
 
@@ -202,18 +211,49 @@ class GrammarCompiler:
 
 def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar) -> CompiledGrammar:
     """As GrammarCompiler.compile, without a cache."""
+    _require_short(grammar.text, grammar.field)
+    grammar_limits.check(grammar.text, grammar.field)
     try:
         tokens = tokenizer.get()
     except BatonError as error:
         raise InvalidRequest(error.message, field=grammar.field) from error
-    matcher = LLMatcher(tokens, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # what the first mask costs, and may refuse, belongs to compiling
+
+    def compiled() -> LLMatcher:
+        matcher = LLMatcher(tokens, grammar.text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # what the first mask costs, and may refuse, belongs to compiling
+        return matcher
+
+    matcher = _on_large_stack(compiled)
     if matcher.is_error():
         raise InvalidRequest(_refusal(grammar, matcher.get_error()), field=grammar.field)
     if matcher.is_stopped():
         raise InvalidRequest(f"{grammar.field} allows no text at all", field=grammar.field)
     return CompiledGrammar(grammar, tokens, matcher)
+
+
+def _on_large_stack(work: Callable[[], _T]) -> _T:
+    """Runs `work` in a new thread that has COMPILE_STACK, and returns or raises as it does.
+
+    The stack is address space: the thread uses as much memory as the recursion is deep.
+    """
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="grammar-compiler")
+    with _STACK_SIZE:
+        usual = threading.stack_size(grammar_limits.COMPILE_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return result.result()
 
 
 def _refusal(grammar: Grammar, reason: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from tests.rigs.engine.grammar_shapes import chained, rules
 from tests.rigs.gateway.gateway_rig import MODEL, Rig
 from tests.rigs.gateway.tool_rig import SCHEMA, TOOLS, asked, client_of, fits, says, tool
 
@@ -120,6 +121,41 @@ async def test_rejections_name_the_field(gw: Rig, fields: dict[str, Any], param:
     assert error["param"] == param
     assert message in error["message"]
     assert not gw.cluster.decodes[0].seen.reserved  # no pod did any work
+
+
+CHAIN = chained(lambda ref: {"type": "object", "properties": {"a": {"$ref": ref}}, "required": ["a"]}, 1100)
+RULES = rules(5000)
+WITH_CHAIN = {"type": "function", "function": {"name": "f", "parameters": {**CHAIN, "type": "object"}}}
+STRICT_CHAIN = {"type": "function", "function": {**WITH_CHAIN["function"], "strict": True}}  # type: ignore[dict-item]
+BEYOND: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CHAIN}}},
+     "response_format.json_schema.schema"),
+    ({"structured_outputs": {"json": CHAIN}}, "structured_outputs.json"),
+    ({"structured_outputs": {"json": json.dumps(CHAIN)}}, "structured_outputs.json"),
+    ({"structured_outputs": {"grammar": RULES}}, "structured_outputs.grammar"),
+    ({"guided_json": {"anyOf": [{"items": CHAIN["$defs"]["d0"]}], "$defs": CHAIN["$defs"]}}, "guided_json"),
+    ({"guided_grammar": RULES}, "guided_grammar"),
+    ({"tools": [tool(), WITH_CHAIN], "tool_choice": "required"}, "tools[1].function.parameters"),
+    ({"tools": [WITH_CHAIN], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+     "tools[0].function.parameters"),
+    ({"tools": [tool(), STRICT_CHAIN]}, "tools[1].function.parameters"),
+    ({"functions": [WITH_CHAIN["function"]], "function_call": {"name": "f"}}, "functions[0].parameters"),
+    ({"tools": [tool()], "guided_grammar": RULES}, "guided_grammar"),
+    ({"tools": [WITH_CHAIN], "guided_regex": "a"}, "tools[0].function.parameters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "param"), BEYOND, ids=[f"{i}-{b[1]}" for i, b in enumerate(BEYOND)])
+async def test_a_grammar_that_would_overflow_the_stack_is_refused(gw: Rig, fields: dict[str, Any], param: str) -> None:
+    """Each of these ended the process, before there were limits: see tests/unit/test_grammar_limits.py."""
+    response = await gw.chat(**fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param} has references that lead from one to the next for ")
+    assert error["message"].endswith(" levels; at most 3000 are allowed")
+    assert not gw.cluster.decodes[0].seen.reserved
+    assert (await gw.chat(guided_regex="a")).status_code == 200
 
 
 @pytest.mark.parametrize(
