@@ -137,9 +137,7 @@ def _consistent(config: LoadConfig, typed: Mapping[str, Any]) -> LoadConfig:
             raise ConfigError(f"--{_flag(name)}: {why}", field=_flag(name))
 
     if config.rate is None and config.users is None and config.trace is None:
-        raise ConfigError(
-            "--rate, --users or --trace is needed: one of them sets the request times", field="rate"
-        )
+        raise ConfigError("--rate, --users or --trace is needed: one of them sets the request times", field="rate")
     if config.rate is not None and config.users is not None:
         raise ConfigError("--rate and --users exclude each other: an open loop or a closed one", field="users")
     timed = config.rate is None and config.users is None

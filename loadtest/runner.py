@@ -1,11 +1,12 @@
-"""One run: who sends what when.
+"""Sends the requests of one run on time.
 
-Lifecycle: warm-up -> build what comes first -> the run -> wait for what is under way -> a Run, with a record of every
-request. stop() ends it early: nothing more is sent, what is under way is abandoned and not counted.
+    warm-up -> build the first requests -> send -> wait for requests in flight -> LoadRun with one record per request
 
-Open loop: requests leave at their times, whatever became of those before, and if one leaves late (the generator was
-busy, or max_concurrency was reached) its record says by how much. Closed loop: every user sends when the answer before
-has come and the user has thought.
+Open loop: a request is sent at its arrival time, independent of earlier answers. If the generator is busy or
+max_concurrency is reached, the request is sent late and its record holds the lag.
+Closed loop: each user sends the next request after the previous answer and a think time.
+
+`stop()` ends the run early. The runner then sends no more requests, cancels those in flight and does not count them.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ from loadtest.workload.prompts import ModelAnswer, Session
 from loadtest.workload.sessions import SyntheticWorkload, TraceWorkload, fit_trace
 from loadtest.workload.trace import WorkloadTrace
 
-SPIN_S = 0.0015  # timers of event loops count whole milliseconds; the rest is waited out turn by turn
-AHEAD = 128  # requests that are built before their time
-LEAD_S = 0.05  # from the decision to begin until the beginning
+#: Event loop timers have a resolution of one millisecond. The last part of a wait polls the clock.
+SPIN_S = 0.0015
+#: Requests that are built before their arrival time.
+AHEAD = 128
+#: Seconds from `_begin()` to the start of the run.
+LEAD_S = 0.05
+#: Warm-up requests in flight.
 WARM_AT_ONCE = 8
-AFTER_ERROR_S = 0.5  # a user who was refused does not try again at once
+#: Extra pause of a user after a failed request.
+AFTER_ERROR_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRequest:
-    """A request that only waits for its time."""
+    """A built request and its record. The sender sets `record.intended_s`."""
 
     session: Session
     record: RequestRecord
@@ -47,7 +53,7 @@ class _PreparedRequest:
 
 
 class LoadRunner:
-    """One load test by one client. `run` grows while it goes on, for who wants to watch."""
+    """Runs one load test with one client. `run` is updated during the test, so progress can be read from it."""
 
     def __init__(self, config: LoadConfig, client: LoadClient, trace: WorkloadTrace | None = None) -> None:
         self._config = config
@@ -58,15 +64,15 @@ class LoadRunner:
             self._trace = fit_trace(
                 trace,
                 length_scale=config.length_scale,
-                most_input=config.max_input_tokens,
-                most_output=config.max_output_tokens,
+                max_input=config.max_input_tokens,
+                max_output=config.max_output_tokens,
             )
             self.run.skipped_too_long = len(trace.requests) - len(self._trace.requests)
         sizes = [config.requests] if self._trace is None else [config.requests, len(self._trace.requests)]
         self.run.planned = min((size for size in sizes if size is not None), default=None)
         self._tag = secrets.token_hex(3)
         self._stopped = asyncio.Event()
-        self._room: AbstractAsyncContextManager[Any] = (
+        self._concurrency_limit: AbstractAsyncContextManager[Any] = (
             nullcontext() if config.max_concurrency is None else asyncio.Semaphore(config.max_concurrency)
         )
         self._taken = 0
@@ -76,11 +82,11 @@ class LoadRunner:
         self._stopped.set()
 
     async def execute(self) -> LoadRun:
-        """Raises Unavailable when there is no server, ConfigError."""
+        """Runs the test to its end. Raises Unavailable if the server does not answer, and ConfigError."""
         self._begin()
         self.run.model = await self._client.model()
-        with _no_collections():
-            work = asyncio.create_task(self._work())
+        with _gc_disabled():
+            work = asyncio.create_task(self._warm_up_and_send())
             stopped = asyncio.create_task(self._stopped.wait())
             await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
@@ -94,14 +100,14 @@ class LoadRunner:
             self.run.cpu_s = time.process_time() - self.run.cpu_s
         return self.run
 
-    # -- what is sent
+    # -- sessions and arrival times
 
     def _sessions(self) -> Iterator[Session]:
         if self._trace is not None:
             return TraceWorkload(self._trace, self._config.seed, self._config.length_scale).sessions()
-        return self._made().sessions()
+        return self._synthetic_workload().sessions()
 
-    def _made(self) -> SyntheticWorkload:
+    def _synthetic_workload(self) -> SyntheticWorkload:
         config = self._config
         return SyntheticWorkload(
             seed=config.seed,
@@ -129,32 +135,32 @@ class LoadRunner:
             times = arrivals.constant(config.rate)
         return arrivals.until(times, config.duration_s)
 
-    def _take(self) -> bool:
-        """Whether one more request may be sent."""
+    def _take_one(self) -> bool:
+        """Counts one request against the limit. Returns False if the limit is reached."""
         if self._config.requests is not None and self._taken >= self._config.requests:
             return False
         self._taken += 1
         return True
 
-    async def _warm(self) -> None:
-        """Requests that are not counted, of their own content: they open connections and heat what has to be hot."""
+    async def _warm_up(self) -> None:
+        """Sends uncounted requests with separate content. They open connections and warm up the server."""
         number = self._config.warmup
         if not number:
             return
-        sessions = islice(self._made().sessions("warm-up"), number)
+        sessions = islice(self._synthetic_workload().sessions("warm-up"), number)
 
         async def work() -> None:
             for session in sessions:
-                item = await self._ready(session)
-                item.record.abort_after = None
-                await self._client.send(item.request, item.record)
+                prepared = await self._prepare(session)
+                prepared.record.abort_after = None
+                await self._client.send(prepared.request, prepared.record)
 
         await asyncio.gather(*(work() for _ in range(min(number, WARM_AT_ONCE))))
 
     # -- loops
 
-    async def _work(self) -> None:
-        await self._warm()
+    async def _warm_up_and_send(self) -> None:
+        await self._warm_up()
         await (self._closed() if self._config.closed_loop else self._open())
 
     async def _open(self) -> None:
@@ -165,17 +171,17 @@ class LoadRunner:
             await begin.wait()
             self._begin()
             for at in self._times():
-                item = await ready.get()
-                if item is None or not self._take():
+                prepared = await ready.get()
+                if prepared is None or not self._take_one():
                     break
-                item.record.intended_s = self.run.began + at
-                await _wait_until(item.record.intended_s)
-                group.create_task(self._session(item))
+                prepared.record.intended_s = self.run.began + at
+                await _wait_until(prepared.record.intended_s)
+                group.create_task(self._session(prepared))
             builder.cancel()
 
     async def _build_ahead(self, ready: asyncio.Queue[_PreparedRequest | None], begin: asyncio.Event) -> None:
         for session in islice(self._sessions(), self._config.requests):
-            await ready.put(await self._ready(session))
+            await ready.put(await self._prepare(session))
             if ready.full():
                 begin.set()
         begin.set()
@@ -193,43 +199,43 @@ class LoadRunner:
 
     async def _user(self, number: int, due: float, sessions: Iterator[Session]) -> None:
         think_s = self._config.think_s
-        thinking = random.Random(f"{self._config.seed} user {number}")
-        while self._lasts(due) and (session := next(sessions, None)) is not None and self._take():
-            item = await self._ready(session)
+        think_rng = random.Random(f"{self._config.seed} user {number}")
+        while self._sends_at(due) and (session := next(sessions, None)) is not None and self._take_one():
+            prepared = await self._prepare(session)
             await _wait_until(due)
-            item.record.intended_s = time.perf_counter()  # building was the user's own time
-            await self._session(item)
-            due = time.perf_counter() + (thinking.expovariate(1 / think_s) if think_s else 0.0)
-            if item.record.error:
+            prepared.record.intended_s = time.perf_counter()  # build time counts as think time
+            await self._session(prepared)
+            due = time.perf_counter() + (think_rng.expovariate(1 / think_s) if think_s else 0.0)
+            if prepared.record.error:
                 due += AFTER_ERROR_S
 
-    async def _session(self, item: _PreparedRequest) -> None:
-        """Turn by turn, until one fails or the run is over."""
-        turns, answers = item.session.turns, dict[int, ModelAnswer]()
+    async def _session(self, prepared: _PreparedRequest) -> None:
+        """Sends the turns of a session in order, until a turn fails or the run is over."""
+        turns, answers = prepared.session.turns, dict[int, ModelAnswer]()
         for number in range(len(turns)):
             if number:
                 due = time.perf_counter() + turns[number].pause_s
-                if not self._lasts(due) or not self._take():
+                if not self._sends_at(due) or not self._take_one():
                     return
-                item = await self._ready(item.session, number, dict(answers))
-                item.record.intended_s = due
+                prepared = await self._prepare(prepared.session, number, dict(answers))
+                prepared.record.intended_s = due
                 await _wait_until(due)
-            record = item.record
-            await self._send(item.request, record)
+            record = prepared.record
+            await self._send(prepared.request, record)
             if record.answer is None:
                 self.run.skipped += len(turns) - number - 1
                 return
             if number + 1 < len(turns):
                 answers[number] = record.answer
-            record.answer = None  # nobody else reads it, and it would be kept to the end
+            record.answer = None  # frees the text, records live until the end of the run
 
-    def _lasts(self, at: float) -> bool:
-        """Whether requests may still be sent at that time."""
+    def _sends_at(self, at: float) -> bool:
+        """Returns whether the run still sends requests at this time."""
         return self._config.duration_s is None or at < self.run.began + self._config.duration_s
 
     async def _send(self, request: Any, record: RequestRecord) -> None:
         run = self.run
-        async with self._room:
+        async with self._concurrency_limit:
             record.counted = record.intended_s - run.began >= self._config.settle_s
             run.sent += 1
             run.running += 1
@@ -245,18 +251,18 @@ class LoadRunner:
         run.records.append(record)
 
     def _begin(self) -> None:
-        """The run's zero is almost now."""
+        """Sets the start of the run to LEAD_S from now."""
         self.run.began = time.perf_counter() + LEAD_S
         self.run.began_at = time.time() + LEAD_S
         self.run.cpu_s = time.process_time()
 
-    async def _ready(
+    async def _prepare(
         self, session: Session, number: int = 0, answers: Mapping[int, ModelAnswer] = MappingProxyType({})
     ) -> _PreparedRequest:
-        """One turn's request, built, and its record; who sends it says when it is due."""
+        """Builds the request and the record of one turn. The caller sets the record's `intended_s`."""
         turn, config = session.turns[number], self._config
-        leaving = random.Random(f"{config.seed} leaving {session.number} {number}")
-        leaves = leaving.random() < config.abort_share
+        abort_rng = random.Random(f"{config.seed} leaving {session.number} {number}")
+        aborts = abort_rng.random() < config.abort_share
         record = RequestRecord(
             request_id=f"load-{self._tag}-{session.number}-{number}",
             session=session.number,
@@ -264,7 +270,7 @@ class LoadRunner:
             planned_input=turn.prompt_tokens,
             planned_output=turn.output_tokens,
             intended_s=0.0,
-            abort_after=leaving.randrange(turn.output_tokens) if leaves else None,
+            abort_after=abort_rng.randrange(turn.output_tokens) if aborts else None,
         )
         key = config.api_keys[session.number % len(config.api_keys)] if config.api_keys else ""
         draft = RequestDraft(turn, answers, record.request_id, f"load-{self._tag}-{session.number}", key)
@@ -272,17 +278,18 @@ class LoadRunner:
 
 
 async def _wait_until(at: float) -> None:
-    """To within some tens of microseconds, on a loop that is not busy."""
+    """Waits until `at` (time.perf_counter()). The error is some tens of microseconds if the loop is not busy."""
     if (left := at - time.perf_counter()) > SPIN_S:
         await asyncio.sleep(left - SPIN_S)
-    while time.perf_counter() < at:  # noqa: ASYNC110 - nothing tells that a time has come
+    while time.perf_counter() < at:  # noqa: ASYNC110 - no event fires at a point in time
         await asyncio.sleep(0)
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without the collector of reference cycles: a collection stops all streams for tens of milliseconds, and a request
-    leaves no cycles behind.
+def _gc_disabled() -> Iterator[None]:
+    """Turns the garbage collector off. A collection stops all streams for tens of milliseconds.
+
+    Requests create no reference cycles, so memory does not grow.
     """
     gc.collect()
     gc.freeze()

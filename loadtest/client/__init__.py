@@ -1,1 +1,1 @@
-"""Client."""
+"""Clients that send load over REST or gRPC and record when each token arrives."""

@@ -1,4 +1,4 @@
-"""The public gRPC API: one channel, one call a request."""
+"""Client of the public gRPC API: one channel, one call per request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FINISH = {
 
 
 class GrpcClient:
-    """See client.Client. It must be made inside the event loop that it is used in."""
+    """LoadClient over gRPC. The constructor must run inside the event loop."""
 
     def __init__(self, config: LoadConfig) -> None:
         self._config = config
@@ -42,15 +42,15 @@ class GrpcClient:
         self._text = functools.lru_cache(CACHED_PIECES)(TextPiece.text)
 
     async def model(self) -> str:
-        """The configured name, or the first that the server lists. Also learns whether there is a server."""
+        """Returns the configured model, or the first that the server lists. Raises Unavailable, ConfigError."""
         key = self._config.api_keys[0] if self._config.api_keys else ""
         try:
-            listed = await self._stub.ListModels(
+            response = await self._stub.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CONNECT_S, metadata=_metadata(key)
             )
         except grpc.aio.AioRpcError as e:
             raise Unavailable(f"{self._config.url}: {error_from_rpc(e).message}") from e
-        names = [model.id for model in listed.models]
+        names = [model.id for model in response.models]
         if not names:
             raise Unavailable(f"{self._config.url} serves no model")
         if self._model and self._model not in names:
@@ -61,8 +61,8 @@ class GrpcClient:
         return self._model
 
     async def build(self, draft: RequestDraft) -> tuple[inference_pb2.GenerateRequest, tuple[tuple[str, str], ...]]:
-        """Message and metadata."""
-        config, turn, slices = self._config, draft.turn, LoopYielder()
+        """Returns the message and its metadata."""
+        config, turn, yielder = self._config, draft.turn, LoopYielder()
         request = inference_pb2.GenerateRequest(
             model=self._model,
             max_tokens=turn.output_tokens,
@@ -72,25 +72,25 @@ class GrpcClient:
         )
         if config.endpoint == "chat":
             for message in turn.messages:
-                content = await self._words(message, draft, slices)
+                content = await self._message_text(message, draft, yielder)
                 request.chat.messages.add(role=message.role, content=content)
         elif config.form == "text":
-            request.text = " ".join([await self._words(message, draft, slices) for message in turn.messages])
+            request.text = " ".join([await self._message_text(message, draft, yielder) for message in turn.messages])
         else:
             for message in turn.messages:
-                known = _known(message, draft)
-                if known is not None and known.ids is not None:
-                    request.tokens.ids.extend(known.ids)
+                earlier = _earlier_answer(message, draft)
+                if earlier is not None and earlier.ids is not None:
+                    request.tokens.ids.extend(earlier.ids)
                     continue
                 for piece in message.pieces:
                     request.tokens.ids.extend(self._ids(piece))
-                    await slices.yield_if_due()
+                    await yielder.yield_if_due()
         return request, _metadata(draft.key, draft.affinity)
 
     async def send(
         self, request: tuple[inference_pb2.GenerateRequest, tuple[tuple[str, str], ...]], record: RequestRecord
     ) -> None:
-        """See client.Client."""
+        """Sends the request and fills the record (see LoadClient)."""
         message, metadata = request
         record.sent_s = time.perf_counter()
         call = self._stub.Generate(message, timeout=self._timeout_s, metadata=metadata)
@@ -105,9 +105,9 @@ class GrpcClient:
             error: BatonError = error_from_rpc(e)
             record.fail(f"grpc {e.code().name} {error.kind}", error.message, time.perf_counter())
         except TimeoutError:
-            record.fail("timeout", "no answer in time", time.perf_counter())
+            record.fail("timeout", "no complete answer before the timeout", time.perf_counter())
         finally:
-            call.cancel()  # of an ended call: nothing
+            call.cancel()  # no effect on a finished call
             record.ended_s = record.ended_s or time.perf_counter()
             record.tokens = record.tokens or len(record.event_times)
 
@@ -115,14 +115,14 @@ class GrpcClient:
         """Closes the channel."""
         await self._channel.close(None)
 
-    async def _words(self, message: PromptMessage, draft: RequestDraft, slices: LoopYielder) -> str:
-        known = _known(message, draft)
-        if known is not None:
-            return known.text
+    async def _message_text(self, message: PromptMessage, draft: RequestDraft, yielder: LoopYielder) -> str:
+        earlier = _earlier_answer(message, draft)
+        if earlier is not None:
+            return earlier.text
         parts = []
         for piece in message.pieces:
             parts.append(self._text(piece))
-            await slices.yield_if_due()
+            await yielder.yield_if_due()
         return " ".join(parts)
 
 
@@ -148,7 +148,7 @@ async def _read(call: Any, record: RequestRecord) -> None:
     record.answer = ModelAnswer("".join(texts), tuple(ids))
 
 
-def _known(message: PromptMessage, draft: RequestDraft) -> ModelAnswer | None:
+def _earlier_answer(message: PromptMessage, draft: RequestDraft) -> ModelAnswer | None:
     return draft.answers.get(message.answer) if message.answer is not None else None
 
 

@@ -1,12 +1,13 @@
-"""One HTTP/1.1 connection that notes when bytes come, and reads them later.
+"""An HTTP/1.1 connection that records the arrival time of bytes first and parses them later.
 
-Thousands of streams share one loop, and a note is only worth something if it tells when the bytes were there. On Linux
-the kernel tells (timestamped_reader.py; not through TLS); elsewhere it is made as soon as the loop gets to it. So whoever
-receives does nothing but note; a Pump, which all connections share, parses when nothing comes any more, in slices
-of a tenth of a millisecond, between which the loop looks at its sockets again.
+Thousands of streams share one event loop. Parsing on arrival would delay the arrival times of other streams, so a
+connection only stores the time and the bytes. On Linux the kernel supplies the time (timestamped_reader.py, not with
+TLS). Elsewhere it is the time of data_received(). One ParseQueue for all connections parses when no more bytes
+arrive, in slices of 0.1 ms. The loop polls its sockets between two slices.
 
-Lifecycle: connected -> start(an exchange) -> its ended(), then idle and ready for the next -> closed by either side. An
-exchange always ends, and once: with its answer, or with what became of the connection.
+    connected -> start(exchange) -> exchange.ended() -> idle -> start(next) ... -> closed by either side
+
+An exchange ends exactly once: with ended() or with lost().
 """
 
 from __future__ import annotations
@@ -21,52 +22,52 @@ import httptools
 from loadtest.client.timestamped_reader import TimestampedReader
 
 SLICE_S = 100e-6
-PATIENCE_S = 5e-3
+MAX_WAIT_S = 5e-3
 
 
 class HttpExchange(Protocol):
-    """One request's answer as it is parsed. at: when the bytes came."""
+    """Receives the parsed response of one request. `at` is the arrival time of the bytes (time.perf_counter())."""
 
     def headers(self, status: int, at: float) -> None:
-        """The status line and the headers are complete."""
+        """Called when the status line and the headers are complete."""
 
     def body(self, data: bytes, at: float) -> None:
-        """More of the body."""
+        """Called with each part of the body."""
 
     def ended(self, at: float) -> None:
-        """The answer is complete."""
+        """Called when the response is complete."""
 
     def lost(self, why: str, at: float) -> None:
-        """No more will come, and the answer is not complete."""
+        """Called when the connection fails before the response is complete."""
 
 
 class ParseQueue:
-    """Parses what connections hold, in the order of arrival.
+    """Parses the received bytes of all connections in order of arrival.
 
-    The tokens of one engine step come all at once: while the loop finds bytes at each turn, noting them goes first,
-    for up to PATIENCE_S; then, and where bytes never cease, a slice is parsed at each turn until all is.
+    The tokens of one engine step arrive in a burst. While each loop iteration brings new bytes, parsing waits, but at
+    most MAX_WAIT_S. Then one slice is parsed per loop iteration until the queue is empty.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[HttpConnection] = deque()
         self._scheduled = False
-        self._news = False
-        self._patient_until = 0.0
+        self._new_bytes = False
+        self._wait_until = 0.0
 
     def add(self, connection: HttpConnection) -> None:
-        """The connection has something to parse, once for each call."""
+        """Queues one `connection.parse()` call."""
         self._waiting.append(connection)
-        self._news = True
+        self._new_bytes = True
         if not self._scheduled:
             self._scheduled = True
-            self._patient_until = time.perf_counter() + PATIENCE_S
-            self._loop.call_soon(self._turn)
+            self._wait_until = time.perf_counter() + MAX_WAIT_S
+            self._loop.call_soon(self._parse_slice)
 
-    def _turn(self) -> None:
+    def _parse_slice(self) -> None:
         waiting, now = self._waiting, time.perf_counter()
-        if self._news and now < self._patient_until:
-            self._news = False
+        if self._new_bytes and now < self._wait_until:
+            self._new_bytes = False
         else:
             end = now + SLICE_S
             while waiting:
@@ -74,40 +75,42 @@ class ParseQueue:
                 if time.perf_counter() >= end:
                     break
         if waiting:
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._parse_slice)
         else:
             self._scheduled = False
 
 
 class HttpConnection(asyncio.Protocol):
-    """See above. reused: an exchange has ended on it before, so the server may just be closing it."""
+    """One connection with at most one exchange at a time."""
 
-    def __init__(self, pump: ParseQueue) -> None:
-        self._pump = pump
+    def __init__(self, parse_queue: ParseQueue) -> None:
+        self._parse_queue = parse_queue
         self._transport: Any = None
         self._arrived: deque[tuple[float, bytes | None]] = deque()
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: HttpExchange | None = None
         self._reader: TimestampedReader | None = None
-        self._now = 0.0
+        self._parsed_at = 0.0
         self._complete = self._keep = False
         self.open = False
+        #: An earlier exchange has ended on this connection. The server may be closing it as idle.
         self.reused = False
-        self.began = False  # the answer to the current exchange has begun
+        #: The first byte of the current response was parsed.
+        self.began = False
 
     @property
     def idle(self) -> bool:
-        """May take an exchange."""
+        """Whether `start` may be called."""
         return self.open and self._exchange is None
 
     def start(self, exchange: HttpExchange, request: bytes) -> None:
-        """Sends a request; the connection must be idle."""
+        """Sends a request. The connection must be idle."""
         assert self.idle
         self._exchange, self._complete, self.began = exchange, False, False
         self._transport.write(request)
 
     def close(self) -> None:
-        """Hangs up at once; an exchange under way is told nothing."""
+        """Closes the connection at once. The current exchange gets no call."""
         self.open, self._exchange = False, None
         if self._reader is not None:
             self._reader.close()
@@ -116,77 +119,77 @@ class HttpConnection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: Any) -> None:
-        """Nothing was sent yet."""
+        """Stores the transport."""
         self._transport, self.open = transport, True
 
     def use_kernel_timestamps(self) -> None:
-        """From now on the kernel tells when bytes came: for a connection without TLS, made and not used yet."""
-        self._reader = TimestampedReader(self._transport, self._note)
+        """Switches to the kernel's arrival times. Allowed only without TLS and before the first `start`."""
+        self._reader = TimestampedReader(self._transport, self._received)
 
-    def _note(self, at: float, data: bytes | None) -> None:
+    def _received(self, at: float, data: bytes | None) -> None:
         self._arrived.append((at, data))
-        self._pump.add(self)
+        self._parse_queue.add(self)
         if data is None:
             self.open = False
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Notes, where the kernel does not."""
-        self._note(time.perf_counter(), data)
+        """Stores bytes with the current time. Not called while a TimestampedReader reads."""
+        self._received(time.perf_counter(), data)
 
     def eof_received(self) -> None:
-        """The server hung up; connection_lost follows."""
+        """Returns None, so the transport closes and connection_lost follows."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Comes after what arrived before it."""
+        """Queues the end of the connection behind the bytes that arrived before."""
         if self._reader is not None:
             self._reader.close()
-        self._note(time.perf_counter(), None)
+        self._received(time.perf_counter(), None)
 
-    # -- the pump
+    # -- called by ParseQueue
 
     def parse(self) -> None:
-        """Parses what arrived first of what is not parsed yet."""
-        self._now, data = self._arrived.popleft()
+        """Parses the oldest stored bytes."""
+        self._parsed_at, data = self._arrived.popleft()
         if data is None:
             if self._exchange is not None:
-                self._lose("the server closed the connection")
+                self._fail("the server closed the connection")
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
             self._transport.abort()
             if self._exchange is not None:
-                self._lose(f"not HTTP: {e}")
+                self._fail(f"not HTTP: {e}")
         if self._complete and self._exchange is not None:
             exchange, self._exchange = self._exchange, None
             self._complete, self.reused = False, True
             if not self._keep:
                 self.open = False
                 self._transport.close()
-            exchange.ended(self._now)
+            exchange.ended(self._parsed_at)
 
-    def _lose(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         exchange, self._exchange, self.open = self._exchange, None, False
         assert exchange is not None
-        exchange.lost(why, self._now)
+        exchange.lost(why, self._parsed_at)
 
-    # -- httptools
+    # -- called by httptools
 
     def on_message_begin(self) -> None:
-        """The first byte of an answer."""
+        """Marks the response as begun."""
         self.began = True
 
     def on_headers_complete(self) -> None:
-        """The body follows."""
+        """Passes the status code on."""
         if self._exchange is not None:
-            self._exchange.headers(self._parser.get_status_code(), self._now)
+            self._exchange.headers(self._parser.get_status_code(), self._parsed_at)
 
     def on_body(self, data: bytes) -> None:
-        """A chunk, or a part of one."""
+        """Passes a part of the body on."""
         if self._exchange is not None:
-            self._exchange.body(data, self._now)
+            self._exchange.body(data, self._parsed_at)
 
     def on_message_complete(self) -> None:
-        """Acted upon when the parser has returned: it may be fed again only then, and has forgotten this answer."""
+        """Stores the end of the response. parse() handles it after the parser has returned and can take more bytes."""
         self._complete, self._keep = True, self._parser.should_keep_alive()

@@ -1,4 +1,4 @@
-"""The OpenAI REST API: bodies, connections that are kept, and answers streamed or whole."""
+"""Client of the OpenAI REST API: request bodies, kept connections, streamed and whole answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_ERROR_BYTES = 1 << 16
 
 
 class RestClient:
-    """See client.Client. It must be made inside the event loop that it is used in."""
+    """LoadClient over REST. The constructor must run inside the event loop."""
 
     def __init__(self, config: LoadConfig) -> None:
         parts = urlsplit(config.url)
@@ -39,14 +39,14 @@ class RestClient:
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path
         self._authority = parts.netloc.rpartition("@")[2]
-        self._pump = ParseQueue()
+        self._parse_queue = ParseQueue()
         self._idle: list[HttpConnection] = []
         self._model = config.model
         self._timeout_s = RESPONSE_TIMEOUT_S if config.deadline_s is None else config.deadline_s + GRACE_S
-        self._piece = functools.lru_cache(CACHED_PIECES)(self._encoded)
+        self._cached_piece_json = functools.lru_cache(CACHED_PIECES)(self._piece_json)
 
     async def model(self) -> str:
-        """The configured name, or the first that the server lists. Also learns whether there is a server."""
+        """Returns the configured model, or the first that the server lists. Raises Unavailable, ConfigError."""
         record = RequestRecord("", 0, 0, 0, 0, time.perf_counter())
         key = self._config.api_keys[0] if self._config.api_keys else ""
         exchange = await self._exchange(self._head("GET", "/v1/models", key, b""), record, _WholeAnswer)
@@ -66,7 +66,7 @@ class RestClient:
         return self._model
 
     async def build(self, draft: RequestDraft) -> bytes:
-        """Head and body."""
+        """Returns the bytes of the request, head and body."""
         config, turn = self._config, draft.turn
         fields: dict[str, Any] = {
             "model": self._model,
@@ -78,16 +78,16 @@ class RestClient:
             fields["ignore_eos"] = True
         if config.stream:
             fields["stream_options"] = {"include_usage": True}
-        slices = LoopYielder()
+        yielder = LoopYielder()
         if config.endpoint == "chat":
             messages = [
-                b'{"role":"%b","content":"%b"}' % (m.role.encode(), await self._content(m, draft, slices, b" "))
+                b'{"role":"%b","content":"%b"}' % (m.role.encode(), await self._content(m, draft, yielder, b" "))
                 for m in turn.messages
             ]
             prompt = b'"messages":[' + b",".join(messages) + b"]"
         else:
-            joint = b" " if config.form == "text" else b","
-            prompt = joint.join([await self._content(m, draft, slices, joint) for m in turn.messages])
+            separator = b" " if config.form == "text" else b","
+            prompt = separator.join([await self._content(m, draft, yielder, separator) for m in turn.messages])
             prompt = b'"prompt":"%b"' % prompt if config.form == "text" else b'"prompt":[%b]' % prompt
         body = orjson.dumps(fields)[:-1] + b"," + prompt + b"}"
         path = "/v1/chat/completions" if config.endpoint == "chat" else "/v1/completions"
@@ -97,21 +97,21 @@ class RestClient:
         return self._head("POST", path, draft.key, body, extra) + body
 
     async def send(self, request: bytes, record: RequestRecord) -> None:
-        """See client.Client."""
+        """Sends the request and fills the record (see LoadClient)."""
         await self._exchange(request, record, _StreamedAnswer if self._config.stream else _WholeAnswer)
 
     async def close(self) -> None:
-        """Closes the connections that are kept."""
+        """Closes the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
-        await asyncio.sleep(0)  # transports close in the loop's next turn
+        await asyncio.sleep(0)  # transports close in the next loop iteration
 
     async def _exchange(self, request: bytes, record: RequestRecord, kind: type[_RestExchange]) -> _RestExchange:
         record.sent_s = time.perf_counter()
         while True:
             exchange = kind(record)
-            connection = self._kept()
+            connection = self._take_idle()
             if connection is None:
                 try:
                     connection = await self._connect()
@@ -121,14 +121,14 @@ class RestClient:
             stale = connection.reused
             await exchange.run(connection, request, self._timeout_s - (time.perf_counter() - record.sent_s))
             if stale and not connection.began and record.error == "disconnected":
-                # The server closed an idle connection while we wrote to it: it did not take the request.
+                # The server closed the idle connection before it read the request, so a retry is safe.
                 record.error = record.message = ""
                 continue
             if connection.idle:
                 self._idle.append(connection)
             return exchange
 
-    def _kept(self) -> HttpConnection | None:
+    def _take_idle(self) -> HttpConnection | None:
         while self._idle:
             if (connection := self._idle.pop()).idle:
                 return connection
@@ -139,7 +139,7 @@ class RestClient:
         name = self._host if self._ssl is not None else None
         async with asyncio.timeout(CONNECT_S):
             _, connection = await loop.create_connection(
-                lambda: HttpConnection(self._pump), self._host, self._port, ssl=self._ssl, server_hostname=name
+                lambda: HttpConnection(self._parse_queue), self._host, self._port, ssl=self._ssl, server_hostname=name
             )
         if self._ssl is None and sys.platform == "linux":
             connection.use_kernel_timestamps()
@@ -154,25 +154,27 @@ class RestClient:
         lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
         return "\r\n".join([*lines, "", ""]).encode()
 
-    async def _content(self, message: PromptMessage, draft: RequestDraft, slices: LoopYielder, joint: bytes) -> bytes:
-        """One message as a fragment of JSON."""
-        known = draft.answers.get(message.answer) if message.answer is not None else None
-        if known is not None and self._config.form == "text":
-            return orjson.dumps(known.text)[1:-1]
+    async def _content(
+        self, message: PromptMessage, draft: RequestDraft, yielder: LoopYielder, separator: bytes
+    ) -> bytes:
+        """Returns one message as a fragment of JSON."""
+        earlier = draft.answers.get(message.answer) if message.answer is not None else None
+        if earlier is not None and self._config.form == "text":
+            return orjson.dumps(earlier.text)[1:-1]
         parts = []
         for piece in message.pieces:
-            parts.append(self._piece(piece))
-            await slices.yield_if_due()
-        return joint.join(parts)
+            parts.append(self._cached_piece_json(piece))
+            await yielder.yield_if_due()
+        return separator.join(parts)
 
-    def _encoded(self, piece: TextPiece) -> bytes:
+    def _piece_json(self, piece: TextPiece) -> bytes:
         if self._config.form == "text":
             return piece.text().encode()
         return orjson.dumps(piece.ids(*self._config.vocab))[1:-1]
 
 
 class _RestExchange:
-    """One request's answer: run() starts it and returns when it has ended."""
+    """The HttpExchange of one request. Fills the record from the response."""
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
@@ -182,32 +184,32 @@ class _RestExchange:
         self._connection: HttpConnection | None = None
 
     async def run(self, connection: HttpConnection, request: bytes, timeout_s: float) -> None:
-        """Ends when the record is complete."""
+        """Sends the request and returns when the record is complete."""
         self._connection = connection
         loop = asyncio.get_running_loop()
         timer = loop.call_later(max(0.0, timeout_s), self._expire)
-        leave = loop.call_later(LEAVE_S, self._leave) if self.record.abort_after == 0 else None
+        abort_timer = loop.call_later(LEAVE_S, self._abort) if self.record.abort_after == 0 else None
         connection.start(self, request)
         try:
             await self._done
         finally:
             timer.cancel()
-            if leave is not None:
-                leave.cancel()
+            if abort_timer is not None:
+                abort_timer.cancel()
             if not self._done.done():  # cancelled from outside
                 connection.close()
 
     def headers(self, status: int, at: float) -> None:
-        """See http_connection.Exchange."""
+        """Stores the status."""
         self._status = status
 
     def body(self, data: bytes, at: float) -> None:
-        """See http_connection.Exchange."""
+        """Collects the body. The body of an error is cut at about MAX_ERROR_BYTES."""
         if len(self.data) < MAX_ERROR_BYTES or self._status == 200:
             self.data += data
 
     def ended(self, at: float) -> None:
-        """See http_connection.Exchange."""
+        """Reads the complete response and ends the record."""
         if self._status != 200:
             kind, message = _error(bytes(self.data))
             self.record.fail(f"http {self._status} {kind}".strip(), message, at)
@@ -216,31 +218,31 @@ class _RestExchange:
         self._finish(at)
 
     def answered(self, at: float) -> None:
-        """The whole body of a 200 is here."""
+        """Called when the body of a response with status 200 is complete."""
 
     def lost(self, why: str, at: float) -> None:
-        """See http_connection.Exchange."""
+        """Fails the record."""
         self.record.fail("disconnected", why, at)
         self._finish(at)
 
     def usage(self, usage: dict[str, Any]) -> None:
-        """What the server counted."""
+        """Stores the server's token counts."""
         record = self.record
         record.tokens = usage.get("completion_tokens") or record.tokens
         record.prompt_tokens = usage.get("prompt_tokens")
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
-    def _leave(self) -> None:
+    def _abort(self) -> None:
         if not self._done.done():
             self.record.aborted = True
-            self._hang_up()
+            self._close()
 
     def _expire(self) -> None:
         if not self._done.done():
-            self.record.fail("timeout", "no answer in time", time.perf_counter())
-            self._hang_up()
+            self.record.fail("timeout", "no complete answer before the timeout", time.perf_counter())
+            self._close()
 
-    def _hang_up(self) -> None:
+    def _close(self) -> None:
         assert self._connection is not None
         self._connection.close()
         self._finish(time.perf_counter())
@@ -254,19 +256,19 @@ class _RestExchange:
 
 
 class _WholeAnswer(_RestExchange):
-    """An answer in one piece: when it began is not known."""
+    """An answer that is not streamed. It has no time to first token."""
 
     def answered(self, at: float) -> None:
-        """Reads it."""
+        """Parses the answer."""
         if not self.record.planned_output:
-            return  # not an answer of the model
+            return  # GET /v1/models
         try:
             answer = orjson.loads(bytes(self.data))
             choice = answer["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             self.record.finish = choice["finish_reason"]
         except (ValueError, KeyError, IndexError, TypeError) as e:
-            self.record.fail("protocol", f"not an answer: {e}", at)
+            self.record.fail("protocol", f"not a completion object: {e!r}", at)
             return
         self.record.answer = ModelAnswer(text or "")
         self.usage(answer.get("usage") or {})
@@ -281,7 +283,7 @@ class _StreamedAnswer(_RestExchange):
         self._texts: list[str] = []
 
     def body(self, data: bytes, at: float) -> None:
-        """Reads its events."""
+        """Parses the events that the data completes."""
         if self._status != 200:
             super().body(data, at)
             return
@@ -289,11 +291,11 @@ class _StreamedAnswer(_RestExchange):
             for event in self._events.feed(data):
                 self._read(event, at)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-            self.record.fail("protocol", f"not an event of an answer: {e!r}", at)
-            self._hang_up()
+            self.record.fail("protocol", f"not an event of a completion: {e!r}", at)
+            self._close()
 
     def answered(self, at: float) -> None:
-        """A stream that ends without a reason was cut."""
+        """Fails the record if no event had a finish reason."""
         record = self.record
         if not record.finish:
             record.fail("incomplete", "the stream ended without a finish reason", at)
@@ -312,10 +314,10 @@ class _StreamedAnswer(_RestExchange):
                 record.event_times.append(at)
                 self._texts.append(text)
                 if record.abort_after is not None and len(record.event_times) >= record.abort_after > 0:
-                    self._leave()
+                    self._abort()
             if finish := choice.get("finish_reason"):
                 record.finish, record.ended_s = finish, at
-                if not record.event_times:  # tokens without text, as of a broken character
+                if not record.event_times:  # tokens without text, for example half of a character
                     record.event_times.append(at)
         elif "error" in chunk:
             kind, message = _error(event)
@@ -325,7 +327,7 @@ class _StreamedAnswer(_RestExchange):
 
 
 def _error(body: bytes) -> tuple[str, str]:
-    """Kind and message of an error as OpenAI writes it; of another body, its beginning."""
+    """Returns kind and message of an OpenAI error body. The message of another body is its first 200 bytes."""
     try:
         error = orjson.loads(body)["error"]
         return str(error.get("code") or error.get("type") or ""), str(error.get("message") or "")
@@ -334,7 +336,7 @@ def _error(body: bytes) -> tuple[str, str]:
 
 
 class SseParser:
-    """feed() takes bytes and gives the data of the events that they complete. Other fields and comments are dropped."""
+    """Incremental parser of server-sent events. Drops comments and all fields but `data`."""
 
     __slots__ = ("_rest",)
 
@@ -342,18 +344,18 @@ class SseParser:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each complete event, its lines joined."""
+        """Returns the data of each event that these bytes complete. Lines are joined by newlines."""
         data = self._rest + data if self._rest else data
         if b"\r" in data:
-            # A CR at the very end may be half of a line end.
-            held = data.endswith(b"\r")
-            data = (data[:-1] if held else data).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (
-                b"\r" if held else b""
+            # A CR at the end may be the first half of CR LF.
+            cr_at_end = data.endswith(b"\r")
+            data = (data[:-1] if cr_at_end else data).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (
+                b"\r" if cr_at_end else b""
             )
         *events, self._rest = data.split(b"\n\n")
         found = []
         for event in events:
-            if event.startswith(b"data: ") and b"\n" not in event:  # nearly all
+            if event.startswith(b"data: ") and b"\n" not in event:  # the usual case
                 found.append(event[6:])
             elif lines := [_value(line) for line in event.split(b"\n") if line.startswith(b"data:")]:
                 found.append(b"\n".join(lines))

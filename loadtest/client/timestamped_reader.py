@@ -1,10 +1,10 @@
-"""Reads a TCP connection with the kernel's own time of each arrival (SO_TIMESTAMPNS, Linux).
+"""Reads a TCP connection with the kernel's arrival time of the bytes (SO_TIMESTAMPNS, Linux).
 
-What a program notes when it comes to read is late by whatever it was busy with, and on a shared machine by what others
-were; the kernel notes in the interrupt. Bytes that are read together have the time of the last of them.
+A time taken by the process when it reads is late if the process or the machine is busy. The kernel takes the time in
+the interrupt. Bytes of one read share the arrival time of the last byte.
 
-It takes reading over from an asyncio transport, which still writes: the transport is paused for good, and another
-descriptor of its socket is watched instead.
+The reader replaces the reading side of an asyncio transport: it pauses the transport for good and watches a duplicate
+of the socket's descriptor. The transport still writes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the ancillary message has the same number
 READ_BYTES = 1 << 14
 ANCILLARY_BYTES = 64
-CLOCK_READINGS, AT_ONCE_S = 5, 20e-6
-MOST_AGE_S = 5.0  # an older stamp tells that the clock was set
+CLOCK_READINGS, MAX_READING_S = 5, 20e-6
+MAX_AGE_S = 5.0  # an older stamp means that the wall clock was changed
 _TIMESPEC = struct.Struct("@ll")
 
 
 class TimestampedReader:
-    """received(at, data): at by time.perf_counter(); data None: nothing more will come. close() ends it."""
+    """Calls `received(at, data)` for each read. `at` is in time.perf_counter() seconds, `data` is None at the end."""
 
     def __init__(self, transport: Any, received: Callable[[float, bytes | None], None]) -> None:
         transport.pause_reading()
@@ -38,7 +38,7 @@ class TimestampedReader:
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops reading. Idempotent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
@@ -48,7 +48,7 @@ class TimestampedReader:
             data, ancillary, _, _ = self._socket.recvmsg(READ_BYTES, ANCILLARY_BYTES)
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:  # reset
+        except OSError:  # connection reset
             data, ancillary = b"", []
         now, wall = _clocks()
         if not data:
@@ -59,14 +59,14 @@ class TimestampedReader:
             if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
                 seconds, nanoseconds = _TIMESPEC.unpack(stamp)
                 age = wall - seconds - nanoseconds * 1e-9
-                now -= age if 0.0 < age < MOST_AGE_S else 0.0
+                now -= age if 0.0 < age < MAX_AGE_S else 0.0
         self._received(now, data)
 
 
 def _clocks() -> tuple[float, float]:
-    """time.perf_counter() and time.time() of one moment: read again where this thread had to wait between the two."""
+    """Returns time.perf_counter() and time.time() of one moment. Reads again after an interruption."""
     for _ in range(CLOCK_READINGS):
         before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
-        if after - before < AT_ONCE_S:
+        if after - before < MAX_READING_S:
             break
     return (before + after) / 2, wall

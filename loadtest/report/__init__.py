@@ -1,1 +1,1 @@
-"""Report."""
+"""Results of load tests: figures, comparison of two runs, JSON files, terminal tables and HTML pages."""

@@ -1,6 +1,6 @@
-"""When requests of an open loop come, whatever becomes of those before: endless times in seconds, in order.
+"""Arrival processes of an open loop. Each yields endless, rising times in seconds with the same mean rate.
 
-All of them have the same mean rate; they differ in how much arrivals cluster.
+They differ in the burstiness of the arrivals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ KINDS = ("poisson", "constant", "gamma", "onoff")
 
 
 def constant(rate: float) -> Iterator[float]:
-    """One every 1 / rate seconds, the first at once."""
+    """Yields a time every 1 / rate seconds, starting with 0."""
     number = 0
     while True:
         yield number / rate
@@ -20,7 +20,7 @@ def constant(rate: float) -> Iterator[float]:
 
 
 def poisson(rate: float, rng: random.Random) -> Iterator[float]:
-    """Independent users."""
+    """Yields the times of a Poisson process: arrivals of independent users."""
     at = 0.0
     while True:
         at += rng.expovariate(rate)
@@ -28,9 +28,9 @@ def poisson(rate: float, rng: random.Random) -> Iterator[float]:
 
 
 def gamma(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Gamma-distributed gaps whose coefficient of variation is `burstiness`: 1 is Poisson, more is burstier.
+    """Yields times with gamma-distributed gaps. `burstiness` is their coefficient of variation; 1 is Poisson.
 
-    As in BurstGPT (Wang et al., 2024) and the bench tools of vLLM.
+    BurstGPT (Wang et al., 2024) and the benchmarks of vLLM use the same process.
     """
     shape = burstiness**-2
     at = 0.0
@@ -40,13 +40,13 @@ def gamma(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]
 
 
 def onoff(rate: float, on_s: float, off_s: float, rng: random.Random) -> Iterator[float]:
-    """Poisson for on_s seconds, then nothing for off_s, and again; `rate` is the mean over both."""
-    for busy in poisson(rate * (on_s + off_s) / on_s, rng):
-        yield busy + busy // on_s * off_s
+    """Alternates Poisson arrivals for on_s seconds with none for off_s seconds. `rate` is the mean over both."""
+    for on_time in poisson(rate * (on_s + off_s) / on_s, rng):
+        yield on_time + on_time // on_s * off_s
 
 
 def until(times: Iterable[float], end_s: float | None) -> Iterator[float]:
-    """Those before the end."""
+    """Yields the times below end_s, or all if it is None."""
     for at in times:
         if end_s is not None and at >= end_s:
             return

@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers: fixed, uniform between two, or log-normal around a median."""
+"""Length distributions of prompts and answers: fixed, uniform or log-normal."""
 
 from __future__ import annotations
 
@@ -9,34 +9,39 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 
-MOST = 10_000_000
-SPREAD = 0.8  # of the logarithm: the ninth decile is 2.8 times the median, about what recorded traces show
+MAX_TOKENS = 10_000_000
+#: Standard deviation of the logarithm. The 90th percentile is 2.8 times the median, similar to recorded traces.
+SIGMA = 0.8
 _TEXT = re.compile(r"(~?)(\d+)(?::(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Tokens. around: log-normal with this median; else uniform from low to high, both included."""
+    """A distribution of token counts: uniform, or log-normal if `around` is set."""
 
+    #: The lowest count, or the median if `around` is set.
     low: int
+    #: The highest count (inclusive). Ignored if `around` is set.
     high: int
     around: bool = False
 
     def draw(self, rng: random.Random) -> int:
-        """At least 1."""
+        """Draws a count of at least 1."""
         if self.around:
-            return min(MOST, max(1, round(rng.lognormvariate(math.log(self.low), SPREAD))))
+            return min(MAX_TOKENS, max(1, round(rng.lognormvariate(math.log(self.low), SIGMA))))
         return rng.randint(self.low, self.high)
 
     @classmethod
     def parse(cls, flag: str, text: str) -> LengthDistribution:
-        """`512`, `128:1024` or `~512`. Raises ConfigError that names the flag."""
+        """Parses `512`, `128:1024` or `~512`. Raises ConfigError that names the flag."""
         found = _TEXT.fullmatch(text.strip())
         if found is None or (found[1] and found[3]):
             raise ConfigError(f"--{flag}: {text!r} is not a length like 512, 128:1024 or ~512", field=flag)
         low, high = int(found[2]), int(found[3] or found[2])
-        if not 1 <= low <= high <= MOST:
-            raise ConfigError(f"--{flag}: lengths go from 1 to {MOST} and from low to high, not {text}", field=flag)
+        if not 1 <= low <= high <= MAX_TOKENS:
+            raise ConfigError(
+                f"--{flag}: invalid length {text!r}: expected 1 <= low <= high <= {MAX_TOKENS}", field=flag
+            )
         return cls(low, high, bool(found[1]))
 
     def __str__(self) -> str:

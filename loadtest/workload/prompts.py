@@ -1,8 +1,9 @@
-"""Prompts that share exactly what their pieces share.
+"""Synthetic prompts with exactly controlled shared prefixes.
 
-A piece is so many tokens of an endless stream that its seed alone fixes, so two pieces with one seed are equal as far
-as the shorter goes, in every process. As token ids a piece has exactly its length; as text it has that many common
-English words, nearly all of them one token each to the usual vocabularies.
+A prompt consists of pieces. A piece is the beginning of an endless token stream, and its seed alone determines the
+stream. Two pieces with the same seed have a common prefix of the shorter length, in every process.
+As token ids, a piece has exactly its length. As text, it has the same number of common English words. Nearly all of
+these words are one token in the usual vocabularies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from array import array
 from dataclasses import dataclass
 from hashlib import shake_128
 
-# One byte picks one: 256, all different.
+# 256 different words: one random byte selects one word.
 WORDS = tuple(
     """
     the of and to in is you that it he was for on are as with his they at be this have from or one had by word but
@@ -33,33 +34,34 @@ WORDS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The first `tokens` of the stream of this seed."""
+    """The first `tokens` tokens of the stream of `seed`."""
 
     seed: bytes
     tokens: int
 
     def ids(self, low: int, high: int) -> list[int]:
-        """Token ids from low to below high."""
-        drawn = array("I")
-        drawn.frombytes(shake_128(b"ids" + self.seed).digest(4 * self.tokens))
+        """Returns token ids in [low, high)."""
+        numbers = array("I")
+        numbers.frombytes(shake_128(b"ids" + self.seed).digest(4 * self.tokens))
         if sys.byteorder == "big":
-            drawn.byteswap()
+            numbers.byteswap()
         span = high - low
-        return [low + x % span for x in drawn]
+        return [low + x % span for x in numbers]
 
     def text(self) -> str:
-        """Lower-case words with single spaces: JSON needs no escapes."""
+        """Returns lower-case words with single spaces. JSON needs no escapes for them."""
         return " ".join([WORDS[x] for x in shake_128(b"words" + self.seed).digest(self.tokens)])
 
 
 @dataclass(frozen=True, slots=True)
 class PromptMessage:
-    """role: as in chat. answer: the turn of this conversation whose real answer stands here, where it is known; the
-    pieces stand in for it elsewhere.
-    """
+    """One message of a prompt."""
 
+    #: Chat role: system, user or assistant.
     role: str
     pieces: tuple[TextPiece, ...]
+    #: For an assistant message: the turn that produced it. The client sends the model's answer to this turn if it has
+    #: it, else the pieces.
     answer: int | None = None
 
     @property
@@ -69,21 +71,22 @@ class PromptMessage:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request. pause_s: from the answer before until this is sent; nothing for the first."""
+    """One request of a conversation."""
 
     messages: tuple[PromptMessage, ...]
     output_tokens: int
+    #: Seconds between the previous answer and this request; 0 for the first turn.
     pause_s: float = 0.0
 
     @property
     def prompt_tokens(self) -> int:
-        """As asked for; a chat template and a tokenizer's taste in words are the server's."""
+        """The planned length. The server's chat template and tokenizer may change it."""
         return sum(message.tokens for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one user, one after the other; most workloads have one turn a session."""
+    """A conversation: turns of one user in order. Most workloads have one turn per session."""
 
     number: int
     turns: tuple[Turn, ...]
@@ -91,7 +94,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """What a server said. ids: token ids where the protocol tells them."""
+    """An answer of the server."""
 
     text: str
+    #: Token ids; None if the protocol does not return them.
     ids: tuple[int, ...] | None = None

@@ -1,6 +1,6 @@
-"""What is asked: sessions of a recorded trace, or made ones, always the same for the same seed.
+"""Sessions of a load test: synthetic or from a recorded trace. Equal seeds give equal sessions.
 
-Lengths, pauses and contents are drawn from streams of their own, so that changing one of them leaves the others alone.
+Lengths, pauses and contents have separate random streams. A change of one setting does not change the others.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ ONE = LengthDistribution(1, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticWorkload:
-    """Made sessions. The first `prefix_tokens` of a prompt are one of `prefixes` system prompts, shared by all who drew
-    the same; every turn adds a user's message to the whole conversation before it. pause_s: mean of the time that a
-    user takes over an answer, exponential.
-    """
+    """Synthetic conversations. A prompt is a system prompt, the conversation so far and a new user message."""
 
     seed: int
+    #: Length of each user message.
     input_tokens: LengthDistribution
     output_tokens: LengthDistribution
+    #: Length of the system prompts; 0 for none.
     prefix_tokens: int = 0
+    #: Number of different system prompts. Each session draws one of them.
     prefixes: int = 1
     turns: LengthDistribution = ONE
+    #: Mean think time between an answer and the next turn (exponential).
     pause_s: float = 0.0
 
     def sessions(self, kind: str = "run") -> Iterator[Session]:
-        """Endless. kind: sessions of another kind share no content with these, system prompts included."""
+        """Yields sessions without end. Sessions of different kinds share no content, not even system prompts."""
         lengths, pauses = random.Random(f"{self.seed} lengths {kind}"), random.Random(f"{self.seed} pauses {kind}")
         for number in count():
             system: tuple[PromptMessage, ...] = ()
@@ -48,54 +49,55 @@ class SyntheticWorkload:
                 )
             history, turns = system, []
             for turn in range(self.turns.draw(lengths)):
-                asked = TextPiece(
+                question = TextPiece(
                     synthetic_block_hash(self.seed, kind, number, "user", turn), self.input_tokens.draw(lengths)
                 )
-                history = (*history, PromptMessage("user", (asked,)))
+                history = (*history, PromptMessage("user", (question,)))
                 output = self.output_tokens.draw(lengths)
                 pause = pauses.expovariate(1 / self.pause_s) if turn and self.pause_s else 0.0
                 turns.append(Turn(history, output, pause))
-                stand_in = TextPiece(synthetic_block_hash(self.seed, kind, number, "answer", turn), output)
-                history = (*history, PromptMessage("assistant", (stand_in,), answer=turn))
+                placeholder = TextPiece(synthetic_block_hash(self.seed, kind, number, "answer", turn), output)
+                history = (*history, PromptMessage("assistant", (placeholder,), answer=turn))
             yield Session(number, tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
 class TraceWorkload:
-    """A trace's requests, one session each. length_scale: of prompts, answers and the blocks that prompts share."""
+    """The requests of a trace, one session each."""
 
     trace: WorkloadTrace
     seed: int
+    #: Factor on the lengths of prompts, answers and shared blocks.
     length_scale: float = 1.0
 
     def sessions(self) -> Iterator[Session]:
-        """As many as the trace has, in its order."""
+        """Yields one session for each request of the trace, in order."""
         block = max(1, round(self.trace.block_size * self.length_scale))
         salt = str(self.seed).encode()
         for number, request in enumerate(self.trace.requests):
-            pieces = [TextPiece(salt + link, block) for link in request.block_hashes]
-            rest = request.prompt_len - len(request.block_hashes) * self.trace.block_size
-            own = request.partial_block_hash or synthetic_block_hash(self.trace.name, number, "tail")
-            if rest or not pieces:
-                pieces.append(TextPiece(salt + own, max(1, round(rest * self.length_scale))))
+            pieces = [TextPiece(salt + block_hash, block) for block_hash in request.block_hashes]
+            partial = request.prompt_len - len(request.block_hashes) * self.trace.block_size
+            partial_seed = request.partial_block_hash or synthetic_block_hash(self.trace.name, number, "tail")
+            if partial or not pieces:
+                pieces.append(TextPiece(salt + partial_seed, max(1, round(partial * self.length_scale))))
             output = max(1, round(request.output_len * self.length_scale))
             yield Session(number, (Turn((PromptMessage("user", tuple(pieces)),), output),))
 
 
 def fit_trace(
-    trace: WorkloadTrace, *, length_scale: float, most_input: int | None, most_output: int | None
+    trace: WorkloadTrace, *, length_scale: float, max_input: int | None, max_output: int | None
 ) -> WorkloadTrace:
-    """The requests whose prompts, once scaled, have at most most_input tokens; answers cut to most_output.
+    """Returns the requests with scaled prompts of at most max_input tokens. Cuts answers to max_output.
 
-    Raises ConfigError when none is left.
+    Raises ConfigError if no request is left.
     """
 
     def fits(r: WorkloadRequest) -> bool:
-        return most_input is None or r.prompt_len * length_scale <= most_input
+        return max_input is None or r.prompt_len * length_scale <= max_input
 
     kept = [r for r in trace.requests if fits(r)]
-    if most_output is not None:
-        most = max(1, int(most_output / length_scale))
+    if max_output is not None:
+        most = max(1, int(max_output / length_scale))
         kept = [replace(r, output_len=min(r.output_len, most)) for r in kept]
     if not kept:
         raise ConfigError(f"--max-input-tokens: no request of {trace.name} is that short", field="max-input-tokens")

@@ -1,4 +1,4 @@
-"""Recorded requests: when they came, how long they were, and which blocks their prompts share.
+"""Recorded traces: arrival time, lengths and shared prompt blocks of each request.
 
 Formats: Mooncake's JSON lines (`timestamp` ms, `input_length`, `output_length`, `hash_ids`: prefix-chained ids of
 512-token blocks) and Azure's CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`, no prefix information).
@@ -24,15 +24,17 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """arrival_s: seconds since the trace began. chain: block hashes of the prompt's full blocks, in order.
+    """One request of a trace."""
 
-    tail: what the trace calls the tokens behind them, b"" without a name. Only prompts that end in it may share it.
-    """
-
+    #: Seconds since the start of the trace.
     arrival_s: float
+    #: Tokens.
     prompt_len: int
+    #: Tokens, at least 1.
     output_len: int
+    #: Prefix-chained hashes of the prompt's full blocks, in order.
     block_hashes: tuple[bytes, ...]
+    #: Hash of the partial last block; b"" if the trace has none. Only prompts that end with this block share it.
     partial_block_hash: bytes = b""
 
 
@@ -46,7 +48,7 @@ class WorkloadTrace:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
 
     @property
@@ -63,15 +65,15 @@ class WorkloadTrace:
         return sum(r.output_len for r in self.requests)
 
     def sped_up(self, factor: float) -> WorkloadTrace:
-        """The same requests, `factor` times as many per second."""
+        """Returns the same requests at `factor` times the rate."""
         return replace(self, requests=tuple(replace(r, arrival_s=r.arrival_s / factor) for r in self.requests))
 
     def first(self, count: int) -> WorkloadTrace:
-        """The first `count` requests."""
+        """Returns the first `count` requests."""
         return replace(self, requests=self.requests[:count])
 
     def ideal_hit_rate(self) -> float:
-        """Share of prompt tokens that one unlimited cache, always current, would supply."""
+        """Returns the share of prompt tokens that a single unlimited prefix cache would hit."""
         seen: set[bytes] = set()
         hits = 0
         for r in self.requests:
@@ -84,7 +86,7 @@ class WorkloadTrace:
 
 
 def load_trace(path: Path) -> WorkloadTrace:
-    """Reads a trace by its suffix, .jsonl or .csv. Raises ConfigError that names the line and what is wrong with it."""
+    """Reads a trace. The suffix .jsonl or .csv selects the format. Raises ConfigError with the line number."""
     if not path.is_file():
         raise ConfigError(f"--trace: there is no file {path}", field="trace")
     read = {".jsonl": _mooncake, ".csv": _azure}.get(path.suffix)
@@ -104,7 +106,7 @@ def load_trace(path: Path) -> WorkloadTrace:
 
 
 def synthetic_block_hash(*parts: object) -> bytes:
-    """A block hash, 16 bytes, for what a trace calls by another name."""
+    """Returns a 16-byte block hash for an identifier that consists of `parts`."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
@@ -116,21 +118,23 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
         try:
             raw = json.loads(line)
         except ValueError as e:
-            raise _bad(name, number, f"not JSON: {e}") from e
+            raise _line_error(name, number, f"not JSON: {e}") from e
         if not isinstance(raw, dict):
-            raise _bad(name, number, "not an object")
+            raise _line_error(name, number, "not an object")
         prompt, output = _count(name, number, raw, "input_length"), _count(name, number, raw, "output_length")
         at, ids = raw.get("timestamp"), raw.get("hash_ids")
         if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e13:
-            raise _bad(name, number, f"timestamp must be milliseconds, not {at!r}")
+            raise _line_error(name, number, f"timestamp must be milliseconds, not {at!r}")
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise _bad(name, number, "hash_ids must be a list of integers")
+            raise _line_error(name, number, "hash_ids must be a list of integers")
         if len(ids) != -(-prompt // MOONCAKE_BLOCK_SIZE):
-            raise _bad(name, number, f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}")
+            raise _line_error(
+                name, number, f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}"
+            )
         names = tuple(
             known.setdefault(i, synthetic_block_hash("mooncake", i)) if i not in known else known[i] for i in ids
         )
-        full = prompt // MOONCAKE_BLOCK_SIZE  # the last block may be partial, and is no link of the chain then
+        full = prompt // MOONCAKE_BLOCK_SIZE  # a partial last block has no hash in block_hashes
         yield WorkloadRequest(at / 1e3, prompt, max(1, output), names[:full], b"".join(names[full:]))
 
 
@@ -138,26 +142,26 @@ def _azure(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
     rows = csv.reader(lines)
     header = next(rows, [])
     if [column.strip() for column in header] != list(AZURE_COLUMNS):
-        raise _bad(name, 1, f"the columns must be {','.join(AZURE_COLUMNS)}")
+        raise _line_error(name, 1, f"the columns must be {','.join(AZURE_COLUMNS)}")
     for number, row in enumerate(rows, 2):
         if not row:
             continue
         if len(row) != len(AZURE_COLUMNS):
-            raise _bad(name, number, f"{len(row)} columns instead of {len(AZURE_COLUMNS)}")
+            raise _line_error(name, number, f"{len(row)} columns instead of {len(AZURE_COLUMNS)}")
         raw = dict(zip(AZURE_COLUMNS, row, strict=True))
         try:
             at = _seconds(raw["TIMESTAMP"])
             counts: dict[str, Any] = {c: int(raw[c]) for c in AZURE_COLUMNS[1:]}
         except ValueError as e:
-            raise _bad(name, number, str(e)) from e
+            raise _line_error(name, number, str(e)) from e
         prompt = _count(name, number, counts, "ContextTokens")
         output = _count(name, number, counts, "GeneratedTokens")
-        own = tuple(synthetic_block_hash(name, number, i) for i in range(prompt // MOONCAKE_BLOCK_SIZE))
-        yield WorkloadRequest(at, prompt, max(1, output), own)
+        unshared = tuple(synthetic_block_hash(name, number, i) for i in range(prompt // MOONCAKE_BLOCK_SIZE))
+        yield WorkloadRequest(at, prompt, max(1, output), unshared)
 
 
 def _seconds(raw: str) -> float:
-    """Azure writes seven digits of a second, datetime takes six."""
+    """Parses an Azure time. It has seven digits of a second, and datetime accepts six."""
     head, _, fraction = raw.strip().partition(".")
     return datetime.fromisoformat(head + "+00:00").timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
 
@@ -166,9 +170,9 @@ def _count(name: str, number: int, raw: dict[str, Any], field: str) -> int:
     value = raw.get(field)
     lowest = 0 if field in ("output_length", "GeneratedTokens") else 1
     if type(value) is not int or not lowest <= value <= 10_000_000:
-        raise _bad(name, number, f"{field} must be a whole number from {lowest} on, not {value!r}")
+        raise _line_error(name, number, f"{field} must be a whole number from {lowest} on, not {value!r}")
     return value
 
 
-def _bad(name: str, number: int, what: str) -> ConfigError:
-    return ConfigError(f"--trace: {name}, line {number}: {what}", field="trace")
+def _line_error(name: str, number: int, fault: str) -> ConfigError:
+    return ConfigError(f"--trace: {name}, line {number}: {fault}", field="trace")

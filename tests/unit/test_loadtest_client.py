@@ -254,7 +254,7 @@ async def test_every_failure_has_a_kind(script: Script | bytes, kind: str, messa
 async def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.client.rest_client.GRACE_S", 0.2)
     record = await outcome(_silent, deadline_s="0.1")
-    assert (record.error, record.message) == ("timeout", "no answer in time")
+    assert (record.error, record.message) == ("timeout", "no complete answer before the timeout")
     assert 0.25 < record.e2e_s < 15
 
 

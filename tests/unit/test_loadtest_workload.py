@@ -208,12 +208,12 @@ def test_another_seed_replays_the_same_shape_with_other_content() -> None:
 
 
 def test_long_requests_are_left_out_and_long_answers_cut() -> None:
-    kept = fit_trace(TRACE, length_scale=0.1, most_input=120, most_output=5)
+    kept = fit_trace(TRACE, length_scale=0.1, max_input=120, max_output=5)
     assert [r.prompt_len for r in kept.requests] == [1124, 1124, 100, 100]
     assert [r.arrival_s for r in kept.requests] == [0.0, 0.5, 1.5, 2.0]
     assert max(s.turns[0].output_tokens for s in TraceWorkload(kept, 0, 0.1).sessions()) == 5
     with pytest.raises(ConfigError, match="no request of t is that short"):
-        fit_trace(TRACE, length_scale=1.0, most_input=99, most_output=None)
+        fit_trace(TRACE, length_scale=1.0, max_input=99, max_output=None)
 
 
 def test_mooncake_tails_are_shared_by_name(tmp_path: Path) -> None:
