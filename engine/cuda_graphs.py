@@ -139,7 +139,7 @@ class _UnownedMemory:
 
 
 def unowned_view(tensor: Tensor) -> Tensor:
-    """A view of the tensor's memory without ownership; valid as long as the graph whose pool the memory is in."""
+    """A view of the tensor's memory without ownership; valid as long as the graph that allocated the memory."""
     assert tensor.is_contiguous()
     interface = {
         "shape": tuple(tensor.shape),

@@ -66,7 +66,7 @@ def file_lock(path: Path, limit_s: float) -> Iterator[None]:
                     log.info("waiting for another process to start on this GPU")
                     logged = True
                 time.sleep(LOCK_POLL_S)
-        except OSError as error:  # another user's file, no such directory, a file system without locks
+        except OSError as error:  # another user's file, a missing directory, or a file system without locks
             log.warning("starting on this GPU without a lock: %s", error)
         yield
 

@@ -144,10 +144,10 @@ class _BlockLedger:
             if counts is writers:
                 self.quarantined -= 1
             unused.append(block)
-        tier = self.host_tier
-        self.free += self.cache.unpin_all(unused, None if tier is None else tier.mark_used)
-        if tier is not None:
-            tier.wake_copier()
+        host_tier = self.host_tier
+        self.free += self.cache.unpin_all(unused, None if host_tier is None else host_tier.mark_used)
+        if host_tier is not None:
+            host_tier.wake_copier()
 
     def release_after_steps(self, blocks: Sequence[int]) -> None:
         """Releases a request's blocks, last to first, when the steps in flight, which may use them, have ended."""
@@ -417,9 +417,9 @@ class Lease:
             return BlockCopy(block, target)
 
     def publish(self, hashes: Sequence[bytes]) -> None:
-        """Registers the first len(hashes) blocks, whose KV is complete.
+        """Registers the first len(hashes) blocks; their KV is complete.
 
-        A block whose hash is registered already is replaced by the registered block. Publishing stops before a block
+        If a hash is registered already, the registered block replaces this one. Publishing stops before a block
         that has a writer, which cannot be complete; a later call goes on. Nothing is published after a failed load.
         """
         ledger = self._ledger
@@ -588,26 +588,29 @@ class BlockPool:
             The lease, or None, and no change, if too few blocks are available.
         """
         ledger = self._ledger
-        tier = ledger.host_tier if host else None
+        host_tier = ledger.host_tier if host else None
         with ledger.lock:
             cached = ledger.cache.match(hashes[:total_blocks])
             need = total_blocks - len(cached)
             if not ledger.can_allocate(keep_free + need + ledger.cache.count_evictable(cached)):
                 return None
             ledger.acquire(cached, ledger.requests)
-            keys = [] if tier is None else list(hashes[len(cached) : len(cached) + tier.match(hashes[len(cached) :])])
+            num_host = 0 if host_tier is None else host_tier.match(hashes[len(cached) :])
+            keys = list(hashes[len(cached) : len(cached) + num_host])
             num_full = len(cached) + len(keys)
             restored = False
-            if tier is not None and saved_partial is not None and num_full < total_blocks:
+            if host_tier is not None and saved_partial is not None and num_full < total_blocks:
                 restored = (
-                    num_full == saved_partial.computed // self.block_size and tier.match([saved_partial.key]) == 1
+                    num_full == saved_partial.computed // self.block_size and host_tier.match([saved_partial.key]) == 1
                 )
             keys += [saved_partial.key] if saved_partial is not None and restored else []
             lease = Lease(ledger, cached + ledger.allocate(need), len(cached), host_blocks=num_full - len(cached))
             lease.restored_partial = restored
-            if tier is not None and keys:
+            if host_tier is not None and keys:
                 targets = lease.blocks[len(cached) : len(cached) + len(keys)]
-                lease.host_load = tier.load(keys, targets, BlockPin(ledger, targets, is_writer=True).release_locked)
+                lease.host_load = host_tier.load(
+                    keys, targets, BlockPin(ledger, targets, is_writer=True).release_locked
+                )
             return lease
 
     def match_prefix(self, hashes: Sequence[bytes]) -> int:

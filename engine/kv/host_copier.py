@@ -24,9 +24,9 @@ STOP_S = 10.0  # longest wait of `stop` for the copy under way
 class HostCopier:
     """Takes copies from the host tier and makes them, on a thread of its own."""
 
-    def __init__(self, tier: HostTier, memory: HostKVPool, *, checksums: bool = False) -> None:
+    def __init__(self, host_tier: HostTier, memory: HostKVPool, *, checksums: bool = False) -> None:
         """Starts the thread. With `checksums` it compares a CRC-32 of each block before and after its time there."""
-        self._tier = tier
+        self._host_tier = host_tier
         self._memory = memory
         #: By host block.
         self._checksums: dict[int, int] | None = {} if checksums else None
@@ -35,7 +35,7 @@ class HostCopier:
 
     def stop(self) -> None:
         """Ends the thread. Idempotent."""
-        self._tier.stop()
+        self._host_tier.stop()
         if self._thread is not threading.current_thread():  # a garbage collection on that thread may call this
             self._thread.join(STOP_S)
 
@@ -43,12 +43,12 @@ class HostCopier:
         reason = "the host tier has ended"
         try:
             make_current(self._memory.kv.data.device)
-            while (copy := self._tier.next_copy()) is not None:
-                self._tier.finish_copy(copy, self._copy(copy))
+            while (copy := self._host_tier.next_copy()) is not None:
+                self._host_tier.finish_copy(copy, self._copy(copy))
         except Exception as error:
             log.exception("the host tier failed; the pool continues without it")
             reason = f"the host tier failed: {error}"
-        self._tier.close(InternalError(reason))
+        self._host_tier.close(InternalError(reason))
         self._memory.close()
 
     def _copy(self, copy: HostCopy) -> BlockDamaged | None:

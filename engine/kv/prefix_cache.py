@@ -174,7 +174,7 @@ class PrefixCache:
         return block, block_hash
 
     def start_saving(self, count: int) -> list[int]:
-        """Takes at most `count` of the oldest unsaved blocks, whose copies to the host start now."""
+        """Takes at most `count` of the oldest unsaved blocks; their copies to the host start now."""
         taken = [self._unsaved.popitem(last=False)[0] for _ in range(min(count, len(self._unsaved)))]
         self._saving.update(taken)
         return taken

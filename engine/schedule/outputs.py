@@ -60,7 +60,7 @@ class EngineCounters:
     steps: int = 0
     #: Prompt tokens that got KV for the first time.
     prompt_tokens: int = 0
-    #: Tokens whose KV had been lost.
+    #: Tokens that got KV again after it had been lost.
     recomputed_tokens: int = 0
     #: Output tokens that got KV for the first time; rejected drafts do not count.
     decode_tokens: int = 0

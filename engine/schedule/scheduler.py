@@ -162,7 +162,7 @@ class Scheduler:
         self._recomputed_tokens = 0
         self._failed: list[tuple[Sequence, BatonError]] = []
         self._policy = ChunkPolicy(config.chunk_tokens, config.prompt_step_tokens, pool.block_size)
-        #: Sequences whose leases grew for drafts since the last batch.
+        #: Sequences with leases that grew for drafts since the last batch.
         self._reserved_for_drafts: list[Sequence] = []
 
     def add(self, seq: Sequence) -> None:
@@ -204,7 +204,7 @@ class Scheduler:
         self._enqueue(seq)
 
     def fork(self, seq: Sequence, other: Sequence) -> None:
-        """Adds `other`, a child of `seq`, whose prompt has just been computed; they share the prompt's blocks."""
+        """Adds `other`, a child of `seq`, after the prompt has been computed; both share the prompt's blocks."""
         assert seq.lease is not None
         other.lease = seq.lease.fork(self._num_blocks(seq.prompt_len))
         other.computed = seq.prompt_len

@@ -131,7 +131,7 @@ class Sequence:
         self.prefill_len = len(self.tokens) if hand_off else self.prompt_len
         #: Follows the tokens of the output; None if any token may come.
         self.constraint = constraint
-        #: First prompt token whose log-probability has not been returned; prompt_len if none is wanted.
+        #: First prompt token without a returned log-probability; prompt_len if none is wanted.
         self.next_prompt_logprob = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
         self.wants_embedding = wants_embedding
         #: Hidden state of the last prompt token before the LM head; on the device, set with the first token.
@@ -260,7 +260,7 @@ class Sequence:
     def matchable_hashes(self) -> list[bytes]:
         """Hashes of the lead blocks that a cache may supply.
 
-        At least one token is left to compute, and so are the tokens before those whose log-probabilities are wanted.
+        At least one token is left to compute, and so is the token before each one with a wanted log-probability.
         """
         limit = matchable_blocks(len(self.tokens), self.block_size)
         if self.next_prompt_logprob < self.prompt_len:

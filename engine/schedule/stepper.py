@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LAUNCH_LEAD_S = 0.001  # a step is launched this long before the device is free, beside the time of the launch
 POLL_S = 0.0003  # between two looks at the device
-TIMED_STEPS = 8  # steps whose times are kept
+TIMED_STEPS = 8  # the stepper keeps the times of this many steps
 
 L = TypeVar("L")
 
