@@ -1,1 +1,1 @@
-"""What every part of Baton shares: types, errors, KV layout, hashes, the prefix index, RPC plumbing. Never torch."""
+"""Code that all parts of Baton share: types, errors, KV layout, block hashes, settings, RPC. It never imports torch."""

@@ -19,7 +19,7 @@ BatonError
  +- Unauthenticated       a peer without the cluster's secret                          401
  +- UnknownTransfer       the transfer is unknown or over; nothing may be written      503
  +- TransferFailed        a hand-off failed; the prompt can be computed again          503
- |   `- BlockDamaged      the checksum of moved KV is wrong                        503
+ |   `- BlockDamaged      the checksum of moved KV is wrong                            503
  +- IndexUnavailable      the prefix index does not answer; routing works without it   503
  +- ConfigError           wrong configuration; the process ends with exit code 2       --
  `- InternalError         a bug, or a failure of the machine                           500

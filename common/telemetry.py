@@ -1,6 +1,6 @@
-"""Prometheus metrics of one process: a registry of its own, names with the baton_ prefix, an HTTP endpoint.
+"""Prometheus metrics of one service: a registry, names with the prefix baton_, an HTTP endpoint.
 
-Nothing here is global: each service makes one Metrics and hands it to its parts, tests make as many as they like.
+There is no global state: each service creates one Metrics and passes it to its parts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.errors import ConfigError
 
 PREFIX = "baton_"
 
-# Seconds. Token gaps are a few ms, first tokens up to a minute under load; alerts ask for 0.1 and 2.
+#: Seconds. Token gaps are a few ms; first tokens take up to a minute under load. Alerts need the bounds 0.1 and 2.
 LATENCY_BUCKETS = (
     0.001,
     0.0025,
@@ -49,11 +49,12 @@ LATENCY_BUCKETS = (
 )
 COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
+#: Label values, and the value.
 MetricSample = tuple[tuple[str, ...], float]
 
 
 class MetricsServer:
-    """The HTTP endpoint that Metrics.start_metrics_server started, in its own thread."""
+    """The HTTP endpoint of Metrics.start_metrics_server; runs in its own thread."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
         self._server = server
@@ -61,7 +62,7 @@ class MetricsServer:
         self.port: int = server.server_port
 
     def stop(self) -> None:
-        """Stops serving and frees the port."""
+        """Stops the endpoint and frees the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -69,23 +70,25 @@ class MetricsServer:
 
 @dataclass(frozen=True, slots=True)
 class MetricDeclaration:
-    """What scrapers see: its whole name, its kind (counter, gauge or histogram), what it means, its labels."""
+    """A metric as scrapers see it."""
 
+    #: With prefix and suffix.
     name: str
+    #: counter, gauge or histogram.
     kind: str
     help: str
     labels: tuple[str, ...] = ()
 
 
 class Metrics:
-    """Declares and exposes metrics; names come without the prefix and with their unit (`_seconds`, `_bytes`)."""
+    """Declares and exposes metrics. Names are given without prefix and end with their unit (`_seconds`, `_bytes`)."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.declarations: list[MetricDeclaration] = []
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
-        """A count that only grows; Prometheus adds `_total` to its name."""
+        """A count that only grows; its name gets the suffix `_total`."""
         self._declare(f"{name}_total", "counter", help, labels)
         return Counter(PREFIX + name, help, labels, registry=self.registry)
 
@@ -104,7 +107,7 @@ class Metrics:
     def unlabeled_histogram(
         self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> UnlabeledHistogram:
-        """A distribution that is observed by one thread, for every token: without labels and locks."""
+        """A distribution without labels and locks, for one thread that observes every token."""
         self._declare(name, "histogram", help, ())
         tally = UnlabeledHistogram(PREFIX + name, help, buckets)
         self.registry.register(tally)
@@ -113,14 +116,14 @@ class Metrics:
     def sampled_gauge(
         self, name: str, help: str, read: Callable[[], Iterable[MetricSample]], labels: Sequence[str] = ()
     ) -> None:
-        """A gauge read only when scraped: `read` gives (label values, value) pairs, from the scraping thread."""
+        """A gauge that is read when scraped. `read` returns the samples; it runs in the scraping thread."""
         self._declare(name, "gauge", help, labels)
         self._sampled(lambda: GaugeMetricFamily(PREFIX + name, help, labels=labels), read)
 
     def sampled_counter(
         self, name: str, help: str, read: Callable[[], Iterable[MetricSample]], labels: Sequence[str] = ()
     ) -> None:
-        """A counter whose owner keeps the count: `read` gives (label values, count) pairs, from the scraping thread."""
+        """A counter that is read when scraped. `read` returns the samples; it runs in the scraping thread."""
         self._declare(f"{name}_total", "counter", help, labels)
         self._sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read)
 
@@ -133,7 +136,7 @@ class Metrics:
         self.registry.register(_Sampled(family, read))
 
     def add_process_metrics(self) -> None:
-        """What every process tells of itself: CPU, memory, files, and the memory that it may take."""
+        """Adds metrics of the process: CPU, memory, open files, and the memory limit."""
         process = ProcessCollector(namespace=PREFIX.rstrip("_"), registry=self.registry)
         for family in process.collect():
             end = "_total" if family.type == "counter" else ""
@@ -150,17 +153,17 @@ class Metrics:
         )
 
     def exposition(self, accept: str = "") -> bytes:
-        """All metrics, in OpenMetrics (with exemplars) for an Accept header that takes it, else in Prometheus' text."""
+        """All metrics: as OpenMetrics (with exemplars) if the Accept header allows it, else as Prometheus text."""
         encode, _ = choose_encoder(accept)
         return encode(self.registry)
 
     @staticmethod
     def content_type(accept: str = "") -> str:
-        """That of the exposition."""
+        """The content type of `exposition(accept)`."""
         return choose_encoder(accept)[1]
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
-        """Serves /metrics on host:port (0 picks a free one) in a thread. Raises ConfigError when the port is taken."""
+        """Serves /metrics on host:port (port 0: any free one) in a thread. Raises ConfigError if the port is in use."""
         try:
             server, thread = start_http_server(port, host, registry=self.registry)
         except OSError as e:
@@ -171,7 +174,7 @@ class Metrics:
 
 
 class UnlabeledHistogram(Collector):
-    """A histogram whose `observe` costs a tenth of prometheus_client's."""
+    """A histogram without labels; `observe` costs a tenth of the time of prometheus_client's."""
 
     def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
         self._name = name
@@ -181,7 +184,7 @@ class UnlabeledHistogram(Collector):
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts a value into its bucket; a bucket's bound belongs to it."""
+        """Counts a value in its bucket; the upper bound belongs to the bucket."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -196,7 +199,7 @@ class UnlabeledHistogram(Collector):
 
 
 class _Sampled(Collector):
-    """Reads its values at scrape time."""
+    """A metric family that is read when scraped."""
 
     def __init__(
         self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[MetricSample]]
@@ -219,15 +222,17 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes. used: what cannot be given back at once. free: what may still be taken, by the limit and the machine."""
+    """Memory of the container or the machine, in bytes."""
 
+    #: Without memory that the kernel can reclaim at once.
     used: int
     limit: int
+    #: Still allocatable within the limit and on the machine.
     free: int
 
 
 def memory_usage(cgroup: Path = CGROUP) -> MemoryUsage:
-    """Of now. Files that the kernel caches do not count as used, as in Kubernetes' working set."""
+    """The current memory usage. Inactive file cache does not count as used, as in Kubernetes' working set."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -238,5 +243,5 @@ def memory_usage(cgroup: Path = CGROUP) -> MemoryUsage:
             used = max(0, int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"]))
             return MemoryUsage(used, int(limit), max(0, min(int(limit) - used, machine.available)))
     except (OSError, ValueError, KeyError):
-        pass  # not in a control group of version 2 with a limit of its own
+        pass  # there is no cgroup v2 with a memory limit
     return MemoryUsage(machine.total - machine.available, machine.total, machine.available)

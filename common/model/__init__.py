@@ -1,1 +1,1 @@
-"""Model."""
+"""The model directory: where it lies, the files that it needs, its chat template."""

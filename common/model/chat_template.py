@@ -1,6 +1,6 @@
-"""The model's chat template: a conversation to the text that the model was trained on.
+"""The model's chat template: turns a conversation into the prompt format of the model's training.
 
-Rendered the way `transformers` does it (sandboxed, trim_blocks, lstrip_blocks, the same helpers); pods only ever see
+It is rendered as in `transformers`: sandboxed, with trim_blocks, lstrip_blocks and the same helpers. Pods only get
 token ids. The template comes from chat_template.jinja or tokenizer_config.json of the model's directory.
 """
 
@@ -35,7 +35,7 @@ def _strftime_now(form: str) -> str:
 
 
 def special_token_text(config: Mapping[str, Any], name: str) -> str:
-    """Text of a named special token (bos_token, eos_token, ...) of a tokenizer_config.json, "" when there is none."""
+    """Text of a special token (bos_token, eos_token, ...) in a tokenizer_config.json; "" if it has none."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")
@@ -43,8 +43,9 @@ def special_token_text(config: Mapping[str, Any], name: str) -> str:
 
 
 def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Sources of the chat templates by name; "default" serves all conversations, but those with tools are served by
-    "tool_use" where there is one. Empty when the model has none (a base model).
+    """Sources of the chat templates by name; empty for a base model without templates.
+
+    "tool_use", if present, is for conversations with tools; "default" is for all others.
     """
     path = model_dir / "chat_template.jinja"
     named = {p.stem: p.read_text("utf-8") for p in sorted(model_dir.glob("additional_chat_templates/*.jinja"))}
@@ -58,10 +59,13 @@ def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 class ChatTemplate:
-    """Renders conversations for one model, config being its tokenizer_config.json.
+    """Renders conversations for one model. `config` is the model's tokenizer_config.json.
 
-    source: of the template that gets tools, "" when there is none; takes_tools: it does something with them. Raises
-    ConfigError when a template does not compile.
+    Raises ConfigError if a template does not compile.
+
+    Attributes:
+        source: Source of the template for conversations with tools; "" without templates.
+        supports_tools: This template uses the variable `tools`.
     """
 
     def __init__(self, model_dir: Path, config: Mapping[str, Any]) -> None:
@@ -91,10 +95,12 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for the assistant's next message. Raises InvalidRequest for what the template refuses."""
+        """The prompt for the assistant's next message. Raises InvalidRequest if the template refuses the messages."""
         template = self._with_tools if tools else self._template
         if template is None:
-            raise InvalidRequest("this model has no chat template: it takes prompts, no messages", field="messages")
+            raise InvalidRequest(
+                "this model has no chat template: send a prompt in place of messages", field="messages"
+            )
         try:
             shown = None if tools is None else list(tools)
             return template.render(

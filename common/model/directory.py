@@ -1,7 +1,7 @@
-"""From what a person writes after --model to a directory that an engine and a tokenizer can read.
+"""Finds and checks the model directory for a value of --model.
 
-A directory is checked, never changed. The name `smollm2` stands for a directory in the user's cache. The `baton`
-command makes it (cli/demo/model.py); here it is only looked up.
+Directories are only read. The name `smollm2` stands for a directory in the user's cache, made by the `baton` command
+(cli/demo/model.py).
 """
 
 from __future__ import annotations
@@ -14,47 +14,50 @@ from typing import Any
 
 from common.errors import ConfigError
 
-# Ends of the names of decoders: of architectures that an engine may be able to serve. Only loading one tells.
+#: Suffixes of the architectures that are decoders. Whether the engine supports one is known when it is loaded.
 DECODERS = ("ForCausalLM", "LMHeadModel")
 SMOLLM2 = "smollm2"
 SMOLLM2_DIR = "SmolLM2-135M-Instruct-0.1.2"
 
 
 def cache_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """BATON_CACHE, else ~/.cache/baton."""
+    """The directory in BATON_CACHE, else ~/.cache/baton."""
     root = env.get("BATON_CACHE")
     return Path(root) if root else Path.home() / ".cache" / "baton"
 
 
 def smollm2_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """Where the converted demo model lies, or will lie."""
+    """Directory of the converted demo model; it may not exist yet."""
     return cache_dir(env) / "models" / SMOLLM2_DIR
 
 
 def default_served_name(model: str) -> str:
-    """The name clients use when none is configured: the short name, or the directory's own."""
+    """The model's name for clients if none is configured: the known name, or the name of the directory."""
     return model if model == SMOLLM2 else Path(model).resolve().name
 
 
 def decoder_architecture(config: Mapping[str, Any]) -> str:
-    """The architecture that a config.json names; ConfigError, with field "model", when it is no decoder."""
+    """The architecture in a config.json. Raises ConfigError (field "model") if it is not a decoder."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else f"(none; model_type {config.get('model_type')!r})"
     if not name.endswith(DECODERS):
-        raise ConfigError(f"model architecture {name} is not served: only decoders of text are", field="model")
+        raise ConfigError(f"model architecture {name} is not supported: only text decoders are", field="model")
     return name
 
 
 def expected_model_path(model: str) -> Path:
-    """Where `model` (smollm2 or a path) lies, or will lie once the demo's model is converted."""
+    """Directory of `model` (smollm2 or a path); that of smollm2 may not exist yet."""
     return smollm2_dir().resolve() if model == SMOLLM2 else Path(model).resolve()
 
 
 def resolve_model(model: str, *, tokenizer: bool = True, weights: bool = True) -> Path:
     """The directory of `model`, which is smollm2 or a path.
 
-    tokenizer, weights: what it must hold beside config.json.
-    ConfigError, with field "model", when there is no such model or a file is missing.
+    Args:
+        tokenizer: The directory must have tokenizer.json.
+        weights: The directory must have *.safetensors.
+
+    Raises ConfigError (field "model") if the model or a file is missing.
     """
     if model != SMOLLM2:
         return check_model_dir(Path(model), tokenizer=tokenizer, weights=weights)
@@ -68,8 +71,9 @@ def resolve_model(model: str, *, tokenizer: bool = True, weights: bool = True) -
 
 
 def check_model_dir(path: Path, *, tokenizer: bool = True, weights: bool = True) -> Path:
-    """The absolute path, once it is known to hold config.json of a decoder and, where they are asked for,
-    tokenizer.json and *.safetensors.
+    """The absolute path of a directory with the config.json of a decoder, and the required files of resolve_model.
+
+    Raises ConfigError (field "model").
     """
     if not path.is_dir():
         hint = "" if os.sep in str(path) else f" (known by name: {SMOLLM2})"

@@ -1,4 +1,4 @@
-"""A file's new content all at once, or not at all."""
+"""Atomic replacement of a file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 
 def write_file_atomically(path: Path, content: bytes, mode: int) -> None:
-    """Writes beside `path`, syncs, and takes its place with these permissions. What is raised, OSError or Ctrl-C,
-    leaves the directory as it was.
+    """Replaces `path` by a synced file with this content and these permission bits.
+
+    If it raises (OSError, KeyboardInterrupt), the directory is unchanged.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -20,4 +21,4 @@ def write_file_atomically(path: Path, content: bytes, mode: int) -> None:
             os.fsync(file.fileno())
         Path(name).replace(path)
     finally:
-        Path(name).unlink(missing_ok=True)  # it is there only where it did not take the place
+        Path(name).unlink(missing_ok=True)  # exists only if the replacement failed

@@ -1,7 +1,9 @@
-"""A process's way through life: starting -> ready -> draining -> stopped, and dying with its parent.
+"""States of a process, signals, and the death with its parent.
 
-The first SIGTERM or SIGINT starts the drain, once; a second one ends the process at once with 128 + its number. States
-only move forward. The owner calls ready() when it serves, awaits wait_stopped() and then frees what it owns.
+    starting --> ready --> draining --> stopped
+
+States only move forward. The first SIGTERM or SIGINT starts the drain; a second one ends the process at once with exit
+code 128 + the signal's number. The owner calls ready() when it serves, awaits wait_stopped(), and then frees resources.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LifecycleState(enum.IntEnum):
-    """Where the process is; the order is the only way through."""
+    """State of the process; it only increases."""
 
     STARTING = 0
     READY = 1
@@ -34,10 +36,10 @@ class LifecycleState(enum.IntEnum):
 
 
 class Lifecycle:
-    """States of one service inside one event loop.
+    """State of one service in one event loop.
 
-    drain: what to do before the end (leave the index, refuse new work, finish what runs); runs once, at most
-    drain_s seconds. Its failure is logged and does not keep the process alive.
+    `drain` runs once before the end, for at most `drain_s` seconds: it leaves the index, refuses new requests and
+    finishes running ones. If it fails, the error is logged and the service stops all the same.
     """
 
     def __init__(self, drain: Callable[[], Awaitable[None]], *, drain_s: float) -> None:
@@ -55,28 +57,28 @@ class Lifecycle:
 
     @property
     def draining(self) -> bool:
-        """New work is refused from now on."""
+        """The service refuses new requests."""
         return self._state >= LifecycleState.DRAINING
 
     def ready(self) -> None:
-        """The service takes work; without effect once the drain began."""
+        """The service accepts requests. Has no effect after the drain began."""
         self._state = max(self._state, LifecycleState.READY)
 
     def install_signals(self) -> None:
-        """Routes SIGTERM and SIGINT here; call on the event loop of the main thread."""
+        """Makes SIGTERM and SIGINT start the drain. Call it on the event loop of the main thread."""
         self._loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sig, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        # A plain signal handler, not loop.add_signal_handler: the second signal must work when the loop is stuck.
+        # Not loop.add_signal_handler: the second signal must work even if the event loop is stuck.
         if self._signalled or self._loop is None or self._loop.is_closed():
             os._exit(128 + number)
         self._signalled = True
         self._loop.call_soon_threadsafe(self.begin_drain, signal.Signals(number).name)
 
     def begin_drain(self, reason: str) -> None:
-        """Starts the drain, for a signal or any other reason; later calls are without effect. On the event loop."""
+        """Starts the drain. Later calls have no effect. On the event loop."""
         if self.draining:
             return
         self._state = LifecycleState.DRAINING
@@ -88,7 +90,7 @@ class Lifecycle:
         try:
             async with limit:
                 await self._drain()
-        except Exception as error:  # of any kind: a process that was told to end ends
+        except Exception as error:  # whatever it is, the process must end
             if limit.expired() and isinstance(error, TimeoutError):
                 _log.warning("drain took more than %.0f s; stopping anyway", self._drain_s)
             else:
@@ -98,15 +100,15 @@ class Lifecycle:
             self._stopped.set()
 
     async def wait_stopped(self) -> None:
-        """Returns once the drain is over."""
+        """Returns after the drain."""
         await self._stopped.wait()
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Asks the kernel to kill this process (SIGKILL) when the thread that started it ends. Linux; elsewhere a no-op.
+    """Asks the kernel to SIGKILL this process when the *thread* that forked it ends. Linux only; else no effect.
 
-    parent: the pid that the starter handed down. A parent that died before this call cannot be seen by the kernel's
-    signal any more, so this process then ends at once, with 1. Note that "parent" is the *thread* that forked.
+    `parent` is the pid of the parent as the parent passed it on. If the parent died before this call, the kernel sends
+    no signal, so the process exits at once with code 1.
     """
     if sys.platform != "linux":
         return
@@ -118,9 +120,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def host_boot_id() -> str:
-    """Identifies one boot of one host, so that two processes know that they can see each other's pids.
+    """Identifies one boot of one host: two processes with the same id can check each other's pids.
 
-    Where the kernel offers none, the machine's hardware address stands in.
+    Without a boot id of the kernel it is the hardware address.
     """
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text().strip()

@@ -1,8 +1,14 @@
-"""A stream of messages between the processes of one tensor-parallel group, over TCP.
+"""A message stream between two processes of a tensor-parallel group, over TCP.
 
-Both ends prove that they know the group's secret before anything else is said; then either side sends messages: a kind,
-a few JSON fields and raw bytes. A peer that is gone ends the channel: every later call raises Unavailable. One thread
-uses an end; `gone` alone may be asked by another.
+    connecting rank                          accepting rank
+                       <-- challenge (nonce)
+    answer (nonce, HMAC of the challenge) -->
+                       <-- welcome (HMAC of the rank's nonce)
+    first message      -->
+
+Both ends prove that they know the group's secret. Then either end sends messages: a kind, a few JSON fields and raw
+bytes. After a peer has disconnected, every call raises Unavailable. One thread uses an end; only peer_closed may be
+called from other threads.
 """
 
 from __future__ import annotations
@@ -20,26 +26,30 @@ from typing import Any, Self
 
 from common.errors import Unauthenticated, Unavailable
 
-SEND_S = 30.0  # a peer that takes nothing for so long, or stops inside a message, is gone
-HELLO_S = 10.0  # between two messages of somebody who is not known yet
-KEEP_ALIVE_S = 15  # after which a silent peer's machine is asked whether it lives
+#: A peer that receives nothing for this time, or stops inside a message, counts as gone.
+SEND_S = 30.0
+#: Longest pause between messages of a peer that has not proved itself.
+HELLO_S = 10.0
+#: Silence after which TCP keep-alive probes the peer's machine.
+KEEP_ALIVE_S = 15
 _HEAD = struct.Struct("<IQ")  # bytes of the fields, bytes of the payload
-_MOST = 1 << 20  # bytes of the fields
+_MAX_FIELD_BYTES = 1 << 20
 _NONCE_BYTES = 32
-_HELLO_BYTES = 256  # of a payload before both know each other
+_HELLO_BYTES = 256  # longest payload before both ends have proved themselves
 
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """fields: JSON; payload: raw bytes."""
+    """One message."""
 
     kind: str
+    #: JSON values.
     fields: Mapping[str, Any]
     payload: bytes
 
 
 class RankChannel:
-    """One end. name: of the peer, for messages to people."""
+    """One end of a channel. `name` is the peer's name in error messages."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         sock.settimeout(SEND_S)
@@ -52,9 +62,9 @@ class RankChannel:
 
     @classmethod
     def accept(cls, listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Self, RankMessage] | None:
-        """A peer that knows the secret, and its first message; None when nobody came in time.
+        """The channel to a peer that knows the secret, and the peer's first message; None if none connects in time.
 
-        Raises Unauthenticated for a stranger, Unavailable for one that went away.
+        Raises Unauthenticated for a peer without the secret, Unavailable if the peer disconnects.
         """
         if not _poll(listener, select.POLLIN, timeout_s):
             return None
@@ -63,28 +73,28 @@ class RankChannel:
         try:
             nonce = os.urandom(_NONCE_BYTES)
             channel.send("challenge", nonce)
-            answer = channel.receive(HELLO_S, most=_HELLO_BYTES)
+            answer = channel.receive(HELLO_S, max_bytes=_HELLO_BYTES)
             theirs, proof = answer.payload[:_NONCE_BYTES], answer.payload[_NONCE_BYTES:]
             if not hmac.compare_digest(proof, _proof(secret, b"member", nonce)):
                 raise Unauthenticated(f"{channel.name} does not know the group's secret")
             channel.send("welcome", _proof(secret, b"leader", theirs))
-            return channel, channel.receive(HELLO_S, most=_HELLO_BYTES)
+            return channel, channel.receive(HELLO_S, max_bytes=_HELLO_BYTES)
         except BaseException:
             channel.close()
             raise
 
     @classmethod
     def connect(cls, host: str, port: int, secret: bytes, name: str, kind: str, **fields: Any) -> Self:
-        """The other end of `accept`; kind and fields are the first message. Raises Unavailable, Unauthenticated."""
+        """Connects to a peer in `accept` and sends the first message. Raises Unavailable, Unauthenticated."""
         try:
             channel = cls(socket.create_connection((host, port), timeout=SEND_S), name)
         except OSError as error:
             raise Unavailable(f"{name} at {host}:{port} cannot be reached: {error}") from error
         try:
             nonce = os.urandom(_NONCE_BYTES)
-            challenge = channel.receive(HELLO_S, most=_HELLO_BYTES).payload
+            challenge = channel.receive(HELLO_S, max_bytes=_HELLO_BYTES).payload
             channel.send("answer", nonce + _proof(secret, b"member", challenge))
-            welcome = channel.receive(HELLO_S, most=_HELLO_BYTES)
+            welcome = channel.receive(HELLO_S, max_bytes=_HELLO_BYTES)
             if not hmac.compare_digest(welcome.payload, _proof(secret, b"leader", nonce)):
                 raise Unauthenticated(f"{name} at {host}:{port} does not know the group's secret")
             channel.send(kind, **fields)
@@ -95,49 +105,51 @@ class RankChannel:
 
     @property
     def host(self) -> str:
-        """This end's own address."""
+        """The local address."""
         return str(self._sock.getsockname()[0])
 
     def send(self, kind: str, payload: bytes | memoryview = b"", **fields: Any) -> None:
-        """Raises Unavailable when the peer is gone."""
-        said = json.dumps({"kind": kind, **fields}).encode()
+        """Sends a message. Raises Unavailable if the peer is gone."""
+        header = json.dumps({"kind": kind, **fields}).encode()
         try:
-            self._sock.sendall(b"".join((_HEAD.pack(len(said), len(payload)), said, payload)))
+            self._sock.sendall(b"".join((_HEAD.pack(len(header), len(payload)), header, payload)))
         except OSError as error:
             raise Unavailable(f"{self.name} is gone: {error}") from error
 
     def wait_readable(self, timeout_s: float | None = 0.0) -> bool:
-        """A message, or the end, can be received; waits for at most timeout_s (None: for ever)."""
+        """Waits until a message, or the end of the stream, can be received; False after timeout_s (None: no limit)."""
         try:
             return bool(_poll(self._sock, select.POLLIN, timeout_s))
         except (OSError, ValueError) as error:  # closed
             raise Unavailable(f"{self.name} is gone: {error}") from error
 
-    def receive(self, timeout_s: float | None = None, *, most: int | None = None) -> RankMessage:
-        """The next message. Raises Unavailable when the peer is gone, says nothing in time (None: no limit), or more
-        than `most` bytes.
+    def receive(self, timeout_s: float | None = None, *, max_bytes: int | None = None) -> RankMessage:
+        """The next message.
+
+        Raises Unavailable if the peer is gone, sends nothing within timeout_s (None: no limit), or sends a payload of
+        more than `max_bytes`.
         """
         if not self.wait_readable(timeout_s):
-            raise Unavailable(f"{self.name} says nothing")
-        said, more = _HEAD.unpack(self._exactly(_HEAD.size))
-        if said > _MOST or (most is not None and more > most):
-            raise Unavailable(f"{self.name} does not speak our language")
+            raise Unavailable(f"{self.name} sent no message within {timeout_s} s")
+        fields_len, payload_len = _HEAD.unpack(self._exactly(_HEAD.size))
+        if fields_len > _MAX_FIELD_BYTES or (max_bytes is not None and payload_len > max_bytes):
+            raise Unavailable(f"{self.name} sent an invalid message")
         try:
-            fields = json.loads(self._exactly(said))
+            fields = json.loads(self._exactly(fields_len))
             kind = fields.pop("kind")
         except (ValueError, AttributeError, KeyError) as error:
-            raise Unavailable(f"{self.name} does not speak our language") from error
-        return RankMessage(kind, fields, self._exactly(more))
+            raise Unavailable(f"{self.name} sent an invalid message") from error
+        return RankMessage(kind, fields, self._exactly(payload_len))
 
     def peer_closed(self) -> bool:
-        """The peer has closed its end, whatever it said before; any thread."""
+        """The peer has closed its end; messages from before may still be unread. Any thread."""
         try:
             return bool(_poll(self._sock, select.POLLRDHUP, 0.0))
         except (OSError, ValueError):  # closed here
             return True
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connection. Idempotent."""
         self._sock.close()
 
     def _exactly(self, count: int) -> bytes:
@@ -155,7 +167,7 @@ class RankChannel:
 
 
 def _poll(sock: socket.socket, events: int, timeout_s: float | None) -> bool:
-    """Whether one of these, or the end, happened in time."""
+    """Whether one of the events, or the end of the stream, occurs within timeout_s."""
     poll = select.poll()
     poll.register(sock, events)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

@@ -1,7 +1,8 @@
-"""Runs a command that dies with whoever started it: `python -I -S tether.py PARENT_PID COMMAND ARGS...`.
+"""Runs a command that dies with its parent process: `python -I -S tether.py PARENT_PID COMMAND ARGS...`.
 
-The kernel kills this process when its parent ends, even by SIGKILL (PR_SET_PDEATHSIG, which survives exec); the check
-of the parent's pid closes the gap between fork and prctl. Only the standard library, so that it starts in 10 ms.
+The kernel kills this process when its parent ends, also by SIGKILL (PR_SET_PDEATHSIG, which exec keeps). The check of
+the parent's pid covers the time between fork and prctl. The script imports the standard library only, so that it starts
+in 10 ms.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ PR_SET_PDEATHSIG = 1
 
 
 def tether_command(argv: Sequence[str]) -> list[str]:
-    """The command line that runs argv[0] (an absolute path) tied to this process."""
+    """The command line that runs argv[0] (an absolute path) until this process ends."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *argv]
 
 
 def main(argv: list[str]) -> None:
-    """Ties this process to PARENT_PID and becomes COMMAND; exit code 127 when there is no such command."""
+    """Ties this process to PARENT_PID and execs COMMAND; exit code 127 if the command does not exist."""
     parent, command = int(argv[0]), argv[1:]
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        os._exit(1)  # orphaned before the tie was made
+        os._exit(1)  # the parent died before prctl
     try:
         os.execv(command[0], command)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Redis."""
+"""Redis: URLs, clients of any topology, Lua scripts, a circuit breaker."""

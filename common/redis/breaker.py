@@ -1,6 +1,6 @@
-"""A circuit breaker: after some failures in a row it stays open and lets one call through per interval.
+"""A circuit breaker: after several failures in a row it is open and lets one call through per interval.
 
-closed --failures in a row--> open --one call per probe_s--> closed on its success, else open again
+closed --- failures in a row ---> open --- one call per probe_s succeeds ---> closed
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Says whether a dependency is worth a call now; the caller reports how each call ended."""
+    """Decides whether to call a dependency. The caller reports how each call ended."""
 
     def __init__(self, *, failures: int = 3, probe_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = failures
@@ -21,11 +21,11 @@ class CircuitBreaker:
 
     @property
     def open(self) -> bool:
-        """The dependency counts as away."""
+        """The last calls failed; the dependency counts as down."""
         return self._failures >= self._limit
 
     def allow_call(self) -> bool:
-        """Whether to call now; while open, True once per probe_s (that call is the probe)."""
+        """Whether to call now. While open, it is True once per probe_s: this call is the probe."""
         if not self.open:
             return True
         now = self._clock()
@@ -35,11 +35,11 @@ class CircuitBreaker:
         return True
 
     def record_success(self) -> None:
-        """A call was answered."""
+        """Reports that a call succeeded."""
         self._failures = 0
 
     def record_failure(self) -> None:
-        """A call failed."""
+        """Reports that a call failed."""
         self._failures += 1
         if self._failures == self._limit:
             self._next_probe = self._clock() + self._probe_s

@@ -1,13 +1,13 @@
-"""Where the prefix index is: the URL that services are given, taken apart and checked.
+"""Parses and checks the Redis URLs that services get.
 
     redis://[user:password@]host[:port][/db]              one server; rediss:// with TLS, unix://[user:password@]/path?db=0
     redis+sentinel://[user:password@]h1[:p1],h2/service[/db]   the primary of that service; sentinels listen on 26379
     redis+cluster://[user:password@]h1[:p1],h2            a cluster, found from any of its nodes
 
-rediss+sentinel:// and rediss+cluster:// are the same over TLS. Characters of a user or password that mean something in
-a URL are percent-encoded. Parameters (?name=value&...): ssl_ca_certs, ssl_certfile, ssl_keyfile (files, PEM),
-ssl_cert_reqs (required or none), ssl_check_hostname (true or false); a server's certificate and its host name are
-verified unless these say otherwise. For sentinels: sentinel_username, sentinel_password. For sockets: db.
+rediss+sentinel:// and rediss+cluster:// use TLS. Special characters in user and password are percent-encoded.
+Parameters (?name=value&...): with TLS ssl_ca_certs, ssl_certfile, ssl_keyfile (PEM files), ssl_cert_reqs (required or
+none; default required), ssl_check_hostname (true or false; default true). With sentinels sentinel_username and
+sentinel_password. With sockets db.
 """
 
 from __future__ import annotations
@@ -27,36 +27,39 @@ _SENTINEL = ("sentinel_username", "sentinel_password")
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """How a server is verified, and as whom we come. Files are PEM; ca None: the authorities of the system."""
+    """TLS settings of a connection. Files are PEM."""
 
+    #: Certificate authorities; None: those of the system.
     ca: str | None = None
+    #: The client's certificate and key.
     certificate: str | None = None
     key: str | None = None
+    #: Verify the server's certificate.
     verify: bool = True
     check_hostname: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """The parts of a URL. nodes: (host, port), one for a plain server, none for a socket at `path`.
+    """The parts of a Redis URL."""
 
-    service: the name that sentinels know the primary by; empty without sentinels.
-    """
-
+    #: (host, port): one of a plain server, several of sentinels or a cluster, none for a socket.
     nodes: tuple[tuple[str, int], ...] = ()
+    #: Of a Unix socket; otherwise empty.
     path: str = ""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     db: int = 0
     tls: TlsOptions | None = None
     cluster: bool = False
+    #: Name of the primary at the sentinels; empty without sentinels.
     service: str = ""
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Takes a URL apart. Raises ConfigError that says what is wrong and repeats no password."""
+        """Parses a URL. Raises ConfigError, without any password in its message."""
         parts = urlsplit(url)
         scheme = parts.scheme
         if scheme not in SCHEMES:
@@ -101,7 +104,7 @@ class RedisUrl:
         )
 
     def __str__(self) -> str:
-        """For people: kind and hosts, no user, password or parameters."""
+        """The URL without user, password and parameters, for messages."""
         if self.path:
             return f"unix://{self.path}"
         scheme = ("rediss" if self.tls else "redis") + (
@@ -119,8 +122,8 @@ def _options(query: str, allowed: tuple[str, ...]) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
     for name in options:
         if name not in allowed:
-            known = f"it may have {', '.join(allowed)}" if allowed else "there are none here"
-            raise _url_error(f"no parameter of such a URL is called {name!r}; {known}")
+            known = f"allowed: {', '.join(allowed)}" if allowed else "none is allowed"
+            raise _url_error(f"unknown parameter {name!r} for this kind of URL; {known}")
     return options
 
 
@@ -135,14 +138,14 @@ def _nodes(hosts: str, default_port: int) -> tuple[tuple[str, int], ...]:
             host, _, port = node.partition(":")
         number = int(port) if port.isascii() and port.isdecimal() else 0 if port else default_port
         if not host or not 0 < number < 65536:
-            raise _url_error(f"{node!r} is not host or host:port (an IPv6 address stands in brackets)")
+            raise _url_error(f"{node!r} is not host or host:port (an IPv6 address needs brackets)")
         nodes.append((host, number))
     return tuple(nodes)
 
 
 def _db(segments: list[str]) -> int:
     if len(segments) > 1 or any(not (s.isascii() and s.isdecimal()) for s in segments):
-        raise _url_error(f"{'/'.join(segments)!r} is not the number of a database")
+        raise _url_error(f"{'/'.join(segments)!r} is not the number of a database, like 0")
     return int(segments[0]) if segments else 0
 
 

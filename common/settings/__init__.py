@@ -1,1 +1,1 @@
-"""Settings."""
+"""Settings: the dataclasses, and the kinds of values that they accept."""

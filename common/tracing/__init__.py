@@ -1,1 +1,1 @@
-"""Tracing."""
+"""OpenTelemetry tracing: trace contexts, spans, and their export."""

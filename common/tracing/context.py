@@ -1,4 +1,4 @@
-"""W3C trace context: which trace a request belongs to, and the span that asked. https://www.w3.org/TR/trace-context/"""
+"""W3C trace context: the trace of a request and the calling span. https://www.w3.org/TR/trace-context/"""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _MAX_STATE = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """trace_id: 32 hex digits, span_id: 16. sampled: whoever sees it records spans. state: others' notes, passed on."""
+    """One span within a trace, as processes pass it on."""
 
+    #: 32 hex digits.
     trace_id: str
+    #: 16 hex digits.
     span_id: str
+    #: Every process on the request's way records its spans.
     sampled: bool
+    #: The tracestate header, passed on unchanged.
     state: str = ""
 
     @classmethod
     def parse(cls, traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
-        """From headers; None for one that is missing or wrong, which then begins a trace of its own, as W3C demands."""
+        """The context in headers; None if traceparent is missing or invalid. The caller then starts a trace (W3C)."""
         found = None if traceparent is None else _HEADER.fullmatch(traceparent.strip())
         if found is None:
             return None
@@ -34,20 +38,20 @@ class TraceContext:
 
     @classmethod
     def new(cls, *, sampled: bool) -> TraceContext:
-        """A trace that begins here."""
+        """The context of the first span of a new trace."""
         return cls(secrets.token_hex(16), secrets.token_hex(8), sampled)
 
     def new_child(self) -> TraceContext:
-        """Of a new span inside the same trace."""
+        """The context of a new span in the same trace."""
         return replace(self, span_id=secrets.token_hex(8))
 
     @property
     def traceparent(self) -> str:
-        """The traceparent that names this span."""
+        """The traceparent header of this span."""
         return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The same for a gRPC call."""
+        """Metadata of a gRPC call from this span."""
         state = ((TRACESTATE, self.state),) if self.state else ()
         return ((TRACEPARENT, self.traceparent), *state)

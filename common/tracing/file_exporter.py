@@ -1,7 +1,7 @@
-"""Spans in a file: OTLP's JSON encoding, one TracesData a line, as the collector's otlpjsonfile receiver reads.
+"""Writes spans to a file in OTLP's JSON encoding, one TracesData per line: the format of the otlpjsonfile receiver.
 
-https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/ Each batch is one write to a file opened for appending,
-so several processes may share it.
+https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/
+Each batch is one write to a file opened for appending, so several processes can share it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = {SpanKind.INTERNAL: 1, SpanKind.SERVER: 2, SpanKind.CLIENT: 3}
 
 
 class FileExporter(SpanExporter):
-    """Appends to `path`. Raises ConfigError when that cannot be opened."""
+    """Appends spans to `path`. Raises ConfigError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -33,7 +33,7 @@ class FileExporter(SpanExporter):
             raise ConfigError(f"traces: cannot write {path}: {e.strerror}", field="traces") from e
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """One line for all of them."""
+        """Writes the spans as one line."""
         if not spans:
             return SpanExportResult.SUCCESS
         line = json.dumps({"resourceSpans": _resource_spans(spans)}, separators=(",", ":")) + "\n"
@@ -49,7 +49,7 @@ class FileExporter(SpanExporter):
 
 
 def _resource_spans(spans: Sequence[ReadableSpan]) -> list[dict[str, Any]]:
-    """All spans of one process have the same resource and scope."""
+    """The spans by resource; spans of one resource have the same scope."""
     found = []
     for resource, group in groupby(spans, key=lambda span: span.resource):
         members = list(group)
@@ -62,7 +62,7 @@ def _resource_spans(spans: Sequence[ReadableSpan]) -> list[dict[str, Any]]:
 
 def _span(span: ReadableSpan) -> dict[str, Any]:
     context = span.get_span_context()
-    assert context is not None, "every span of ours has one"
+    assert context is not None, "every recorded span has a context"
     out: dict[str, Any] = {
         "traceId": f"{context.trace_id:032x}",
         "spanId": f"{context.span_id:016x}",
@@ -87,8 +87,7 @@ def _attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    """A bool is an int to Python, so it comes first."""
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # before int: bool is a subclass of int
         return {"boolValue": value}
     if isinstance(value, int):
         return {"intValue": str(value)}

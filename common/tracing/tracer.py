@@ -1,9 +1,9 @@
 """OpenTelemetry spans of this process, exported by OTLP or to a file.
 
-A span is recorded once, when it is over, with the times that were taken anyway: nothing follows a request while it
-runs, and where nobody traces there is no Tracer at all. Contexts that other processes continue are made beforehand.
-Times are time.monotonic(); the wall clock is read once per Tracer and hour, so spans of one request stay in order.
-The SDK is imported when a Tracer is opened; without it, tracing that is asked for is a ConfigError.
+A span is recorded once, after its end, from times that the code measures anyway. Without tracing there is no Tracer.
+Contexts that other processes continue are made before the span ends. Times are time.monotonic(). The offset to the wall
+clock is read once per hour, so the spans of one request stay in order. The SDK is imported by Tracer.open; if it is not
+installed, that raises ConfigError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _log = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Records spans of one process. sample: the share of requests that bring no decision of their own."""
+    """Records the spans of one process.
+
+    `sample` is the share of traced requests among those whose client does not decide.
+    """
 
     def __init__(self, processor: SpanProcessor, *, service: str, instance: str, sample: float = 1.0) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -51,7 +54,7 @@ class Tracer:
 
     @classmethod
     def open(cls, target: str | None, *, service: str, instance: str, sample: float = 1.0) -> Tracer | None:
-        """target: see trace_target; None: no tracing. Raises ConfigError."""
+        """A tracer that exports to `target` (see parse_trace_target); None without a target. Raises ConfigError."""
         if target is None:
             return None
         try:
@@ -65,7 +68,10 @@ class Tracer:
         return cls(BatchSpanProcessor(exporter), service=service, instance=instance, sample=sample)
 
     def start_trace(self, parent: TraceContext | None) -> TraceContext | None:
-        """The context of a request's first span here; None when it is not sampled. The client decides, if it does."""
+        """The context of a request's first span in this process; None if the request is not sampled.
+
+        The client decides, if its request has a trace context.
+        """
         if parent is not None:
             return parent.new_child() if parent.sampled else None
         context = TraceContext.new(sampled=True)
@@ -83,7 +89,7 @@ class Tracer:
         kind: str = "internal",
         error: str | None = None,
     ) -> None:
-        """A span that is over. kind: internal, server or client; attributes that are None are left out."""
+        """Records a span that has ended. `kind` is internal, server or client. Attributes that are None are omitted."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanContext, SpanKind, TraceFlags, TraceState
         from opentelemetry.trace.status import Status, StatusCode
@@ -109,7 +115,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Exports what is left and ends; blocks for FLUSH_S at most, as nobody waits for a collector that is away."""
+        """Exports the remaining spans and stops; blocks at most FLUSH_S, also if the collector is down."""
         ending = threading.Thread(target=self._processor.shutdown, name="traces-end", daemon=True)
         ending.start()
         ending.join(FLUSH_S)
@@ -124,8 +130,9 @@ class Tracer:
 
 
 def _read_offset() -> int:
-    """The wall clock's lead over the monotonic one, ns. Of several readings the shortest: this thread may have to wait
-    between two clocks, on a busy machine for tens of milliseconds.
+    """Wall clock minus monotonic clock, in ns, from the fastest of several readings.
+
+    On a busy machine this thread may be suspended between two clock reads, for tens of milliseconds.
     """
     readings = []
     for _ in range(CLOCK_READINGS):
@@ -135,14 +142,18 @@ def _read_offset() -> int:
 
 
 def parse_trace_target(text: str) -> str:
-    """A target that `Tracer.open` knows: otlp (as OTEL_EXPORTER_OTLP_* say), http(s)://host:port (OTLP over HTTP),
-    grpc://host:port (OTLP over gRPC), file:PATH (OTLP as JSON, a line for each batch). Raises ValueError.
+    """Checks a trace target and returns it. Raises ValueError.
+
+    otlp                  OTLP, configured by the OTEL_EXPORTER_OTLP_* variables
+    http(s)://host:port   OTLP over HTTP
+    grpc://host:port      OTLP over gRPC
+    file:PATH             OTLP as JSON, one line per batch
     """
     if text == "otlp" or (text.startswith("file:") and len(text) > len("file:")):
         return text
     scheme, found, rest = text.partition("://")
     if not found or scheme not in ("http", "https", "grpc") or not rest.strip("/"):
-        raise ValueError(f"{text!r} is no target of traces")
+        raise ValueError(f"{text!r} is not a trace target")
     return text
 
 
@@ -161,7 +172,7 @@ def _exporter(target: str) -> SpanExporter:
 
 
 def _traces_url(target: str) -> str:
-    """OTLP's own path, unless the target names one."""
+    """The target with OTLP's default path, if it has no path."""
     scheme, _, rest = target.partition("://")
     host, _, path = rest.partition("/")
     return f"{scheme}://{host}/{path or 'v1/traces'}"
