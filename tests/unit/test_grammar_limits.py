@@ -101,7 +101,7 @@ def test_so_do_fifty_functions(child: GrammarChild, smollm2_dir: Path, calls: To
     for text, required in ((None, True), (None, False), (grammars.from_json_schema(shapes.tree(), field="f"), False)):
         made = composer.build(
             text, functions, required=required, parallel=True, initial_section=ReasoningSection.BEFORE, field="tools"
-        )  # fmt: skip
+        )
         assert made is not None
         assert child.outcome(made.text) == COMPILED
 
@@ -233,10 +233,10 @@ VALID = [
     "start: %lark {\n start: x\n x: /a/\n}\n  | y\ny: /b/",
     'start[stop="("]: /[a-z]+/',
     'x[suffix=Y]: /a*/\nY: ")"\nstart: x',
-    "start: /a\n\"b/ [ /c/ ] ( /d/ )+",
+    'start: /a\n"b/ [ /c/ ] ( /d/ )+',
     "%import common.INT -> N start: N",
     "start: /a/\n%ignoreX\nX: / /",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text", VALID)
@@ -358,7 +358,7 @@ def test_a_schema_of_a_tool_is_checked_in_its_place(smollm2_dir: Path) -> None:
         composer = AnswerGrammarBuilder(TextTokenizer(smollm2_dir), calls, None)
         made = composer.build(
             None, [function], required=True, parallel=True, initial_section=ReasoningSection.BEFORE, field="tools"
-        )  # fmt: skip
+        )
         assert made is not None
         assert "lead from one to the next" in refusal(made.text)
 

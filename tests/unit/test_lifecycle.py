@@ -121,8 +121,8 @@ async def test_a_drain_that_fails_or_hangs_still_ends(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_a_child_dies_with_its_killed_parent() -> None:
-    child = "import os, sys, time; from common.process.lifecycle import die_with_parent; die_with_parent(int(sys.argv[1])); "
-    child += "print(os.getpid(), flush=True); time.sleep(60)"
+    child = "import os, sys, time; from common.process.lifecycle import die_with_parent; "
+    child += "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None

@@ -59,9 +59,8 @@ def test_the_endpoint() -> None:
 
 def logged(code: str) -> list[dict[str, object]]:
     """Runs code in a process of its own (logging is global there) and reads its stderr."""
-    setup = (
-        "import asyncio, logging; from common.logs import log_context, get_logger, setup_logs; setup_logs('info', 'json')\n"
-    )
+    setup = "import asyncio, logging\nfrom common.logs import log_context, get_logger, setup_logs\n"
+    setup += "setup_logs('info', 'json')\n"
     run = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout == ""
     return [json.loads(line) for line in run.stderr.splitlines()]

@@ -116,7 +116,8 @@ BOMBS: dict[str, tuple[Callable[[int], str], int]] = {
     "references with other keywords": (chain(lambda ref: {"minItems": 1, "$ref": ref}), 4000),
     "properties": (chain(lambda ref: objects({"$ref": ref})), 1800),
     "required properties": (
-        chain(lambda ref: {**objects({"$ref": ref}), "required": ["a"], "additionalProperties": False}), 1800,
+        chain(lambda ref: {**objects({"$ref": ref}), "required": ["a"], "additionalProperties": False}),
+        1800,
     ),
     "patternProperties": (chain(lambda ref: {"patternProperties": {"^a": {"$ref": ref}}}), 1800),
     "additionalProperties": (chain(lambda ref: {"type": "object", "additionalProperties": {"$ref": ref}}), 2000),
@@ -137,8 +138,12 @@ BOMBS: dict[str, tuple[Callable[[int], str], int]] = {
     "rules with attributes": (lambda n: rules(n, rule='r{}[capture="x"]: "a" r{}'), 5000),
     "rules, the last one first": (backwards, 5000),
     "rules of each other": (mutual, 5000),
-    "parametric rules": (lambda n: rules(n, before="", rule="r{}::_: r{}::_", last='r{}::_: "b" %if eq(_, 1)')
-                         .replace("start: r0", "start: r0::0x0"), 5000),
+    "parametric rules": (
+        lambda n: rules(n, before="", rule="r{}::_: r{}::_", last='r{}::_: "b" %if eq(_, 1)').replace(
+            "start: r0", "start: r0::0x0"
+        ),
+        5000,
+    ),
     "rules on one line": (lambda n: rules(n, rule='r{}: "a" r{} -> x'), 5000),
     "rules in brackets": (in_brackets("r", "(", ")"), 350),
     "optional rules": (in_brackets("r", "[", "]"), 350),
@@ -149,7 +154,8 @@ BOMBS: dict[str, tuple[Callable[[int], str], int]] = {
     "templates": (lambda n: lark("start: " + "a{" * n + '"a"' + "}" * n), 32_000),
     "nested grammars": (lambda n: lark("start: %lark {\n" + rules(n) + "}\n"), 5000),
     "JSON in Lark": (
-        lambda n: lark("start: x\nx: %json " + json.dumps(chained(lambda ref: {"items": {"$ref": ref}}, n))), 2000,
+        lambda n: lark("start: x\nx: %json " + json.dumps(chained(lambda ref: {"items": {"$ref": ref}}, n))),
+        2000,
     ),
     "a quote in a special token": (lambda n: rules(n, before='x: <"x> <x">\n'), 5000),
     "a quote in a comment": (lambda n: rules(n, before='# "\n// "\n'), 5000),
@@ -157,7 +163,7 @@ BOMBS: dict[str, tuple[Callable[[int], str], int]] = {
     "a comment in a string": (lambda n: rules(n, before='x: "//#" "\\\\" "/*"i\n'), 5000),
     "a rule behind an import": (lambda n: rules(n, before="%import common.INT "), 5000),
     "a rule behind options": (lambda n: rules(n, before="%llguidance {} "), 5000),
-}  # fmt: skip
+}
 
 
 def linked_list() -> Json:
