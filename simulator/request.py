@@ -79,7 +79,7 @@ class SimulatedRequest:
         #: The pods of the current attempt, None between attempts.
         self._route: Route | None = None
         self._prompt: PromptSequence | None = None
-        #: Prompt tokens whose KV the decode pod holds, or that were given to the link.
+        #: Prompt tokens with KV on the decode pod or on the way there.
         self._sent = 0
         self._first_token_at: float | None = None
         #: Output tokens from attempts that ended with a dead decode pod; they belong to the prompt now.

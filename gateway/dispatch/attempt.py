@@ -61,7 +61,7 @@ HAND_OFF_GRACE_S = 2.0
 #: Tokens, their alternatives counted too, that may wait for a client before its request is ended.
 MAX_PENDING_TOKENS = 8192
 
-#: Error text of a request whose deadline has passed.
+#: Error text after the deadline of a request.
 DEADLINE_MESSAGE = "the request's time is over"
 
 _log = logging.getLogger(__name__)

@@ -56,7 +56,7 @@ class TokenQueue:
         self.stopped_samples: set[int] = set()
         self._max_pending = max_pending
         self._orders = [TokenOrder(output_ids) for _ in range(num_samples)]
-        #: Samples whose finish reason the reader has not got yet.
+        #: Samples that have not ended for the reader.
         self._unfinished = set(range(num_samples))
         #: Samples that got tokens since `next` last looked at them; each at most once.
         self._ready_samples: deque[int] = deque()
@@ -105,7 +105,7 @@ class TokenQueue:
     # -- the reader's side
 
     async def next(self) -> TokenDelta:
-        """Returns all tokens of one sample that are next in order. Raises `error` once no such tokens are left."""
+        """Returns all tokens of one sample that are next in order. Raises `error` after the last of them."""
         while True:
             while self._ready_samples:
                 sample = self._ready_samples.popleft()

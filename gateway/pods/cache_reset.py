@@ -34,7 +34,7 @@ async def reset_prefix_caches(pods: Iterable[Pod]) -> list[CacheResetResult]:
     """Resets every pod that has answered Info once. Raises Unavailable with the names of pods that do not confirm."""
     known = [pod for pod in pods if pod.info is not None]
     if not known:
-        raise Unavailable("there are no pods whose prefix cache could be reset", retry_after_s=1.0)
+        raise Unavailable("no prefix cache was reset: no pod has answered yet", retry_after_s=1.0)
     answers = await asyncio.gather(*map(_reset, known))
     missing = [pod.name for pod, answer in zip(known, answers, strict=True) if answer is None]
     if missing:

@@ -96,7 +96,7 @@ class Router:
 
         Args:
             affinity: Requests of equal affinity prefer the same pods.
-            layout_fingerprint: The only layout whose pods may be used; None for any.
+            layout_fingerprint: Only pods of this layout are used; None allows any.
         """
         index = self._index()
         prompts: dict[str, HashedPrompt] = {}

@@ -1,4 +1,4 @@
-"""Pods found by EndpointSlices: list, watch, what the API server does to a watch, and what the gateway makes of it."""
+"""EndpointSliceWatcher: list, watch and faults of the API server; and a gateway that finds its pods by it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SERVICES = ("baton-prefill", "baton-decode")
 
 
 class Seen:
-    """What a watch told."""
+    """Records the calls of on_change."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, bool]] = []
+        self.reported: list[dict[str, bool]] = []
 
     def __call__(self, endpoints: Any) -> None:
-        self.told.append(dict(endpoints))
+        self.reported.append(dict(endpoints))
 
     @property
     def last(self) -> dict[str, bool] | None:
-        return self.told[-1] if self.told else None
+        return self.reported[-1] if self.reported else None
 
 
 @asynccontextmanager
@@ -53,9 +53,9 @@ async def kube(tmp_path: Path) -> AsyncIterator[FakeKube]:
         yield running
 
 
-async def test_what_is_there_and_what_changes(kube: FakeKube) -> None:
+async def test_listed_and_changed_slices_are_reported(kube: FakeKube) -> None:
     await kube.put("baton-prefill", {"10.0.0.1": False})
-    await kube.put("somebody-else", {"10.9.9.9": False})
+    await kube.put("other-service", {"10.9.9.9": False})
     async with watching(kube) as (watch, seen):
         await until(lambda: seen.last == {"10.0.0.1:7000": False})
         assert watch.up
@@ -70,7 +70,7 @@ async def test_what_is_there_and_what_changes(kube: FakeKube) -> None:
         assert kube.lists == 1
 
 
-async def test_a_pod_that_moves_between_slices_stays_and_other_kinds_of_slices_are_left_out(kube: FakeKube) -> None:
+async def test_a_pod_that_moves_between_slices_stays_and_other_slices_are_ignored(kube: FakeKube) -> None:
     await kube.put("baton-decode", {"10.0.0.1": True}, name="old")
     await kube.put("baton-decode", {"10.0.0.1": False}, name="new")
     await kube.put("baton-decode", {"fd00::7": False}, name="six", addressType="IPv6")
@@ -81,7 +81,7 @@ async def test_a_pod_that_moves_between_slices_stays_and_other_kinds_of_slices_a
         await until(lambda: seen.last == {"10.0.0.1:7000": False, "[fd00::7]:7000": False})
 
 
-async def test_a_watch_that_ends_goes_on_where_it_was(kube: FakeKube) -> None:
+async def test_a_watch_that_ends_is_continued_from_its_last_version(kube: FakeKube) -> None:
     await kube.put("baton-decode", {"10.0.0.1": False})
     async with watching(kube) as (watch, seen):
         await until(lambda: len(kube.watches) == 1)
@@ -99,11 +99,11 @@ async def test_a_watch_that_ends_goes_on_where_it_was(kube: FakeKube) -> None:
 
 
 @pytest.mark.parametrize("how", ["status", "event"])
-async def test_a_version_that_is_forgotten_begins_with_a_list(kube: FakeKube, how: str) -> None:
+async def test_after_a_forgotten_version_the_slices_are_listed_again(kube: FakeKube, how: str) -> None:
     await kube.put("baton-decode", {"10.0.0.1": False})
     async with watching(kube) as (_, seen):
         await until(lambda: len(kube.watches) == 1)
-        kube.slices.clear()  # a change that no watch tells of
+        kube.slices.clear()  # a change without an event
         if how == "status":
             kube.history, kube.version = 0, kube.version + 5
             await kube.end_watches()
@@ -114,14 +114,14 @@ async def test_a_version_that_is_forgotten_begins_with_a_list(kube: FakeKube, ho
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
-async def test_what_is_known_stays_while_the_server_refuses(kube: FakeKube, status: int) -> None:
+async def test_known_addresses_stay_while_the_server_refuses(kube: FakeKube, status: int) -> None:
     await kube.put("baton-decode", {"10.0.0.1": False})
     async with watching(kube) as (watch, seen):
         await until(lambda: len(kube.watches) == 1)
         kube.refuse = status
         await kube.break_connections()
         await until(lambda: not watch.up)
-        assert seen.told == [{"10.0.0.1:7000": False}]
+        assert seen.reported == [{"10.0.0.1:7000": False}]
         await kube.put("baton-decode", {"10.0.0.2": False})
         kube.refuse = 0
         await until(lambda: seen.last == {"10.0.0.2:7000": False})
@@ -143,7 +143,7 @@ async def test_a_connection_that_died_silently_is_given_up(kube: FakeKube, monke
     await kube.put("baton-decode", {"10.0.0.1": False})
     async with watching(kube, watch_s=1) as (_, seen):
         await until(lambda: len(kube.watches) >= 2)
-        assert seen.told == [{"10.0.0.1:7000": False}]
+        assert seen.reported == [{"10.0.0.1:7000": False}]
 
 
 async def test_a_renewed_token_is_read(kube: FakeKube) -> None:
@@ -156,18 +156,18 @@ async def test_a_renewed_token_is_read(kube: FakeKube) -> None:
         assert watch.up
 
 
-async def test_a_server_of_another_authority_gets_nothing(kube: FakeKube, tmp_path: Path) -> None:
+async def test_a_server_with_an_untrusted_certificate_gets_no_request(kube: FakeKube, tmp_path: Path) -> None:
     make_account(tmp_path / "other")
     seen = Seen()
     watch = EndpointSliceWatcher(KubernetesApi(kube.api.url, tmp_path / "other"), SERVICES, seen, backoff_s=(0.05, 0.1))
     await watch.start()
     await asyncio.sleep(0.5)
     await watch.stop()
-    assert (kube.lists, seen.told, watch.up) == (0, [], False)
+    assert (kube.lists, seen.reported, watch.up) == (0, [], False)
 
 
 @pytest.mark.parametrize("raw", ["{}", "[]", '{"type": "ADDED", "object": {"metadata": {}}}', "no JSON"])
-async def test_nonsense_does_not_end_the_watch(kube: FakeKube, raw: str) -> None:
+async def test_invalid_events_do_not_end_the_watch(kube: FakeKube, raw: str) -> None:
     kube.garble = raw
     async with watching(kube) as (_, seen):
         await until(lambda: len(kube.watches) == 1)
@@ -176,7 +176,7 @@ async def test_nonsense_does_not_end_the_watch(kube: FakeKube, raw: str) -> None
         await until(lambda: seen.last == {"10.0.0.1:7000": False})
 
 
-def test_outside_of_a_cluster_it_is_refused(tmp_path: Path) -> None:
+def test_outside_a_cluster_discovery_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="inside a cluster"):
         KubernetesApi.in_cluster({})
     with pytest.raises(ConfigError, match="service account"):
@@ -191,7 +191,7 @@ def test_outside_of_a_cluster_it_is_refused(tmp_path: Path) -> None:
 
 
 async def place(kube: FakeKube, pod: FakePod, *, leaving: bool = False) -> None:
-    """The slice of one pod: fake pods have the same host and a port each."""
+    """Sets a slice for one pod, since fake pods share a host and differ in the port."""
     service = "baton-prefill" if pod.role is Role.PREFILL else "baton-decode"
     await kube.put(service, {"127.0.0.1": leaving}, name=pod.name, port=pod.port)
 
@@ -206,13 +206,13 @@ async def cluster(kube: FakeKube) -> AsyncIterator[FakeCluster]:
 
 @pytest.fixture
 async def gw(kube: FakeKube, cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    """A gateway that knows its pods by EndpointSlices alone."""
+    """Runs a gateway that finds its pods only by EndpointSlices."""
     async with rig(cluster, smollm2_dir, pods=(), discovery="k8s", api=kube.api) as running:
         yield running
 
 
 class Load:
-    """Requests, a few at a time, until it is left; each has to be answered whole."""
+    """Sends requests, a few at a time, until the context ends. Each must get its whole answer."""
 
     def __init__(self, gw: Rig, at_once: int = 4) -> None:
         self._gw = gw
@@ -256,7 +256,7 @@ async def test_a_new_pod_takes_traffic_within_three_seconds_of_ready(
         assert (pod.seen.infos - looks) * INFO_PERIOD_S < 3.0
 
 
-async def test_a_terminating_pod_gets_nothing_new_and_ends_what_it_has(
+async def test_a_terminating_pod_gets_no_new_request_and_finishes_the_running_ones(
     gw: Rig, kube: FakeKube, cluster: FakeCluster
 ) -> None:
     leaver, stays = cluster.decodes
@@ -280,7 +280,7 @@ async def test_a_terminating_pod_gets_nothing_new_and_ends_what_it_has(
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_rolling_upgrade_loses_nothing(gw: Rig, kube: FakeKube, cluster: FakeCluster, role: Role) -> None:
+async def test_a_rolling_upgrade_loses_no_request(gw: Rig, kube: FakeKube, cluster: FakeCluster, role: Role) -> None:
     async with Load(gw) as load:
         for old in list(cluster.prefills if role is Role.PREFILL else cluster.decodes):
             new = await cluster.add(role, f"{old.name}-new")
@@ -313,7 +313,7 @@ async def test_pods_stay_while_the_api_server_is_away(gw: Rig, kube: FakeKube, c
     assert gw.gateway.pod_table.decode_pods()[0].address == stays.address
 
 
-async def test_a_pod_that_nobody_names_any_more_is_forgotten(
+async def test_a_pod_that_no_source_names_is_forgotten(
     gw: Rig, kube: FakeKube, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.pods.table.FORGET_S", 0.5)

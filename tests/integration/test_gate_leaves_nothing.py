@@ -1,4 +1,4 @@
-"""Some seconds of more than pods can do, with clients that leave and deadlines that pass: then all is given back."""
+"""Some seconds of overload with clients that disconnect and deadlines that pass: afterwards nothing is held."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLIENTS, SECONDS = 24, 3.0
 
 
 async def one(gw: Rig, rng: random.Random) -> str:
-    """One request of some kind; how it ended."""
+    """Sends one request of a random kind. Returns how it ended."""
     prompt = [rng.randrange(100, 40_000) for _ in range(rng.randrange(20, 200))]
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "n": rng.choice((1, 1, 2)), "stream": True}
     headers = {"x-request-timeout": rng.choice(("60", "60", "0.3"))}

@@ -1,4 +1,4 @@
-"""Limits over REST and a real Valkey: shared by gateways, told in headers, kept while Valkey is away; and the queue."""
+"""Limits with a real Valkey: shared by gateways, shown in headers, enforced without Valkey; and the gate over REST."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def valkey_at(directory: Path) -> AsyncIterator[tuple[EmbeddedValkey, str]
 
 
 def key_file(path: Path, **tenants: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """A file with one key per tenant; the headers of each."""
+    """Creates a file with one key per tenant. Returns the headers of each."""
     headers = {}
     for tenant, fields in tenants.items():
         key, record = create_key(tenant, **fields)
@@ -83,13 +83,13 @@ async def test_two_gateways_share_the_limits_of_a_key(smollm2_dir: Path, tmp_pat
 
 
 async def until_asked(gw: Rig, headers: dict[str, str], status: int) -> None:
-    """Settling is in the background."""
+    """Repeats a request until it gets this status, because settlements run in the background."""
     async with asyncio.timeout(30):
         while (await ask(gw, headers, max_tokens=20)).status_code != status:
             await asyncio.sleep(0.02)
 
 
-async def test_concurrent_requests_are_counted_across_gateways_and_come_back(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_concurrent_requests_are_counted_across_gateways_and_released(smollm2_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     headers = key_file(path, a={"concurrent": 2})["a"]
     async with valkey_at(tmp_path) as (_, url), fake_cluster() as cluster:
@@ -109,7 +109,7 @@ async def test_concurrent_requests_are_counted_across_gateways_and_come_back(smo
             await asyncio.gather(tasks[1], return_exceptions=True)
 
 
-async def test_without_valkey_the_same_numbers_hold_and_nobody_gets_a_5xx(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_without_valkey_the_same_limits_hold_and_no_client_gets_a_5xx(smollm2_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     headers = key_file(path, a={"requests_per_minute": 10, "tokens_per_day": 1000})["a"]
     async with (
@@ -130,8 +130,8 @@ async def test_without_valkey_the_same_numbers_hold_and_nobody_gets_a_5xx(smollm
         await gw.settled()
 
 
-async def test_the_scripts_say_what_the_buckets_say(tmp_path: Path) -> None:
-    """The same requests at the same times, in Lua and in Python."""
+async def test_the_scripts_and_the_buckets_give_the_same_decisions(tmp_path: Path) -> None:
+    """Makes the same requests at the same times in Lua and in Python."""
     limits = KeyLimits(requests_per_minute=3, tokens_per_minute=100, tokens_per_day=260, concurrent=2)
     caller, buckets, start = Caller(tenant="t", key_id="k", limits=limits), KeyBuckets(), 20_000 * DAY_MS + 1
     take, settle = LuaScript("take", directory=_LUA), LuaScript("settle", directory=_LUA)
@@ -173,7 +173,7 @@ async def test_the_scripts_say_what_the_buckets_say(tmp_path: Path) -> None:
         assert set(seen) == {"", "tokens", "concurrent", "day"}
 
 
-async def test_a_valkey_that_lost_a_days_spending_gets_it_back(tmp_path: Path) -> None:
+async def test_a_valkey_that_lost_its_data_gets_back_the_tokens_of_the_day(tmp_path: Path) -> None:
     caller = Caller(tenant="t", key_id="k", limits=KeyLimits(tokens_per_day=100))
     async with valkey_at(tmp_path) as (_, url), connect_redis(url, timeout_s=5.0) as raw:
         limiter = Limiter(url, GatewayMetrics(), timeout_s=5.0)
@@ -183,14 +183,14 @@ async def test_a_valkey_that_lost_a_days_spending_gets_it_back(tmp_path: Path) -
             assert first is not None
             limiter.settle(first, 60)
             await raw.flushall()
-            with pytest.raises(Exception, match="do not last"):
+            with pytest.raises(Exception, match="leaves too few"):
                 await limiter.reserve(caller, "b", 50, {})
             assert await limiter.reserve(caller, "c", 40, {}) is not None
         finally:
             await limiter.stop()
 
 
-async def test_what_valkey_grants_to_a_client_that_has_left_is_given_back(tmp_path: Path) -> None:
+async def test_a_grant_for_a_client_that_has_disconnected_is_returned(tmp_path: Path) -> None:
     caller = Caller(tenant="t", key_id="k", limits=KeyLimits(concurrent=1, tokens_per_day=100))
     async with valkey_at(tmp_path) as (valkey, url), connect_redis(url, timeout_s=30.0) as raw:
         limiter = Limiter(url, GatewayMetrics(), timeout_s=30.0)
@@ -255,7 +255,7 @@ async def test_a_burst_beyond_capacity_is_refused_at_arrival_and_the_small_tenan
         await gw.settled()
 
 
-async def test_a_deadline_that_cannot_be_kept_is_said_before_prefill(smollm2_dir: Path) -> None:
+async def test_an_unreachable_deadline_is_rejected_before_the_prefill(smollm2_dir: Path) -> None:
     async with fake_cluster(prefill=0) as cluster:
         pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
         async with rig(cluster, smollm2_dir) as gw:
@@ -277,8 +277,8 @@ async def test_a_deadline_that_cannot_be_kept_is_said_before_prefill(smollm2_dir
             await gw.settled()
 
 
-async def test_what_the_decode_leg_asks_for_does_not_break_prefill(smollm2_dir: Path) -> None:
-    """Everything that is about later tokens, with one token and with several: both pods get the same request."""
+async def test_parameters_of_later_tokens_do_not_break_the_prefill(smollm2_dir: Path) -> None:
+    """Both pods get the same request, also parameters of later tokens, with max_tokens 1 and more."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     asks: list[dict[str, Any]] = [
         {"min_tokens": 2, "max_tokens": 2},

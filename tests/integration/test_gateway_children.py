@@ -1,4 +1,4 @@
-"""Several choices per prompt over fake pods: order, usage, ends, aborts and retries, over REST and gRPC."""
+"""Several samples per prompt with fake pods: order, usage, ends, aborts and retries, over REST and gRPC."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokenizer(smollm2_dir: Path) -> TextTokenizer:
 
 
 def letters(tokenizer: TextTokenizer, cluster: FakeCluster, child: int, count: int) -> str:
-    """What a child says: the fake pods' script, shifted."""
+    """Returns the text of one sample: the script of the fake pods, shifted."""
     [request] = cluster.decodes[0].seen.reserved[-1:]
     return tokenizer.decode([token + child for token in cluster.script(request)[:count]])
 
@@ -47,7 +47,9 @@ async def test_n_choices_cost_one_prefill(gw: Rig, cluster: FakeCluster, tokeniz
     assert many["usage"]["completion_tokens"] == 12
 
 
-async def test_streams_are_told_apart_by_index(gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer) -> None:
+async def test_stream_events_carry_the_index_of_their_choice(
+    gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer
+) -> None:
     for faults in ({}, {"reorder": True}, {"duplicate": True}, {"decode_before_first": True}):
         for pod in (*cluster.prefills, *cluster.decodes):
             for name, value in faults.items():
@@ -68,7 +70,7 @@ async def test_streams_are_told_apart_by_index(gw: Rig, cluster: FakeCluster, to
             assert events[-2]["usage"]["completion_tokens"] == 21
 
 
-async def test_a_stop_string_ends_one_child_alone(gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer) -> None:
+async def test_a_stop_string_ends_only_its_sample(gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer) -> None:
     cluster.decodes[0].faults.token_delay_s = 0.02
     await gw.complete(n=1, max_tokens=20)
     whole = [letters(tokenizer, cluster, child, 20) for child in range(3)]
@@ -81,7 +83,7 @@ async def test_a_stop_string_ends_one_child_alone(gw: Rig, cluster: FakeCluster,
     assert not cluster.decodes[0].seen.decode_aborts
 
 
-async def test_a_client_that_leaves_ends_all_children(gw: Rig, cluster: FakeCluster) -> None:
+async def test_a_client_that_disconnects_ends_all_samples(gw: Rig, cluster: FakeCluster) -> None:
     cluster.decodes[0].faults.stall_after = 2
     body = {"model": MODEL, "prompt": "Hello", "n": 4, "max_tokens": 20, "stream": True}
     async with gw.http.stream("POST", "/v1/completions", json=body) as response:
@@ -91,7 +93,7 @@ async def test_a_client_that_leaves_ends_all_children(gw: Rig, cluster: FakeClus
     await until(lambda: len(cluster.decodes[0].seen.decode_aborts) == 1)
 
 
-async def test_after_a_failed_attempt_each_child_goes_on(
+async def test_after_a_failed_attempt_each_sample_continues(
     gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer
 ) -> None:
     faults = cluster.decodes[0].faults
@@ -125,7 +127,7 @@ async def test_best_of_answers_the_likeliest(gw: Rig, cluster: FakeCluster, toke
         ({"n": 100, "prompt": ["a"] * 11}, "n"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(gw: Rig, fields: dict[str, Any], field: str) -> None:
+async def test_invalid_values_are_refused_by_name(gw: Rig, fields: dict[str, Any], field: str) -> None:
     response = await gw.complete(**fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
@@ -138,7 +140,7 @@ async def test_a_pod_of_an_older_version_refuses_by_name(gw: Rig, cluster: FakeC
         setattr(pod.faults, name, None)
 
 
-async def test_grpc_tells_choices_apart(
+async def test_grpc_messages_carry_the_index_of_their_choice(
     cluster: FakeCluster, smollm2_dir: Path, tokenizer: TextTokenizer, unused_tcp_port: int
 ) -> None:
     async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as gw:

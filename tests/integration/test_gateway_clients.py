@@ -165,7 +165,7 @@ async def test_grpc_client_that_does_not_read_is_given_up_after_the_deadline(
 
 
 async def _status(call: Any) -> grpc.StatusCode:
-    """How a call ends, whatever it says before."""
+    """Reads a call to its end and returns the status code."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass

@@ -1,4 +1,4 @@
-"""Deadlines and aborts: REST and gRPC side by side, wherever the work is, or its client, when its time ends."""
+"""Deadlines and aborts over REST and gRPC, in every state of a request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 
 
 async def rest_end(gw: Rig, **fields: Any) -> tuple[int, str]:
-    """Status and message of the error that a request ends with, be it an answer or the last event."""
+    """Returns the status and the message of the error that a request ends with, as a response or the last event."""
     body = {"model": MODEL, "prompt": "Hello", "max_tokens": 20, **fields}
     headers = {"x-request-timeout": str(LATE_S)}
     if not fields.get("stream"):
@@ -64,7 +64,7 @@ RESERVE, PREFILL, DECODE = {"reserve_delay_s": 60.0}, {"prefill_delay_s": 60.0},
         *((fault, BEAMS) for fault in (RESERVE, PREFILL)),  # each step asks for one token, which prefill gives
     ],
 )
-async def test_the_same_error_at_the_same_time(
+async def test_rest_and_grpc_end_with_the_same_error_at_the_deadline(
     gw: Rig, stub: Any, cluster: FakeCluster, fault: dict[str, float], fields: dict[str, Any]
 ) -> None:
     for pod in cluster.pods.values():
@@ -76,7 +76,7 @@ async def test_the_same_error_at_the_same_time(
     assert {message for _, message in ends} == {"the request's time is over"}
     assert [status for status, _ in ends] == [504, 200 if fault is DECODE else 504][: len(ends)]
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    # What pods are told is what is left of the client's time, however it came, but for what the wire rounds up.
+    # Pods get the rest of the client's time, rounded up on the wire.
     left = cluster.decodes[0].seen.timeouts
     assert len(left) == 1 + len(bodies)
     assert max(left) < LATE_S + 0.5
@@ -85,7 +85,7 @@ async def test_the_same_error_at_the_same_time(
 
 
 def outcomes(gw: Rig) -> dict[str, str]:
-    """How requests ended, by endpoint."""
+    """Returns the outcome of the requests by endpoint."""
     return {
         sample.labels["endpoint"]: sample.labels["outcome"]
         for metric in gw.gateway.metrics.requests.collect()
@@ -96,7 +96,7 @@ def outcomes(gw: Rig) -> dict[str, str]:
 
 async def test_a_client_that_has_gone_before_the_headers_is_no_failure(gw: Rig) -> None:
     class Left:
-        """Of such a client; nobody has told the servicer."""
+        """Fails as for a client that disconnected before the servicer was notified."""
 
         def time_remaining(self) -> float:
             return 30.0
@@ -113,26 +113,24 @@ async def test_a_client_that_has_gone_before_the_headers_is_no_failure(gw: Rig) 
     assert outcomes(gw) == {"generate": "aborted"}
 
 
-def test_time_that_is_over_at_arrival_is_not_all_there_is() -> None:
+def test_a_deadline_that_has_passed_is_not_an_unlimited_one() -> None:
     gateway = Gateway(GatewaySettings(), [], None)
     for given, least, most in ((0.0, -1.0, 0.0), (3.0, 0.0, 3.0), (None, 3.0, 600.0), (1e9, 3.0, 600.0)):
-        with gateway.admit("generate", None, given, caller=ANONYMOUS) as ticket:
-            assert least < ticket.deadline - time.monotonic() <= most
+        with gateway.admit("generate", None, given, caller=ANONYMOUS) as context:
+            assert least < context.deadline - time.monotonic() <= most
 
 
 @pytest.mark.parametrize(
     "own", ["", "mine", "long" * 50], ids=["our id", "the client's id", "a longer one than is kept"]
 )
-async def test_abort_ends_a_search_that_has_not_said_anything(
-    gw: Rig, stub: Any, cluster: FakeCluster, own: str
-) -> None:
+async def test_abort_ends_a_beam_search_without_output(gw: Rig, stub: Any, cluster: FakeCluster, own: str) -> None:
     cluster.prefills[0].faults.prefill_delay_s = 0.05
     request = inference_pb2.GenerateRequest(model=MODEL, text="Hello", max_tokens=1000, request_id=own, **BEAMS)
     call = stub.Generate(request)
-    told = dict(await call.initial_metadata())["x-request-id"]
-    assert not own or told == own[:128]
+    sent_id = dict(await call.initial_metadata())["x-request-id"]
+    assert not own or sent_id == own[:128]
     await until(lambda: len(cluster.prefills[0].seen.prefilled) > 4)
-    await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=own or told))
+    await stub.Abort(inference_pb2.AbortGenerateRequest(request_id=own or sent_id))
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call.read()
     assert error.value.code() is grpc.StatusCode.CANCELLED

@@ -1,4 +1,4 @@
-"""Pods that refuse, die, stall and repeat themselves: every request ends with its answer or a clear error."""
+"""Pods that reject, die, stall and repeat tokens: every request ends with its answer or one clear error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 
 
 async def right_text(gw: Rig) -> str:
-    """The answer of a healthy cluster."""
+    """Returns the answer of a healthy cluster."""
     return str((await gw.complete()).json()["choices"][0]["text"])
 
 
@@ -62,7 +62,7 @@ async def test_a_full_decode_pod_sends_the_request_to_the_other(gw: Rig, cluster
     assert retries(gw) == 0
 
 
-async def test_all_full_is_429_with_retry_after_and_without_prefill(gw: Rig, cluster: FakeCluster) -> None:
+async def test_full_decode_pods_give_429_with_retry_after_and_no_prefill(gw: Rig, cluster: FakeCluster) -> None:
     for pod in cluster.decodes:
         pod.faults.reject = 100
     for stream in (False, True):
@@ -77,7 +77,7 @@ async def test_all_full_is_429_with_retry_after_and_without_prefill(gw: Rig, clu
     "error",
     [Unavailable("gone"), TransferFailed("broken"), Overloaded("busy"), LayoutMismatch("x"), Unauthenticated("x")],
 )
-async def test_a_failed_prefill_is_tried_elsewhere(
+async def test_a_failed_prefill_is_retried_on_another_pod(
     gw: Rig, cluster: FakeCluster, stream: bool, error: BatonError
 ) -> None:
     expected = await right_text(gw)
@@ -103,7 +103,7 @@ async def test_a_failed_prefill_is_tried_elsewhere(
         (InternalError("stack trace with secrets"), 500, "server_error"),
     ],
 )
-async def test_what_every_pod_says_becomes_one_clear_error(
+async def test_an_error_of_every_pod_becomes_one_clear_error(
     gw: Rig, cluster: FakeCluster, error: BatonError, status: int, kind: str
 ) -> None:
     for pod in cluster.decodes:
@@ -120,7 +120,9 @@ async def test_what_every_pod_says_becomes_one_clear_error(
 
 
 @pytest.mark.parametrize("drop", [False, True])
-async def test_after_a_broken_hand_off_it_goes_on_elsewhere(gw: Rig, cluster: FakeCluster, drop: bool) -> None:
+async def test_after_a_broken_hand_off_the_request_is_retried_on_other_pods(
+    gw: Rig, cluster: FakeCluster, drop: bool
+) -> None:
     expected = await right_text(gw)
 
     def break_all() -> None:
@@ -138,7 +140,7 @@ async def test_after_a_broken_hand_off_it_goes_on_elsewhere(gw: Rig, cluster: Fa
     assert len(begun) >= 2
 
 
-async def test_decode_that_speaks_before_prefill_and_repeats_and_swaps_tokens(gw: Rig, cluster: FakeCluster) -> None:
+async def test_early_repeated_and_swapped_tokens_of_a_decode_pod(gw: Rig, cluster: FakeCluster) -> None:
     expected = (await gw.complete(max_tokens=20)).json()["choices"][0]["text"]
     for pod in (*cluster.decodes, *cluster.prefills):
         pod.faults.duplicate = pod.faults.reorder = pod.faults.decode_before_first = True
@@ -147,7 +149,7 @@ async def test_decode_that_speaks_before_prefill_and_repeats_and_swaps_tokens(gw
     assert (await gw.complete(max_tokens=20)).json()["choices"][0]["text"] == expected
 
 
-async def test_a_gap_that_outlives_the_deadline_ends_the_stream(gw: Rig, cluster: FakeCluster) -> None:
+async def test_a_missing_token_ends_the_stream_at_the_deadline(gw: Rig, cluster: FakeCluster) -> None:
     for pod in cluster.decodes:
         pod.faults.stall_after = 3
     body = {"model": MODEL, "prompt": "x", "stream": True}
@@ -192,7 +194,7 @@ async def test_an_error_of_one_sequence_and_a_cut_stream_are_retried(gw: Rig, cl
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("where", ["reserve", "prefill", "decode"])
-async def test_a_client_that_goes_away_frees_everything(
+async def test_a_client_that_disconnects_frees_everything(
     gw: Rig, cluster: FakeCluster, stream: bool, where: str
 ) -> None:
     for pod in (*cluster.prefills, *cluster.decodes):
@@ -211,12 +213,12 @@ async def test_a_client_that_goes_away_frees_everything(
 
 
 def _reached(where: str, pod: FakePod) -> bool:
-    """A request has got so far on this pod; on decode, to its second token."""
+    """Returns whether a request has reached this pod; a decode pod has sent its second token."""
     seen = {"reserve": pod.seen.reserved, "prefill": pod.seen.prefilled, "decode": pod.seen.hand_offs}
     return bool(seen[where])
 
 
-async def test_a_restarted_pod_on_the_same_port_is_learned_anew(gw: Rig, cluster: FakeCluster) -> None:
+async def test_a_restarted_pod_on_the_same_port_is_recognised(gw: Rig, cluster: FakeCluster) -> None:
     expected = await right_text(gw)
     restarted = [await pod.restart() for pod in (*cluster.prefills, *cluster.decodes)]
     cluster.prefills, cluster.decodes = restarted[:2], restarted[2:]
@@ -249,7 +251,7 @@ async def test_pods_of_other_layouts_are_never_paired(smollm2_dir: Path) -> None
             assert not gw.gateway.ready
 
 
-async def test_a_pod_that_does_both_needs_no_prefill(smollm2_dir: Path) -> None:
+async def test_a_pod_of_role_both_needs_no_prefill_pod(smollm2_dir: Path) -> None:
     async with fake_cluster(prefill=0, decode=0, both=1) as cluster, rig(cluster, smollm2_dir) as gw:
         cluster.decodes[0].cached_tokens = 32
         body = (await gw.complete(max_tokens=4)).json()
@@ -259,7 +261,7 @@ async def test_a_pod_that_does_both_needs_no_prefill(smollm2_dir: Path) -> None:
         await gw.settled()
 
 
-async def test_many_at_once_with_aborts_leave_nothing_behind(gw: Rig, cluster: FakeCluster) -> None:
+async def test_many_concurrent_requests_with_aborts_leave_nothing_behind(gw: Rig, cluster: FakeCluster) -> None:
     for pod in cluster.decodes:
         pod.faults.token_delay_s = 0.002
 
@@ -333,7 +335,7 @@ async def leave_during_prefill(gw: Rig, cluster: FakeCluster) -> None:
 
 async def test_an_abort_is_repeated_until_the_pod_has_taken_it(gw: Rig, cluster: FakeCluster) -> None:
     for pod in (*cluster.prefills, *cluster.decodes):
-        pod.faults.prefill_delay_s = 60.0  # so that no token tells of an orphan
+        pod.faults.prefill_delay_s = 60.0  # so that no token reveals an orphan
         pod.faults.abort_errors = 3
     await leave_during_prefill(gw, cluster)
     await gw.settled()
@@ -354,7 +356,7 @@ async def test_an_abort_ends_with_the_token_stream(gw: Rig, cluster: FakeCluster
     await until(lambda: len(aborting._tasks) == 2)
 
 
-async def test_stopping_ends_even_when_every_pod_is_being_looked_at(gw: Rig) -> None:
+async def test_stop_ends_while_every_pod_is_being_rechecked(gw: Rig) -> None:
     await asyncio.sleep(0.1)
     for pod in gw.gateway.pod_table.pods.values():
         pod.recheck()
@@ -362,7 +364,7 @@ async def test_stopping_ends_even_when_every_pod_is_being_looked_at(gw: Rig) -> 
         await gw.gateway.pod_table.stop()
 
 
-async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
+async def test_pods_of_another_model_or_protocol_are_not_used_and_logged_once(
     smollm2_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with fake_cluster(prefill=3, decode=3) as cluster:
@@ -372,7 +374,7 @@ async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
             async with rig(cluster, smollm2_dir, wait=False) as gw:
 
                 def lines() -> list[str]:
-                    return [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+                    return [r.getMessage() for r in caplog.records if "is not used" in r.getMessage()]
 
                 await until(lambda: gw.gateway.ready and len(lines()) >= 4)
                 await asyncio.sleep(1.2)  # several looks
@@ -380,7 +382,7 @@ async def test_pods_of_another_model_or_protocol_are_left_out_with_one_line(
                 assert {(await gw.complete(prompt=f"p{i}")).status_code for i in range(5)} == {200}
                 said = lines()
                 assert len(said) == 4
-                assert sum("serves 'other', not 'smol'" in line for line in said) == 2
+                assert sum("serves 'other'; expected 'smol'" in line for line in said) == 2
                 assert sum("protocol version is 2; expected 1" in line for line in said) == 2
                 cluster.decodes[0].served_name = MODEL  # it came back as another
                 await until(lambda: len(gw.gateway.pod_table.decode_pods()) == 2)
@@ -399,7 +401,7 @@ async def test_a_burst_beyond_capacity_is_refused_at_once(smollm2_dir: Path, lim
             async with httpx.AsyncClient(base_url=gw.url, timeout=30, limits=httpx.Limits(max_connections=200)) as http:
                 body = {"model": MODEL, "prompt": "Hello"}
                 refused = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(100)))
-            assert not any(task.done() for task in running)  # nobody had to leave for an answer to come
+            assert not any(task.done() for task in running)  # the rejections came while all others were running
             assert {r.status_code for r in refused} == {429}
             assert {r.json()["error"]["code"] for r in refused} == {"rate_limit_exceeded"}
             assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
@@ -432,10 +434,10 @@ async def test_a_pod_that_answers_late_for_a_while_is_busy_and_not_gone(
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
-async def test_a_frozen_pod_is_found_out_by_its_channel(
+async def test_a_frozen_pod_is_detected_by_the_keepalive_of_its_channel(
     smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch, role: Role
 ) -> None:
-    """The request is on the pod when that freezes; sooner than in reality, but a busy machine is not frozen."""
+    """The pod freezes with a request. The keepalive is shorter than in production, for a short test."""
     times = {"grpc.keepalive_time_ms": 1_000, "grpc.keepalive_timeout_ms": 1_500, "grpc.http2.ping_timeout_ms": 1_500}
     options = tuple((key, times.get(key, value)) for key, value in rpc._CHANNEL_OPTIONS)
     monkeypatch.setattr(rpc, "_CHANNEL_OPTIONS", options)
@@ -452,7 +454,7 @@ async def test_a_frozen_pod_is_found_out_by_its_channel(
                 pods = gw.gateway.pod_table.pods
                 await until(lambda: gw.gateway.ready)
                 task = asyncio.create_task(gw.complete())
-                # Half a second later the lone pod has said all that it ever will.
+                # Within 0.5 s the lone pod has sent all that it ever sends.
                 await until(lambda: booked(pods[address]) > 0)
                 await asyncio.sleep(0.5)
                 lone.send_signal(signal.SIGSTOP)

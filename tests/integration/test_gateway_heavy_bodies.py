@@ -1,4 +1,4 @@
-"""Bodies that cost much to read: what is too much is refused by name, and others have their turn while one is read."""
+"""Bodies that are expensive to read: too many parts are refused by name, and other tasks run while a body is read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def posted(gw: Rig, path: str, raw: bytes) -> tuple[int, dict[str, Any]]:
 
 
 async def turns_while(work: Awaitable[Any]) -> tuple[Any, int]:
-    """What comes of it, or its error, and how many turns of the event loop others had meanwhile."""
+    """Returns the result or the error, and the number of loop turns that another task had meanwhile."""
     turns = 0
 
     async def count() -> None:
@@ -96,7 +96,7 @@ async def test_a_prompt_of_as_many_tokens_as_the_longest_context_is_not_too_many
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_a_text_is_made_of_does_not_count_as_parts(shared: Rig) -> None:
+async def test_characters_of_a_text_do_not_count_as_parts(shared: Rig) -> None:
     text = '{"a": [1, \\"b\\"], "c": {}}\n' * (MAX_JSON_PARTS // 4)
     response = await shared.http.post("/detokenize", json={"tokens": [1], "unknown": [text, '"', text]})
     assert response.status_code == 200
@@ -123,7 +123,7 @@ def test_more_token_ids_than_any_prompt_has_are_refused_by_name() -> None:
         ("[" * (MAX_JSON_PARTS + 1) + '"', RequestTooLarge),
     ],
 )
-async def test_strings_are_told_from_what_is_between_them(text: str, refused: type[Exception] | None) -> None:
+async def test_brackets_and_commas_in_strings_do_not_count(text: str, refused: type[Exception] | None) -> None:
     raw = text.encode()
     if refused is None:
         assert await read(raw) == json.loads(raw)
@@ -209,7 +209,7 @@ async def test_a_body_that_is_nested_too_deep_is_refused(shared: Rig, path: str,
 
 @pytest.mark.parametrize("depth", [150, 990, 100_000])
 @pytest.mark.asyncio(loop_scope="module")
-async def test_so_is_a_deep_schema_in_a_text(shared: Rig, depth: int) -> None:
+async def test_a_deep_schema_in_a_string_is_refused(shared: Rig, depth: int) -> None:
     response = await shared.chat(structured_outputs={"json": nested(depth)})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs.json")
     request = Pb(model=MODEL, text="x", structured_output=inference_pb2.StructuredOutput(json_schema=nested(depth)))
@@ -218,7 +218,7 @@ async def test_so_is_a_deep_schema_in_a_text(shared: Rig, depth: int) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_and_what_grpc_has_as_json(shared: Rig) -> None:
+async def test_deep_json_in_a_grpc_field_is_refused(shared: Rig) -> None:
     chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="x")])
     for deep in (nested(MAX_DEPTH + 1), nested(100_000)):
         tool = inference_pb2.Function(name="f", parameters=deep)
@@ -231,7 +231,7 @@ async def test_and_what_grpc_has_as_json(shared: Rig) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_just_not_too_deep_is_answered(shared: Rig) -> None:
+async def test_a_body_of_the_greatest_depth_is_answered(shared: Rig) -> None:
     deep = orjson.loads(nested(MAX_DEPTH - 5))  # body, tools, the tool, its function, parameters
     tool = {"name": "f", "parameters": {"type": "object", "default": deep}}
     response = await shared.chat(tools=[{"type": "function", "function": tool}], max_tokens=2)
@@ -248,16 +248,16 @@ async def test_what_is_just_not_too_deep_is_answered(shared: Rig) -> None:
 
 
 async def read_grpc(gw: Rig, request: Pb) -> None:
-    """Reads it as the servicer does. Raises what it raises."""
+    """Reads a request as the servicer does, with its errors."""
     servicer = InferenceServicer(gw.gateway)
-    with gw.gateway.admit("generate", None, caller=gw.gateway.keys.identify(None)) as ticket:
-        await servicer._choices(ticket, request)
+    with gw.gateway.admit("generate", None, caller=gw.gateway.keys.identify(None)) as context:
+        await servicer._choices(context, request)
 
 
-# -- and others have their turn
+# -- other tasks run meanwhile
 
 
-async def test_others_have_their_turn_while_strings_are_looked_through() -> None:
+async def test_other_tasks_run_while_strings_are_counted() -> None:
     found, turns = await turns_while(read(b"[" + b",".join([b'",,,,"'] * (MAX_JSON_PARTS // 2)) + b"]"))
     assert len(found) == MAX_JSON_PARTS // 2
     assert turns > 100
@@ -266,7 +266,7 @@ async def test_others_have_their_turn_while_strings_are_looked_through() -> None
     assert turns > 2
 
 
-async def test_others_have_their_turn_while_a_long_text_is_tokenized(smollm2_dir: Path) -> None:
+async def test_other_tasks_run_while_a_long_text_is_tokenized(smollm2_dir: Path) -> None:
     tokenizer, dialect = texts(smollm2_dir)
     text = "Hello, world. " * 30_000
     await asyncio.to_thread(lambda: None)  # the thread is there
@@ -283,7 +283,7 @@ async def test_others_have_their_turn_while_a_long_text_is_tokenized(smollm2_dir
     assert turns > 2
 
 
-async def test_others_have_their_turn_between_the_prompts_of_one_request(
+async def test_other_tasks_run_between_the_prompts_of_one_request(
     smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []

@@ -1,4 +1,4 @@
-"""The gateway with a real index: membership, prefix routing, and life without Redis."""
+"""The gateway with a real index: discovery of pods, prefix routing, and operation without Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
         yield c
 
 
-async def test_pods_come_from_the_index_and_prefixes_decide(
+async def test_pods_are_found_by_the_index_and_requests_follow_prefixes(
     cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
 ) -> None:
     valkey = EmbeddedValkey(port=0, directory=tmp_path)
@@ -76,10 +76,10 @@ async def _prefers_holders(gw: Rig, cluster: FakeCluster, entries: dict[str, Ind
     assert 'baton_kv_index_mode{mode="redis"} 1.0' in text
 
 
-async def test_pods_are_told_what_they_may_fetch_and_what_a_prefill_elsewhere_takes(
+async def test_pods_get_pull_hints_and_the_remote_prefill_cost(
     cluster: FakeCluster, smollm2_dir: Path, tmp_path: Path
 ) -> None:
-    """Only a decode pod holds the prompt: whichever prefill pod is chosen is told to fetch it there."""
+    """Only a decode pod holds the prompt, so the chosen prefill pod gets a hint to pull it from there."""
     decode = cluster.decodes[0]
     decode.pairs = [transfer_pb2.Pair(pod=pod.name, gb_s=1.0) for pod in cluster.prefills]
     for pod in cluster.prefills:
@@ -100,7 +100,7 @@ async def test_pods_are_told_what_they_may_fetch_and_what_a_prefill_elsewhere_ta
             async def hinted() -> bool:
                 """The gateway gives hints once it has read the pods' rates."""
                 assert (await gw.complete(prompt=PROMPT, max_tokens=2)).status_code == 200
-                hints[:] = [hint for pod in cluster.prefills for hint in pod.seen.hints]
+                hints[:] = [hint for pod in cluster.prefills for hint in pod.seen.pull_hints]
                 return bool(hints)
 
             await until(hinted)
@@ -108,7 +108,7 @@ async def test_pods_are_told_what_they_may_fetch_and_what_a_prefill_elsewhere_ta
             assert hints[0].generation == decode.generation
             assert hints[0].blocks == (len(PROMPT) - 1) // decode.layout.block_size
             assert hints[0].seconds > 0
-            remote = next(r for pod in cluster.decodes for r in pod.seen.elsewhere if r.compute_s < 2.0)
+            remote = next(r for pod in cluster.decodes for r in pod.seen.remote_costs if r.compute_s < 2.0)
             assert remote.tokens_per_s == pytest.approx(100.0)
             assert remote.hand_off_s >= 0.004
             await gw.settled()

@@ -1,4 +1,4 @@
-"""A gateway that wants API keys: who gets in where, what a key may do, and how keys come and go while it runs."""
+"""A gateway with API keys: the routes that need one, the rights of a key, and changes while the gateway runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_key(path: Path, tenant: str, **fields: Any) -> tuple[str, str]:
-    """Adds a key to the file; the header's value, and the id."""
+    """Adds a key to the file. Returns the header value and the id."""
     key, record = create_key(tenant, **fields)
     KeyFile(path).add(record)
     return f"Bearer {key}", record.id
 
 
-async def test_rest_needs_a_key_but_for_what_probes_ask(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_rest_needs_a_key_except_for_probes(smollm2_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     good, _ = new_key(path, "acme")
     async with fake_cluster() as cluster, rig(cluster, smollm2_dir, api_keys=(str(path),)) as gw:
@@ -57,7 +57,7 @@ async def test_rest_needs_a_key_but_for_what_probes_ask(smollm2_dir: Path, tmp_p
         await gw.settled()
 
 
-async def test_metrics_may_be_closed(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_metrics_can_need_a_key(smollm2_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     good, _ = new_key(path, "acme")
     settings: dict[str, Any] = {"api_keys": (str(path),), "open_metrics": False}
@@ -90,7 +90,7 @@ async def test_grpc_needs_a_key_too(smollm2_dir: Path, tmp_path: Path, unused_tc
         assert got[-1].usage.completion_tokens == 2
 
 
-async def test_a_key_says_which_models_cache_and_priority_its_requests_get(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_a_key_limits_models_cache_and_priority(smollm2_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     bound, _ = new_key(path, "a", models=("gpt",), isolated=True, priority=-1)
     free, _ = new_key(path, "b", admin=True)
@@ -139,7 +139,7 @@ async def test_keys_come_and_go_in_a_file_and_a_broken_file_changes_nothing(smol
         assert not KeyFile(path).remove(first_id)
 
 
-async def test_keys_in_redis_outlive_its_absence(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_keys_in_redis_stay_valid_while_it_is_away(smollm2_dir: Path, tmp_path: Path) -> None:
     valkey = EmbeddedValkey(0, tmp_path)
     url = await valkey.start()
     store = RedisKeyStore(url)
@@ -166,7 +166,7 @@ async def test_keys_in_redis_outlive_its_absence(smollm2_dir: Path, tmp_path: Pa
         await valkey.stop()
 
 
-async def test_a_gateway_that_never_saw_redis_cannot_tell(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_gateway_that_never_reached_redis_answers_503(tmp_path: Path, unused_tcp_port: int) -> None:
     ring = key_ring.KeyRing(["redis"], f"redis://127.0.0.1:{unused_tcp_port}/0")
     await ring.start()
     try:

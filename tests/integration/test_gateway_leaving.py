@@ -1,4 +1,4 @@
-"""A gateway that leaves: what runs ends, and who still comes is served and told to go, over HTTP and gRPC."""
+"""Drain of a gateway over HTTP and gRPC: running requests end, new ones are served and sent to other gateways."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
         yield running
 
 
-async def test_a_leaving_gateway_serves_what_still_comes_and_sends_clients_away(
+async def test_a_draining_gateway_serves_new_requests_and_closes_their_connections(
     cluster: FakeCluster, smollm2_dir: Path
 ) -> None:
     async with rig(cluster, smollm2_dir, drain_delay_s=2.5) as gw:
@@ -76,7 +76,7 @@ async def test_grpc_clients_go_to_the_next_gateway_without_a_failed_call(
             await call(2)
 
 
-async def test_calls_on_their_way_when_clients_are_told_to_go_are_served(
+async def test_grpc_calls_sent_before_goaway_arrived_are_served(
     cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_server, "GRPC_DRAIN_DELAY_S", 30.0)
@@ -87,7 +87,7 @@ async def test_calls_on_their_way_when_clients_are_told_to_go_are_served(
         drain.cancel()
 
 
-async def test_drain_finishes_what_runs_and_refuses_the_rest(gw: Rig, cluster: FakeCluster) -> None:
+async def test_drain_finishes_running_requests_and_refuses_new_ones(gw: Rig, cluster: FakeCluster) -> None:
     goes_on = asyncio.Event()
     for pod in cluster.prefills:
         pod.faults.before_prefill = lambda _request: goes_on.wait()
@@ -103,7 +103,7 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(gw: Rig, cluster: F
     await asyncio.wait_for(drain, 30)
 
 
-async def test_what_outlives_the_drain_ends_with_an_error_that_its_client_sees(
+async def test_a_request_that_outlives_the_drain_ends_with_an_error_event(
     cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_server, "STOP_S", 300.0)

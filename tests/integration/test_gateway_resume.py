@@ -1,4 +1,4 @@
-"""A decode pod is lost in mid-answer: the answer goes on elsewhere, each token once, or ends with one clear error."""
+"""A decode pod dies during an answer: the answer continues on other pods, each token once, or ends with one error."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def counted(gw: Rig, outcome: str) -> float:
 
 
 def known(gw: Rig) -> int:
-    """Tokens of the running request that were taken."""
+    """Returns the output tokens so far of the running requests."""
     return sum(choice.usage.completion for t in gw.gateway._requests.values() for choice in t.choices)
 
 
 def asked(cluster: FakeCluster) -> list[ValidRequest]:
-    """What prefill pods were asked, or those that do both, in the order of attempts."""
+    """Returns the requests that prefill pods, or pods of role both, got, in the order of attempts."""
     seen = [r for pod in cluster.prefills for r in pod.seen.prefilled]
     seen += [r for pod in cluster.decodes if pod.role is Role.BOTH for r in pod.seen.reserved]
     return sorted(seen, key=lambda request: int(request.request_id.rsplit("-", 1)[1].split(".")[0]))
@@ -54,7 +54,7 @@ def stall(cluster: FakeCluster, after: int | None) -> None:
 
 
 async def lose(gw: Rig, cluster: FakeCluster, tokens: int, *, stalled: int | None = None) -> list[FakePod]:
-    """Once so many tokens were taken the pods that decode die; those that are left stall after `stalled` tokens."""
+    """Waits for so many output tokens, then stops the pods that decode. The others stall after `stalled` tokens."""
     await until(lambda: known(gw) >= tokens)
     victims = [pod for pod in cluster.decodes if not pod.idle]
     stall(cluster, stalled)
@@ -64,7 +64,7 @@ async def lose(gw: Rig, cluster: FakeCluster, tokens: int, *, stalled: int | Non
 
 
 async def said(gw: Rig, stream: bool, **fields: Any) -> tuple[list[str], dict[str, Any]]:
-    """Texts by choice, and what else is told: usage, and the log-probabilities of each choice. Fails on an error."""
+    """Returns the text of each choice, and usage and log-probabilities. Fails on an error."""
     if not stream:
         body = (await gw.complete(max_tokens=TOKENS, **fields)).json()
         logprobs = {c["index"]: (c["logprobs"] or {}).get("token_logprobs") for c in body["choices"]}
@@ -97,7 +97,7 @@ async def test_the_answer_is_that_of_an_undisturbed_run(
     task = asyncio.create_task(said(gw, stream, seed=7, **fields))
     victims = await lose(gw, cluster, 5 * n)
     for pod in (*cluster.prefills, *cluster.decodes):
-        pod.cached_tokens = 4  # of a prompt that is not the client's
+        pod.cached_tokens = 4  # of the resumed prompt; must not be reported
     assert await task == expected
     assert (len(victims), counted(gw, "resumed"), counted(gw, "failed")) == (1, n, 0)
     first, *rest = asked(cluster)
@@ -114,7 +114,7 @@ async def test_the_answer_is_that_of_an_undisturbed_run(
     await gw.settled()
 
 
-async def test_what_is_drawn_without_a_seed_goes_on_with_the_same(gw: Rig, cluster: FakeCluster) -> None:
+async def test_a_request_without_a_seed_resumes_with_the_same_seed(gw: Rig, cluster: FakeCluster) -> None:
     stall(cluster, 2)
     task = asyncio.create_task(gw.complete(max_tokens=TOKENS))
     await lose(gw, cluster, 3)
@@ -132,9 +132,9 @@ async def test_a_stop_string_may_begin_before_the_loss(gw: Rig, cluster: FakeClu
     assert (await task)[0] == [whole[: whole.index(stop)]]
 
 
-async def test_children_that_ended_are_not_run_again(gw: Rig, cluster: FakeCluster) -> None:
+async def test_finished_samples_are_not_run_again(gw: Rig, cluster: FakeCluster) -> None:
     texts, _ = await said(gw, True, n=3)
-    stop = texts[2][2:4]  # ends the last one early
+    stop = texts[2][2:4]  # ends sample 2 early
     assert not any(stop in text for text in texts[:2])
     stall(cluster, 6)
     task = asyncio.create_task(said(gw, True, n=3, stop=stop))
@@ -146,7 +146,7 @@ async def test_children_that_ended_are_not_run_again(gw: Rig, cluster: FakeClust
     await gw.settled()
 
 
-async def test_every_part_may_be_stopped_and_given_up(gw: Rig, cluster: FakeCluster) -> None:
+async def test_each_resumed_sample_can_be_stopped_and_abandoned(gw: Rig, cluster: FakeCluster) -> None:
     texts, _ = await said(gw, True, n=3)
     stop = texts[2][3:5]
     assert not any(stop in text for text in texts[:2])
@@ -154,13 +154,13 @@ async def test_every_part_may_be_stopped_and_given_up(gw: Rig, cluster: FakeClus
     task = asyncio.create_task(said(gw, True, n=3, stop=stop))
     [victim] = await lose(gw, cluster, 12, stalled=6)
     left = [pod for pod in cluster.decodes if pod is not victim]
-    await until(lambda: sum(len(pod.seen.decode_aborts) for pod in left) == 1)  # of the last part, by its stop string
+    await until(lambda: sum(len(pod.seen.decode_aborts) for pod in left) == 1)  # sample 2, by its stop string
     task.cancel()
     await asyncio.wait([task])
     await gw.settled()
 
 
-async def test_a_pod_after_another_may_be_lost_as_often_as_is_tried(gw: Rig, cluster: FakeCluster) -> None:
+async def test_an_answer_survives_the_loss_of_two_decode_pods(gw: Rig, cluster: FakeCluster) -> None:
     expected, _ = await said(gw, True)
     stall(cluster, 3)
     task = asyncio.create_task(said(gw, True))
@@ -171,7 +171,7 @@ async def test_a_pod_after_another_may_be_lost_as_often_as_is_tried(gw: Rig, clu
     assert [len(r.output_ids) for r in asked(cluster)[-3:]] == [0, 4, 7]
 
 
-async def test_then_it_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None:
+async def test_after_the_last_attempt_the_answer_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None:
     stall(cluster, 3)
     task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
     await lose(gw, cluster, 4, stalled=2)
@@ -183,7 +183,7 @@ async def test_then_it_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None
     await gw.settled()
 
 
-async def test_without_another_pod_it_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None:
+async def test_without_another_pod_the_answer_ends_with_the_loss(gw: Rig, cluster: FakeCluster) -> None:
     for pod in cluster.decodes[1:]:
         pod.draining = True
     table = gw.gateway.pod_table
@@ -196,7 +196,7 @@ async def test_without_another_pod_it_ends_with_the_loss(gw: Rig, cluster: FakeC
     assert counted(gw, "failed") == 1
 
 
-async def test_it_goes_on_only_where_the_same_weights_are(gw: Rig, cluster: FakeCluster) -> None:
+async def test_an_answer_resumes_only_on_pods_of_the_same_layout(gw: Rig, cluster: FakeCluster) -> None:
     """Pods of another layout are there, and serve what begins."""
     expected, _ = await said(gw, True)
     other = replace(LAYOUT, revision="r1")
@@ -240,9 +240,7 @@ async def test_a_full_pod_is_asked_again(gw: Rig, cluster: FakeCluster, monkeypa
 @pytest.mark.parametrize(
     "error", [DeadlineExceeded("too late"), InternalError("not a number"), InvalidRequest("no token is left")]
 )
-async def test_what_is_the_requests_own_end_is_not_tried_again(
-    gw: Rig, cluster: FakeCluster, error: BatonError
-) -> None:
+async def test_an_error_of_the_request_itself_is_not_retried(gw: Rig, cluster: FakeCluster, error: BatonError) -> None:
     stall(cluster, 2)
     task = asyncio.create_task(gw.stream("completions", max_tokens=TOKENS))
     await until(lambda: known(gw) >= 3)
@@ -297,7 +295,7 @@ async def test_prompt_log_probabilities_are_asked_for_once(gw: Rig, cluster: Fak
     assert [r.sampling.prompt_logprobs for r in asked(cluster)] == [1, None]
 
 
-async def test_it_is_told_in_the_requests_timeline(gw: Rig, cluster: FakeCluster) -> None:
+async def test_a_resume_is_in_the_timeline(gw: Rig, cluster: FakeCluster) -> None:
     stall(cluster, 3)
     task = asyncio.create_task(gw.complete(max_tokens=TOKENS))
     await lose(gw, cluster, 4)
@@ -310,7 +308,7 @@ async def test_it_is_told_in_the_requests_timeline(gw: Rig, cluster: FakeCluster
     assert 'baton_resumed_sequences_total{outcome="resumed"} 1.0' in text
 
 
-async def test_pods_that_do_both_go_on_too(smollm2_dir: Path) -> None:
+async def test_pods_of_role_both_resume_too(smollm2_dir: Path) -> None:
     async with fake_cluster(prefill=0, decode=0, both=2) as cluster, rig(cluster, smollm2_dir) as gw:
         expected = await said(gw, True, n=2)
         stall(cluster, 4)
@@ -320,7 +318,7 @@ async def test_pods_that_do_both_go_on_too(smollm2_dir: Path) -> None:
         assert sorted((r.child, len(r.output_ids)) for r in asked(cluster)[-2:]) == [(0, 4), (1, 4)]
 
 
-async def test_grpc_numbers_tokens_on(smollm2_dir: Path, unused_tcp_port: int) -> None:
+async def test_grpc_token_indices_continue_after_a_resume(smollm2_dir: Path, unused_tcp_port: int) -> None:
     async with (
         fake_cluster(decode=2) as cluster,
         rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as gw,

@@ -1,4 +1,4 @@
-"""What tracing is to a gateway: exemplars for scrapers, spans of what fails, and nothing at all for a token."""
+"""Tracing in the gateway: exemplars, spans of failed attempts, and no cost per token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
 
 @pytest_asyncio.fixture
 async def spans(gw: Rig, tmp_path: Path) -> AsyncIterator[Callable[[], list[dict[str, Any]]]]:
-    """Traces every request of `gw`; what was recorded so far, by calling it, after which nothing more is."""
+    """Traces every request of `gw`. A call of the result ends the recording and returns the spans."""
     path = tmp_path / "spans.jsonl"
     tracer = Tracer.open(f"file:{path}", service="gateway", instance="g")
     assert tracer is not None
@@ -52,7 +52,7 @@ async def spans(gw: Rig, tmp_path: Path) -> AsyncIterator[Callable[[], list[dict
         tracer.close()
 
 
-async def test_histograms_point_at_traces_for_scrapers_that_understand_it(
+async def test_histograms_have_exemplars_for_scrapers_that_accept_them(
     gw: Rig, spans: Callable[[], list[dict[str, Any]]]
 ) -> None:
     await gw.complete(max_tokens=3)
@@ -116,7 +116,7 @@ async def test_a_pod_that_refuses_is_in_the_trace(
     assert request["status"]["code"] == 2
 
 
-async def test_without_a_tracer_the_clients_trace_is_still_told(gw: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_a_tracer_the_clients_trace_id_is_logged(gw: Rig, caplog: pytest.LogCaptureFixture) -> None:
     asked_by = TraceContext.new(sampled=True)
     with caplog.at_level(logging.INFO, logger="gateway.serving.gateway"):
         await gw.http.post(
@@ -134,7 +134,7 @@ async def test_without_a_tracer_the_clients_trace_is_still_told(gw: Rig, caplog:
 
 
 def calls_of(work: Callable[[], None]) -> Counter[str]:
-    """Every Python function and every C function that is called; the collector of garbage calls none meanwhile."""
+    """Counts the calls of every Python and C function in `work`, with the garbage collector off."""
     seen: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, what: Any) -> None:
@@ -164,9 +164,9 @@ async def started_attempt(gw: Rig, tracer: Tracer | None) -> Attempt:
     return attempt
 
 
-async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
-    """The same functions are called the same number of times for 200 tokens, whether the request is traced or not."""
-    cluster.prefills[0].faults.prefill_delay_s = 60.0  # the tokens are ours
+async def test_tracing_adds_no_call_per_token(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+    """For 200 tokens the same functions are called equally often with and without a trace."""
+    cluster.prefills[0].faults.prefill_delay_s = 60.0  # the test itself sends the tokens
     tracer = Tracer.open(f"file:{tmp_path}/spans.jsonl", service="gateway", instance="g")
     assert tracer is not None
     counted = []
@@ -175,7 +175,7 @@ async def test_nothing_is_added_to_a_token(gw: Rig, cluster: FakeCluster, tmp_pa
         deltas = [
             decode_pb2.SequenceDelta(request_id="r", tokens=[token_to_pb(Token(index, 66))]) for index in range(201)
         ]
-        attempt.on_delta(deltas[0])  # what happens once
+        attempt.on_delta(deltas[0])  # does the one-time work
 
         def rest(attempt: Attempt = attempt, deltas: list[decode_pb2.SequenceDelta] = deltas) -> None:
             for delta in deltas[1:]:

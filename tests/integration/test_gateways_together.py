@@ -1,4 +1,4 @@
-"""Two gateways over one index: bursts spread, one common prefix does not herd, and pods that leave are forgotten."""
+"""Two gateways with one index: bursts are spread, a common prefix does not herd, and pods that leave are forgotten."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def two_gateways(
     model_dir: Path, directory: Path
 ) -> AsyncIterator[tuple[FakeCluster, tuple[Rig, Rig], dict[str, IndexEntry]]]:
-    """Pods without prefixes and an idle load, and two gateways that found them in the index alone."""
+    """Runs idle pods without prefixes, and two gateways that found them by the index."""
     valkey = EmbeddedValkey(0, directory)
     url = await valkey.start()
     try:
@@ -81,7 +81,7 @@ async def burst(cluster: FakeCluster, gateways: tuple[Rig, Rig], prompts: list[l
     return prefill, decode
 
 
-async def test_a_burst_is_spread_by_gateways_that_know_the_same(smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_a_burst_is_spread_by_gateways_with_equal_views(smollm2_dir: Path, tmp_path: Path) -> None:
     share = BURST / PODS
     async with two_gateways(smollm2_dir, tmp_path) as (cluster, gateways, entries):
         alone = [list(range(1_000 + 300 * i, 1_300 + 300 * i)) for i in range(BURST)]

@@ -107,19 +107,19 @@ class TestLocal:
         async with Cluster.start(model_dir) as cluster:
             history = prompt_of(3 * CHUNK)
             first = request(history, 2 * BLOCK)
-            answer = await cluster.generate(first, elsewhere=QUEUE)
+            answer = await cluster.generate(first, remote_cost=QUEUE)
             assert answer.events[0] != "local"  # no token is cached
             await cluster.decode.settled()
             before = sent(cluster.prefill)
             r = request([*history, *answer.ids, 5, 6, 7], 6)
-            local = await cluster.generate(r, elsewhere=QUEUE)
+            local = await cluster.generate(r, remote_cost=QUEUE)
             assert local.events[0] == "local"
             assert local.ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
             assert sent(cluster.prefill) == before
             computed = (await cluster.decode.info()).computed
             assert computed.local == local_rest(r.prompt_len, len(history) + len(answer.ids) - 1)
             far = request([*history, *answer.ids, 5, 6, 8], 6)
-            assert (await cluster.generate(far, elsewhere=AT_ONCE)).events[0] != "local"
+            assert (await cluster.generate(far, remote_cost=AT_ONCE)).events[0] != "local"
             assert cluster.decode.counted("local_prefill_decisions") == {
                 ("remote", "nothing_cached"): 1,
                 ("local", "cheaper"): 1,
@@ -129,7 +129,7 @@ class TestLocal:
     async def test_off_disables_local_prefill(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir, decode_config={"local_prefill": "off"}) as cluster:
             for _ in range(2):
-                answer = await cluster.generate(request(prompt_of(2 * CHUNK), 4), elsewhere=QUEUE)
+                answer = await cluster.generate(request(prompt_of(2 * CHUNK), 4), remote_cost=QUEUE)
                 assert answer.events[0] != "local"
             assert cluster.decode.counted("local_prefill_decisions") == {("remote", "off"): 2}
             assert (await cluster.decode.info()).computed.local == 0

@@ -1,4 +1,4 @@
-"""The prefix index while Redis is away, frozen, wiped or replaced, and after it."""
+"""The prefix index while Redis is away, frozen, wiped or replaced, and afterwards."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_callback_that_fails_does_not_end_publishing(rig: Rig) -> None:
     await index.stop()
 
 
-async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again(rig: Rig) -> None:
+async def test_a_dead_index_costs_a_few_timeouts_then_opens_the_breaker(rig: Rig) -> None:
     now = 100.0
     reader = IndexReader(rig.url, timeout_s=0.8, breaker=CircuitBreaker(clock=lambda: now))
     await reader.pods()
@@ -90,12 +90,12 @@ async def test_a_dead_index_costs_a_few_timeouts_then_nothing_and_is_tried_again
             with pytest.raises(IndexUnavailable, match="does not answer"):
                 await reader.lookup(SCOPE, chain(17, 3), [("p", 1)])
         assert not reader.available
-        with pytest.raises(IndexUnavailable, match="is away"):
+        with pytest.raises(IndexUnavailable, match="did not answer the last calls"):
             await book(reader, "p", "r", 1)
         now += 1.0
         with pytest.raises(IndexUnavailable, match="does not answer"):
             await reader.unbook(SCOPE, "p", "r")
-        with pytest.raises(IndexUnavailable, match="is away"):
+        with pytest.raises(IndexUnavailable, match="did not answer the last calls"):
             await reader.pods()
     now += 1.0
     await reader.pods()
@@ -114,7 +114,7 @@ async def test_without_a_url_the_index_is_unavailable() -> None:
     assert error_class("IndexUnavailable") is IndexUnavailable
 
 
-async def test_the_server_forgetting_its_scripts_is_no_matter(rig: Rig) -> None:
+async def test_scripts_are_loaded_again_after_the_server_forgot_them(rig: Rig) -> None:
     async with rig.pod(hashes=chain(18, 4)):
         await rig.live()
         await rig.raw.script_flush()

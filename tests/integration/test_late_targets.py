@@ -1,4 +1,4 @@
-"""Prompts that are computed before a decode pod has said where their KV goes: at prefill pods, and by the gateway."""
+"""Prefills that start before the KV target is known (SetTarget), in prefill pods and in the gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.pb import prefill_pb2, transfer_pb2
 from common.rpc import translate_rpc_errors
 from common.types import ValidRequest
 from common.wire import kv_target_from_pb, kv_target_to_pb, request_to_pb, token_from_pb
-from gateway.dispatch import attempt as leg_module
+from gateway.dispatch import attempt as attempt_module
 from pod import requests
 from prefill_service import hand_off
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
@@ -39,8 +39,8 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pyt
         asked = request(PROMPT, 6)
         inbox = cluster.stream_of(cluster.decode).expect(asked.request_id)
         reply = await cluster.reserve(asked, remote_only=True)
-        told = prefill_pb2.SetTargetRequest(request_id=asked.request_id, target=reply.target)
-        overtakes = asyncio.ensure_future(cluster.prefill.prefill.SetTarget(told)) if after == "before" else None
+        set_target = prefill_pb2.SetTargetRequest(request_id=asked.request_id, target=reply.target)
+        overtakes = asyncio.ensure_future(cluster.prefill.prefill.SetTarget(set_target)) if after == "before" else None
         await asyncio.sleep(0.1 if overtakes else 0.0)
         call = cluster.prefill.prefill.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
         ids: list[int] = []
@@ -48,14 +48,14 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pyt
         with translate_rpc_errors():
             if not after:
                 await until(lambda: cluster.prefill.service.num_active > 0)
-                await cluster.prefill.prefill.SetTarget(told)
-                await cluster.prefill.prefill.SetTarget(told)  # again: nothing happens
+                await cluster.prefill.prefill.SetTarget(set_target)
+                await cluster.prefill.prefill.SetTarget(set_target)  # again: no effect
             async for event in call:
                 kinds.append(event.WhichOneof("event") or "")
                 if kinds[-1] == after and kinds.count(after) == 1:
                     await asyncio.sleep(0.05)
                     assert cluster.prefill.runtime.transfer_node.stats().open_outgoing == 0
-                    await cluster.prefill.prefill.SetTarget(told)
+                    await cluster.prefill.prefill.SetTarget(set_target)
                 if event.HasField("first_token"):
                     ids.append(token_from_pb(event.first_token.token).id)
                 if event.HasField("handed_off"):
@@ -67,7 +67,7 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pyt
         assert ids == wanted.ids
 
 
-async def test_a_prompt_that_gets_no_target_gives_everything_back(
+async def test_a_prompt_that_gets_no_target_releases_everything(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Cluster.start(model_dir) as cluster:
@@ -134,12 +134,12 @@ async def test_only_the_first_target_counts_and_it_has_to_fit(model_dir: Path) -
         assert kinds[-1] == "handed_off"
 
 
-# -- the gateway, over pods that only play
+# -- the gateway with fake pods
 
 
 @pytest_asyncio.fixture
 async def late() -> AsyncIterator[FakeCluster]:
-    """Pods that are told late where KV goes; decode pods that say they have room."""
+    """Prefill pods that accept late targets, and decode pods with ample room."""
     async with fake_cluster(prefill=1, decode=2) as cluster:
         for pod in cluster.prefills:
             pod.late_targets = True
@@ -180,7 +180,7 @@ async def test_prefill_begins_while_the_decode_pod_is_asked(gw: Rig, late: FakeC
     task = asyncio.create_task(text(gw))
     await until(lambda: len(prefill.seen.prefilled) == 2)
     assert len(prefill.seen.late_targets) == 1
-    assert not task.done(), "no token before the prompt has a home"
+    assert not task.done(), "no token before the KV target is known"
     answer.set()
     assert await task == expected
     assert prefill.seen.late_targets == [asked.request_id for asked in prefill.seen.prefilled]
@@ -188,7 +188,9 @@ async def test_prefill_begins_while_the_decode_pod_is_asked(gw: Rig, late: FakeC
     await settled(gw, late)
 
 
-async def test_a_rejection_takes_the_prefill_back_and_the_next_pod_gets_a_new_one(gw: Rig, late: FakeCluster) -> None:
+async def test_a_rejection_cancels_the_prefill_and_the_next_reservation_starts_another(
+    gw: Rig, late: FakeCluster
+) -> None:
     (prefill,) = late.prefills
     expected = await text(gw)
     answer_once_prefill_began(late)
@@ -196,14 +198,14 @@ async def test_a_rejection_takes_the_prefill_back_and_the_next_pod_gets_a_new_on
         pod.faults.reject = 1
     assert (await gw.complete()).status_code == 429
     late.decodes[0].faults.reject = 1
-    assert [await text(gw) for _ in range(8)] == [expected] * 8  # one of them is sent on
+    assert [await text(gw) for _ in range(8)] == [expected] * 8  # one of them goes to the other decode pod
     assert late.decodes[0].faults.reject == 0
     await until(lambda: len(prefill.seen.prefill_cancels) == 3)
     assert len(prefill.seen.prefilled) == 1 + 2 + 8 + 1
     await settled(gw, late)
 
 
-async def test_where_no_pod_has_room_no_prompt_is_left(gw: Rig, late: FakeCluster) -> None:
+async def test_if_no_decode_pod_has_room_no_prefill_is_left(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
     answer_once_prefill_began(late)
     for pod in late.decodes:
@@ -215,7 +217,7 @@ async def test_where_no_pod_has_room_no_prompt_is_left(gw: Rig, late: FakeCluste
     await settled(gw, late)
 
 
-async def test_a_prefill_that_fails_early_is_nobodys_failure_before_there_is_a_home(gw: Rig, late: FakeCluster) -> None:
+async def test_an_early_prefill_error_does_not_count_before_the_target_is_known(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
     expected = await text(gw)
     prefill.faults.prefill_error, prefill.faults.prefill_errors = Unavailable("it is busy"), 1
@@ -232,7 +234,7 @@ async def test_a_prefill_that_fails_early_is_nobodys_failure_before_there_is_a_h
     await settled(gw, late)
 
 
-async def test_a_target_that_cannot_be_told_is_another_attempt(gw: Rig, late: FakeCluster) -> None:
+async def test_a_failed_set_target_leads_to_another_attempt(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
     prefill.faults.target_error = Unavailable("it has gone")
     response = await gw.complete()
@@ -243,7 +245,7 @@ async def test_a_target_that_cannot_be_told_is_another_attempt(gw: Rig, late: Fa
     await settled(gw, late)
 
 
-async def test_whoever_goes_away_before_the_answer_leaves_nothing(gw: Rig, late: FakeCluster) -> None:
+async def test_a_client_that_disconnects_during_reserve_leaves_nothing(gw: Rig, late: FakeCluster) -> None:
     (prefill,) = late.prefills
     for pod in late.decodes:
         pod.faults.reserve_delay_s = 60.0
@@ -256,7 +258,7 @@ async def test_whoever_goes_away_before_the_answer_leaves_nothing(gw: Rig, late:
 
 
 @pytest.mark.parametrize("scarce", ["blocks", "waiting"])
-async def test_a_decode_pod_that_may_have_no_room_is_asked_first(gw: Rig, late: FakeCluster, scarce: str) -> None:
+async def test_without_ample_room_the_prefill_waits_for_reserve(gw: Rig, late: FakeCluster, scarce: str) -> None:
     (prefill,) = late.prefills
     for pod in late.decodes:
         pod.load = transfer_pb2.Load(free_blocks=40 if scarce == "blocks" else 512, waiting=int(scarce == "waiting"))
@@ -270,10 +272,10 @@ async def test_a_decode_pod_that_may_have_no_room_is_asked_first(gw: Rig, late: 
 
 
 @pytest.mark.parametrize("on_time", [2, 3], ids=["prompt", "target"])
-async def test_time_that_is_over_as_a_prefill_pod_is_told_is_no_failure_of_ours(
+async def test_a_deadline_during_set_target_is_a_504(
     gw: Rig, late: FakeCluster, on_time: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """on_time: how many of opening, reserving, sending the prompt and its target come before the deadline."""
+    """`on_time` is the number of calls before the deadline, of: start, Reserve, Prefill, SetTarget."""
     calls = itertools.count(1)
 
     def timeout_until(_deadline: float) -> float:
@@ -281,7 +283,7 @@ async def test_time_that_is_over_as_a_prefill_pod_is_told_is_no_failure_of_ours(
             raise DeadlineExceeded("the request's time is over")
         return 1.0
 
-    monkeypatch.setattr(leg_module, "timeout_until", timeout_until)
+    monkeypatch.setattr(attempt_module, "timeout_until", timeout_until)
     late.prefills[0].faults.prefill_delay_s = 30.0
     body = {"model": MODEL, "prompt": "Hello"}
     answer = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1"})

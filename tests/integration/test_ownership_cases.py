@@ -23,7 +23,7 @@ from common.wire import kv_target_from_pb
 from engine.llm import LLM
 from kv_transfer.backend.loopback import LoopbackFault
 from prefix_index.reader import IndexReader
-from tests.rigs.pods.aborts import abort_storm, left_alone
+from tests.rigs.pods.aborts import abort_storm, cancelled
 from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Answer, Cluster, expected, prompt_of, request
 from tests.rigs.waiting import until
 
@@ -70,7 +70,7 @@ class TestAborts:
             await cluster.abort(r.request_id)
             gate.set()
             cluster.fabric.thaw(cluster.decode.agent)
-            await left_alone(running)
+            await cancelled(running)
             again = request(prompt_of(20, seed=5))
             assert len((await cluster.generate(again)).ids) == 8
 

@@ -21,7 +21,7 @@ from engine.llm import LLM
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.nixl import NixlBackend
 from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
-from tests.rigs.pods.aborts import abort_storm, left_alone
+from tests.rigs.pods.aborts import abort_storm, cancelled
 from tests.rigs.pods.harness import BLOCK, CHUNK, Answer, Cluster, expected, prompt_of, request
 
 STAGES = ("reserved", "progress", "first_token", "in_transfer", "tokens")
@@ -79,7 +79,7 @@ async def test_an_abort_at_any_stage_gives_all_blocks_back(cluster: Cluster, wir
         running = asyncio.create_task(cluster.generate(r, remote_only=True, on_event=seen))
         await asyncio.wait_for(there.wait(), 30)
         await cluster.abort(r.request_id)
-        await left_alone(running)
+        await cancelled(running)
     wire.heal()
     for pod in cluster.pods:
         await pod.settled()

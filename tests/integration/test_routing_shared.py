@@ -1,4 +1,4 @@
-"""Two gateways that share a real index: a burst is spread, and what is booked is returned."""
+"""Two routers with a real index: a burst is spread, and bookings are returned."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BURST = 64
 
 
 def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader]:
-    """A router that knows these pods, as another one does; nothing listens at their addresses."""
+    """Returns a router that knows these pods, which do not exist, and its index reader."""
     index = IndexReader(url, timeout_s=20.0)
     table = PodTable((), index, gateway_id=f"g{seed}", model="m")
     table.index_up = True
@@ -74,7 +74,7 @@ async def place(router: Router, number: int) -> Placement:
 
 @pytest.mark.parametrize("num_pods", [4, 7, 16, 32])
 @pytest.mark.parametrize("both", [False, True], ids=["pairs", "aggregated"])
-async def test_a_burst_over_two_gateways_is_shared_out(num_pods: int, both: bool, tmp_path: Path) -> None:
+async def test_a_burst_over_two_gateways_is_spread(num_pods: int, both: bool, tmp_path: Path) -> None:
     roles = [Role.BOTH] * num_pods if both else [Role.PREFILL] * num_pods + [Role.DECODE] * num_pods
     valkey = EmbeddedValkey(port=0, directory=tmp_path)
     url = await valkey.start()
@@ -105,9 +105,7 @@ async def test_a_burst_over_two_gateways_is_shared_out(num_pods: int, both: bool
         await valkey.stop()
 
 
-async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_only_gateway_does_not_wait_for_its_bookings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     valkey = EmbeddedValkey(port=0, directory=tmp_path)
     url = await valkey.start()
     gateways = [gateway(url, [Role.PREFILL] * 2 + [Role.DECODE] * 2, seed) for seed in range(2)]
@@ -115,10 +113,10 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
     try:
         assert index._client is not None
         await index._client.hset(SCOPES_KEY, FP[:8], "m")
-        assert not index.is_only_gateway(FP[:8])  # not asked yet
+        assert not index.is_only_gateway(FP[:8])  # the index was not read yet
         await index.pods()
         assert index.is_only_gateway(FP[:8])
-        pod = IndexReader(url, books=False, timeout_s=20.0)  # one looks for its peers in the index
+        pod = IndexReader(url, books=False, timeout_s=20.0)  # a pod that looks for its peers does not count
         await pod.pods()
         await pod.close()
         await index.pods()
@@ -148,7 +146,7 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         assert not waiting.done()
         answered.set()
         await waiting
-        monkeypatch.setattr(reader, "GATEWAY_TTL_MS", 1)  # the other one has been silent for longer
+        monkeypatch.setattr(reader, "GATEWAY_TTL_MS", 1)  # less than the silence of the other gateway
         await asyncio.sleep(0.01)
         await index.pods()
         assert index.is_only_gateway(FP[:8])
@@ -161,7 +159,7 @@ async def test_a_gateway_that_is_alone_does_not_wait_for_its_bookings(
         await valkey.stop()
 
 
-async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
+async def test_unbooking_is_retried_while_the_index_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_module, "UNBOOK_RETRY_S", (0.02,) * 10)
@@ -177,11 +175,11 @@ async def test_a_booking_comes_back_though_the_index_does_not_answer_at_once(
 
         async def at_first_not(*args: str) -> None:
             if next(refusals) < 9:
-                raise IndexUnavailable("it does not answer")
+                raise IndexUnavailable("Redis does not answer")
             await unbook(*args)
 
         monkeypatch.setattr(index, "unbook", at_first_not)
-        router._table.index_up = False  # as the next poll may say
+        router._table.index_up = False  # as after a failed poll
         for placement in placed:
             placement.release()
         async with asyncio.timeout(30):

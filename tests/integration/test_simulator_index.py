@@ -1,4 +1,4 @@
-"""The simulator's models of the index answer what the Lua scripts answer in a real Valkey."""
+"""The simulator's index models give the same answers as the Lua scripts in a real Valkey."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ steps = st.one_of(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps, min_size=5, max_size=40))
-def test_the_index_model_answers_what_the_scripts_answer(url: str, script: list[tuple[Any, ...]]) -> None:
+def test_the_index_model_answers_like_the_scripts(url: str, script: list[tuple[Any, ...]]) -> None:
     async def compare() -> None:
         model = IndexModel(VirtualClock().time)
         client, scope = connect_redis(url, timeout_s=5.0), f"{next(SCOPES):08x}"
@@ -190,30 +190,33 @@ def test_the_index_model_answers_what_the_scripts_answer(url: str, script: list[
         try:
             for step in (("register", "a", 1), ("snapshot", "a", 1, 0, 0, 6), *script):
                 kind, pod, generation = step[:3]
-                who = pod, generation
+                process = pod, generation
                 if kind == "register":
-                    assert model.register(*who) == await lua.register(*who)
+                    assert model.register(*process) == await lua.register(*process)
                 elif kind == "heartbeat":
-                    assert model.heartbeat(*who) == await lua.heartbeat(*who)
+                    assert model.heartbeat(*process) == await lua.heartbeat(*process)
                 elif kind == "leave":
-                    model.leave(*who)
-                    await lua.leave(*who)
+                    model.leave(*process)
+                    await lua.leave(*process)
                 elif kind == "expire":
                     model.expire(pod)
                     await lua.expire(pod)
                 else:
                     offset, chain, depth = step[3:]
-                    mine, at = held.get(who, []), number.get(who, 0) + 1 + offset
+                    mine, at = held.get(process, []), number.get(process, 0) + 1 + offset
                     if kind == "snapshot":
                         after = CHAINS[chain][:depth]
-                        answers = model.snapshot(*who, at, after), await lua.snapshot(*who, at, after)
+                        answers = model.snapshot(*process, at, after), await lua.snapshot(*process, at, after)
                     else:
                         after = _after(mine, CHAINS[chain], depth, kind == "store")
                         stored, evicted = [h for h in after if h not in mine], [h for h in mine if h not in after]
-                        answers = model.apply(*who, at, stored, evicted), await lua.apply(*who, at, stored, evicted)
+                        answers = (
+                            model.apply(*process, at, stored, evicted),
+                            await lua.apply(*process, at, stored, evicted),
+                        )
                     assert answers[0] == answers[1]
                     if answers[0] == "ok":
-                        held[who], number[who] = after, at
+                        held[process], number[process] = after, at
                 asked = [(pod, g) for g in range(1, 4)]
                 for chain in (CHAINS[0], CHAINS[5]):
                     assert model.lookup(chain, asked) == await lua.lookup(chain, asked), (kind, chain)
@@ -228,7 +231,7 @@ def test_the_index_model_answers_what_the_scripts_answer(url: str, script: list[
 
 
 def _after(mine: list[bytes], chain: list[bytes], depth: int, store: bool) -> list[bytes]:
-    """A prefix-closed set stays one: the first blocks of a chain come, or those beyond them go, with all under them."""
+    """Returns a change that keeps the set prefix-closed: adds leading blocks of a chain, or removes its end."""
     if store:
         return mine + [h for h in chain[:depth] if h not in mine]
     gone = set(chain[depth:])
@@ -260,7 +263,7 @@ def _after(mine: list[bytes], chain: list[bytes], depth: int, store: bool) -> li
         max_size=25,
     )
 )
-def test_the_booking_model_chooses_as_the_script_does(url: str, calls: list[tuple[Any, ...]]) -> None:
+def test_the_booking_model_chooses_like_the_script(url: str, calls: list[tuple[Any, ...]]) -> None:
     async def compare() -> None:
         scope = f"{next(SCOPES):08x}"
         reader, model = IndexReader(url, timeout_s=5.0), BookingModel(time.monotonic)
@@ -381,7 +384,7 @@ class ValkeyReader(SimReader):
 
 
 @pytest.mark.parametrize("policy", ["cost", "least_loaded"])
-def test_a_run_over_valkey_is_the_run_over_the_models(url: str, policy: str) -> None:
+def test_a_run_with_valkey_equals_a_run_with_the_models(url: str, policy: str) -> None:
     trace = AgentWorkload(rate=5.0, seconds=40.0, tenants=6).trace()
     spec = ClusterSpec(rates=FLAT_8K, prefill=4, policy=policy, prefill_blocks=120)
     with asyncio.Runner() as runner:

@@ -1,4 +1,4 @@
-"""Clients that read slowly, or not at all: they lose their own answer, and cost nobody else anything."""
+"""Clients that read slowly or not at all: they lose their own answer, and other clients are not affected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeCluster]
 
 
 def open_stream(port: int, **fields: object) -> socket.socket:
-    """A streamed completion with log-probabilities, some KB for each token; the connection holds few of them."""
+    """Starts a streamed completion with log-probabilities: some KB per token, few of which fit into the connection."""
     body = {"model": MODEL, "prompt": "x", "max_tokens": 3000, "stream": True, "logprobs": 20, **fields}
     raw = orjson.dumps(body)
     sock = socket.socket()
@@ -55,7 +55,7 @@ def open_stream(port: int, **fields: object) -> socket.socket:
 
 
 def read_to_the_end(sock: socket.socket) -> bytes:
-    """The last bytes of a chunked answer."""
+    """Returns the last bytes of a chunked answer."""
     tail = b""
     while not tail.endswith(b"0\r\n\r\n"):
         tail = (tail + sock.recv(1 << 16))[-4096:]
@@ -63,12 +63,12 @@ def read_to_the_end(sock: socket.socket) -> bytes:
 
 
 def pending(gw: Rig) -> list[int]:
-    """Tokens that wait for each client."""
+    """Returns the pending tokens of each client."""
     sinks = [sink for pod in gw.gateway.models.first.pod_table.pods.values() for sink in pod._sinks.values()]
     return [sink.token_queue._orders[0].num_pending for sink in sinks if isinstance(sink, Attempt)]
 
 
-async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(
+async def test_a_client_that_does_not_read_is_ended_and_others_are_not_affected(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt_module, "MAX_PENDING_TOKENS", 21 * 128)
@@ -84,7 +84,7 @@ async def test_a_client_that_does_not_read_is_ended_and_others_get_everything(
         assert b"the client reads too slowly" in await asyncio.to_thread(read_to_the_end, slow)
 
 
-async def test_what_may_wait_for_a_client_is_bounded_by_what_it_weighs(
+async def test_pending_tokens_are_bounded_with_their_alternatives_counted(
     gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt_module, "MAX_PENDING_TOKENS", 210)

@@ -1,4 +1,4 @@
-"""What ends a stream in the very turn in which tokens came for it: the end is the last that its client gets."""
+"""A stream that is ended in the same loop turn in which tokens arrive: the end is the client's last event."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.rigs.gateway.gateway_rig import MODEL, Rig, until
 
 @pytest.mark.parametrize("tokens_first", [False, True])
 @pytest.mark.parametrize("how", ["context", "attempt"])
-async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None:
+async def test_the_end_event_is_the_last(gw: Rig, tokens_first: bool, how: str) -> None:
     gw.cluster.decodes[0].faults.stall_after = 2
     reader, writer = await asyncio.open_connection("127.0.0.1", gw.server.port)
     raw = orjson.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50, "stream": True})
@@ -24,7 +24,8 @@ async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None
     attempts = lambda: [sink for pod in pods for sink in pod._sinks.values() if isinstance(sink, Attempt)]  # noqa: E731
     await until(
         lambda: any(
-            len(attempt.token_queue._orders[0].ids) == 3 and attempt.token_queue._on_tokens is not None for attempt in attempts()
+            len(attempt.token_queue._orders[0].ids) == 3 and attempt.token_queue._on_tokens is not None
+            for attempt in attempts()
         )
     )
     [attempt] = attempts()
@@ -45,5 +46,5 @@ async def test_the_end_comes_last(gw: Rig, tokens_first: bool, how: str) -> None
     assert body.count(b"ended by a test") == 1
     assert body.rindex(b"data: ") < body.index(b"ended by a test")
     writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"  # nothing of the stream came after its end
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"  # no bytes of the stream follow its end
     writer.close()

@@ -1,4 +1,4 @@
-"""API keys: what is kept of them, whom they identify, and the files that hold them."""
+"""API keys: their records, the callers they identify, and their files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused(call: object) -> None:
         call()  # type: ignore[operator]
 
 
-def test_only_the_very_key_identifies_its_owner() -> None:
+def test_only_the_exact_key_identifies_its_caller() -> None:
     key, record = create_key("acme", **FIELDS)
     other, _ = create_key("acme")
     keys = KeySet([record])
@@ -48,7 +48,7 @@ def test_only_the_very_key_identifies_its_owner() -> None:
     assert record.hash != create_key("acme")[1].hash
 
 
-def test_a_key_is_over_at_its_time() -> None:
+def test_a_key_expires_at_its_time() -> None:
     now = datetime.now(UTC)
     key, record = create_key("t", expires=now + timedelta(hours=1))
     assert KeySet([record]).identify(key).tenant == "t"
@@ -71,7 +71,7 @@ def test_a_wrong_record_is_refused_by_field(fields: dict[str, object], named: st
 
 
 @pytest.mark.parametrize("name", ["keys.toml", "keys.json"])
-def test_a_file_gets_and_loses_records_and_is_for_its_owner(name: str, tmp_path: Path) -> None:
+def test_records_are_added_and_removed_and_the_file_is_private(name: str, tmp_path: Path) -> None:
     file = KeyFile(tmp_path / name)
     records = [create_key("acme", **FIELDS)[1], create_key("b", priority=-3, admin=True)[1], create_key("c")[1]]
     for record in records:
@@ -86,7 +86,7 @@ def test_a_file_gets_and_loses_records_and_is_for_its_owner(name: str, tmp_path:
     assert file.read() == []
 
 
-def test_what_a_person_wrote_into_the_file_stays(tmp_path: Path) -> None:
+def test_comments_in_the_file_stay(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("# the keys of team A\n")
     file = KeyFile(path)
@@ -99,7 +99,7 @@ def test_what_a_person_wrote_into_the_file_stays(tmp_path: Path) -> None:
     assert file.read() == [two]
     path.write_text("keys = [" + ", ".join(f"{{{_inline(r)}}}" for r in (one, two)) + "]\n")
     assert file.read() == [one, two]
-    assert file.remove(one.id)  # not our layout, so it is written anew
+    assert file.remove(one.id)  # not our layout, so the file is rewritten
     assert file.read() == [two]
 
 
@@ -123,7 +123,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         KeyRing(["redis"])
 
 
-def test_without_sources_everybody_comes_in_and_with_an_empty_one_nobody(tmp_path: Path) -> None:
+def test_without_sources_no_key_is_needed_and_with_an_empty_one_no_key_is_valid(tmp_path: Path) -> None:
     assert KeyRing().identify(None).admin
     path = tmp_path / "keys.json"
     path.write_text("")
@@ -148,7 +148,7 @@ def test_priority_and_salt_of_a_key_bind_its_requests() -> None:
     assert len(salts) == 7
 
 
-def test_the_command_makes_lists_and_revokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_command_creates_lists_and_revokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BATON_API_KEYS", raising=False)
     path = str(tmp_path / "keys.toml")
     run = CliRunner()
@@ -168,7 +168,7 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("argv", [["list"], ["create", "acme"], ["revoke", "0" * 12]])
-def test_the_command_leaves_what_is_no_text(argv: list[str], tmp_path: Path) -> None:
+def test_the_keys_command_does_not_change_a_file_that_is_not_text(argv: list[str], tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_bytes(b"\xff\xfe")
     error = CliRunner().invoke(app, ["keys", *argv, "--api-keys", str(path)]).exception
@@ -185,7 +185,7 @@ def test_the_command_leaves_what_is_no_text(argv: list[str], tmp_path: Path) -> 
         (["create", "not a name"], "tenant: invalid value 'not a name': expected 1 to 63 letters, digits"),
     ],
 )
-def test_the_command_says_what_is_wrong(argv: list[str], said: str, tmp_path: Path) -> None:
+def test_the_keys_command_names_the_error(argv: list[str], said: str, tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "keys.toml"
     error = CliRunner().invoke(app, ["keys", *argv, "--api-keys", str(path)]).exception
     assert isinstance(error, ConfigError)

@@ -1,4 +1,4 @@
-"""The gateway's approximate index: never promises what was not recorded, forgets leaves first, stays bounded."""
+"""ApproxIndex: finds only recorded blocks, evicts ends of chains first, and has a bounded size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FP = "ab" * 16
 
 
 def chain(*parts: tuple[int, int]) -> list[bytes]:
-    """Blocks of one token: parts of (token, how often)."""
+    """Returns the block hashes of a chain given as (token, repetitions)."""
     tokens = [token for token, count in parts for _ in range(count)]
     return hash_blocks(tokens, fingerprint=FP, block_size=1)
 
@@ -23,7 +23,7 @@ records = st.tuples(st.sampled_from("abc"), st.integers(1, 3), chains)
 
 
 @given(st.lists(records, max_size=12), chains)
-def test_it_says_at_most_what_was_recorded_for_the_generation_and_little_less(
+def test_a_lookup_returns_at_most_the_recorded_blocks_and_little_less(
     past: list[tuple[str, int, list[bytes]]], prompt: list[bytes]
 ) -> None:
     index = ApproxIndex()
@@ -42,7 +42,7 @@ def test_it_says_at_most_what_was_recorded_for_the_generation_and_little_less(
 
 
 @given(st.lists(records, min_size=1, max_size=12))
-def test_the_latest_chain_is_known_in_full(past: list[tuple[str, int, list[bytes]]]) -> None:
+def test_the_latest_chain_is_found_completely(past: list[tuple[str, int, list[bytes]]]) -> None:
     index = ApproxIndex()
     for pod, _, hashes in past:
         index.record(pod, 1, hashes)
@@ -51,7 +51,9 @@ def test_the_latest_chain_is_known_in_full(past: list[tuple[str, int, list[bytes
 
 @settings(max_examples=50)
 @given(st.lists(records, min_size=1, max_size=20), st.integers(1, 40))
-def test_it_is_bounded_and_forgets_leaves_first(past: list[tuple[str, int, list[bytes]]], most: int) -> None:
+def test_the_size_is_bounded_and_ends_of_chains_are_evicted_first(
+    past: list[tuple[str, int, list[bytes]]], most: int
+) -> None:
     small, large = ApproxIndex(max_points=most), ApproxIndex()
     for pod, generation, hashes in past:
         small.record(pod, generation, hashes)
@@ -66,7 +68,7 @@ def test_it_is_bounded_and_forgets_leaves_first(past: list[tuple[str, int, list[
             assert all(found[n] == n + 1 for n in range(min(best, POINT_STRIDE)))
 
 
-def test_entries_go_with_their_age_their_pod_and_its_generation() -> None:
+def test_records_end_by_age_by_forget_and_by_a_new_generation() -> None:
     now = 0.0
     index = ApproxIndex(max_age_s=10, clock=lambda: now)
     hashes = chain((1, 20))

@@ -1,4 +1,4 @@
-"""Limits of one key in this process: never exceeded, whatever comes when, and given back what was not used."""
+"""KeyBuckets: limits are never exceeded, and unused tokens are returned."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_limit_is_ever_exceeded(key: KeyLimits, arrivals: list[tuple[int, int
 
 
 @given(st.integers(10, 500), st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 300)), max_size=60))
-def test_tokens_that_are_all_used_keep_to_the_rate(tpm: int, arrivals: list[tuple[int, int]]) -> None:
+def test_used_tokens_never_exceed_the_rate(tpm: int, arrivals: list[tuple[int, int]]) -> None:
     key, buckets, now = KeyLimits(tokens_per_minute=tpm), KeyBuckets(), START
     granted: list[tuple[int, int]] = []
     for number, (gap, cost) in enumerate(arrivals):
@@ -69,7 +69,7 @@ def test_tokens_that_are_all_used_keep_to_the_rate(tpm: int, arrivals: list[tupl
 
 
 @given(limits, st.integers(1, 300))
-def test_after_the_time_that_a_refusal_names_a_retry_succeeds(key: KeyLimits, cost: int) -> None:
+def test_a_retry_after_the_suggested_wait_succeeds(key: KeyLimits, cost: int) -> None:
     buckets, now = KeyBuckets(), START
     if 0 < key.tokens_per_minute < cost or 0 < key.tokens_per_day < cost:
         return  # refused for good, see Limiter
@@ -83,7 +83,7 @@ def test_after_the_time_that_a_refusal_names_a_retry_succeeds(key: KeyLimits, co
             buckets.settle(key, str(number), cost, cost, verdict.day, now)
 
 
-def test_what_was_not_used_comes_back_and_more_is_owed() -> None:
+def test_settle_returns_unused_tokens_and_charges_further_ones() -> None:
     key, buckets = KeyLimits(tokens_per_minute=100, tokens_per_day=150), KeyBuckets()
     assert buckets.reserve(key, "a", 100, START).tokens == 0
     assert buckets.reserve(key, "b", 10, START).refused == "tokens"
@@ -95,7 +95,7 @@ def test_what_was_not_used_comes_back_and_more_is_owed() -> None:
     assert buckets.reserve(key, "c", 90, START + DAY_MS).refused == ""
 
 
-def test_taking_a_request_again_changes_nothing() -> None:
+def test_reserving_for_a_running_request_changes_nothing() -> None:
     key, buckets = KeyLimits(requests_per_minute=2, concurrent=1), KeyBuckets()
     first = buckets.reserve(key, "a", 1, START)
     assert buckets.reserve(key, "a", 1, START) == first

@@ -1,4 +1,4 @@
-"""The gateway's queue: shares by weight, priorities, and nobody starves."""
+"""FairQueue: shares by weight, priorities, and no starvation."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def popped(queue: FairQueue, count: int) -> list[QueueEntry]:
     st.lists(st.integers(1, COST), min_size=1, max_size=20),
     st.randoms(use_true_random=False),
 )
-def test_tenants_that_wait_all_the_time_get_their_shares(weights: list[float], costs: list[int], rng: object) -> None:
-    """After any number of turns no two of them are further apart, by weight, than two requests."""
+def test_tenants_that_always_wait_get_their_shares(weights: list[float], costs: list[int], rng: object) -> None:
+    """After any number of turns two tenants differ, by weight, by at most two requests."""
     queue, got = FairQueue(), Counter[str]()
     for number, weight in enumerate(weights):
         for _ in range(3):
@@ -75,7 +75,7 @@ def test_no_request_starves_however_many_of_higher_priority_come(
         max_size=80,
     )
 )
-def test_what_goes_in_comes_out_once(steps: list[tuple[str, str, int, int]]) -> None:
+def test_each_added_request_leaves_the_queue_once(steps: list[tuple[str, str, int, int]]) -> None:
     queue, inside, out = FairQueue(), [], []
     for what, tenant, number, cost in steps:
         if what == "add":
@@ -112,7 +112,7 @@ def test_higher_priority_first_and_of_equals_the_oldest() -> None:
     assert order == [entries[1], entries[4], entries[3]]
 
 
-def test_a_tenant_that_comes_back_is_not_given_what_it_did_not_use() -> None:
+def test_a_tenant_that_becomes_active_again_gets_no_credit() -> None:
     queue = FairQueue()
     for _ in range(50):
         queue.add(entry("busy"))
@@ -123,7 +123,7 @@ def test_a_tenant_that_comes_back_is_not_given_what_it_did_not_use() -> None:
     assert abs(got["busy"] - got["late"]) <= 1
 
 
-def test_what_a_request_really_took_counts() -> None:
+def test_the_used_tokens_of_a_request_count() -> None:
     queue = FairQueue()
     for tenant in ("long", "short") * 20:
         queue.add(entry(tenant))
@@ -136,7 +136,7 @@ def test_what_a_request_really_took_counts() -> None:
     assert got["short"] == 3 * got["long"]
 
 
-def test_a_forecast_counts_own_requests_and_the_fair_part_of_others() -> None:
+def test_tokens_ahead_counts_own_requests_and_the_fair_part_of_others() -> None:
     queue = FairQueue()
     for _ in range(100):
         queue.add(entry("flood"))
@@ -152,7 +152,7 @@ def test_a_forecast_counts_own_requests_and_the_fair_part_of_others() -> None:
     assert queue.tokens_ahead(entry("new")).expected_tokens == 40
 
 
-def test_who_takes_most_of_a_full_queue_makes_room() -> None:
+def test_the_victim_is_of_the_tenant_with_the_most_waiting_tokens() -> None:
     queue = FairQueue()
     flood = [entry("flood") for _ in range(5)]
     for e in (*flood, entry("other")):

@@ -1,4 +1,4 @@
-"""The gate before the pods: who goes through at once, who waits, who is refused at arrival, and what is given back."""
+"""Gate: requests that pass at once, wait, or are rejected, and the release of their places."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A, B = (Caller(tenant=name, key_id=name) for name in "ab")
 
 @dataclass
 class Pods:
-    """What an Outlook says, settable."""
+    """A QueueForecast with settable values."""
 
     queued_s: float = 0.0
     per_s: float = 1000.0
@@ -53,7 +53,7 @@ async def enter(
 
 
 async def soon(g: Gate, caller: Caller = ANONYMOUS, **kwargs: float) -> asyncio.Task[QueueEntry]:
-    """One that has to wait."""
+    """Starts a request that has to wait."""
     before = g.waiting
     task = asyncio.create_task(enter(g, caller, **kwargs))  # type: ignore[arg-type]
     while g.waiting == before and not task.done():
@@ -61,7 +61,7 @@ async def soon(g: Gate, caller: Caller = ANONYMOUS, **kwargs: float) -> asyncio.
     return task
 
 
-async def test_those_that_the_pods_keep_up_with_do_not_wait() -> None:
+async def test_requests_pass_at_once_while_the_pods_keep_up() -> None:
     g = gate(Pods())
     entries = [await enter(g) for _ in range(50)]
     for entry in entries:
@@ -69,7 +69,7 @@ async def test_those_that_the_pods_keep_up_with_do_not_wait() -> None:
     assert g._running == 0
 
 
-async def test_max_running_lets_the_next_through_when_one_leaves_and_fairly() -> None:
+async def test_with_max_running_the_next_request_in_fair_order_passes_after_a_release() -> None:
     g = gate(Pods(), max_running=1)
     first = await enter(g)
     waiting = [await soon(g, A) for _ in range(3)] + [await soon(g, B)]
@@ -88,7 +88,7 @@ async def test_max_running_lets_the_next_through_when_one_leaves_and_fairly() ->
     g.stop()
 
 
-async def test_while_pods_have_long_queues_requests_wait_here_but_never_all() -> None:
+async def test_requests_wait_while_pods_have_long_queues_but_one_always_runs() -> None:
     pods = Pods(queued_s=5.0)
     g = gate(pods)
     only = await enter(g)  # nothing else is out: waiting would not help
@@ -101,7 +101,7 @@ async def test_while_pods_have_long_queues_requests_wait_here_but_never_all() ->
     g.release(second, 0)
 
 
-async def test_a_forecast_beyond_the_deadline_or_max_ttft_is_refused_at_once() -> None:
+async def test_a_forecast_after_the_deadline_or_max_ttft_is_rejected_at_once() -> None:
     pods = Pods(queued_s=5.0)
     g = gate(pods, max_ttft_s=30)
     await enter(g)
@@ -124,7 +124,7 @@ async def test_a_forecast_beyond_the_deadline_or_max_ttft_is_refused_at_once() -
     g.stop()
 
 
-async def test_a_forecast_close_to_the_limit_is_taken_to_be_beyond_it() -> None:
+async def test_a_forecast_close_to_the_limit_is_rejected() -> None:
     pods = Pods(queued_s=29.0)
     g = gate(pods, max_ttft_s=30)
     await enter(g)
@@ -137,7 +137,7 @@ async def test_a_forecast_close_to_the_limit_is_taken_to_be_beyond_it() -> None:
 
 
 async def drop(g: Gate, *tasks: asyncio.Task[QueueEntry]) -> None:
-    """Those that wait give up."""
+    """Cancels waiting requests and checks that none is left."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -145,10 +145,10 @@ async def drop(g: Gate, *tasks: asyncio.Task[QueueEntry]) -> None:
     g.stop()
 
 
-async def test_a_stuck_queue_refuses_newcomers_and_an_idle_one_nobody() -> None:
+async def test_a_stuck_queue_rejects_new_requests_and_an_empty_one_does_not() -> None:
     now = [0.0]
     g = Gate(GateLimits(max_running=1, max_ttft_s=30), Pods(), GatewayMetrics(), lambda: now[0])
-    await enter(g, work=10**6)  # nobody is in its way
+    await enter(g, work=10**6)  # no request is before it
     now[0] = 1.0
     tasks = [await soon(g)]
     now[0] = 29.0
@@ -159,8 +159,8 @@ async def test_a_stuck_queue_refuses_newcomers_and_an_idle_one_nobody() -> None:
     await drop(g, *tasks)
 
 
-async def test_what_ends_every_so_often_is_forecast_by_that() -> None:
-    """One of 20 tokens every ten seconds: three in front take half a minute, whenever one asks."""
+async def test_the_forecast_uses_the_measured_speed_of_the_queue() -> None:
+    """A request of 20 tokens leaves every 10 s, so three waiting ones take 30 s, at any time between two."""
     now = [0.0]
     g = Gate(GateLimits(max_running=1, max_ttft_s=35), Pods(), GatewayMetrics(), lambda: now[0])
     running = await enter(g)
@@ -180,7 +180,7 @@ async def test_what_ends_every_so_often_is_forecast_by_that() -> None:
     await drop(g, *tasks)
 
 
-async def test_what_nobody_has_measured_delays_and_refuses_nobody() -> None:
+async def test_without_measurements_no_request_is_delayed_or_rejected() -> None:
     pods = Pods(queued_s=500.0, per_s=1.0, measured=False)
     g = gate(pods, max_ttft_s=5, max_queue=8)
     await enter(g)
@@ -191,7 +191,7 @@ async def test_what_nobody_has_measured_delays_and_refuses_nobody() -> None:
     await drop(g, *tasks)
 
 
-async def test_only_what_is_left_to_compute_of_those_in_front_counts() -> None:
+async def test_cached_tokens_of_waiting_requests_do_not_count_in_the_forecast() -> None:
     g = gate(Pods(queued_s=2.0), max_ttft_s=10)
     await enter(g)
     tasks = [await soon(g, work=5000, held=4900) for _ in range(20)]
@@ -201,7 +201,7 @@ async def test_only_what_is_left_to_compute_of_those_in_front_counts() -> None:
     await drop(g, *tasks)
 
 
-async def test_a_full_queue_refuses_whoever_takes_most_of_it() -> None:
+async def test_a_full_queue_evicts_from_the_tenant_with_the_most_waiting_tokens() -> None:
     g = gate(Pods(), max_running=1, max_queue=3)
     await enter(g)
     flood = [await soon(g, A) for _ in range(3)]
@@ -218,12 +218,12 @@ async def test_a_full_queue_refuses_whoever_takes_most_of_it() -> None:
     g.stop()
 
 
-async def test_whoever_makes_room_may_have_gone_in_the_same_turn() -> None:
+async def test_a_victim_may_be_cancelled_in_the_same_turn() -> None:
     g = gate(Pods(), max_running=1, max_queue=2)
     await enter(g)
     flood = [await soon(g, A) for _ in range(2)]
     other = asyncio.create_task(enter(g, B))
-    flood[1].cancel()  # which it hears of in the next turn, as `other` comes
+    flood[1].cancel()  # the task sees it in the next turn, when `other` comes
     while not flood[1].done():
         await asyncio.sleep(0)
     assert not other.done(), other.exception()
@@ -233,7 +233,7 @@ async def test_whoever_makes_room_may_have_gone_in_the_same_turn() -> None:
     await drop(g, flood[0], other)
 
 
-async def test_deadlines_and_clients_that_go_leave_nothing_behind() -> None:
+async def test_passed_deadlines_and_cancelled_clients_leave_no_entry() -> None:
     g = gate(Pods(), max_running=1, max_ttft_s=0)
     first = await enter(g)
     late, gone, stays = await soon(g, wait_s=0.2), await soon(g), await soon(g)
@@ -245,7 +245,7 @@ async def test_deadlines_and_clients_that_go_leave_nothing_behind() -> None:
     assert g.waiting == 1
     g.release(first, 0)
     entry = await asyncio.wait_for(stays, 20)
-    # Let through and cancelled in the same turn of the loop: the place is given back.
+    # Passed and cancelled in the same turn of the loop: the entry is released.
     both = await soon(g)
     g.release(entry, 0)
     while not next(iter(g._waiters.values())).done():

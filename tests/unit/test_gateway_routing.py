@@ -1,4 +1,4 @@
-"""Token order, and where the gateway sends requests with what it knows."""
+"""TokenOrder, and the placements of the router with and without an index."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.rigs.waiting import until
 FP = "ab" * 16
 
 
-@given(size=st.integers(1, 12), there=st.integers(0, 5), seed=st.integers(0, 2**32))
-def test_any_order_and_repetition_gives_each_token_once(size: int, there: int, seed: int) -> None:
-    """Also behind tokens that are there already, which a pod may tell again."""
+@given(size=st.integers(1, 12), earlier=st.integers(0, 5), seed=st.integers(0, 2**32))
+def test_tokens_in_any_order_and_repetition_are_given_once(size: int, earlier: int, seed: int) -> None:
+    """Also after tokens of an earlier attempt, which a pod may send again."""
     rng = random.Random(seed)
-    begin = min(there, size - 1)
+    begin = min(earlier, size - 1)
     arrivals = [i for i in range(size) for _ in range(rng.randint(1, 3))]
     rng.shuffle(arrivals)
     order, got, finish = TokenOrder([100 + i for i in range(begin)]), [], None
@@ -53,7 +53,7 @@ def test_any_order_and_repetition_gives_each_token_once(size: int, there: int, s
     assert order.num_duplicates == len(arrivals) - (size - begin)
 
 
-def test_only_what_is_next_is_passed_on() -> None:
+def test_append_if_next_takes_only_the_next_token() -> None:
     order = TokenOrder()
     assert not order.append_if_next(1, 5)
     assert order.append_if_next(0, 4)
@@ -78,7 +78,7 @@ def test_an_end_without_tokens_waits_for_the_first() -> None:
 
 
 class FakeIndex:
-    """Bookings are never shared, so the policy alone decides."""
+    """An index in which no booking can be made, so that the policy alone decides."""
 
     available = True
 
@@ -145,7 +145,7 @@ class World:
     async def place(
         self, length: int, seed: int = 0, avoid: Any = (), tried: Any = (), keep: str = ""
     ) -> tuple[str, str] | None:
-        """Names of the decode and the prefill pod; keep: books under this id."""
+        """Returns the names of the decode and the prefill pod. `keep` keeps the bookings, under this request id."""
         plan = await self.router.plan(prompt(length, seed))
         placement = await plan.place(keep or "r", avoid, tried)
         if placement is None:
@@ -191,15 +191,15 @@ async def test_near_ties_are_spread_and_one_common_block_does_not_herd() -> None
     assert len({await world.decode(1000, seed=i) for i in range(30)}) == 2
 
 
-async def test_equal_prompts_wait_for_each_other_where_that_is_cheaper_than_computing_them_twice() -> None:
+async def test_equal_prompts_share_a_pod_if_waiting_is_cheaper_than_computing_twice() -> None:
     world = World({**TWO_BY_TWO, "p2": Role.PREFILL}, FakeIndex())
     first = await world.prefill(3000, keep="a")
     assert await world.prefill(3000, keep="b") == first
-    # A third one shares nothing with them.
+    # A third prompt shares no block with them.
     assert await world.prefill(3000, seed=1, keep="c") != first
 
 
-async def test_what_ends_returns_its_bookings_whatever_it_was() -> None:
+async def test_release_returns_all_bookings_in_every_state() -> None:
     index = FakeIndex()
     world = World(TWO_BY_TWO, index)
     for end in ("nothing", "local", "computed"):
@@ -227,34 +227,34 @@ async def test_what_ends_returns_its_bookings_whatever_it_was() -> None:
 
 
 @pytest.mark.parametrize("index", [None, FakeIndex()])
-async def test_without_an_index_prompts_stick_and_load_stays_bounded(index: FakeIndex | None) -> None:
+async def test_without_an_index_equal_prompts_get_the_same_pod_and_load_stays_bounded(index: FakeIndex | None) -> None:
     if index is not None:
         index.up = False
     world = World(TWO_BY_TWO, index)
-    homes = {seed: await world.prefill(200, seed) for seed in range(40)}
-    assert len(set(homes.values())) == 2
-    for seed, home in homes.items():
-        assert await world.prefill(200, seed) == home
+    pods = {seed: await world.prefill(200, seed) for seed in range(40)}
+    assert len(set(pods.values())) == 2
+    for seed, pod in pods.items():
+        assert await world.prefill(200, seed) == pod
     got = Counter([await world.prefill(200, seed=7, keep=str(i)) for i in range(60)])
     assert min(got.values()) >= 20
 
 
 async def test_without_an_index_the_gateway_remembers_where_it_sent_a_prompt() -> None:
     world = World({f"p{i}": Role.PREFILL for i in range(4)} | {"d0": Role.DECODE})
-    homes = {}
+    pods = {}
     for seed in range(8):
         plan = await world.router.plan(prompt(600, seed))
-        elsewhere = {world.pod(f"p{seed % 4}").address, world.pod(f"p{(seed + 1) % 4}").address}
-        placement = await plan.place(f"r{seed}", elsewhere, ())
+        avoided = {world.pod(f"p{seed % 4}").address, world.pod(f"p{(seed + 1) % 4}").address}
+        placement = await plan.place(f"r{seed}", avoided, ())
         assert placement is not None
         assert placement.prefill is not None
-        homes[seed] = placement.prefill.name
+        pods[seed] = placement.prefill.name
         placement.on_first_token()
         placement.release()
-    assert {seed: await world.prefill(600, seed) for seed in range(8)} == homes
+    assert {seed: await world.prefill(600, seed) for seed in range(8)} == pods
 
 
-async def test_failed_pods_are_avoided_while_others_live() -> None:
+async def test_failed_pods_are_avoided_while_there_are_others() -> None:
     world = World(TWO_BY_TWO)
     avoid = {world.pod("p0").address}
     assert {await world.prefill(100, s, avoid) for s in range(10)} == {"p1"}
@@ -277,7 +277,7 @@ async def test_of_two_addresses_with_one_name_the_later_generation_counts() -> N
     assert world.table.decode_pods() == [new]
 
 
-async def test_of_one_name_with_two_layouts_the_later_counts_for_the_limits_too() -> None:
+async def test_of_one_name_with_two_layouts_the_later_generation_counts_for_the_limits() -> None:
     world = World(TWO_BY_TWO)
     new = world.pod("p1")
     assert new.info is not None
@@ -287,7 +287,7 @@ async def test_of_one_name_with_two_layouts_the_later_counts_for_the_limits_too(
         world.table.limits()
 
 
-async def test_pods_without_a_measure_are_taken_to_be_like_their_peers() -> None:
+async def test_unmeasured_pods_get_the_rates_of_their_peers() -> None:
     world = World(TWO_BY_TWO)
     world["p0"].apply_report(PodLoad(prefill_rate=500.0, transfer_rate=1e6), 1.0)
     world.table.notify_changed()
@@ -295,7 +295,7 @@ async def test_pods_without_a_measure_are_taken_to_be_like_their_peers() -> None
     assert (world["p1"].prefill_s_per_token, world["d0"].transfer_s_per_token) == (1 / 500, 1e-6)
 
 
-def test_timelines_are_a_ring() -> None:
+def test_only_the_most_recent_timelines_are_kept() -> None:
     ring = RecentTimelines(size=3)
     for i in range(5):
         ring.add(Timeline(f"id{i}", "same", "chat"))
@@ -303,7 +303,7 @@ def test_timelines_are_a_ring() -> None:
     assert ring.find("chatcmpl-id4") is ring.find("id4") is ring.find("same")
 
 
-async def test_a_prefix_that_only_a_decode_pod_holds_is_fetched_from_there() -> None:
+async def test_a_prefix_that_only_a_decode_pod_holds_is_pulled() -> None:
     index = FakeIndex()
     world = World({"p0": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}, index)
     index.held = {"d0": 60}
@@ -312,7 +312,7 @@ async def test_a_prefix_that_only_a_decode_pod_holds_is_fetched_from_there() -> 
     plan = await world.router.plan(prompt(1000))
     placement = await plan.place("r", (), ())
     assert placement is not None
-    assert placement.pull_offer is None  # p0 does not say that it can
+    assert placement.pull_offer is None  # p0 does not report that it can pull
     placement.release()
     world["p0"].pulls = True
     placement = await plan.place("r", (), ())
@@ -326,12 +326,12 @@ async def test_a_prefix_that_only_a_decode_pod_holds_is_fetched_from_there() -> 
     holder = plan.find_holder("d0")
     assert holder is not None
     assert holder.address == world["d0"].address
-    elsewhere = placement.remote_prefill_cost()
-    assert elsewhere is not None
-    assert elsewhere.compute_s == pytest.approx(0.04 + placement.pull_offer.predicted_s)
-    assert elsewhere.queue_s == 0.0  # what it booked itself is not ahead of it
+    remote_cost = placement.remote_prefill_cost()
+    assert remote_cost is not None
+    assert remote_cost.compute_s == pytest.approx(0.04 + placement.pull_offer.predicted_s)
+    assert remote_cost.queue_s == 0.0  # its own booking is not ahead of it
     placement.release()
     scored = replace(prompt(1000), sampling=SamplingParams(max_tokens=16, prompt_logprobs=0))
     placement = await (await world.router.plan(scored)).place("r", (), ())
     assert placement is not None
-    assert placement.pull_offer is None  # it takes nothing from a cache
+    assert placement.pull_offer is None  # prompt log-probabilities need the whole prompt computed

@@ -1,4 +1,4 @@
-"""`baton plan`: what it reads, what it refuses, and that its answers move the way they must."""
+"""`baton plan`: its inputs, its errors, and the direction in which its answers change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def written(tmp_path: Path, name: str, text: str) -> Path:
 # -- traces
 
 
-def test_mooncake_traces_share_what_their_ids_say(tmp_path: Path) -> None:
+def test_mooncake_traces_share_blocks_by_their_ids(tmp_path: Path) -> None:
     trace = load_trace(written(tmp_path, "t.jsonl", MOONCAKE))
     first, second = trace.requests
     assert (second.arrival_s, second.prompt_len, second.output_len) == (27.0, 1536, 1)
@@ -86,7 +86,7 @@ def test_a_wrong_trace_is_refused_with_the_line(tmp_path: Path, name: str, text:
 # -- rates and objectives
 
 
-def test_rates_bend_to_measured_points() -> None:
+def test_rates_are_fitted_to_measured_points() -> None:
     metrics: dict[str, Any] = {f"ttft_ms_{n}": 1.2e3 * H100_8B.prompt_s(n, 2048) for n in (1024, 4096, 15000)}
     metrics |= {
         f"decode_ms_{b}x{n}": 1e3 * H100_8B.decode_s(b, b * n) + 1 for b, n in ((1, 128), (64, 1024), (64, 2048))
@@ -117,14 +117,14 @@ def test_wrong_rates_are_refused(tmp_path: Path, text: str, says: str) -> None:
     assert says in error.value.message
 
 
-def test_own_rates_replace_those_of_a_preset(tmp_path: Path) -> None:
+def test_rates_of_a_file_replace_those_of_a_preset(tmp_path: Path) -> None:
     rates = load_rates(str(written(tmp_path, "slow.json", '{"preset": "h100-8b", "link_byte_s": 1e9}')))
     assert replace(rates, name="", source="", link_byte_s=0) == replace(H100_8B, name="", source="", link_byte_s=0)
     with pytest.raises(ConfigError, match="h100-8b"):
         load_rates("nothing")
 
 
-def test_an_slo_is_read() -> None:
+def test_an_slo_is_parsed() -> None:
     assert Slo.parse("ttft=2s, itl=50ms") == Slo(2.0, 0.05)
     assert Slo.parse("itl=.5s,ttft=800ms", 1.0) == Slo(0.8, 0.5, 1.0)
 
@@ -137,7 +137,7 @@ def test_a_wrong_slo_is_refused(text: str) -> None:
         Slo.parse(text)
 
 
-def test_a_request_keeps_an_slo_or_not() -> None:
+def test_an_slo_is_met_or_missed_by_each_of_its_limits() -> None:
     slo = Slo(1.0, 0.05)
     good = RequestOutcome(0.0, 10, 10, ttft_s=1.0, mean_itl_s=0.05, done=True)
     assert slo.is_met_by(good)
@@ -165,7 +165,7 @@ def plan(trace: WorkloadTrace, slo: Slo, gpus: int | None, **options: Any) -> An
     return CapacityPlanner(trace, slo, H100_8B, chunks=(2048,), **options).plan(gpus)
 
 
-def test_a_looser_slo_never_gives_less(trace: WorkloadTrace) -> None:
+def test_a_looser_slo_never_lowers_the_goodput(trace: WorkloadTrace) -> None:
     slos = (Slo(0.15, 0.008), Slo(0.3, 0.012), Slo(2.0, 0.05))
     goodputs = [plan(trace, slo, 3).best.goodput for slo in slos]
     assert goodputs == sorted(goodputs)
@@ -183,7 +183,7 @@ def test_the_ratio_follows_the_work(trace: WorkloadTrace) -> None:
     assert plan(prompts, slo, 4).best.setup.prefill == 3
 
 
-def test_the_least_pods_keep_the_slo_at_the_traces_rate(trace: WorkloadTrace) -> None:
+def test_the_fewest_pods_meet_the_slo_at_the_rate_of_the_trace(trace: WorkloadTrace) -> None:
     busy = trace.sped_up(40.0)
     found = plan(busy, Slo(1.0, 0.05), None)
     assert found.needed is not None
@@ -194,14 +194,14 @@ def test_the_least_pods_keep_the_slo_at_the_traces_rate(trace: WorkloadTrace) ->
     assert {m.setup.gpus for m in found.measured} == {8}
 
 
-def test_what_cannot_be_kept_is_not_promised(trace: WorkloadTrace) -> None:
+def test_an_unreachable_slo_gives_no_setup(trace: WorkloadTrace) -> None:
     found = plan(trace, Slo(0.001, 0.05), 2)
     assert found.best.goodput == 0.0
     assert found.best.summary is None
     assert found.needed is None
 
 
-def test_requests_that_never_fit_are_said(trace: WorkloadTrace) -> None:
+def test_requests_that_never_fit_are_refused(trace: WorkloadTrace) -> None:
     with pytest.raises(ConfigError, match="KV memory"):
         CapacityPlanner(trace, Slo(1, 1), replace(H100_8B, kv_pool_bytes=1e9))
     with pytest.raises(ConfigError, match="decode times"):
@@ -236,7 +236,7 @@ def asked(**flags: Any) -> dict[str, Any]:
     return {**dict.fromkeys(names), "as_json": False, **flags}
 
 
-def test_the_command_prints_a_table_and_what_it_assumed(
+def test_the_command_prints_a_table_and_its_assumptions(
     trace: WorkloadTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(written(tmp_path, "agents.jsonl", lines(trace)))

@@ -1,4 +1,4 @@
-"""What the routing policies promise, over random pods and demands."""
+"""Properties of the routing policies, over random pods and requests, and of PodView, Bookings and InFlightPrompts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,16 @@ def view(name: str, *, capacity: int = 100_000, role: Role = Role.PREFILL, **loa
     return pod
 
 
-def cost_of(pod: PodView, demand: RoutingRequest) -> float:
-    """The formula, written down once more and without hurry."""
-    promised = max(
-        demand.device_hits.get(pod.name, 0) + demand.host_hits.get(pod.name, 0), demand.inflight_hits.get(pod.name, 0)
+def cost_of(pod: PodView, request: RoutingRequest) -> float:
+    """Returns the cost by the formula of the module docstring."""
+    expected_hits = max(
+        request.device_hits.get(pod.name, 0) + request.host_hits.get(pod.name, 0),
+        request.inflight_hits.get(pod.name, 0),
     )
-    return pod.queue_s(NOW) + max(1, demand.prompt_len - promised) * (1 + QUEUE_EXTERNALITY) * pod.prefill_s_per_token
+    return (
+        pod.queue_s(NOW)
+        + max(1, request.prompt_len - expected_hits) * (1 + QUEUE_EXTERNALITY) * pod.prefill_s_per_token
+    )
 
 
 pods = st.lists(
@@ -54,7 +58,7 @@ pods = st.lists(
 
 
 @given(pods, st.integers(1, 5_000), st.data())
-def test_the_first_choice_is_about_the_cheapest_pod_that_is_large_enough(
+def test_the_first_option_is_a_near_tie_of_the_cheapest_pod_that_is_large_enough(
     shapes: list[tuple[int, float, int]], length: int, data: st.DataObject
 ) -> None:
     views = [
@@ -62,29 +66,31 @@ def test_the_first_choice_is_about_the_cheapest_pod_that_is_large_enough(
         for i, (queued, rate, capacity) in enumerate(shapes)
     ]
     some = st.dictionaries(st.sampled_from([v.name for v in views]), st.integers(0, length - 1))
-    demand = RoutingRequest(prompt_len=length, max_tokens=8, device_hits=data.draw(some), inflight_hits=data.draw(some))
-    options = CostPolicy(random.Random(0)).rank_prefill_pods(demand, views, NOW)
+    request = RoutingRequest(
+        prompt_len=length, max_tokens=8, device_hits=data.draw(some), inflight_hits=data.draw(some)
+    )
+    options = CostPolicy(random.Random(0)).rank_prefill_pods(request, views, NOW)
     fit = [v for v in views if v.max_request_tokens >= length]
     assert {option.view for option in options} <= set(fit)
     assert len({option.view.name for option in options}) == len(options) == min(len(fit), len(options))
     if not fit:
         assert options == []
         return
-    least = min(cost_of(v, demand) for v in fit)
+    least = min(cost_of(v, request) for v in fit)
     assert options[0].cost_s <= least * TIE_RATIO + TIE_S + 1e-9
     assert all(option.missing_tokens + option.hit_tokens == length and option.missing_tokens >= 1 for option in options)
-    assert [o.cost_s for o in options] == pytest.approx([cost_of(o.view, demand) for o in options])
+    assert [o.cost_s for o in options] == pytest.approx([cost_of(o.view, request) for o in options])
 
 
 @given(st.integers(1, 4_000), st.integers(0, 4_000), st.integers(0, 20_000), st.integers(1, 5_000))
-def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_do(
+def test_more_hits_never_raise_the_cost_and_a_longer_queue_never_lowers_it(
     length: int, held: int, queued: int, more: int
 ) -> None:
     def cost(queued_tokens: int, tokens: int, **others: dict[str, int]) -> float:
-        demand = RoutingRequest(prompt_len=length, max_tokens=8, device_hits={"p": tokens}, **others)  # type: ignore[arg-type]
+        request = RoutingRequest(prompt_len=length, max_tokens=8, device_hits={"p": tokens}, **others)  # type: ignore[arg-type]
         return (
             CostPolicy(random.Random(0))
-            .rank_prefill_pods(demand, [view("p", queued_tokens=queued_tokens)], NOW)[0]
+            .rank_prefill_pods(request, [view("p", queued_tokens=queued_tokens)], NOW)[0]
             .cost_s
         )
 
@@ -97,33 +103,33 @@ def test_a_pod_never_gets_dearer_by_holding_more_nor_cheaper_by_having_more_to_d
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @given(st.text(min_size=1, max_size=20), st.lists(st.integers(0, 30_000), min_size=2, max_size=8))
-def test_affinity_decides_among_equals_and_is_only_a_hint(side: str, affinity: str, queues: list[int]) -> None:
+def test_affinity_decides_among_near_ties_only(side: str, affinity: str, queues: list[int]) -> None:
     role = Role.PREFILL if side == "prefill" else Role.BOTH
     views = [view(f"p{i}", role=role, queued_tokens=queued) for i, queued in enumerate(queues)]
-    demand = RoutingRequest(prompt_len=500, max_tokens=8, affinity=affinity)
+    request = RoutingRequest(prompt_len=500, max_tokens=8, affinity=affinity)
     policy = CostPolicy(random.Random(len(affinity)))
     choose = policy.rank_prefill_pods if side == "prefill" else policy.rank_decode_pods
-    chosen = choose(demand, views, NOW)[0].view
-    plain = {o.view.name: o.cost_s for o in choose(replace(demand, affinity=""), views, NOW)}
+    chosen = choose(request, views, NOW)[0].view
+    plain = {o.view.name: o.cost_s for o in choose(replace(request, affinity=""), views, NOW)}
     slack = TIE_RATIO / (1 - AFFINITY_RATIO)
     assert plain[chosen.name] <= min(plain.values()) * slack + (AFFINITY_S + TIE_S) * slack + 1e-9
     for pod in views:
         pod.apply_report(PodLoad(prefill_rate=1000.0, free_blocks=5_000), NOW)
-    assert len({choose(demand, views, NOW)[0].view.name for _ in range(10)}) == 1
+    assert len({choose(request, views, NOW)[0].view.name for _ in range(10)}) == 1
 
 
 def test_affinities_are_spread_over_pods() -> None:
     views = [view(f"p{i}") for i in range(4)]
     policy = CostPolicy(random.Random(1))
-    demand = RoutingRequest(prompt_len=500, max_tokens=8)
+    request = RoutingRequest(prompt_len=500, max_tokens=8)
     homes = Counter(
-        policy.rank_prefill_pods(replace(demand, affinity=f"s{i}"), views, NOW)[0].view.name for i in range(400)
+        policy.rank_prefill_pods(replace(request, affinity=f"s{i}"), views, NOW)[0].view.name for i in range(400)
     )
     assert min(homes.values()) > 60
 
 
 @given(st.integers(1, 9), st.integers(1, 64))
-def test_equal_requests_from_one_gateway_are_shared_out_evenly(num_pods: int, burst: int) -> None:
+def test_equal_requests_of_one_gateway_are_spread_evenly(num_pods: int, burst: int) -> None:
     views = [view(f"p{i}") for i in range(num_pods)]
     policy = CostPolicy(random.Random(burst))
     for i in range(burst):
@@ -132,7 +138,7 @@ def test_equal_requests_from_one_gateway_are_shared_out_evenly(num_pods: int, bu
     assert max(len(v.prefill_bookings) for v in views) - min(len(v.prefill_bookings) for v in views) <= 1
 
 
-def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do() -> None:
+def test_a_hot_prefix_is_computed_on_other_pods_once_its_holder_has_a_long_queue() -> None:
     views = {f"p{i}": view(f"p{i}") for i in range(4)}
     held, got = {"p0": 300}, Counter[str]()
     policy = CostPolicy(random.Random(2))
@@ -147,13 +153,11 @@ def test_a_hot_prefix_is_computed_elsewhere_once_its_holder_has_too_much_to_do()
         got[option.view.name] += 1
     assert min(got[name] for name in views) > 50
     queues = [v.queue_s(NOW + 400 / 60) for v in views.values()]
-    assert max(queues) - min(queues) < 0.3 * (
-        1 + QUEUE_EXTERNALITY
-    )  # never behind by more than computing it anew is worth
+    assert max(queues) - min(queues) < 0.3 * (1 + QUEUE_EXTERNALITY)  # at most the worth of computing the prefix again
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_one_block_that_heads_every_prompt_draws_them_together_for_prefix_only_alone(name: str) -> None:
+def test_a_common_first_block_draws_all_prompts_to_one_pod_only_with_prefix_only(name: str) -> None:
     views = [view(f"p{i}") for i in range(4)]
     policy = make_policy(name, random.Random(3))
     for i in range(80):
@@ -165,7 +169,7 @@ def test_one_block_that_heads_every_prompt_draws_them_together_for_prefix_only_a
     assert most == 80 if name == "prefix_only" else most <= 22
 
 
-def test_a_pull_is_used_where_it_beats_computing() -> None:
+def test_a_pull_is_used_if_it_is_faster_than_computing() -> None:
     views = [view("p0"), view("p1")]
     policy = CostPolicy(random.Random(4))
 
@@ -187,18 +191,18 @@ def test_a_pull_is_used_where_it_beats_computing() -> None:
 
 
 @pytest.mark.parametrize("pods", [2, 200])
-def test_a_conversation_stays_where_its_kv_is_while_costs_are_equal(pods: int) -> None:
-    """256 tokens of an answer take seconds, its KV milliseconds: within that noise the holder goes first."""
+def test_a_conversation_stays_with_its_kv_while_costs_are_near_ties(pods: int) -> None:
+    """Decoding 256 tokens takes seconds, moving the KV milliseconds. Within a near-tie the holder goes first."""
     policy = CostPolicy(random.Random(6))
     views = [view(f"d{i}", role=Role.DECODE) for i in range(pods)]
     for v in views:
         v.apply_report(PodLoad(free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW)
-    demand = RoutingRequest(prompt_len=500, max_tokens=256, device_hits={"d1": 480})
-    assert {policy.rank_decode_pods(demand, views, NOW)[0].view.name for _ in range(20)} == {"d1"}
+    request = RoutingRequest(prompt_len=500, max_tokens=256, device_hits={"d1": 480})
+    assert {policy.rank_decode_pods(request, views, NOW)[0].view.name for _ in range(20)} == {"d1"}
     views[1].apply_report(
         PodLoad(running=60, free_blocks=1000, step_s=0.01, step_slope_s=1e-4, transfer_rate=1e6), NOW + 1
     )
-    assert policy.rank_decode_pods(demand, views, NOW + 1)[0].view.name != "d1"
+    assert policy.rank_decode_pods(request, views, NOW + 1)[0].view.name != "d1"
 
 
 def test_decode_pods_without_room_are_a_last_resort() -> None:
@@ -207,20 +211,20 @@ def test_decode_pods_without_room_are_a_last_resort() -> None:
         view("d0", role=Role.DECODE, free_blocks=2),
         view("d1", role=Role.DECODE, free_blocks=4_000, running=50),
     )
-    demand = RoutingRequest(prompt_len=1_000, max_tokens=64)
-    assert [o.view.name for o in policy.rank_decode_pods(demand, [full, busy], NOW)] == ["d1", "d0"]
+    request = RoutingRequest(prompt_len=1_000, max_tokens=64)
+    assert [o.view.name for o in policy.rank_decode_pods(request, [full, busy], NOW)] == ["d1", "d0"]
     busy.apply_report(PodLoad(free_blocks=3, running=50), NOW)
-    assert policy.rank_decode_pods(demand, [full, busy], NOW)[0].view is full
+    assert policy.rank_decode_pods(request, [full, busy], NOW)[0].view is full
 
 
-def test_a_held_prefix_and_few_neighbours_attract_a_sequence_by_what_they_save() -> None:
+def test_a_cached_prefix_is_weighed_against_the_number_of_sequences() -> None:
     policy = CostPolicy(random.Random(6))
     a, b = (view(name, role=Role.DECODE, step_s=0.01, step_slope_s=0.001, transfer_rate=1e5) for name in ("a", "b"))
-    demand = RoutingRequest(prompt_len=50_000, max_tokens=100, device_hits={"a": 49_000})
-    assert policy.rank_decode_pods(demand, [a, b], NOW)[0].view is a
+    request = RoutingRequest(prompt_len=50_000, max_tokens=100, device_hits={"a": 49_000})
+    assert policy.rank_decode_pods(request, [a, b], NOW)[0].view is a
     for i in range(3):  # 0.49 s of moving saved, 0.2 s lost by each neighbour
         a.decode_bookings.add(str(i), 1_000, NOW)
-    assert policy.rank_decode_pods(demand, [a, b], NOW)[0].view is b
+    assert policy.rank_decode_pods(request, [a, b], NOW)[0].view is b
 
 
 def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
@@ -228,54 +232,54 @@ def test_a_pod_that_has_not_decoded_yet_is_as_fast_as_its_peers() -> None:
     holds = view("a", role=Role.DECODE, step_s=0.05, step_slope_s=0.01, transfer_rate=1e5)
     new = view("b", role=Role.DECODE)
     fill_in_from_peers([holds, new])
-    demand = RoutingRequest(prompt_len=600, max_tokens=4, device_hits={"a": 592})
-    assert {policy.rank_decode_pods(demand, [holds, new], NOW)[0].view.name for _ in range(20)} == {"a"}
+    request = RoutingRequest(prompt_len=600, max_tokens=4, device_hits={"a": 592})
+    assert {policy.rank_decode_pods(request, [holds, new], NOW)[0].view.name for _ in range(20)} == {"a"}
     new.apply_report(PodLoad(free_blocks=4_000, step_s=0.01, step_slope_s=0.001), NOW)
     fill_in_from_peers([holds, new])
-    assert policy.rank_decode_pods(demand, [holds, new], NOW)[0].view is new
+    assert policy.rank_decode_pods(request, [holds, new], NOW)[0].view is new
 
 
-def test_steps_of_equal_machines_measured_apart_do_not_outweigh_held_kv() -> None:
+def test_small_differences_of_measured_steps_do_not_outweigh_cached_kv() -> None:
     policy = CostPolicy(random.Random(6))
     holds = view("a", role=Role.DECODE, step_s=0.03, step_slope_s=0.002, transfer_rate=1e5)
     faster = view("b", role=Role.DECODE, step_s=0.02, step_slope_s=0.002, transfer_rate=1e5)
-    demand = RoutingRequest(prompt_len=600, max_tokens=256, device_hits={"a": 592})
-    costs = {option.view.name: option.cost_s for option in policy.rank_decode_pods(demand, [holds, faster], NOW)}
+    request = RoutingRequest(prompt_len=600, max_tokens=256, device_hits={"a": 592})
+    costs = {option.view.name: option.cost_s for option in policy.rank_decode_pods(request, [holds, faster], NOW)}
     assert costs["b"] - costs["a"] == pytest.approx(592 / 1e5)
 
 
-def test_a_pod_that_does_both_has_a_queue_too() -> None:
+def test_a_pod_of_role_both_costs_its_prompt_queue() -> None:
     policy = CostPolicy(random.Random(7))
     a, b = view("a", role=Role.BOTH, queued_tokens=9_000), view("b", role=Role.BOTH, running=20)
     option = policy.rank_decode_pods(RoutingRequest(prompt_len=500, max_tokens=8), [a, b], NOW)[0]
     assert (option.view, option.load_units) == (b, 500)
 
 
-# ---- the others
+# ---- other policies
 
 
 def test_round_robin_takes_turns_and_least_loaded_the_shortest_queue() -> None:
     views = [view(f"p{i}", queued_tokens=900 * (i != 1)) for i in range(3)]
-    demand = RoutingRequest(prompt_len=100, max_tokens=8, device_hits={"p0": 90})
+    request = RoutingRequest(prompt_len=100, max_tokens=8, device_hits={"p0": 90})
     turns = make_policy("round_robin", random.Random(8))
-    assert len({turns.rank_prefill_pods(demand, views, NOW)[0].view.name for _ in range(3)}) == 3
+    assert len({turns.rank_prefill_pods(request, views, NOW)[0].view.name for _ in range(3)}) == 3
     least = make_policy("least_loaded", random.Random(8))
-    assert {least.rank_prefill_pods(demand, views, NOW)[0].view.name for _ in range(9)} == {"p1"}
+    assert {least.rank_prefill_pods(request, views, NOW)[0].view.name for _ in range(9)} == {"p1"}
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16), min_size=20, max_size=60), st.integers(2, 7))
-def test_a_prompt_has_one_home_and_no_pod_much_more_than_its_share(keys: list[bytes], num_pods: int) -> None:
+def test_rendezvous_hashing_is_equal_in_all_gateways_and_bounds_the_load(keys: list[bytes], num_pods: int) -> None:
     views = [view(f"p{i}") for i in range(num_pods)]
     first, second = RendezvousHash(random.Random(1)), RendezvousHash(random.Random(2))
     for i, key in enumerate(keys):
-        demand = RoutingRequest(prompt_len=100, max_tokens=8, prefix_key=key)
-        option = first.rank_prefill_pods(demand, views, NOW)[0]
-        assert option.view is second.rank_prefill_pods(demand, views, NOW)[0].view
+        request = RoutingRequest(prompt_len=100, max_tokens=8, prefix_key=key)
+        option = first.rank_prefill_pods(request, views, NOW)[0]
+        assert option.view is second.rank_prefill_pods(request, views, NOW)[0].view
         option.view.prefill_bookings.add(str(i), 100, NOW)
         assert len(option.view.prefill_bookings) <= 1.25 * (i + 1) / num_pods + 1
 
 
-def test_a_thousand_equal_pods_are_not_all_offered() -> None:
+def test_a_ranking_of_a_thousand_equal_pods_has_at_most_max_options() -> None:
     views = [view(f"p{i}") for i in range(1000)]
     policy = CostPolicy(random.Random(9))
     offers = [
@@ -287,17 +291,17 @@ def test_a_thousand_equal_pods_are_not_all_offered() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_no_policy_makes_an_option_of_each_of_a_thousand_pods(name: str) -> None:
+def test_no_policy_returns_options_for_all_of_a_thousand_pods(name: str) -> None:
     views = [view(f"p{i}", queued_tokens=i) for i in range(1000)]
-    policy, demand = (
+    policy, request = (
         make_policy(name, random.Random(9)),
         RoutingRequest(prompt_len=9, max_tokens=1, device_hits={"p7": 8}),
     )
     for side in (policy.rank_prefill_pods, policy.rank_decode_pods):
-        assert 1 <= len(side(demand, views, NOW)) <= MAX_OPTIONS + 1  # a sample, and who holds most
+        assert 1 <= len(side(request, views, NOW)) <= MAX_OPTIONS + 1  # a sample, and the pod with the most hits
 
 
-# ---- what policies look at
+# ---- views, bookings and prompts in flight
 
 
 @given(
@@ -311,7 +315,7 @@ def test_no_policy_makes_an_option_of_each_of_a_thousand_pods(name: str) -> None
         max_size=40,
     )
 )
-def test_bookings_are_the_sums_of_what_is_open(steps: list[tuple[str, int, int]]) -> None:
+def test_bookings_are_the_sums_of_the_open_entries(steps: list[tuple[str, int, int]]) -> None:
     bookings, model, since = Bookings(), dict[int, tuple[int, int, float]](), float("-inf")
     for now, (what, key, tokens) in enumerate(steps):
         if what == "add":
@@ -334,7 +338,7 @@ def test_bookings_are_the_sums_of_what_is_open(steps: list[tuple[str, int, int]]
         assert (bookings.unreported_count, len(bookings)) == (len(fresh), len(model))
 
 
-def test_a_queue_is_the_report_less_what_was_computed_since_plus_what_was_sent_since() -> None:
+def test_queue_s_is_the_report_minus_computed_plus_booked_tokens() -> None:
     pod = PodView("p", block_size=16, max_request_tokens=10_000, num_blocks=1_000)
     pod.prefill_bookings.add("a", 500, 1.0)
     pod.apply_report(PodLoad(queued_tokens=500, prefill_rate=1000.0), 2.0)
@@ -344,7 +348,7 @@ def test_a_queue_is_the_report_less_what_was_computed_since_plus_what_was_sent_s
     assert pod.queue_s(3.0) == pytest.approx(0.3)
     pod.prefill_bookings.shrink("b", 100)
     assert pod.queue_s(3.0) == pytest.approx(0.1)
-    pod.apply_report(PodLoad(queued_tokens=900, prefill_rate=1000.0), 1.5)  # overtaken on its way
+    pod.apply_report(PodLoad(queued_tokens=900, prefill_rate=1000.0), 1.5)  # an older report that arrives later
     assert pod.queue_s(3.0) == pytest.approx(0.1)
     pod.prefill_bookings.remove("b")
     assert pod.queue_s(3.0) == 0.0
@@ -359,7 +363,7 @@ def chain(path: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), paths), max_size=12), st.sets(st.integers(0, 11)), paths)
-def test_prompts_in_flight_are_matched_as_far_as_they_are_equal(
+def test_match_blocks_finds_the_longest_common_prefix_per_pod(
     prompts: list[tuple[int, list[int]]], done: set[int], path: list[int]
 ) -> None:
     inflight, model = InFlightPrompts(), dict[int, tuple[int, list[int]]]()

@@ -1,4 +1,4 @@
-"""Which prefixes routing wants fetched from other pods."""
+"""offer_pulls: the prefixes that prefill pods could pull from other pods."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ def test_a_pull_costs_its_latency_and_the_missing_bytes_at_the_pairs_rate() -> N
     assert found == {"p": PullOffer(1600, pytest.approx(0.01 + 50 * BLOCK_BYTES / 1e9), "h")}
 
 
-def test_computing_that_is_faster_is_not_replaced() -> None:
+def test_no_pull_is_offered_if_computing_is_faster() -> None:
     holder, lacking = view("h", p=1e9), view("p", rate=100_000.0)
     assert offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES) == {}
 
 
-def test_pods_that_do_not_pull_or_will_have_it_anyway_are_left_out() -> None:
+def test_pods_that_cannot_pull_or_will_have_the_prefix_get_no_offer() -> None:
     holder = view("h", p=1e9, q=1e9)
     pods = [view("p", pulls=False), view("q")]
     assert offer_pulls({"h": 1600}, {"h": 1600, "q": 1600}, pods, [holder], BLOCK_BYTES) == {}
     assert offer_pulls({}, {}, pods, [holder], BLOCK_BYTES) == {}
 
 
-def test_the_holder_from_which_most_is_saved_is_named() -> None:
+def test_the_offer_names_the_holder_that_saves_most() -> None:
     far, near = view("far", p=2e7), view("near", p=1e9)
     held = {"far": 1600, "near": 1440}
     assert offer_pulls(held, held, [view("p")], [far, near], BLOCK_BYTES)["p"].holder == "near"
 
 
-def test_an_unknown_pair_is_taken_for_a_usual_one_that_has_to_connect() -> None:
+def test_an_unknown_pair_has_the_mean_rate_and_connects_first() -> None:
     holder, lacking = view("h", other=1e9), view("p")
     seconds = offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [holder], BLOCK_BYTES)["p"].predicted_s
     assert seconds == pytest.approx(0.01 + CONNECT_S + 100 * BLOCK_BYTES / 1e9)
-    assert offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [view("h")], BLOCK_BYTES) == {}  # nobody has moved anything
+    assert offer_pulls({"h": 1600}, {"h": 1600}, [lacking], [view("h")], BLOCK_BYTES) == {}  # no rate is known
 
 
-def test_a_pulled_prefix_is_not_booked_as_work() -> None:
+def test_tokens_of_a_pulled_prefix_are_not_booked() -> None:
     holder, idle = view("h", p=1e9), view("p")
     holder.prefill_bookings.add("queue", 50_000, 1.0)
     held = {"h": 1600}
     found = offer_pulls(held, held, [holder, idle], [holder, idle], BLOCK_BYTES)
-    demand = RoutingRequest(prompt_len=1700, max_tokens=8, device_hits=held, pull_offers=found)
-    best = CostPolicy(random.Random(0)).rank_prefill_pods(demand, [holder, idle], 1.0)[0]
+    request = RoutingRequest(prompt_len=1700, max_tokens=8, device_hits=held, pull_offers=found)
+    best = CostPolicy(random.Random(0)).rank_prefill_pods(request, [holder, idle], 1.0)[0]
     assert (best.view.name, best.missing_tokens, best.hit_tokens, best.pull_offer) == ("p", 100, 1600, found["p"])
 
 
-def test_a_pod_that_has_to_fetch_less_goes_first_among_equals() -> None:
+def test_a_pod_that_pulls_less_goes_first_among_near_ties() -> None:
     holder = view("h", p=1e9, q=1e9)
     holder.prefill_bookings.add("queue", 50_000, 1.0)
     some, none = view("p"), view("q")
@@ -71,5 +71,5 @@ def test_a_pod_that_has_to_fetch_less_goes_first_among_equals() -> None:
     found = offer_pulls(held, held, [some, none], [holder, some, none], 1000)
     assert set(found) == {"p", "q"}
     policy = CostPolicy(random.Random(0))
-    demand = RoutingRequest(prompt_len=100, max_tokens=8, device_hits=held, pull_offers=found)
-    assert {policy.rank_prefill_pods(demand, [none, some], 1.0)[0].view.name for _ in range(20)} == {"p"}
+    request = RoutingRequest(prompt_len=100, max_tokens=8, device_hits=held, pull_offers=found)
+    assert {policy.rank_prefill_pods(request, [none, some], 1.0)[0].view.name for _ in range(20)} == {"p"}

@@ -1,4 +1,4 @@
-"""The simulated cluster: every request ends once, caches keep their limits, the same seed gives the same run."""
+"""The simulated cluster: every request ends once, caches are bounded, and equal seeds give equal runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RATES = replace(
 
 
 def request(at: float, *branches: int, tail: int = 1, output: int = 1) -> WorkloadRequest:
-    """A prompt of one full block per branch and `tail` tokens more; equal branches from the start share blocks."""
+    """Returns a prompt of one full block per branch and `tail` more tokens. Equal leading branches share blocks."""
     chain = tuple(synthetic_block_hash(branches[: i + 1]) for i in range(len(branches)))
     return WorkloadRequest(at, len(branches) * BLOCK + tail, output, chain)
 
@@ -81,7 +81,7 @@ faults = st.lists(
     lag=st.sampled_from([0.0, 0.5]),
     pull=st.booleans(),
 )
-def test_every_request_ends_once_and_pools_come_to_rest(
+def test_every_request_ends_once_and_no_block_stays_leased(
     trace: WorkloadTrace,
     faults: list[SimulatedFault],
     decode: int,
@@ -118,7 +118,7 @@ def test_every_request_ends_once_and_pools_come_to_rest(
         assert o.hit_tokens % BLOCK == 0
         if o.done:
             assert o.ttft_s is not None
-            if o.attempts == 1:  # what was not cached was computed, no faster than the pod can
+            if o.attempts == 1:  # uncached tokens take at least the pod's time
                 assert o.ttft_s >= (asked.prompt_len - o.hit_tokens) / 1000.0 - 1e-9
         if not planned and decode == 0:
             assert o.done
@@ -159,8 +159,8 @@ def test_time_never_goes_back_and_equal_times_keep_their_order(events: list[tupl
     assert first == sorted(first, key=lambda i: (events[i][0], i))
 
 
-def test_a_queue_in_figures() -> None:
-    """A pod of 1,000 tokens/s that takes one prompt after another: 33 and 17 tokens, then 33 of which 32 are cached."""
+def test_the_times_of_a_prefill_queue() -> None:
+    """A pod of 1,000 tokens/s computes one prompt after another: 33 and 17 tokens, then 33 with 32 cached."""
     trace = of(request(0.0, 1, 2), request(0.0, 3), request(1.0, 1, 2))
     result, _ = run(trace, prefill=1, prefill_seqs=1)
     assert [o.ttft_s for o in result.outcomes] == pytest.approx([0.033, 0.050, 0.001])
@@ -168,14 +168,14 @@ def test_a_queue_in_figures() -> None:
     assert result.summary.hit_rate == pytest.approx(32 / 83)
 
 
-def test_a_hand_off_and_a_decode_in_figures() -> None:
-    """33 tokens in two chunks: the first travels while the second computes, only the rest is exposed."""
+def test_the_times_of_a_hand_off_and_a_decode() -> None:
+    """33 tokens in two chunks: KV of the first is sent while the second is computed, so only the rest is exposed."""
     trace = of(request(0.0, 1, 2, output=11), request(9.0, 1, 2, output=11))
     result, _ = run(trace, prefill=1, decode=1, chunk_tokens=32)
     first, second = result.outcomes
     assert first.ttft_s == pytest.approx(0.033)
     assert first.mean_itl_s == pytest.approx((1 / 1e4 + 0.0032 - 0.001 + 0.005 + 10 * 0.01) / 10, rel=1e-3)
-    # The decode pod holds both blocks by then: a token travels, and the latency.
+    # The decode pod holds both blocks: one token and the latency are left.
     assert second.mean_itl_s == pytest.approx((1 / 1e4 + 0.005 + 10 * 0.01) / 10, rel=1e-3)
 
 
@@ -202,7 +202,7 @@ def test_the_cache_is_limited_and_the_index_knows_what_is_evicted() -> None:
     assert cluster.index.blocks.size() <= 18
 
 
-def test_a_restarted_pod_is_not_credited_with_what_it_held_before() -> None:
+def test_a_restarted_pod_has_no_hits_of_its_earlier_process() -> None:
     trace = of(request(0.0, 1, 2), request(1.0, 1, 2), request(6.0, 1, 2))
     result, _ = run(trace, prefill=1, faults=(SimulatedFault(2.0, 1.0, "prefill-0"),))
     assert [o.expected_hit_tokens for o in result.outcomes] == [0, 32, 0]
@@ -223,7 +223,7 @@ def test_a_dead_pod_does_not_lose_requests() -> None:
     assert result.summary.retried > 0
 
 
-def test_without_an_index_the_gateway_goes_by_its_own_memory() -> None:
+def test_without_an_index_the_gateway_uses_its_own_memory() -> None:
     trace = of(*[request(float(i), i % 7, i % 7, i % 7, tail=64) for i in range(60)])
     with_index, _ = run(trace, prefill=3)
     without, _ = run(trace, prefill=3, faults=(SimulatedFault(0.0, 1e9),))
@@ -232,13 +232,13 @@ def test_without_an_index_the_gateway_goes_by_its_own_memory() -> None:
     assert blind.summary.hit_rate < without.summary.hit_rate <= with_index.summary.hit_rate + 1e-9
 
 
-def test_a_late_index_promises_less_than_there_is() -> None:
+def test_a_late_index_underestimates_the_hits() -> None:
     trace = of(*[request(i * 0.5, 1, 2, 3) for i in range(20)])
     late, _ = run(trace, prefill=1, lag_s=4.0)
     assert late.summary.promised_rate < late.summary.hit_rate
 
 
-def test_an_index_that_was_away_is_filled_again() -> None:
+def test_pods_publish_again_after_an_outage_of_the_index() -> None:
     clock = VirtualClock()
     index = SimIndex(clock)
     publisher = index.publisher("p", 1)
@@ -270,17 +270,17 @@ def test_two_gateways_do_not_herd() -> None:
         ({"prefill": 1000, "decode": 25}, "prefill"),
         ({"policy": "best"}, "policy"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
-        ({"faults": (SimulatedFault(0.0, 1.0, "nobody"),)}, "faults"),
+        ({"faults": (SimulatedFault(0.0, 1.0, "prefill-9"),)}, "faults"),
         ({"block_size": 32}, "block_size"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(wrong: dict[str, Any], field: str) -> None:
+def test_an_invalid_cluster_is_refused_by_field(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         run(of(request(0.0, 1), request(1.0, 1)), **{"prefill": 1, **wrong})
     assert error.value.field == field
 
 
-def test_the_made_trace_is_what_it_is_asked_for() -> None:
+def test_the_synthetic_trace_has_the_requested_shape() -> None:
     agents = AgentWorkload(rate=4.0, seconds=300.0, seed=3, tenants=20)
     trace = agents.trace()
     assert trace == agents.trace()
@@ -289,12 +289,12 @@ def test_the_made_trace_is_what_it_is_asked_for() -> None:
     assert 0.5 < trace.ideal_hit_rate() < 0.95
     for r in trace.requests:
         assert len(r.block_hashes) == r.prompt_len // trace.block_size
-    # Every prompt of a tenant begins with its system prompt; and a session's next prompt with the last one.
+    # Every prompt of a tenant begins with its system prompt.
     assert len({r.block_hashes[0] for r in trace.requests if r.block_hashes}) <= 20
 
 
-def test_a_real_shape_in_both_roles() -> None:
-    """4,096 tokens on the preset: the idle TTFT is the model's, decode steps too."""
+def test_the_h100_preset_in_both_roles() -> None:
+    """On idle pods TTFT and decode steps are those of the rates."""
     size = 512
     chain = tuple(synthetic_block_hash(i) for i in range(8))
     trace = WorkloadTrace(

@@ -1,4 +1,4 @@
-"""Tokens on their way to whoever relays them: each once, in order, whichever way they come in and go out."""
+"""TokenQueue and Attempt.on_delta: each token is given once, in order, by `next` and by `relay`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gateway.telemetry.timeline import Timeline
 
 
 def bring(queue: TokenQueue, index: int) -> bool:
-    """A token as a pod's message brings it: by the short way where that is open. Whether it was."""
+    """Puts one token as Attempt does. Returns whether it was relayed at once."""
     if queue.relay_token_id(index, 100 + index):
         return True
     assert queue.put(0, [Token(index, 100 + index)], None)
@@ -31,9 +31,11 @@ def bring(queue: TokenQueue, index: int) -> bool:
 
 
 async def relaying(
-    queue: TokenQueue, on_token_id: Callable[[int], bool], on_tokens: Callable[[Sequence[Token], FinishReason | None], bool]
+    queue: TokenQueue,
+    on_token_id: Callable[[int], bool],
+    on_tokens: Callable[[Sequence[Token], FinishReason | None], bool],
 ) -> asyncio.Task[None]:
-    """Who relays, and waits for tokens."""
+    """Returns a task that relays and waits for tokens."""
     task = asyncio.create_task(queue.relay(on_tokens, on_token_id))
     await asyncio.sleep(0)
     return task
@@ -43,8 +45,10 @@ async def relaying(
     arrivals=st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.booleans()), max_size=12),
     at_once=st.booleans(),
 )
-def test_each_token_once_in_order_by_either_way(arrivals: list[tuple[list[int], bool]], at_once: bool) -> None:
-    """Whoever reads asks, relays, and asks again where the relay ended; it may get a turn between two arrivals."""
+def test_each_token_is_given_once_in_order_by_next_and_by_relay(
+    arrivals: list[tuple[list[int], bool]], at_once: bool
+) -> None:
+    """The reader calls `next` and `relay` in turn. It may run between two arrivals."""
     got: list[int] = []
     finishes: list[FinishReason] = []
 
@@ -83,7 +87,7 @@ def test_each_token_once_in_order_by_either_way(arrivals: list[tuple[list[int], 
     assert finishes == [FinishReason.STOP]
 
 
-async def test_the_short_way_is_open_while_somebody_relays() -> None:
+async def test_relay_token_id_works_only_while_a_reader_relays() -> None:
     queue, got = TokenQueue(1, 100), list[int]()
     assert not bring(queue, 0)
     assert (await queue.next()).tokens == [Token(0, 100)]
@@ -100,7 +104,7 @@ async def test_the_short_way_is_open_while_somebody_relays() -> None:
     assert not bring(queue, 5)
 
 
-async def test_a_failure_is_of_who_relays_not_of_who_brings() -> None:
+async def test_an_exception_of_the_relaying_reader_does_not_reach_the_pod_stream() -> None:
     queue = TokenQueue(1, 100)
 
     def broken(token_id: int) -> bool:
@@ -128,7 +132,7 @@ def attempt_of(request: ValidRequest) -> Attempt:
     )
 
 
-async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
+async def test_fields_beside_a_token_count_while_it_is_relayed() -> None:
     attempt = attempt_of(ValidRequest("r", "m", (1, 2, 3), SamplingParams(max_tokens=9)))
     alone: list[int] = []
     others: list[tuple[list[int], FinishReason | None]] = []
@@ -150,14 +154,16 @@ async def test_what_comes_with_a_token_counts_while_it_is_relayed() -> None:
     assert (alone, others) == ([100, 103], [([101], None), ([102], None)])
     assert (attempt.cached_tokens, attempt.drafts_proposed) == (2, 4)
     token = types_pb2.Token(index=4, id=104)
-    attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[token], finish_reason=types_pb2.FINISH_REASON_LENGTH))
+    attempt.on_delta(
+        decode_pb2.SequenceDelta(request_id="r", tokens=[token], finish_reason=types_pb2.FINISH_REASON_LENGTH)
+    )
     assert others[-1] == ([104], FinishReason.LENGTH)
     assert attempt.token_queue.complete
     await task
     attempt.close()
 
 
-async def test_what_goes_on_has_the_number_and_the_tokens_that_it_had() -> None:
+async def test_a_resumed_sequence_keeps_its_number_and_its_tokens() -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(max_tokens=8, n=3)).resumed(2, [100, 101])
     assert (request.child_indices, request.context_ids, request.sampling.n) == (range(2, 3), (1, 100, 101), 1)
     attempt = attempt_of(request)
@@ -167,13 +173,13 @@ async def test_what_goes_on_has_the_number_and_the_tokens_that_it_had() -> None:
         attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[token], child=2))
     assert await attempt.token_queue.next() == ([Token(2, 102, child=2)], None, 0)
     attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=3, id=1)]))
-    with pytest.raises(InternalError, match="sequence 0"):  # nobody asked for that one
+    with pytest.raises(InternalError, match="sequence 0"):  # the attempt has only sequence 2
         await attempt.token_queue.next()
     attempt.close()
 
 
-async def test_a_reader_that_came_late_relays_all_the_same() -> None:
-    """What came before it asked is one delta, and nothing stays behind that would end its relay at once."""
+async def test_a_reader_that_starts_late_can_still_relay() -> None:
+    """The tokens before its `next` are one delta, and no entry is left that would end its relay at once."""
     queue, got = TokenQueue(1, 100), list[int]()
     for index in range(3):
         assert not bring(queue, index)

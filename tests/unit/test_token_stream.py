@@ -1,4 +1,4 @@
-"""The window between a pod and a slow gateway."""
+"""TokenStream of a decode pod: the window of unacknowledged batches of a gateway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def delta(request_id: str = "r") -> list[decode_pb2.SequenceDelta]:
 
 
 class Gateway:
-    """Records what the stream decides about its gateway."""
+    """Records the callbacks of a stream."""
 
     def __init__(self, window: int = 4, pause_limit_s: float = 60.0) -> None:
         self.pauses: list[bool] = []

@@ -1,4 +1,4 @@
-"""An API server of Kubernetes that knows EndpointSlices only: list and watch over TLS, with a token, and faults."""
+"""A fake Kubernetes API server for EndpointSlices: list and watch over TLS, with a token, and with faults."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ NAMESPACE = "test"
 
 @dataclass
 class FakeKube:
-    """Slices by name; `put` and `remove` make new versions. token: the one that is accepted now.
-
-    lists: how many there were; watches: the versions that they began at. refuse: a status for everything. garble: what
-    watches say instead of events. history: how many versions in the past a watch may begin.
-    """
+    """The API server. `put` and `remove` change a slice and create a new version."""
 
     account: Path
     host: str = "127.0.0.1"
     port: int = 0
+    #: The accepted token.
     token: str = "token-1"
     version: int = 100
+    #: Status of all responses; 0 for none.
     refuse: int = 0
+    #: Sent in place of events; "" for none.
     garble: str = ""
+    #: How many versions in the past a watch may begin.
     history: int = 1000
+    #: By name.
     slices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Number of list calls.
     lists: int = 0
+    #: Versions that watches began at.
     watches: list[int] = field(default_factory=list)
     _events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -52,7 +55,7 @@ class FakeKube:
     async def put(
         self, service: str, pods: dict[str, bool], *, name: str = "", port: int = 7000, **fields: Any
     ) -> None:
-        """One slice of a service: hosts, and whether they are terminating."""
+        """Sets one slice of a service: its hosts, and whether they are terminating."""
         self.version += 1
         name = name or f"{service}-abcde"
         kind = "MODIFIED" if name in self.slices else "ADDED"
@@ -65,29 +68,29 @@ class FakeKube:
             "ports": [{"name": "metrics", "port": 9400}, {"name": "grpc", "port": port, "protocol": "TCP"}],
             **fields,
         }
-        await self._tell(kind, name)
+        await self._send_slice(kind, name)
 
     def endpoints(self, pods: dict[str, bool]) -> list[dict[str, Any]] | None:
-        """Of a slice. None when there are none, as Go writes an empty list."""
+        """Returns the endpoints of a slice; None if there are none, as Go writes an empty list."""
         return [
-            {"addresses": [host], "conditions": {"ready": not leaving, "serving": True, "terminating": leaving}}
-            for host, leaving in pods.items()
+            {"addresses": [host], "conditions": {"ready": not ending, "serving": True, "terminating": ending}}
+            for host, ending in pods.items()
         ] or None
 
     async def remove(self, name: str) -> None:
         self.version += 1
         self.slices[name]["metadata"]["resourceVersion"] = str(self.version)
-        await self._tell("DELETED", name)
+        await self._send_slice("DELETED", name)
         del self.slices[name]
 
     async def bookmark(self) -> None:
-        """A version without a change of ours."""
+        """Creates a version without a change of the slices."""
         self.version += 1
         meta = {"metadata": {"resourceVersion": str(self.version)}}
-        await self._say({"type": "BOOKMARK", "object": {"kind": "EndpointSlice", **meta}})
+        await self._send({"type": "BOOKMARK", "object": {"kind": "EndpointSlice", **meta}})
 
     async def end_watches(self, event: dict[str, Any] | None = None) -> None:
-        """Ends them all as their time-out does, or with an ERROR event; connections stay."""
+        """Ends all watches, like their timeout, or with an ERROR event. The connections stay open."""
         async with self._changed:
             self._ending, self._last = self._ending + 1, event
             self._changed.notify_all()
@@ -96,10 +99,10 @@ class FakeKube:
         for writer in list(self._writers):
             writer.transport.abort()
 
-    async def _tell(self, kind: str, name: str) -> None:
-        await self._say({"type": kind, "object": copy.deepcopy(self.slices[name])})
+    async def _send_slice(self, kind: str, name: str) -> None:
+        await self._send({"type": kind, "object": copy.deepcopy(self.slices[name])})
 
-    async def _say(self, event: dict[str, Any]) -> None:
+    async def _send(self, event: dict[str, Any]) -> None:
         async with self._changed:
             self._events.append((self.version, event))
             self._changed.notify_all()
@@ -160,9 +163,9 @@ class FakeKube:
             async with self._changed:
                 while self.version <= version and self._ending == ending:
                     await self._changed.wait()
-                news = [event for number, event in self._events if number > version]
+                events = [event for number, event in self._events if number > version]
                 version = self.version
-            for event in news:
+            for event in events:
                 labels = event["object"]["metadata"].get("labels", {})
                 if event["type"] == "BOOKMARK" or labels.get(SERVICE_LABEL) in services:
                     _chunk(writer, event, self.garble)
@@ -186,7 +189,7 @@ def _chunk(writer: asyncio.StreamWriter, event: dict[str, Any], instead: str = "
 
 
 def make_account(directory: Path, host: str = "127.0.0.1", token: str = "token-1") -> Path:
-    """What a kubelet mounts, with a certificate for `host` that is its own authority; its key lies beside it."""
+    """Creates the files that a kubelet mounts, with a self-signed certificate for `host` and its key."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "token").write_text(token)
     (directory / "namespace").write_text(NAMESPACE)

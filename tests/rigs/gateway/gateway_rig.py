@@ -1,4 +1,4 @@
-"""A gateway on a free port in front of fake pods, and an HTTP client for it."""
+"""A gateway on a free port with fake pods, and an HTTP client for it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from tests.rigs.pods.fake_pods import FakeCluster
 from tests.rigs.waiting import until
 
 MODEL = "smol"
-MAX_TOKENS = 100  # of a chat, unless a test says otherwise
+
+#: max_completion_tokens of a chat for which a test gives none.
+MAX_TOKENS = 100
 
 
 def booked(pod: Pod) -> int:
-    """Bookings of this gateway that are open on a pod."""
+    """Returns the number of open bookings of this gateway on a pod."""
     return 0 if pod.view is None else len(pod.view.prefill_bookings) + len(pod.view.decode_bookings)
 
 
 @dataclass
 class Rig:
-    """http: a client of the gateway; every error status is returned, not raised."""
+    """A running gateway and its client."""
 
     server: GatewayServer
     http: httpx.AsyncClient
@@ -58,7 +60,7 @@ class Rig:
         return await self.http.post("/v1/chat/completions", json=body)
 
     async def stream(self, path: str, **fields: Any) -> tuple[int, list[Any]]:
-        """Status and events; "[DONE]" as a string."""
+        """Returns the status and the events; "[DONE]" is a string."""
         default = {"prompt": "Hello"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
         body = {"model": MODEL, "stream": True, **default, **(_short(fields) if path == "chat" else fields)}
         url = f"/v1/{'chat/' if path == 'chat' else ''}completions"
@@ -73,23 +75,23 @@ class Rig:
         return response.status_code, events
 
     async def settled(self) -> None:
-        """Nothing is left of any request, here or on the pods."""
-        await until(lambda: not self.gateway._requests)  # a request is counted and told of after its answer
+        """Waits until no request is left in the gateway or on the pods."""
+        await until(lambda: not self.gateway._requests)  # a request is counted and logged after its answer
         await until(lambda: self.cluster.all_idle())
         await until(lambda: all(not booked(pod) and not pod._sinks for pod in self.gateway.pod_table.pods.values()))
 
 
 def _short(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat that says nothing else may be answered with all the context has room for: seconds of fake tokens."""
-    said = "max_tokens" in fields or "max_completion_tokens" in fields
-    return {**fields} if said else {"max_completion_tokens": MAX_TOKENS, **fields}
+    """Limits a chat without a limit, which would get as many fake tokens as the context has room for."""
+    limited = "max_tokens" in fields or "max_completion_tokens" in fields
+    return {**fields} if limited else {"max_completion_tokens": MAX_TOKENS, **fields}
 
 
 @functools.cache
 def texts(
     model_dir: Path, tool_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> tuple[TextTokenizer, ChatFormat]:
-    """Tokenizer and dialect of a directory, loaded once."""
+    """Returns the tokenizer and chat format of a directory, loaded once."""
     text = TextProcessor.load("", model_dir, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
     return text.tokenizer, text.chat_format
 
@@ -104,10 +106,10 @@ async def rig(
     api: KubernetesApi | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """A running gateway over the cluster's pods. api: of discovery="k8s"."""
+    """Runs a gateway with the cluster's pods. `settings` are of GatewayConfig; `api` is used by discovery="k8s"."""
     fields: dict[str, Any] = {"pods": cluster.addresses, "models": (f"{MODEL}={model_dir}",), "port": 0}
     config = GatewayConfig(**{**fields, **settings})
-    # A busy test machine misses the real time limit of 20 ms often; what follows then is tested with a stopped index.
+    # A busy test machine often misses the real limit of 20 ms. Tests with a stopped index cover the timeout.
     index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
     parsers = config.tool_parser, config.reasoning_parser
     served = [TextProcessor(name, *texts(Path(path), *parsers)) for name, path in config.served_models().items()]

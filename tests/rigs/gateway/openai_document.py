@@ -1,4 +1,4 @@
-"""OpenAI's published OpenAPI document as a judge of answers; whoever asks it is skipped where the file is not there."""
+"""Checks answers against OpenAI's published OpenAPI document. Tests that use it are skipped if the file is missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
 
-PATH = Path(os.environ.get("OPENAI_DOCUMENT", Path(__file__).parents[1].parent / "shared" / "openai" / "openapi.json"))
+PATH = Path(os.environ.get("OPENAI_DOCUMENT", Path(__file__).parents[4] / "shared" / "openai" / "openapi.json"))
 
 
 def nullable(schema: Any) -> Any:
-    """JSON Schema for what OpenAPI 3.0 calls nullable."""
+    """Converts OpenAPI 3.0's `nullable` to JSON Schema."""
     if isinstance(schema, list):
         return [nullable(s) for s in schema]
     if not isinstance(schema, dict):
@@ -27,7 +27,7 @@ def nullable(schema: Any) -> Any:
 
 @functools.cache
 def components() -> dict[str, Any]:
-    """`components` of the document."""
+    """Returns `components` of the document."""
     if not PATH.is_file():
         pytest.skip("OpenAI's OpenAPI document is not on this machine (OPENAI_DOCUMENT names it)")
     found: dict[str, Any] = nullable(json.loads(PATH.read_text("utf-8"))["components"])
@@ -36,17 +36,17 @@ def components() -> dict[str, Any]:
 
 @functools.cache
 def validator(name: str) -> Validator:
-    """Of one of its schemas."""
+    """Returns the validator of a schema."""
     return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": components()})
 
 
 def check(name: str, value: Any) -> None:
-    """Fails when the value does not fit that schema."""
+    """Raises if the value does not match the schema."""
     validator(name).validate(value)
 
 
 def property_names(name: str) -> set[str]:
-    """Members that a schema, or one that it is composed of, defines."""
+    """Returns the members of a schema, with those of the schemas that it is composed of."""
     schemas = components()["schemas"]
 
     def names(schema: dict[str, Any]) -> set[str]:

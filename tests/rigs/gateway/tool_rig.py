@@ -1,4 +1,4 @@
-"""A model that says what a test wants, and how to look at what pods were asked: for tools, reasoning and grammars."""
+"""Helpers for tests of tools, reasoning and grammars: scripted answers, and the requests that pods got."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ async def client_of(gw: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def says(gw: Rig, text: str) -> None:
-    """Every answer from now on."""
+    """Makes `text` the answer of every request from now on."""
     tokenizer = gw.gateway.tokenizer
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_ids[0]]
     gw.cluster.script = lambda _request: ids
 
 
 def asked(gw: Rig) -> Any:
-    """The last request that a pod got."""
+    """Returns the last request that a pod got."""
     return gw.cluster.decodes[0].seen.reserved[-1]
 
 
@@ -56,7 +56,7 @@ def prompt_of(gw: Rig) -> str:
 
 
 async def both_ways(gw: Rig, **fields: Any) -> tuple[dict[str, Any], str | None]:
-    """Message and finish reason, which are the same when the answer is streamed."""
+    """Returns the message and the finish reason of a chat, and checks that a stream gives the same."""
     answer = (await gw.chat(**fields)).json()["choices"][0]
     status, events = await gw.stream("chat", **fields, messages=[{"role": "user", "content": "Hello"}])
     assert (status, events[-1]) == (200, "[DONE]")
@@ -108,7 +108,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 def with_template(tmp_path: Path, model_dir: Path, template: str) -> Path:
-    """The model's texts under another template."""
+    """Returns a model directory with another chat template."""
     for name in ("tokenizer.json", "config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     config = json.loads((model_dir / "tokenizer_config.json").read_text())

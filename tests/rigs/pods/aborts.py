@@ -1,4 +1,4 @@
-"""Requests of which most are aborted, at random, on a cluster of one prefill and one decode pod."""
+"""A random storm of aborted requests on a cluster of one prefill and one decode pod."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from engine.llm import LLM
 from tests.rigs.pods.harness import Answer, Cluster, expected, prompt_of, request
 
 
-async def left_alone(running: asyncio.Task[Answer]) -> None:
-    """Its client is gone; the request may have failed meanwhile."""
+async def cancelled(running: asyncio.Task[Answer]) -> None:
+    """Cancels a request, as if its client had disconnected. It may have failed before."""
     running.cancel()
     with contextlib.suppress(BatonError, asyncio.CancelledError):
         await running
 
 
 async def abort_storm(cluster: Cluster, llm: LLM, rng: random.Random, *, rounds: int) -> None:
-    """In each round six are aborted somewhere, and three beside them get the tokens that they get alone."""
+    """In each round six requests are aborted at random times. Three others get the same tokens as without the storm."""
     done = 0
 
     async def victim(i: int) -> None:
@@ -27,8 +27,8 @@ async def abort_storm(cluster: Cluster, llm: LLM, rng: random.Random, *, rounds:
         running = asyncio.create_task(cluster.generate(r, remote_only=True))
         await asyncio.wait([running], timeout=rng.random() * 0.15)
         await cluster.abort(r.request_id)
-        await left_alone(running)
-        await cluster.abort(r.request_id)  # a Reserve that was under way came after the first one
+        await cancelled(running)
+        await cluster.abort(r.request_id)  # a Reserve may have arrived after the first abort
 
     async def neighbour(i: int) -> None:
         nonlocal done

@@ -1,7 +1,7 @@
-"""Pods that only pretend to compute: real gRPC servers with scripted tokens and faults, for tests of the gateway.
+"""Fake pods for tests of the gateway: real gRPC servers with scripted tokens and faults.
 
-A request's tokens are `script(request)`, cut at max_tokens and after the first stop token, as real pods do; one that
-goes on behind some output gets those that follow, whatever the output is.
+The tokens of a request are `script(request)`, cut at max_tokens and after the first stop token. A request that
+continues after some output gets the tokens of the script from there on, whatever the output is.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ LAYOUT = KVLayout("fake", "r0", num_layers=2, num_kv_heads=1, head_dim=8, block_
 
 
 def counting(request: ValidRequest) -> list[int]:
-    """A script that depends on the prompt: ids of plain ASCII letters in the SmolLM2 vocabulary."""
+    """Returns ids of ASCII letters in the SmolLM2 vocabulary, which depend on the prompt."""
     return [66 + (sum(request.prompt_ids) + 5 * i) % 26 for i in range(request.sampling.max_tokens)]
 
 
-Held = Callable[[ValidRequest], Awaitable[object]]
+#: Awaited before a call goes on.
+Gate = Callable[[ValidRequest], Awaitable[object]]
 
 
-async def _at_once(_request: ValidRequest) -> None:
-    """Nothing is waited for."""
+async def _open(_request: ValidRequest) -> None:
+    """Returns at once."""
 
 
 @dataclass
 class Faults:
-    """What goes wrong, and how often: a count of n means the next n calls. before_*: what a call waits for."""
+    """Faults of a pod. An integer n means the next n calls; `..._errors` is how often `..._error` is raised."""
 
     info_delay_s: float = 0.0
+    #: Reserve is rejected.
     reject: int = 0
     reserve_error: BatonError | None = None
     reserve_delay_s: float = 0.0
@@ -71,25 +73,29 @@ class Faults:
     prefill_errors: int = 1 << 30
     hand_off_error: BatonError | None = None
     hand_off_errors: int = 1 << 30
+    #: The Prefill call ends after the first tokens.
     drop_prefill_after_first: int = 0
     token_delay_s: float = 0.0
+    #: Decoding stops for ever after so many tokens.
     stall_after: int | None = None
+    #: Every token is sent twice, or pairs of tokens in reverse order.
     duplicate: bool = False
     reorder: bool = False
     decode_error: BatonError | None = None
     decode_errors: int = 1 << 30
+    #: The decode pod sends tokens before the prefill pod sends the first.
     decode_before_first: bool = False
     reset_error: BatonError | None = None
     embed_error: BatonError | None = None
     embed_delay_s: float = 0.0
     target_error: BatonError | None = None
-    before_reserve: Held = _at_once
-    before_prefill: Held = _at_once
+    before_reserve: Gate = _open
+    before_prefill: Gate = _open
 
 
 @dataclass
 class Seen:
-    """What a pod was asked."""
+    """The calls that a pod got."""
 
     infos: int = 0
     reserved: list[ValidRequest] = field(default_factory=list)
@@ -99,16 +105,18 @@ class Seen:
     prefill_cancels: list[str] = field(default_factory=list)
     hand_offs: list[str] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
-    elsewhere: list[decode_pb2.RemotePrefill] = field(default_factory=list)
-    hints: list[prefill_pb2.PullHint] = field(default_factory=list)
+    remote_costs: list[decode_pb2.RemotePrefill] = field(default_factory=list)
+    pull_hints: list[prefill_pb2.PullHint] = field(default_factory=list)
+    #: Request ids of SetTarget calls.
     late_targets: list[str] = field(default_factory=list)
+    #: Highest acknowledged batch.
     acked: int = 0
     resets: int = 0
     embedded: list[ValidRequest] = field(default_factory=list)
 
 
 def outcome(request: ValidRequest, script: Script, child: int = 0) -> tuple[list[Token], FinishReason]:
-    """All tokens of a request's child and why it ends: the script's ids, and for each further child the next ids."""
+    """Returns all tokens of one sequence and its finish reason. Ids of child n are those of the script plus n."""
     tokens: list[Token] = []
     sampling = request.sampling
     for i, token in enumerate(script(request)[: sampling.max_tokens]):
@@ -130,7 +138,7 @@ class FakePod(
     prefill_pb2_grpc.PrefillServicer,
     transfer_pb2_grpc.TransferServicer,
 ):
-    """One pod. peers: all pods of the cluster by address, so that prefill can commit to decode."""
+    """One fake pod. It finds the other pods by its cluster, so that a prefill can commit to a decode pod."""
 
     def __init__(self, cluster: FakeCluster, name: str, role: Role, *, port: int = 0, generation: int = 1) -> None:
         self._cluster = cluster
@@ -147,12 +155,14 @@ class FakePod(
         self.draining = False
         self.layout = LAYOUT
         self.protocol_version = PROTOCOL_VERSION
-        self.served_name = ""  # as older pods
-        self.capacity = 1 << 30  # requests that a decode pod holds at the same time
+        self.served_name = ""  # as older pods report it
+        #: Requests that a decode pod takes at once.
+        self.capacity = 1 << 30
         self.max_model_len = 2048
         self.num_blocks = 512
         self.cached_tokens = 0
-        self.drafts: tuple[int, int] | None = None  # proposed and accepted with every token that it decodes
+        #: Draft tokens proposed and accepted, reported with every decoded token.
+        self.drafts: tuple[int, int] | None = None
         self.blocks = transfer_pb2.PoolCounts(free=512)
         self.activity = transfer_pb2.Activity()
         self.pairs: list[transfer_pb2.Pair] = []
@@ -161,7 +171,8 @@ class FakePod(
         self._numbers: dict[str, int] = {}
         self._running: dict[str, tuple[ValidRequest, str]] = {}
         self._targets: dict[str, asyncio.Future[types_pb2.KvTarget]] = {}
-        self._children: dict[str, set[int]] = {}  # that have not ended
+        #: Running sequences by request id.
+        self._children: dict[str, set[int]] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._server: RpcServer | None = None
 
@@ -171,7 +182,7 @@ class FakePod(
 
     @property
     def idle(self) -> bool:
-        """Holds no request."""
+        """The pod holds no request."""
         return not self._running
 
     async def start(self) -> None:
@@ -186,7 +197,7 @@ class FakePod(
         self._cluster.pods[self.address] = self
 
     async def stop(self) -> None:
-        """Dies at once."""
+        """Ends the pod at once, like a crash."""
         for task in list(self._tasks.values()):
             task.cancel()
         self._running.clear()
@@ -195,7 +206,7 @@ class FakePod(
             await server.stop(0)
 
     async def restart(self) -> FakePod:
-        """The same name on the same port, a new generation."""
+        """Starts the next generation under the same name, on the same port."""
         await self.stop()
         pod = FakePod(self._cluster, self.name, self.role, port=self.port, generation=self.generation + 1)
         await pod.start()
@@ -252,7 +263,7 @@ class FakePod(
         valid = request_from_pb(request.request)
         self.seen.reserved.append(valid)
         if request.HasField("remote"):
-            self.seen.elsewhere.append(request.remote)
+            self.seen.remote_costs.append(request.remote)
         self.seen.timeouts.append(context.time_remaining())
         await asyncio.sleep(self.faults.reserve_delay_s)
         await self.faults.before_reserve(valid)
@@ -280,7 +291,7 @@ class FakePod(
         return decode_pb2.ReserveResponse(target=target)
 
     async def Abort(self, request: Any, context: Any) -> Any:
-        """Decode's and Prefill's Abort: told apart by the message's type."""
+        """Abort of both services; the type of the message says which."""
         if isinstance(request, prefill_pb2.PrefillAbortRequest):
             return prefill_pb2.PrefillAbortResponse()
         if self.faults.abort_errors:
@@ -325,12 +336,12 @@ class FakePod(
             self.seen.acked = message.acked
 
     def cut_streams(self) -> None:
-        """Ends every gateway's token stream; the pod lives on."""
+        """Ends every gateway's token stream. The pod goes on."""
         for queue in self._queues.values():
             queue.put_nowait(None)
 
     def commit(self, request_id: str, finishes: list[FinishReason | None]) -> None:
-        """The prompt's KV is here, with the first tokens."""
+        """Takes the prompt's KV and first tokens, and decodes the sequences that have not finished."""
         if request_id not in self._running:
             return
         for child, finish in zip(self._running[request_id][0].child_indices, finishes, strict=True):
@@ -405,7 +416,7 @@ class FakePod(
         valid = request_from_pb(request.request)
         self.seen.prefilled.append(valid)
         if request.HasField("pull"):
-            self.seen.hints.append(request.pull)
+            self.seen.pull_hints.append(request.pull)
         self._running[valid.request_id] = (valid, "")
         faults = self.faults
         done = False
@@ -419,8 +430,8 @@ class FakePod(
                 faults.prefill_errors -= 1
                 raise faults.prefill_error
             outcomes = [outcome(valid, self._cluster.script, child) for child in valid.child_indices]
-            begun = len(valid.output_ids)
-            ends = [finish if len(tokens) == begun + 1 else None for tokens, finish in outcomes]
+            first_index = len(valid.output_ids)
+            ends = [finish if len(tokens) == first_index + 1 else None for tokens, finish in outcomes]
             progress = prefill_pb2.PrefillProgress(computed_tokens=valid.context_len, cached_tokens=self.cached_tokens)
             yield prefill_pb2.PrefillEvent(progress=progress)
             if faults.decode_before_first:
@@ -428,7 +439,7 @@ class FakePod(
                 await asyncio.sleep(0.05)
             for child, (tokens, _), end in zip(valid.child_indices, outcomes, ends, strict=True):
                 first = prefill_pb2.FirstToken(
-                    token=token_to_pb(tokens[begun]),
+                    token=token_to_pb(tokens[first_index]),
                     finish_reason=finish_reason_to_pb(end),
                     cached_tokens=self.cached_tokens,
                     queue_s=0.001,
@@ -476,10 +487,10 @@ class FakePod(
 
 
 class FakeCluster:
-    """Pods that know each other; `script` gives every request's tokens."""
+    """Fake pods with one script."""
 
     def __init__(self) -> None:
-        self.pods: dict[str, FakePod] = {}
+        self.pods: dict[str, FakePod] = {}  # by address
         self.script: Script = counting
         self.prefills: list[FakePod] = []
         self.decodes: list[FakePod] = []
@@ -487,7 +498,7 @@ class FakeCluster:
     async def add(
         self, role: Role, name: str, make: Callable[[FakeCluster, str, Role], FakePod] | None = None
     ) -> FakePod:
-        """One more pod."""
+        """Starts one more pod."""
         pod = FakePod(self, name, role) if make is None else make(self, name, role)
         await pod.start()
         (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
@@ -508,7 +519,7 @@ class FakeCluster:
 
 @asynccontextmanager
 async def fake_cluster(prefill: int = 1, decode: int = 1, both: int = 0) -> AsyncIterator[FakeCluster]:
-    """A running cluster."""
+    """Runs a cluster of so many pods of each role."""
     cluster = FakeCluster()
     try:
         for i in range(prefill):

@@ -1,9 +1,9 @@
-"""Whole pods in one process: a tiny random Llama, the loopback fabric, gRPC on 127.0.0.1, a client that plays gateway.
+"""Whole pods in one process: a tiny random Llama, the loopback fabric, gRPC on 127.0.0.1, and a client as the gateway.
 
     async with Cluster.start(model_dir, decode=2) as cluster:
         answer = await cluster.generate(request(prompt, max_tokens=8))
 
-Leaving the context checks every pod: nothing is leased or quarantined any more and the blocks add up.
+At the end of the context every pod is checked: no block is leased or quarantined, and the pool is consistent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ids = itertools.count(1)
 
 
 def tiny_llama(directory: Path, *, max_len: int = MAX_LEN) -> Path:
-    """Saves a random Llama (2 layers, hidden 64, vocabulary 256) whose greedy output is not monotonous."""
+    """Saves a random Llama (2 layers, hidden 64, vocabulary 256). Its greedy output does not repeat one token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -74,31 +74,31 @@ def tiny_llama(directory: Path, *, max_len: int = MAX_LEN) -> Path:
 
 
 def request(prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> ValidRequest:
-    """A greedy request for `prompt` under a fresh id."""
+    """Returns a greedy request for `prompt` with a new id."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})
     return ValidRequest(f"r{next(_ids)}", "tiny", tuple(prompt), params)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """A reproducible random prompt."""
+    """Returns a reproducible random prompt."""
     return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
 
 
 def oracle(model_dir: Path, **engine: Any) -> LLM:
-    """The same engine in this process, without transfers: what the tokens should be."""
+    """Returns the same engine in this process, without transfers; it gives the expected tokens."""
     return LLM(
         model_dir, block_size=BLOCK, num_blocks=256, max_model_len=MAX_LEN, chunk_tokens=CHUNK, threads=1, **engine
     )
 
 
 def expected(llm: LLM, r: ValidRequest) -> list[int]:
-    """The tokens of a request whose answer nothing ends early."""
+    """Returns the tokens of a request that runs to max_tokens."""
     return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
 
 
 @dataclass
 class PodClient:
-    """What a gateway has of a pod."""
+    """The RPC stubs of a pod."""
 
     channel: grpc.aio.Channel
 
@@ -116,7 +116,7 @@ class PodClient:
 
 @dataclass
 class Pod(PodClient):
-    """One pod of this process, with its role's service."""
+    """One pod in this process."""
 
     runtime: PodRuntime
     service: Any
@@ -127,19 +127,19 @@ class Pod(PodClient):
         return f"{self.runtime.config.role}-{self.runtime.name}-{self.runtime.generation}"
 
     def holds(self, blocks: int) -> prefill_pb2.PullHint:
-        """The hint that this pod holds so many lead blocks of a prompt."""
+        """Returns the hint that this pod holds so many leading blocks of a prompt."""
         runtime = self.runtime
         return prefill_pb2.PullHint(
             pod=runtime.name, generation=runtime.generation, address=runtime.address, blocks=blocks
         )
 
     def counted(self, metric: str) -> dict[tuple[str, ...], float]:
-        """A counter's values by its labels' values, zeros left out."""
+        """Returns the values of a counter by its label values, without zeros."""
         found = next(m for m in self.runtime.metrics.metrics.registry.collect() if m.name == f"baton_{metric}")
         return {tuple(s.labels.values()): s.value for s in found.samples if s.name.endswith("_total") and s.value}
 
     async def settled(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Waits until the pod holds nothing; fails when it does not come to that or the blocks do not add up."""
+        """Waits until the pod holds no request and no leased block. Fails after timeout_s or if the pool is wrong."""
         pool = self.runtime.engine.pool
         end = time.monotonic() + timeout_s
         while True:
@@ -147,7 +147,9 @@ class Pod(PodClient):
             pool.check_integrity()
             if self.service.num_active == 0 and counts.free + counts.cached == counts.total:
                 return
-            assert time.monotonic() < end, f"{self.runtime.name} still holds {counts}, {self.service.num_active} requests"
+            assert time.monotonic() < end, (
+                f"{self.runtime.name} still holds {counts}, {self.service.num_active} requests"
+            )
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
@@ -157,17 +159,18 @@ class Pod(PodClient):
 
 @dataclass
 class Answer:
-    """What a client saw: tokens in order of arrival, and where each came from. drafts: proposed and accepted ones of
-    each message that told of some.
-    """
+    """The answer to one request."""
 
+    #: In order of arrival.
     tokens: list[Token] = field(default_factory=list)
     finish: FinishReason | None = None
     error: BatonError | None = None
     cached_tokens: int = 0
     target: KvTarget | None = None
     handed_off: prefill_pb2.HandedOff | None = None
+    #: Kinds of the prefill events, "local" and "tokens", in order.
     events: list[str] = field(default_factory=list)
+    #: Draft tokens proposed and accepted, by message.
     drafts: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -177,7 +180,7 @@ class Answer:
 
 
 class GatewayStream:
-    """The gateway's end of one Tokens stream; acknowledges what it reads unless told to stall."""
+    """The gateway's end of one Tokens stream. It acknowledges each batch unless `stalled` is set."""
 
     def __init__(self, pod: PodClient, gateway_id: str) -> None:
         self.gateway_id = gateway_id
@@ -206,7 +209,7 @@ class GatewayStream:
                     await self._call.write(decode_pb2.TokensRequest(acked=batch.number))
 
     async def catch_up(self) -> None:
-        """Acknowledges everything read so far and goes on doing so."""
+        """Acknowledges all batches, and each later one."""
         self.stalled = False
         await self._call.write(decode_pb2.TokensRequest(acked=self.numbers[-1]))
 
@@ -220,11 +223,12 @@ PodT = TypeVar("PodT", bound=PodClient)
 
 
 class PlayedGateway(Generic[PodT]):
-    """Requests to prefill and decode pods, wherever they run, as the gateway drives them. streams: of the decodes."""
+    """Sends requests to prefill and decode pods, as a gateway does."""
 
     def __init__(self) -> None:
         self.prefills: list[PodT] = []
         self.decodes: list[PodT] = []
+        #: Token streams of `decodes`, in the same order.
         self.streams: list[GatewayStream] = []
 
     @property
@@ -249,14 +253,14 @@ class PlayedGateway(Generic[PodT]):
         *,
         remote_only: bool = False,
         timeout_s: float = TIMEOUT_S,
-        elsewhere: decode_pb2.RemotePrefill | None = None,
+        remote_cost: decode_pb2.RemotePrefill | None = None,
     ) -> decode_pb2.ReserveResponse:
         pod = pod or self.decode
         message = decode_pb2.ReserveRequest(
             request=request_to_pb(request),
             gateway_id=self.stream_of(pod).gateway_id,
             remote_only=remote_only,
-            remote=elsewhere,
+            remote=remote_cost,
         )
         with translate_rpc_errors():
             return await pod.decode.Reserve(message, timeout=timeout_s)
@@ -271,16 +275,20 @@ class PlayedGateway(Generic[PodT]):
         timeout_s: float = TIMEOUT_S,
         on_event: Callable[[str], None] = lambda _kind: None,
         pull: prefill_pb2.PullHint | None = None,
-        elsewhere: decode_pb2.RemotePrefill | None = None,
+        remote_cost: decode_pb2.RemotePrefill | None = None,
         late_s: float | None = None,
     ) -> Answer:
-        """One request as the gateway drives it. Errors of either side are raised as BatonError. late_s: the prefill pod
-        is told so much after the prompt where its KV goes.
+        """Runs one request. Errors of either pod are raised as BatonError.
+
+        Args:
+            late_s: SetTarget is sent so long after Prefill; None sends the target with Prefill.
         """
         decode = decode or self.decode
         answer = Answer()
         inbox = self.stream_of(decode).expect(request.request_id)
-        reply = await self.reserve(request, decode, remote_only=remote_only, timeout_s=timeout_s, elsewhere=elsewhere)
+        reply = await self.reserve(
+            request, decode, remote_only=remote_only, timeout_s=timeout_s, remote_cost=remote_cost
+        )
         if reply.HasField("rejected"):
             raise Overloaded(reply.rejected.reason, retry_after_s=reply.rejected.retry_after_s)
         if reply.HasField("target"):
@@ -289,7 +297,7 @@ class PlayedGateway(Generic[PodT]):
         else:
             answer.events.append("local")
         while answer.finish is None:
-            async with asyncio.timeout(timeout_s + TIMEOUT_S):  # the pods' own deadline comes first
+            async with asyncio.timeout(timeout_s + TIMEOUT_S):  # the deadline of the pods comes first
                 delta = await inbox.get()
             self._take(answer, delta)
             on_event("tokens")
@@ -305,23 +313,23 @@ class PlayedGateway(Generic[PodT]):
         pull: prefill_pb2.PullHint | None = None,
         late_s: float | None = None,
     ) -> None:
-        """Prefill's stream to its end; a Failed event is raised."""
+        """Makes the Prefill call and reads its events to the end. Raises the error of a Failed event."""
         assert answer.target is not None
         target = kv_target_to_pb(answer.target)
         message = prefill_pb2.PrefillRequest(request=request_to_pb(request), pull=pull)
         if late_s is None:
             message.target.CopyFrom(target)
 
-        async def tell(after_s: float) -> None:
+        async def send_target(after_s: float) -> None:
             await asyncio.sleep(after_s)
-            with contextlib.suppress(grpc.aio.AioRpcError):  # then the prefill has failed, or does so without a target
-                told = prefill_pb2.SetTargetRequest(request_id=request.request_id, target=target)
-                await prefill.prefill.SetTarget(told, timeout=timeout_s)
+            with contextlib.suppress(grpc.aio.AioRpcError):  # the prefill has failed, or fails without a target
+                set_target = prefill_pb2.SetTargetRequest(request_id=request.request_id, target=target)
+                await prefill.prefill.SetTarget(set_target, timeout=timeout_s)
 
         async with contextlib.AsyncExitStack() as stack:
             if late_s is not None:
-                telling = asyncio.create_task(tell(late_s))
-                stack.callback(telling.cancel)
+                sending = asyncio.create_task(send_target(late_s))
+                stack.callback(sending.cancel)
             stack.enter_context(translate_rpc_errors())
             async for event in prefill.prefill.Prefill(message, timeout=timeout_s):
                 kind = event.WhichOneof("event") or ""
@@ -350,7 +358,7 @@ class PlayedGateway(Generic[PodT]):
         answer.events.append("tokens")
 
     async def abort(self, request_id: str) -> None:
-        """Abort everywhere, as a gateway does when its client goes away."""
+        """Aborts a request on all pods, as a gateway does when its client disconnects."""
         for pod in self.prefills:
             await pod.prefill.Abort(prefill_pb2.PrefillAbortRequest(request_id=request_id))
         for pod in self.decodes:
@@ -358,10 +366,7 @@ class PlayedGateway(Generic[PodT]):
 
 
 class Cluster(PlayedGateway[Pod]):
-    """Prefill and decode pods on one fabric, or over the backends that `backend` makes, or over their own.
-
-    clock: of the fabric, whose delayed writes are due by it.
-    """
+    """Prefill and decode pods on one fabric, or on the backends that `backend` returns, or on their configured ones."""
 
     def __init__(
         self,
@@ -372,6 +377,7 @@ class Cluster(PlayedGateway[Pod]):
     ) -> None:
         super().__init__()
         self.model_dir = model_dir
+        #: The fabric's clock: delayed writes are due by it.
         self.clock = Clock()
         self.fabric = fabric = LoopbackFabric(self.clock)
         self._backend = None if own_backend else backend or (lambda _: LoopbackBackend(fabric))
@@ -391,8 +397,11 @@ class Cluster(PlayedGateway[Pod]):
         own_backend: bool = False,
         check: bool = True,
     ) -> AsyncIterator[Cluster]:
-        """own_backend: the one of each pod's configuration. check: on the way out every pod must have come to rest with
-        all blocks free or cached.
+        """Runs a cluster.
+
+        Args:
+            own_backend: Each pod uses the backend of its configuration.
+            check: At the end all blocks of every pod must be free or cached.
         """
         cluster = cls(model_dir, backend, own_backend=own_backend)
         try:
@@ -413,7 +422,7 @@ class Cluster(PlayedGateway[Pod]):
     async def add(
         self, role: Role, *, num_blocks: int = 64, stream: Mapping[str, Any] | None = None, **fields: Any
     ) -> Pod:
-        """Starts one more pod; fields overwrite PodConfig's, stream goes to the decode service."""
+        """Starts one more pod. `fields` are of PodConfig, `stream` of DecodeServicer."""
         kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
         config = PodConfig(
             **{

@@ -1,6 +1,6 @@
-"""One fake pod in a process of its own, so that a test can freeze it: python -m tests.rigs.pods.lone_pod ROLE. Says its address.
+"""One fake pod in its own process, which a test can freeze: python -m tests.rigs.pods.lone_pod ROLE prints its address.
 
-It never finishes a request: a prompt takes for ever, an answer stalls after two tokens.
+The pod never finishes a request: a prompt takes 600 s, an answer stalls after two tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fake prefill pod that takes time, for what decides by time: prompts in turn, at a rate that it tells."""
+"""A fake prefill pod that takes time: it computes one prompt after another, at a rate that it reports."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from tests.rigs.pods.fake_pods import FakePod
 
 
 class RatedPod(FakePod):
-    """rate: prompt tokens a second, told once a prompt was computed; the blocks of prompts before cost nothing."""
+    """A prefill pod with a queue. Blocks of earlier prompts are cached and take no time."""
 
+    #: Prompt tokens per second; reported after the first prompt.
     rate = 2000.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._turn = asyncio.Lock()
         self._queued = 0
-        self._blocks: set[tuple[int, ...]] = set()  # prompts' beginnings, by whole blocks
-        self.computed = 0  # prompt tokens
+        #: Cached prefixes of whole blocks.
+        self._blocks: set[tuple[int, ...]] = set()
+        #: Prompt tokens computed.
+        self.computed = 0
 
     async def Info(self, request: transfer_pb2.InfoRequest, context: Any) -> transfer_pb2.InfoResponse:
-        told = await super().Info(request, context)
+        info = await super().Info(request, context)
         rate = self.rate if self.computed else 0.0
-        told.load.CopyFrom(load_to_pb(PodLoad(queued_tokens=self._queued, prefill_rate=rate)))
-        return told
+        info.load.CopyFrom(load_to_pb(PodLoad(queued_tokens=self._queued, prefill_rate=rate)))
+        return info
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
