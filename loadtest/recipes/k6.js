@@ -1,5 +1,5 @@
-// k6: an open loop of streamed chats. k6 reads a response as a whole, so it knows when the first byte came (which the
-// gateway sends with the first token) and when the last did, and nothing in between.
+// k6: an open loop of streamed chats. k6 reports only the times of the first and the last byte of a response. The gateway
+// sends the first byte with the first token.
 //
 //   k6 run -e MODEL=smollm2 -e URL=http://127.0.0.1:8000 -e RATE=4 -e DURATION=60s loadtest/recipes/k6.js
 import http from "k6/http";

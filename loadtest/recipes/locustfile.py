@@ -1,4 +1,4 @@
-"""Locust: users who chat in streams; time to first token and time between tokens as requests of their own.
+"""Locust users with streamed chats. Time to first token and time between tokens are separate Locust requests.
 
     MODEL=smollm2 locust -f loadtest/recipes/locustfile.py --host http://127.0.0.1:8000 --headless -u 8 -r 4 -t 60s
 
@@ -17,13 +17,13 @@ SUBJECTS = ("lighthouses", "bread", "glaciers", "chess", "bees", "bridges", "tea
 
 
 class Chatter(HttpUser):
-    """One user: asks, reads the whole answer, thinks."""
+    """A user that sends a prompt, reads the whole answer and waits the think time."""
 
     wait_time = between(0.0, 2 * float(os.environ.get("THINK_S", "1")))
 
     @task
     def chat(self) -> None:
-        """One streamed answer."""
+        """Requests one streamed answer."""
         body: dict[str, Any] = {
             "model": os.environ.get("MODEL", "smollm2"),
             "messages": [{"role": "user", "content": f"Tell me about {random.choice(SUBJECTS)}."}],
@@ -49,12 +49,12 @@ class Chatter(HttpUser):
                     finished = finished or choice["finish_reason"] is not None
                     if choice["delta"].get("content"):
                         now = time.perf_counter()
-                        self._note("first token" if not tokens else "between tokens", now - (last if tokens else begin))
+                        self._fire("first token" if not tokens else "between tokens", now - (last if tokens else begin))
                         tokens, last = tokens + 1, now
             if not finished:
                 response.failure("the stream ended without a finish reason")
 
-    def _note(self, name: str, seconds: float) -> None:
+    def _fire(self, name: str, seconds: float) -> None:
         self.environment.events.request.fire(
             request_type="SSE", name=name, response_time=1e3 * seconds, response_length=0, exception=None, context={}
         )

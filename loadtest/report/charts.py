@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines and points over two axes. Colours and type come from the page's style sheet."""
+"""Draws line and scatter charts as inline SVG. The style sheet of the page sets colours and fonts."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 280
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 42
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """name: for the legend. points in order of x. dots: as points instead of a line. colour: 1, 2 or 3."""
+    """One line or one set of dots."""
 
+    #: Legend text.
     name: str
+    #: (x, y), in order of x.
     points: Sequence[tuple[float, float]]
+    #: Number of the colour in the style sheet: 1, 2 or 3.
     colour: int = 1
+    #: Draws dots instead of a line.
     dots: bool = False
     dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is along an edge. log: a logarithmic scale. low, high: limits, where the data does not say."""
+    """One axis."""
 
     label: str
+    #: Logarithmic scale. Ignores `low` and `high`.
     log: bool = False
+    #: Limits; None: from the data.
     low: float | None = None
     high: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at x, or a horizontal one at y."""
+    """A labelled vertical line at `x`, or a horizontal line at `y`."""
 
     label: str
     x: float | None = None
@@ -43,19 +49,19 @@ class Mark:
 
 
 def chart(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequence[Mark] = ()) -> str:
-    """A figure with a caption; what it shows is in its title and description too."""
-    drawn = [s for s in series if s.points]
-    if not drawn:
+    """Returns a <figure> with caption, legend and SVG. The aria-label describes the axes and series."""
+    shown = [s for s in series if s.points]
+    if not shown:
         return f"<figure><figcaption>{escape(title)}</figcaption><p class=empty>nothing to show</p></figure>"
-    across = _Scale.of(x, [p[0] for s in drawn for p in s.points] + [m.x for m in marks if m.x is not None])
-    up = _Scale.of(y, [p[1] for s in drawn for p in s.points] + [m.y for m in marks if m.y is not None])
-    parts = [*_grid(across, up, x, y)]
+    x_scale = _Scale.of(x, [p[0] for s in shown for p in s.points] + [m.x for m in marks if m.x is not None])
+    y_scale = _Scale.of(y, [p[1] for s in shown for p in s.points] + [m.y for m in marks if m.y is not None])
+    parts = [*_grid(x_scale, y_scale, x, y)]
     for mark in marks:
-        parts.append(_mark(mark, across, up))
-    parts += [_drawn(s, across, up) for s in drawn]
-    legend = "".join(f'<span><i class="key c{s.colour}{" dash" * s.dashed}"></i>{escape(s.name)}</span>' for s in drawn)
-    legend = f"<div class=legend>{legend}</div>" if len(drawn) > 1 else ""
-    described = f"{y.label} over {x.label}: {', '.join(s.name for s in drawn)}"
+        parts.append(_mark(mark, x_scale, y_scale))
+    parts += [_line_or_dots(s, x_scale, y_scale) for s in shown]
+    legend = "".join(f'<span><i class="key c{s.colour}{" dash" * s.dashed}"></i>{escape(s.name)}</span>' for s in shown)
+    legend = f"<div class=legend>{legend}</div>" if len(shown) > 1 else ""
+    described = f"{y.label} over {x.label}: {', '.join(s.name for s in shown)}"
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>{legend}"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}. {escape(described)}">'
@@ -65,7 +71,7 @@ def chart(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Values to shares of an axis, 0 to 1."""
+    """Maps values to shares of an axis, 0 to 1."""
 
     low: float
     high: float
@@ -114,15 +120,15 @@ def _y(scale: _Scale, value: float) -> float:
     return HEIGHT - BOTTOM - scale.share(value) * (HEIGHT - TOP - BOTTOM)
 
 
-def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
+def _grid(x_scale: _Scale, y_scale: _Scale, x: Axis, y: Axis) -> list[str]:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
-    for tick in up.ticks():
-        at = _y(up, tick)
+    for tick in y_scale.ticks():
+        at = _y(y_scale, tick)
         parts.append(f'<path class=grid d="M{LEFT} {at:.1f}H{right}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
-    for tick in across.ticks():
-        at = _x(across, tick)
+    for tick in x_scale.ticks():
+        at = _x(x_scale, tick)
         parts.append(f'<path class=grid d="M{at:.1f} {TOP}V{bottom}"/>')
         parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{_number(tick)}</text>')
     parts.append(f'<path class=axis d="M{LEFT} {bottom}H{right}"/>')
@@ -136,26 +142,26 @@ def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
     return parts
 
 
-def _mark(mark: Mark, across: _Scale, up: _Scale) -> str:
+def _mark(mark: Mark, x_scale: _Scale, y_scale: _Scale) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     if mark.x is not None:
-        at = _x(across, mark.x)
+        at = _x(x_scale, mark.x)
         anchor = "end" if at > (LEFT + right) / 2 else "start"
         side = -4 if anchor == "end" else 4
         text = f'<text x="{at + side:.1f}" y="{bottom - 6}" text-anchor="{anchor}">{escape(mark.label)}</text>'
         return f'<path class=mark d="M{at:.1f} {TOP}V{bottom}"/>{text}'
-    at = _y(up, mark.y or 0.0)
+    at = _y(y_scale, mark.y or 0.0)
     text = f'<text x="{right - 4}" y="{at - 5:.1f}" text-anchor="end">{escape(mark.label)}</text>'
     return f'<path class=mark d="M{LEFT} {at:.1f}H{right}"/>{text}'
 
 
-def _drawn(series: Series, across: _Scale, up: _Scale) -> str:
+def _line_or_dots(series: Series, x_scale: _Scale, y_scale: _Scale) -> str:
     points = series.points
     if series.dots:
-        every = -(-len(points) // MOST_POINTS)
-        where = "".join(f"M{_x(across, a):.1f} {_y(up, b):.1f}h0" for a, b in points[::every])
+        every = -(-len(points) // MAX_POINTS)
+        where = "".join(f"M{_x(x_scale, a):.1f} {_y(y_scale, b):.1f}h0" for a, b in points[::every])
         return f'<path class="dots c{series.colour}" d="{where}"/>'
-    line = "L".join(f"{_x(across, a):.1f} {_y(up, b):.1f}" for a, b in points)
+    line = "L".join(f"{_x(x_scale, a):.1f} {_y(y_scale, b):.1f}" for a, b in points)
     return f'<path class="line c{series.colour}{" dash" * series.dashed}" d="M{line}"/>'
 
 

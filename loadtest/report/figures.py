@@ -1,15 +1,14 @@
-"""A finished run in figures: the document that is written as JSON, compared, and drawn.
+"""Computes the figures of a finished run: the document for JSON files, comparisons and reports.
 
-Times are milliseconds. Each is told from when a request was *sent*; `_intended` counts from when it should have been,
-so that a generator or a limit that held requests back cannot hide what users would have waited (coordinated omission:
-Tene, "How NOT to measure latency").
+Latencies are in ms from the time of sending. The `_intended` latencies start at the intended time, so a delay of the
+generator or of max_concurrency is included (coordinated omission: Tene, "How NOT to measure latency").
 
-- ttft: first text. itl: time between two events that brought text. tpot: a request's mean time per token after the
-  first, by the tokens that the server counted. e2e: until the end of the answer.
-- A request is *good* when it was answered whole and keeps every objective: ttft and e2e from its intended time, itl the
-  mean between its tokens (as `baton plan` has it), gap its longest pause. goodput: good requests per second.
-- Requests that failed, or whose client left on purpose, are in no latency. Rates are over the time from the run's zero
-  (or the end of settling) to the end of the last counted answer.
+- ttft: to the first text; itl: between two events with text; e2e: to the end of the answer.
+- tpot: mean time per token after the first of one request, with the server's token count.
+- A request is good if its answer is complete and every objective is met. The ttft and e2e objectives use the intended
+  time, itl is the request's tpot (as in `baton plan`), gap its longest pause. goodput: good requests per second.
+- Failed and aborted requests count in no latency.
+- Rates cover the time from the start of the run (or the end of settling) to the end of the last counted answer.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from loadtest.slo import percentile_of_sorted
 
 FORMAT = 1
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-MOST_BINS = 240
+MAX_BINS = 240
 BINS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 CURVE = (*(i / 100 for i in range(100)), 0.995, 0.999, 0.9999, 1.0)
-MESSAGES = 3  # that are kept of one kind of error
-LATE_MS = 5.0
-BUSY = 0.9  # of a core
+MESSAGES = 3  # messages per kind of error in the document
+LATE_MS = 5.0  # warning: p99 of the lag
+BUSY = 0.9  # warning: share of a core that the generator used
 
 Latency = Callable[[RequestRecord], float | None]
 
 
 def ttft_intended_s(record: RequestRecord) -> float | None:
-    """From the intended time to the first text."""
+    """Returns seconds from the intended time to the first text; None without text."""
     return None if record.ttft_s is None else record.ttft_s + record.lag_s
 
 
 def e2e_intended_s(record: RequestRecord) -> float | None:
-    """From the intended time to the end."""
+    """Returns seconds from the intended time to the end of the answer."""
     return record.e2e_s + record.lag_s
 
 
 def longest_gap_s(record: RequestRecord) -> float | None:
-    """None without two events."""
+    """Returns the longest time between two events; None for fewer than two events."""
     return max(record.gaps(), default=None)
 
 
@@ -59,8 +58,9 @@ OBJECTIVES: Mapping[str, Latency] = {
 
 
 def meets_slo(record: RequestRecord, slo: Mapping[str, float]) -> bool:
-    """Whether a request was served as wanted. What cannot be known of one token (its gaps) is kept; a first token that
-    never came is not.
+    """Returns whether the answer is complete and meets every objective.
+
+    An itl or gap objective is met by an answer of one token. A ttft objective is not met without a first token.
     """
     if not record.ok or ("ttft" in slo and record.ttft_s is None):
         return False
@@ -68,20 +68,20 @@ def meets_slo(record: RequestRecord, slo: Mapping[str, float]) -> bool:
 
 
 def build_document(run: LoadRun, version: str) -> dict[str, Any]:
-    """Everything that is told of a run; JSON values."""
+    """Returns all figures of a run as JSON values."""
     records = sorted((r for r in run.records if r.counted), key=lambda r: r.intended_s)
     zero = run.began + run.config.settle_s
     end = max((r.ended_s for r in records), default=zero)
     seconds = max(end - zero, 1e-9)
     answered = [r for r in records if r.ok]
     latencies = {
-        "ttft": _ms(r.ttft_s for r in answered),
-        "ttft_intended": _ms(ttft_intended_s(r) for r in answered),
-        "itl": _ms(chain.from_iterable(r.gaps() for r in answered)),
-        "tpot": _ms(r.tpot_s for r in answered),
-        "e2e": _ms(r.e2e_s for r in answered),
-        "e2e_intended": _ms(e2e_intended_s(r) for r in answered),
-        "lag": _ms(r.lag_s for r in records),
+        "ttft": _sorted_ms(r.ttft_s for r in answered),
+        "ttft_intended": _sorted_ms(ttft_intended_s(r) for r in answered),
+        "itl": _sorted_ms(chain.from_iterable(r.gaps() for r in answered)),
+        "tpot": _sorted_ms(r.tpot_s for r in answered),
+        "e2e": _sorted_ms(r.e2e_s for r in answered),
+        "e2e_intended": _sorted_ms(e2e_intended_s(r) for r in answered),
+        "lag": _sorted_ms(r.lag_s for r in records),
     }
     return {
         "format": FORMAT,
@@ -105,26 +105,28 @@ def build_document(run: LoadRun, version: str) -> dict[str, Any]:
     }
 
 
-def warnings(told: Mapping[str, Any]) -> list[str]:
-    """What a reader of the figures ought to know first."""
+def warnings(document: Mapping[str, Any]) -> list[str]:
+    """Returns warnings about the validity of the figures, for example a busy generator."""
     found = []
-    requests, config, lag = told["requests"], told["config"], told["latencies_ms"]["lag"]
-    if told["stopped"]:
-        found.append(f"Stopped early: {requests['unfinished']} requests were under way and are not counted.")
+    requests, config, lag = document["requests"], document["config"], document["latencies_ms"]["lag"]
+    if document["stopped"]:
+        found.append(f"Stopped early: {requests['unfinished']} requests were in flight and are not counted.")
     if requests["left_out"]:
-        found.append(f"{requests['left_out']} requests of the trace are longer than --max-input-tokens and left out.")
+        found.append(
+            f"{requests['left_out']} requests of the trace are longer than --max-input-tokens and were not sent."
+        )
     if requests["skipped"]:
         found.append(f"{requests['skipped']} later turns were not sent, because their conversation had failed.")
-    if told["generator"]["cpu_share"] > BUSY:
+    if document["generator"]["cpu_share"] > BUSY:
         found.append(
-            f"The generator used {told['generator']['cpu_share']:.0%} of its core: it may have been the limit."
+            f"The generator used {document['generator']['cpu_share']:.0%} of its core: it may have been the limit."
         )
     if (lag["p99"] or 0.0) > LATE_MS:
         reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
         found.append(
-            f"One request in a hundred left {lag['p99']:.0f} ms late or more{reason}: read the rows that say intended."
+            f"One request in a hundred left {lag['p99']:.0f} ms late or more{reason}: read the rows 'intended'."
         )
-    short = told["tokens"]["short_answers"]
+    short = document["tokens"]["short_answers"]
     if short and config["ignore_eos"]:
         found.append(f"{short} answers have fewer tokens than were asked for.")
     return found
@@ -160,7 +162,7 @@ def _rates(records: Sequence[RequestRecord], answered: Sequence[RequestRecord], 
 def _goodput(
     records: Sequence[RequestRecord], answered: Sequence[RequestRecord], slo: Mapping[str, float], seconds: float
 ) -> dict[str, Any] | None:
-    """share: of the requests that were not aborted on purpose. kept: by objective, of the answered ones."""
+    """Returns goodput. `share` is relative to requests without intended aborts, `kept` to answered requests."""
     if not slo:
         return None
     asked = sum(not r.aborted for r in records)
@@ -174,7 +176,7 @@ def _goodput(
 
 
 def _errors(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    """Kinds, the most frequent first."""
+    """Returns the kinds of errors with count and example messages, most frequent first."""
     kinds = Counter(r.error for r in records if r.error)
     messages: dict[str, dict[str, None]] = {kind: {} for kind in kinds}
     for r in records:
@@ -184,12 +186,12 @@ def _errors(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
 
 
 def _tokens(answered: Sequence[RequestRecord]) -> dict[str, Any]:
-    told = [r for r in answered if r.prompt_tokens is not None and r.cached_tokens is not None]
-    prompt = sum(_prompt(r) for r in told)
+    with_cache_counts = [r for r in answered if r.prompt_tokens is not None and r.cached_tokens is not None]
+    prompt = sum(_prompt(r) for r in with_cache_counts)
     return {
         "prompt": sum(_prompt(r) for r in answered),
         "output": sum(r.tokens for r in answered),
-        "cached_share": sum(r.cached_tokens or 0 for r in told) / prompt if prompt else None,
+        "cached_share": sum(r.cached_tokens or 0 for r in with_cache_counts) / prompt if prompt else None,
         "finish": dict(Counter(r.finish for r in answered).most_common()),
         "short_answers": sum(r.tokens < r.planned_output for r in answered),
     }
@@ -199,12 +201,12 @@ def _prompt(record: RequestRecord) -> int:
     return record.planned_input if record.prompt_tokens is None else record.prompt_tokens
 
 
-def _ms(seconds: Any) -> list[float]:
+def _sorted_ms(seconds: Any) -> list[float]:
     return sorted(1e3 * s for s in seconds if s is not None)
 
 
 def _figures(values: Sequence[float]) -> dict[str, float | int | None]:
-    """values sorted."""
+    """Returns count, mean, percentiles and maximum of sorted values."""
     if not values:
         return {"count": 0, "mean": None, **dict.fromkeys(PERCENTILES), "max": None}
     figures = {name: percentile_of_sorted(values, share) for name, share in PERCENTILES.items()}
@@ -212,13 +214,13 @@ def _figures(values: Sequence[float]) -> dict[str, float | int | None]:
 
 
 def _curve(values: Sequence[float]) -> list[float]:
-    """The percentiles of CURVE; values sorted."""
+    """Returns the quantiles of CURVE for sorted values."""
     return [round(percentile_of_sorted(values, share), 4) for share in CURVE] if values else []
 
 
 def _series(records: Sequence[RequestRecord], zero: float, seconds: float) -> dict[str, Any]:
-    """By equal bins of time: requests sent, answered, failed, tokens, and how many were under way in the mean."""
-    bin_s = next((b for b in BINS_S if seconds / b <= MOST_BINS), seconds / MOST_BINS)
+    """Returns time series in equal bins: requests sent, answered, failed, mean requests in flight, and tokens."""
+    bin_s = next((b for b in BINS_S if seconds / b <= MAX_BINS), seconds / MAX_BINS)
     bins = math.ceil(seconds / bin_s)
     sent, ended, failed = ([0] * bins for _ in range(3))
     tokens, running = ([0.0] * bins for _ in range(2))
@@ -239,7 +241,7 @@ def _series(records: Sequence[RequestRecord], zero: float, seconds: float) -> di
 
 
 def _columns(records: Sequence[RequestRecord], began: float) -> dict[str, list[Any]]:
-    """Request by request, a list for each field; times in seconds from the run's zero, latencies in ms."""
+    """Returns one list per field with a value per request. Times are seconds since the start, latencies ms."""
 
     def ms(value: float | None) -> float | None:
         return None if value is None else round(1e3 * value, 4)

@@ -1,4 +1,4 @@
-"""Documents of runs (figures.document) as files."""
+"""Reads and writes the documents of runs (figures.build_document) as JSON files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from common.errors import ConfigError
 from loadtest.report.figures import FORMAT
 
 
-def write(path: Path, told: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the file cannot be written."""
-    write_text(path, dumps(told) + "\n")
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a document. Raises ConfigError if the file cannot be written."""
+    write_text(path, dumps(document) + "\n")
 
 
-def dumps(told: Mapping[str, Any]) -> str:
-    """As JSON; what is not a number is null."""
-    return orjson.dumps(told, option=orjson.OPT_INDENT_2).decode()
+def dumps(document: Mapping[str, Any]) -> str:
+    """Returns the document as JSON. NaN becomes null."""
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Makes the folder too. Raises ConfigError."""
+    """Writes a text file and creates its folder. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -32,15 +32,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises ConfigError that says what is wrong with the file."""
+    """Reads a document. Raises ConfigError if the file is unreadable, not a document or of another format version."""
     try:
-        told = orjson.loads(path.read_bytes())
+        document = orjson.loads(path.read_bytes())
     except OSError as e:
         raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
     except ValueError as e:
         raise ConfigError(f"{path} is not JSON: {e}") from e
-    if not isinstance(told, dict) or told.get("kind") != "baton loadtest":
+    if not isinstance(document, dict) or document.get("kind") != "baton loadtest":
         raise ConfigError(f"{path} is not the result of a load test")
-    if told.get("format") != FORMAT:
-        raise ConfigError(f"{path} has format {told.get('format')}, not {FORMAT}: it is of another version")
-    return told
+    if document.get("format") != FORMAT:
+        raise ConfigError(
+            f"{path} has format {document.get('format')}, expected {FORMAT}: another version of Baton wrote it"
+        )
+    return document

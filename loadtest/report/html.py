@@ -1,4 +1,7 @@
-"""The HTML report of one run, or of two side by side: one file, no script, nothing from elsewhere, light and dark."""
+"""The HTML report of one run or of two runs side by side.
+
+The page is one file without scripts and external resources. It has a light and a dark style.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LATENCIES = {
     "tpot": "per output token",
     "e2e": "whole answer",
     "e2e_intended": "… from the intended time",
-    "lag": "sent late by",
+    "lag": "sent lags by",
 }
 OBJECTIVES = {
     "ttft": "first token within",
@@ -65,23 +68,25 @@ code{font:13px ui-monospace,SFMono-Regular,Menlo,monospace}
 
 
 def page(runs: Sequence[Mapping[str, Any]], names: Sequence[str], comparison: Comparison | None = None) -> str:
-    """The whole document. runs: one or two (figures.document); names: what to call them."""
+    """Returns the page for one or two runs (figures.build_document). `names` are their labels."""
     title = "Load test" if len(runs) == 1 else f"Load tests: {names[0]} and {names[1]}"
     sections = [f"<h1>{escape(title)}</h1>"]
-    for told, name in zip(runs, names, strict=True):
-        sections.append(f"<p class=sub>{escape(_headline(told, name if len(runs) > 1 else ''))}</p>")
-    for told, name in zip(runs, names, strict=True):
-        sections.append(_warnings(told, name if len(runs) > 1 else ""))
+    for document, name in zip(runs, names, strict=True):
+        sections.append(f"<p class=sub>{escape(_headline(document, name if len(runs) > 1 else ''))}</p>")
+    for document, name in zip(runs, names, strict=True):
+        sections.append(_warnings(document, name if len(runs) > 1 else ""))
     if len(runs) == 1:
         sections.append(_tiles(runs[0]))
     if comparison is not None:
         sections.append(_compared(comparison, names))
     sections.append("<h2>Latencies</h2>")
-    sections += [_latencies(told, name if len(runs) > 1 else "") for told, name in zip(runs, names, strict=True)]
+    sections += [
+        _latencies(document, name if len(runs) > 1 else "") for document, name in zip(runs, names, strict=True)
+    ]
     sections.append(f"<div class=charts>{''.join(_charts(runs, names))}</div>")
-    for told, name in zip(runs, names, strict=True):
-        sections.append(_objectives(told, name if len(runs) > 1 else ""))
-        sections.append(_errors(told, name if len(runs) > 1 else ""))
+    for document, name in zip(runs, names, strict=True):
+        sections.append(_objectives(document, name if len(runs) > 1 else ""))
+        sections.append(_errors(document, name if len(runs) > 1 else ""))
     sections.append(_settings(runs, names))
     return (
         f"<!doctype html><html lang=en><head><meta charset=utf-8>"
@@ -90,41 +95,46 @@ def page(runs: Sequence[Mapping[str, Any]], names: Sequence[str], comparison: Co
     )
 
 
-def _headline(told: Mapping[str, Any], name: str) -> str:
-    config, began = told["config"], datetime.fromtimestamp(told["began_at"], UTC)
-    what = f"{load(config)}, {config['protocol']} {config['endpoint']}, {told['model']} at {config['url']}"
-    return f"{name + ': ' if name else ''}{what}; {told['seconds']:.1f} s from {began:%Y-%m-%d %H:%M:%S} UTC"
+def _headline(document: Mapping[str, Any], name: str) -> str:
+    config, began = document["config"], datetime.fromtimestamp(document["began_at"], UTC)
+    what = f"{describe_load(config)}, {config['protocol']} {config['endpoint']}, {document['model']} at {config['url']}"
+    return f"{name + ': ' if name else ''}{what}; {document['seconds']:.1f} s from {began:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def load(config: Mapping[str, Any]) -> str:
-    """How requests came, in words."""
+def describe_load(config: Mapping[str, Any]) -> str:
+    """Describes the describe_load: users, rate or trace."""
     if config["users"] is not None:
-        return f"{config['users']} users" + (f", {config['think_s']:g} s of thought" if config["think_s"] else "")
+        return f"{config['users']} users" + (f", {config['think_s']:g} s think time" if config["think_s"] else "")
     if config["rate"] is not None:
         shape = {"gamma": f" (gamma, {config['burstiness']:g})", "onoff": " (on and off)", "constant": " (even)"}
         return f"{config['rate']:g} requests/s{shape.get(config['arrivals'], ' (Poisson)')}"
     return f"{config['trace']} as recorded" + (f", {config['speed']:g} times as fast" if config["speed"] != 1 else "")
 
 
-def _warnings(told: Mapping[str, Any], name: str) -> str:
-    found = warnings(told)
+def _warnings(document: Mapping[str, Any], name: str) -> str:
+    found = warnings(document)
     items = "".join(f"<li>{escape(name + ': ' if name else '')}{escape(text)}</li>" for text in found)
     return f"<ul class=warn>{items}</ul>" if found else ""
 
 
-def _tiles(told: Mapping[str, Any]) -> str:
-    rates, requests, latencies, goodput = told["rates"], told["requests"], told["latencies_ms"], told["goodput"]
+def _tiles(document: Mapping[str, Any]) -> str:
+    rates, requests, latencies, goodput = (
+        document["rates"],
+        document["requests"],
+        document["latencies_ms"],
+        document["goodput"],
+    )
     tiles = [
         ("requests answered", f"{requests['answered']} of {requests['sent']}"),
         ("requests/s answered", f"{rates['answered_per_s']:.2f}"),
         ("output tokens/s", f"{rates['output_tokens_per_s']:.1f}"),
-        ("under way, mean", f"{rates['mean_running']:.1f}"),
+        ("in flight, mean", f"{rates['mean_running']:.1f}"),
         ("TTFT p50 / p99", f"{ms(latencies['ttft']['p50'])} / {ms(latencies['ttft']['p99'])}"),
         ("ITL p50 / p99", f"{ms(latencies['itl']['p50'])} / {ms(latencies['itl']['p99'])}"),
     ]
     if goodput is not None:
         tiles.append(("goodput", f"{goodput['per_s']:.2f}/s, {goodput['share']:.1%}"))
-    cached = told["tokens"]["cached_share"]
+    cached = document["tokens"]["cached_share"]
     if cached is not None:
         tiles.append(("prompt tokens from a cache", f"{cached:.1%}"))
     tiles.append(("failed", str(requests["failed"])))
@@ -134,7 +144,7 @@ def _tiles(told: Mapping[str, Any]) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds for a person."""
+    """Formats milliseconds."""
     if value is None:
         return ABSENT
     if value >= 10_000:
@@ -142,10 +152,10 @@ def ms(value: float | None) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
 
 
-def _latencies(told: Mapping[str, Any], name: str) -> str:
+def _latencies(document: Mapping[str, Any], name: str) -> str:
     rows = []
     for key, label in LATENCIES.items():
-        figures = told["latencies_ms"][key]
+        figures = document["latencies_ms"][key]
         cells = [str(figures["count"]), *(ms(figures[column]) for column in ("mean", *PERCENTILES, "max"))]
         rows.append((f"{key.partition('_')[0]}: {label}" if "…" not in label else label, *cells))
     return _table([f"{name or 'milliseconds'}", "values", "mean", *PERCENTILES, "max"], rows)
@@ -157,10 +167,10 @@ def _compared(comparison: Comparison, names: Sequence[str]) -> str:
         for row in comparison.rows
     ]
     note = (
-        "<p class=sub>clear: the percentiles' 95% intervals, from the number of requests, do not meet. Chance may "
-        "explain the others.</p>"
+        "<p class=sub>significant: the 95% confidence intervals of the percentiles do not overlap. "
+        "The other differences may be chance.</p>"
     )
-    return f"<h2>Compared</h2>{note}" + _table(["", *map(escape, names), "change", "clear"], rows, raw=True)
+    return f"<h2>Compared</h2>{note}" + _table(["", *map(escape, names), "change", "significant"], rows, raw=True)
 
 
 def _value(value: float | None, row: ComparisonRow) -> str:
@@ -186,16 +196,16 @@ def _charts(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterable
     slo: Mapping[str, float] = runs[0]["config"]["slo"]
     for key, label in (("ttft", "Time to first token"), ("itl", "Time between tokens"), ("e2e", "Whole answer")):
         series = []
-        for i, (told, name) in enumerate(zip(runs, names, strict=True)):
-            series.append(Series(name if several else "from sending", _curve(told, key), i + 1))
+        for i, (document, name) in enumerate(zip(runs, names, strict=True)):
+            series.append(Series(name if several else "from sending", _curve(document, key), i + 1))
             if not several and key != "itl":
-                series.append(Series("from the intended time", _curve(told, f"{key}_intended"), 2, dashed=True))
+                series.append(Series("from the intended time", _curve(document, f"{key}_intended"), 2, dashed=True))
         marks = [Mark(f"objective {ms(1e3 * slo[key])}", x=1e3 * slo[key])] if key in slo else []
-        yield chart(f"{label}: share that took at most so long", series, Axis("ms", log=True), share, marks)
+        yield chart(f"{label}: cumulative share", series, Axis("ms", log=True), share, marks)
     time = Axis("seconds of the run", low=0.0)
     yield chart("Output tokens per second", _binned(runs, names, "tokens"), time, Axis("tokens/s", low=0.0))
-    under_way = _binned(runs, names, "running", each=True)
-    yield chart("Requests under way", under_way, time, Axis("requests", low=0.0))
+    in_flight = _binned(runs, names, "running", each=True)
+    yield chart("Requests in flight", in_flight, time, Axis("requests", low=0.0))
     if several:
         flow = _binned(runs, names, "ended")
         yield chart("Requests answered per second", flow, time, Axis("requests/s", low=0.0))
@@ -206,10 +216,10 @@ def _charts(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterable
             *(_binned(runs, ["failed"], "failed", colour=3) if any(runs[0]["series"]["failed"]) else []),
         ]
         yield chart("Requests per second", flow, time, Axis("requests/s", low=0.0))
-    dots = [Series(name, _dots(told, "ttft_ms"), i + 1, dots=True) for i, (told, name) in _each(runs, names)]
+    dots = [Series(name, _dots(document, "ttft_ms"), i + 1, dots=True) for i, (document, name) in _each(runs, names)]
     yield chart("Time to first token over the run", dots, time, Axis("ms", low=0.0))
-    late = [Series(name, _dots(told, "lag_ms"), i + 1, dots=True) for i, (told, name) in _each(runs, names)]
-    yield chart("How late requests were sent", late, time, Axis("ms", low=0.0))
+    lags = [Series(name, _dots(document, "lag_ms"), i + 1, dots=True) for i, (document, name) in _each(runs, names)]
+    yield chart("How lags requests were sent", lags, time, Axis("ms", low=0.0))
 
 
 def _each(
@@ -218,17 +228,17 @@ def _each(
     return enumerate(zip(runs, names, strict=True))
 
 
-def _curve(told: Mapping[str, Any], key: str) -> list[tuple[float, float]]:
-    return list(zip(told["curves_ms"][key], CURVE, strict=False))
+def _curve(document: Mapping[str, Any], key: str) -> list[tuple[float, float]]:
+    return list(zip(document["curves_ms"][key], CURVE, strict=False))
 
 
 def _binned(
     runs: Sequence[Mapping[str, Any]], names: Sequence[str], key: str, *, each: bool = False, colour: int = 0
 ) -> list[Series]:
-    """A bin's middle and its rate, or its value as it is. The last bin is whole only by chance, and left out."""
+    """Returns (middle of the bin, rate) points, or the plain values if `each` is set. Omits the incomplete last bin."""
     found = []
-    for i, (told, name) in _each(runs, names):
-        series = told["series"]
+    for i, (document, name) in _each(runs, names):
+        series = document["series"]
         bin_s, values = series["bin_s"], series[key]
         shown = values[:-1] if len(values) > 1 else values
         points = [((n + 0.5) * bin_s, value if each else value / bin_s) for n, value in enumerate(shown)]
@@ -236,26 +246,27 @@ def _binned(
     return found
 
 
-def _dots(told: Mapping[str, Any], column: str) -> list[tuple[float, float]]:
-    records = told["records"]
+def _dots(document: Mapping[str, Any], column: str) -> list[tuple[float, float]]:
+    records = document["records"]
     return [(t, v) for t, v in zip(records["intended_s"], records[column], strict=True) if v is not None]
 
 
-def _objectives(told: Mapping[str, Any], name: str) -> str:
-    goodput = told["goodput"]
+def _objectives(document: Mapping[str, Any], name: str) -> str:
+    goodput = document["goodput"]
     if goodput is None:
         return ""
     rows = [
-        (OBJECTIVES[key], ms(1e3 * most), f"{goodput['kept'][key]:.2%}") for key, most in told["config"]["slo"].items()
+        (OBJECTIVES[key], ms(1e3 * most), f"{goodput['kept'][key]:.2%}")
+        for key, most in document["config"]["slo"].items()
     ]
     rows.append(("all of them, of all requests", "", f"{goodput['share']:.2%}"))
     return f"<h2>Objectives{escape(' of ' + name if name else '')}</h2>" + _table(["", "", "kept"], rows)
 
 
-def _errors(told: Mapping[str, Any], name: str) -> str:
-    if not told["errors"]:
+def _errors(document: Mapping[str, Any], name: str) -> str:
+    if not document["errors"]:
         return ""
-    rows = [[escape(e["kind"]), str(e["count"]), escape(" · ".join(e["messages"]))] for e in told["errors"]]
+    rows = [[escape(e["kind"]), str(e["count"]), escape(" · ".join(e["messages"]))] for e in document["errors"]]
     body = "".join(f"<tr><td>{a}</td><td>{b}</td><td class=text>{c}</td></tr>" for a, b, c in rows)
     head = "<tr><th scope=col>kind<th scope=col>requests<th scope=col style=text-align:left>for example</tr>"
     title = f"<h2>Errors{escape(' of ' + name if name else '')}</h2>"
@@ -263,13 +274,13 @@ def _errors(told: Mapping[str, Any], name: str) -> str:
 
 
 def _settings(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    keys = sorted({key for told in runs for key in told["config"]})
+    keys = sorted({key for document in runs for key in document["config"]})
     rows = [
-        (key.replace("_", " "), *(str(told["config"].get(key, ABSENT)) for told in runs))
+        (key.replace("_", " "), *(str(document["config"].get(key, ABSENT)) for document in runs))
         for key in keys
-        if any(told["config"].get(key) not in (None, {}, ()) for told in runs)
+        if any(document["config"].get(key) not in (None, {}, ()) for document in runs)
     ]
-    rows.append(("version of Baton's load test", *(told["version"] for told in runs)))
+    rows.append(("version of Baton's describe_load test", *(document["version"] for document in runs)))
     return "<h2>Settings</h2>" + _table(["", *(names if len(runs) > 1 else ["value"])], rows)
 
 

@@ -1,4 +1,4 @@
-"""What a run came to, on a terminal."""
+"""Prints results of describe_load tests as terminal tables."""
 
 from __future__ import annotations
 
@@ -10,63 +10,64 @@ from rich.table import Table
 
 from loadtest.report.comparison import Comparison
 from loadtest.report.figures import PERCENTILES, warnings
-from loadtest.report.html import LATENCIES, load, ms
+from loadtest.report.html import LATENCIES, describe_load, ms
 
 
-def show(console: Console, told: Mapping[str, Any]) -> None:
-    """One run."""
-    requests, rates, goodput = told["requests"], told["rates"], told["goodput"]
+def show(console: Console, document: Mapping[str, Any]) -> None:
+    """Prints the figures of one run."""
+    requests, rates, goodput = document["requests"], document["rates"], document["goodput"]
     lines = [
-        f"{load(told['config'])}: {requests['sent']} requests in {told['seconds']:.1f} s, "
+        f"{describe_load(document['config'])}: {requests['sent']} requests in {document['seconds']:.1f} s, "
         f"{requests['answered']} answered, {requests['failed']} failed"
-        + (f", {requests['aborted']} left on purpose" if requests["aborted"] else ""),
+        + (f", {requests['aborted']} aborted by the client" if requests["aborted"] else ""),
         f"{rates['answered_per_s']:.2f} answers/s (intended {rates['intended_per_s']:.2f}, sent "
         f"{rates['sent_per_s']:.2f} a second), {rates['output_tokens_per_s']:.1f} output tokens/s, "
-        f"{rates['mean_running']:.1f} under way in the mean",
+        f"{rates['mean_running']:.1f} in flight on average",
     ]
     if goodput is not None:
         kept = ", ".join(f"{name} {share:.1%}" for name, share in goodput["kept"].items())
-        lines.append(f"goodput {goodput['per_s']:.2f}/s: {goodput['share']:.1%} keep all objectives ({kept})")
-    if told["tokens"]["cached_share"] is not None:
-        lines.append(f"{told['tokens']['cached_share']:.1%} of the prompt tokens came from a prefix cache")
+        lines.append(f"goodput {goodput['per_s']:.2f}/s: {goodput['share']:.1%} meet all objectives ({kept})")
+    if document["tokens"]["cached_share"] is not None:
+        lines.append(f"{document['tokens']['cached_share']:.1%} of the prompt tokens came from a prefix cache")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("", "mean", *PERCENTILES, "max"):
         table.add_column(column, justify="left" if not column else "right")
     for name in LATENCIES:
-        figures = told["latencies_ms"][name]
+        figures = document["latencies_ms"][name]
         if figures["count"]:
             table.add_row(name.replace("_", " "), *(ms(figures[key]) for key in ("mean", *PERCENTILES, "max")))
     for line in lines:
-        _say(console, line)
+        _print_line(console, line)
     console.print(table)
-    for error in told["errors"]:
-        _say(console, f"{error['count']} x {error['kind']}: {'; '.join(error['messages'])}")
-    for warning in warnings(told):
-        _say(console, f"note: {warning}")
+    for error in document["errors"]:
+        _print_line(console, f"{error['count']} x {error['kind']}: {'; '.join(error['messages'])}")
+    for warning in warnings(document):
+        _print_line(console, f"warning: {warning}")
 
 
 def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) -> None:
-    """Runs at rising rates, and the highest that was kept."""
+    """Prints runs at rising rates. `best` is the run at the highest rate that met the objectives, or None."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("rate", "answered/s", "tokens/s", "good", "goodput/s", "ttft p50", "ttft p99", "itl p50", "itl p99"):
         table.add_column(column, justify="right")
-    for told in done:
-        rates, goodput, times = told["rates"], told["goodput"], told["latencies_ms"]
+    for document in done:
+        rates, goodput, times = document["rates"], document["goodput"], document["latencies_ms"]
         figures = [f"{rates['answered_per_s']:.2f}", f"{rates['output_tokens_per_s']:.0f}", f"{goodput['share']:.1%}"]
         latencies = [ms(times[name][share]) for name in ("ttft", "itl") for share in ("p50", "p99")]
-        row = [f"{told['config']['rate']:g}", *figures, f"{goodput['per_s']:.2f}", *latencies]
-        table.add_row(*row, style="bold" if told is best else None)
+        row = [f"{document['config']['rate']:g}", *figures, f"{goodput['per_s']:.2f}", *latencies]
+        table.add_row(*row, style="bold" if document is best else None)
     console.print(table)
     if best is None:
-        _say(console, "Not even the first rate was kept.")
+        _print_line(console, "The first rate already missed the objectives.")
     else:
-        _say(console, f"Kept up with {best['config']['rate']:g} requests/s: goodput {best['goodput']['per_s']:.2f}/s.")
+        rate, per_s = best["config"]["rate"], best["goodput"]["per_s"]
+        _print_line(console, f"Highest rate that met the objectives: {rate:g} requests/s, goodput {per_s:.2f}/s.")
 
 
 def show_comparison(console: Console, comparison: Comparison, names: Sequence[str]) -> None:
-    """Two runs."""
+    """Prints the comparison of two runs."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", *names, "change", "clear"):
+    for column in ("", *names, "change", "significant"):
         table.add_column(column, justify="left" if not column else "right")
     for row in comparison.rows:
         if row.a is None and row.b is None:
@@ -80,8 +81,8 @@ def show_comparison(console: Console, comparison: Comparison, names: Sequence[st
         table.add_row(row.name, *text, change, verdict, style=style)
     console.print(table)
     for name, a, b in comparison.differences:
-        _say(console, f"differs: {name}: {a} and {b}")
+        _print_line(console, f"different setting: {name}: {a} and {b}")
 
 
-def _say(console: Console, line: str) -> None:
+def _print_line(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -33,7 +33,7 @@ PROTOCOLS = ("rest", "grpc")
 
 @pytest_asyncio.fixture
 async def gw(cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int) -> AsyncIterator[Rig]:
-    """REST and gRPC; at rest after the test."""
+    """A gateway with REST and gRPC. Fails the test if requests remain afterwards."""
     async with rig(cluster, smollm2_dir, grpc_port=unused_tcp_port) as r:
         yield r
         await r.settled()
@@ -62,18 +62,18 @@ def prompts(cluster: FakeCluster) -> list[ValidRequest]:
 async def test_an_open_loop_measures_every_token(gw: Rig, cluster: FakeCluster, protocol: str, endpoint: str) -> None:
     cluster.decodes[0].faults.token_delay_s = 0.01
     done = await run(gw, protocol, endpoint=endpoint, rate="60", requests="12", slo="ttft=20s,itl=20s", warmup="2")
-    told = build_document(done, "1")
-    assert told["model"] == MODEL
-    assert told["requests"] | {"sent": 12, "answered": 12, "failed": 0} == told["requests"], told["errors"]
-    assert told["tokens"]["finish"] == {"length": 12}
-    assert told["tokens"]["output"] == 12 * 8
-    assert 0 < told["latencies_ms"]["itl"]["count"] <= 12 * 7  # a gateway that is behind sends tokens together
-    assert told["latencies_ms"]["tpot"]["max"] >= 9
-    assert told["goodput"]["share"] == 1.0
+    document = build_document(done, "1")
+    assert document["model"] == MODEL
+    assert document["requests"] | {"sent": 12, "answered": 12, "failed": 0} == document["requests"], document["errors"]
+    assert document["tokens"]["finish"] == {"length": 12}
+    assert document["tokens"]["output"] == 12 * 8
+    assert 0 < document["latencies_ms"]["itl"]["count"] <= 12 * 7  # a slow gateway sends several tokens in one event
+    assert document["latencies_ms"]["tpot"]["max"] >= 9
+    assert document["goodput"]["share"] == 1.0
     assert len(prompts(cluster)) == 14
     assert all(r.sampling.max_tokens == 8 and r.sampling.temperature == 0 for r in prompts(cluster))
     if endpoint == "completions":
-        assert told["tokens"]["prompt"] == 12 * 20
+        assert document["tokens"]["prompt"] == 12 * 20
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -107,7 +107,7 @@ async def test_conversations_go_on_from_what_was_answered(
     if endpoint == "completions":
         assert second[: len(first)] == first
         assert third[: len(second)] == second
-    if protocol == "grpc" and endpoint == "completions":  # the only way in which a server tells token ids
+    if protocol == "grpc" and endpoint == "completions":  # the only API that returns token ids
         answer = [66 + (sum(first) + 5 * i) % 26 for i in range(8)]
         assert list(second[20:28]) == answer
 
@@ -115,9 +115,9 @@ async def test_conversations_go_on_from_what_was_answered(
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_refusals_are_counted_by_kind(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
     cluster.prefills[0].faults.prefill_error = Overloaded("full", retry_after_s=1.0)
-    told = build_document(await run(gw, protocol, rate="100", requests="4"), "1")
-    assert told["requests"]["failed"] == 4
-    (error,) = told["errors"]
+    document = build_document(await run(gw, protocol, rate="100", requests="4"), "1")
+    assert document["requests"]["failed"] == 4
+    (error,) = document["errors"]
     assert error["count"] == 4
     assert error["kind"] == (
         "grpc RESOURCE_EXHAUSTED Overloaded" if protocol == "grpc" else "http 429 rate_limit_exceeded"
@@ -128,21 +128,23 @@ async def test_refusals_are_counted_by_kind(gw: Rig, cluster: FakeCluster, proto
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_deadlines_end_requests(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
     cluster.decodes[0].faults.stall_after = 2
-    told = build_document(await run(gw, protocol, rate="100", requests="2", deadline_s="2"), "1")
-    assert told["requests"]["failed"] == 2
-    assert told["errors"][0]["kind"].startswith("grpc DEADLINE_EXCEEDED" if protocol == "grpc" else "stream ")
+    document = build_document(await run(gw, protocol, rate="100", requests="2", deadline_s="2"), "1")
+    assert document["requests"]["failed"] == 2
+    assert document["errors"][0]["kind"].startswith("grpc DEADLINE_EXCEEDED" if protocol == "grpc" else "stream ")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_clients_that_leave_leave_nothing_behind(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
+async def test_aborted_requests_leave_nothing_on_the_pods(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
     cluster.decodes[0].faults.token_delay_s = 0.02
-    told = build_document(await run(gw, protocol, rate="100", requests="10", abort_share="1", output_tokens="50"), "1")
-    assert told["requests"] | {"aborted": 10, "failed": 0, "answered": 0} == told["requests"]
+    document = build_document(
+        await run(gw, protocol, rate="100", requests="10", abort_share="1", output_tokens="50"), "1"
+    )
+    assert document["requests"] | {"aborted": 10, "failed": 0, "answered": 0} == document["requests"]
     await gw.settled()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_a_key_is_sent_where_one_is_wanted(
+async def test_the_api_key_is_sent(
     cluster: FakeCluster, smollm2_dir: Path, unused_tcp_port: int, tmp_path: Path, protocol: str
 ) -> None:
     key, record = create_key("team")
@@ -184,17 +186,17 @@ async def test_the_command_runs_reports_and_compares(gw: Rig, tmp_path: Path) ->
 async def test_rates_rise_until_the_objective_is_missed(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
     shared = ("--url", gw.url, "--requests", "5", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=2s")
     cluster.decodes[0].faults.token_delay_s = 0.2
-    limits = ("--max-concurrency", "1", "--arrivals", "constant")  # less than two a second, whatever comes
+    limits = ("--max-concurrency", "1", "--arrivals", "constant")  # fewer than two requests per second
     code, out, err = await command(*shared, *limits, "--rates", "1,200,400", "--out", str(tmp_path / "s.json"))
     assert (code, err) == (0, "")
-    assert "Kept up with 1 requests/s" in out
+    assert "Highest rate that met the objectives: 1 requests/s" in out
     kept, missed, never = (tmp_path / f"s-{rate}.json" for rate in (1, 200, 400))
     assert [files.read(path)["config"]["seed"] for path in (kept, missed)] == [0, 1]
     with pytest.raises(ConfigError, match="cannot be read"):
         files.read(never)
     code, out, _ = await command(*shared, *limits, "--rates", "300,400")
     assert code == 1
-    assert "Not even the first" in out
+    assert "The first rate already missed" in out
 
 
 async def test_the_command_fails_where_the_server_does(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ async def test_the_command_fails_where_the_server_does(gw: Rig, cluster: FakeClu
     assert err.startswith("baton: http://127.0.0.1:1: ")
 
 
-async def test_a_command_that_is_interrupted_tells_what_was_done(gw: Rig, cluster: FakeCluster) -> None:
+async def test_an_interrupted_command_reports_the_finished_requests(gw: Rig, cluster: FakeCluster) -> None:
     cluster.decodes[0].faults.stall_after = 1
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "loadtest", "--url", gw.url, "--users", "2", "--duration-s", "60", "--quiet"),
@@ -220,4 +222,4 @@ async def test_a_command_that_is_interrupted_tells_what_was_done(gw: Rig, cluste
     child.send_signal(signal.SIGINT)
     out, _ = await asyncio.wait_for(child.communicate(), 120)
     assert child.returncode == 130
-    assert b"Stopped early: 2 requests were under way" in out
+    assert b"Stopped early: 2 requests were in flight" in out

@@ -1,4 +1,4 @@
-"""Load tests: what the REST client makes of what servers send."""
+"""The REST client of the load test: requests, timing, failures and kept connections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece, Tur
     end=st.sampled_from(["\n", "\r\n"]),
     cuts=st.lists(st.integers(0, 300), max_size=10),
 )
-def test_events_survive_any_cut(datas: list[str], end: str, cuts: list[int]) -> None:
+def test_events_are_parsed_for_any_chunking(datas: list[str], end: str, cuts: list[int]) -> None:
     raw = "".join(f": note{end}event: x{end}data: {d}{end}{end}data: {d}{end}{end}" for d in datas).encode()
     parser, found, at = SseParser(), [], 0
     for cut in [*sorted(min(c, len(raw)) for c in cuts), len(raw)]:
@@ -46,7 +46,7 @@ def test_lines_of_one_event_are_joined_and_others_dropped() -> None:
     assert SseParser().feed(b"data:a\ndata: b\nid: 3\n\n: nothing\n\ndata: c\n\ndata: d\n") == [b"a\nb", b"c"]
 
 
-# -- a server that says what it is told to
+# -- a scripted server
 
 Script = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -60,7 +60,7 @@ def event(**fields: Any) -> bytes:
     return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
-def said(text: str, finish: str | None = None) -> bytes:
+def delta_event(text: str, finish: str | None = None) -> bytes:
     return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish}])
 
 
@@ -74,7 +74,7 @@ def plain(status: str, body: bytes, *lines: str) -> bytes:
 
 
 class Server:
-    """Answers request number n as script n says, the last one from then on; keeps the bodies."""
+    """Answers request n with script n, later requests with the last script. Stores the request bodies."""
 
     def __init__(self, *scripts: Script | bytes) -> None:
         self._scripts = scripts
@@ -125,12 +125,12 @@ def draft(turn: Turn = TURN, **answers: ModelAnswer) -> RequestDraft:
     return RequestDraft(turn, {int(k[1:]): v for k, v in answers.items()}, "id-1", "session-1", "key")
 
 
-def blank(leave_after: int | None = None) -> RequestRecord:
-    return RequestRecord("id-1", 0, 0, 9, 5, time.perf_counter(), abort_after=leave_after)
+def blank(abort_after: int | None = None) -> RequestRecord:
+    return RequestRecord("id-1", 0, 0, 9, 5, time.perf_counter(), abort_after=abort_after)
 
 
 @asynccontextmanager
-async def asked(*scripts: Script | bytes, **flags: Any) -> AsyncIterator[tuple[Server, RestClient]]:
+async def connected_client(*scripts: Script | bytes, **flags: Any) -> AsyncIterator[tuple[Server, RestClient]]:
     async with Server(*scripts).running() as server:
         client = RestClient(config(server, **flags))
         try:
@@ -139,9 +139,9 @@ async def asked(*scripts: Script | bytes, **flags: Any) -> AsyncIterator[tuple[S
             await client.close()
 
 
-async def outcome(*scripts: Script | bytes, leave_after: int | None = None, **flags: Any) -> RequestRecord:
-    async with asked(*scripts, **flags) as (_, client):
-        record = blank(leave_after)
+async def outcome(*scripts: Script | bytes, abort_after: int | None = None, **flags: Any) -> RequestRecord:
+    async with connected_client(*scripts, **flags) as (_, client):
+        record = blank(abort_after)
         await asyncio.wait_for(client.send(await client.build(draft()), record), 20)
         assert record.ended_s >= record.sent_s > 0
         return record
@@ -149,18 +149,18 @@ async def outcome(*scripts: Script | bytes, leave_after: int | None = None, **fl
 
 @pytest.mark.parametrize("stamped", [True, False])
 async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not stamped:  # as through TLS, and on other systems
+    if not stamped:  # the path with TLS, and on other systems than Linux
         monkeypatch.setattr(HttpConnection, "use_kernel_timestamps", lambda _: None)
 
     async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + chunk(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])))
         for text in ("a", "b"):
             await asyncio.sleep(0.05)
-            raw = chunk(said(text))
+            raw = chunk(delta_event(text))
             writer.write(raw[:9])
             await asyncio.sleep(0.01)
             writer.write(raw[9:])
-        writer.write(chunk(said("c", "length") + event(choices=[], usage=USAGE)) + END)
+        writer.write(chunk(delta_event("c", "length") + event(choices=[], usage=USAGE)) + END)
 
     record = await outcome(script)
     assert (record.error, record.finish, record.answer) == ("", "length", ModelAnswer("abc"))
@@ -173,9 +173,9 @@ async def test_a_stream_is_timed_event_by_event(stamped: bool, monkeypatch: pyte
     assert third - second < second - first
 
 
-async def test_what_is_sent_is_what_was_drafted() -> None:
-    good = OK + chunk(said("x", "stop")) + END
-    async with asked(good, deadline_s="9") as (server, client):
+async def test_the_request_has_all_fields_of_the_draft() -> None:
+    good = OK + chunk(delta_event("x", "stop")) + END
+    async with connected_client(good, deadline_s="9") as (server, client):
         await client.send(await client.build(draft()), blank())
         head, body = server.heads[0].decode(), server.bodies[0]
     assert head.startswith("POST /v1/chat/completions HTTP/1.1\r\n")
@@ -191,7 +191,7 @@ async def test_what_is_sent_is_what_was_drafted() -> None:
         {"role": "user", "content": f"{TextPiece(b'u', 4).text()} {TextPiece(b'v', 2).text()}"},
     ]
     assert (body["max_tokens"], body["stream"], body["ignore_eos"], body["temperature"]) == (5, True, True, 0.0)
-    async with asked(good, endpoint="completions", vocab="5:90", ignore_eos=False) as (server, client):
+    async with connected_client(good, endpoint="completions", vocab="5:90", ignore_eos=False) as (server, client):
         await client.send(await client.build(draft()), blank())
         body = server.bodies[0]
     assert body["prompt"] == [
@@ -206,7 +206,7 @@ async def test_the_real_answer_goes_into_the_next_turn() -> None:
     turn = Turn(
         (PromptMessage("user", (TextPiece(b"u", 2),)), PromptMessage("assistant", (TextPiece(b"a", 5),), answer=0)), 5
     )
-    async with asked(b"") as (_, client):
+    async with connected_client(b"") as (_, client):
         said_before = orjson.loads(
             (await client.build(draft(turn, _0=ModelAnswer('so "it"\nis')))).partition(b"\r\n\r\n")[2]
         )
@@ -216,7 +216,7 @@ async def test_the_real_answer_goes_into_the_next_turn() -> None:
 
 
 async def _cut(_body: bytes, writer: asyncio.StreamWriter) -> None:
-    writer.write(OK + chunk(said("a")))
+    writer.write(OK + chunk(delta_event("a")))
     await writer.drain()
     writer.close()
 
@@ -227,7 +227,7 @@ async def _silent(_body: bytes, _writer: asyncio.StreamWriter) -> None:
 
 FULL = plain("429 Too Many", b'{"error": {"code": "rate_limit_exceeded", "message": "full"}}')
 AWAY = plain("503 Away", b'{"error": {"type": "server_error", "code": null, "message": "no pod"}}')
-LATE = OK + chunk(said("a") + event(error={"code": "deadline", "message": "late"})) + b"0\r\n\r\n"
+LATE = OK + chunk(delta_event("a") + event(error={"code": "deadline", "message": "late"})) + b"0\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ LATE = OK + chunk(said("a") + event(error={"code": "deadline", "message": "late"
         (AWAY, "http 503 server_error", "no pod"),
         (plain("502 Bad Gateway", b"<html>"), "http 502", "<html>"),
         (LATE, "stream deadline", "late"),
-        (OK + chunk(said("a")) + END, "incomplete", "without a finish reason"),
+        (OK + chunk(delta_event("a")) + END, "incomplete", "without a finish reason"),
         (OK + chunk(b"data: {nonsense\n\n") + END, "protocol", "not an event"),
         (OK + chunk(b"data: []\n\n") + END, "protocol", "not an event"),
         (b"220 smtp.example.com ESMTP\r\n", "disconnected", "not HTTP"),
@@ -251,7 +251,7 @@ async def test_every_failure_has_a_kind(script: Script | bytes, kind: str, messa
     assert not record.ok
 
 
-async def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_server_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.client.rest_client.GRACE_S", 0.2)
     record = await outcome(_silent, deadline_s="0.1")
     assert (record.error, record.message) == ("timeout", "no complete answer before the timeout")
@@ -275,16 +275,16 @@ async def test_connections_are_kept_and_a_closed_one_is_replaced(
 ) -> None:
     if not stamped:
         monkeypatch.setattr(HttpConnection, "use_kernel_timestamps", lambda _: None)
-    good = OK + chunk(said("x", "stop")) + END
+    good = OK + chunk(delta_event("x", "stop")) + END
 
     async def close_after(_body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(good)
         await writer.drain()
 
     async def refuse(_body: bytes, writer: asyncio.StreamWriter) -> None:
-        writer.transport.abort()  # as a server does whose keep-alive ends just now
+        writer.transport.abort()  # the server's keep-alive time ends
 
-    async with asked(close_after, close_after, refuse, close_after) as (server, client):
+    async with connected_client(close_after, close_after, refuse, close_after) as (server, client):
         for _ in range(3):
             record = blank()
             await client.send(await client.build(draft()), record)
@@ -293,11 +293,11 @@ async def test_connections_are_kept_and_a_closed_one_is_replaced(
         assert len(server.heads) == 4
 
 
-async def test_a_server_that_hangs_up_on_a_new_connection_is_not_asked_again() -> None:
+async def test_a_disconnect_on_a_new_connection_is_not_retried() -> None:
     async def refuse(_body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
-    async with asked(refuse) as (server, client):
+    async with connected_client(refuse) as (server, client):
         record = blank()
         await client.send(await client.build(draft()), record)
         assert record.error == "disconnected"
@@ -305,7 +305,7 @@ async def test_a_server_that_hangs_up_on_a_new_connection_is_not_asked_again() -
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-async def test_a_client_that_leaves_hangs_up(after: int) -> None:
+async def test_an_aborting_client_closes_the_connection(after: int) -> None:
     gone = asyncio.Event()
 
     async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
@@ -313,7 +313,7 @@ async def test_a_client_that_leaves_hangs_up(after: int) -> None:
         try:
             while True:
                 if after:
-                    writer.write(chunk(said("a")))
+                    writer.write(chunk(delta_event("a")))
                     await writer.drain()
                 await asyncio.sleep(0.01)
                 if writer.transport.is_closing():
@@ -321,7 +321,7 @@ async def test_a_client_that_leaves_hangs_up(after: int) -> None:
         finally:
             gone.set()
 
-    async with asked(script) as (_, client):
+    async with connected_client(script) as (_, client):
         record = blank(after)
         await client.send(await client.build(draft()), record)
         assert record.aborted
@@ -332,7 +332,7 @@ async def test_a_client_that_leaves_hangs_up(after: int) -> None:
             await asyncio.wait_for(gone.wait(), 20)
 
 
-async def test_an_answer_in_one_piece() -> None:
+async def test_an_answer_without_streaming() -> None:
     body = orjson.dumps({"choices": [{"message": {"content": "abc"}, "finish_reason": "stop"}], "usage": USAGE})
     record = await outcome(plain("200 OK", body), stream=False)
     assert (record.error, record.answer, record.tokens, len(record.event_times)) == ("", ModelAnswer("abc"), 4, 0)
@@ -342,22 +342,22 @@ async def test_an_answer_in_one_piece() -> None:
 
 async def test_the_model_is_the_one_that_is_served() -> None:
     models = plain("200 OK", b'{"data": [{"id": "m"}, {"id": "n"}]}')
-    async with asked(models) as (server, client):
+    async with connected_client(models) as (server, client):
         assert await client.model() == "m"
         assert await RestClient(config(server, model="n")).model() == "n"
         with pytest.raises(ConfigError, match="serves m, n, not x"):
             await RestClient(config(server, model="x")).model()
-    async with asked(plain("401 No", b'{"error": {"message": "no key"}}')) as (_, client):
+    async with connected_client(plain("401 No", b'{"error": {"message": "no key"}}')) as (_, client):
         with pytest.raises(Unavailable, match="no key"):
             await client.model()
-    async with asked(plain("200 OK", b"{}")) as (_, client):
+    async with connected_client(plain("200 OK", b"{}")) as (_, client):
         with pytest.raises(Unavailable, match="not a list of models"):
             await client.model()
 
 
 @pytest.fixture
 def kernel_stamps() -> Iterator[None]:
-    """The kernel begins to stamp what arrives some time after the first socket asked for it, and while one does."""
+    """Waits until the kernel stamps arrivals: it starts some time after the first socket asks for stamps."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.bind(("127.0.0.1", 0))
         own.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
@@ -374,14 +374,14 @@ def kernel_stamps() -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's stamps are Linux's")
-async def test_bytes_have_the_time_at_which_they_came_not_that_of_reading_them(kernel_stamps: None) -> None:
+async def test_bytes_have_their_arrival_time_not_the_read_time(kernel_stamps: None) -> None:
     sent = 0.0
 
     async def script(_body: bytes, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
         sent = time.perf_counter()
-        writer.write(OK + chunk(said("a", "stop")) + END)
-        time.sleep(0.5)  # noqa: ASYNC251 - the client shares this loop, and comes to read only now
+        writer.write(OK + chunk(delta_event("a", "stop")) + END)
+        time.sleep(0.5)  # noqa: ASYNC251 - blocks the client's loop, so it reads late
 
     record = await outcome(script)
     assert record.error == ""

@@ -1,4 +1,4 @@
-"""Load tests: figures of a run whose times are known, two runs compared, and the report."""
+"""Figures of load test runs with known times, comparison of two runs, and the report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEGAN = 1000.0
 def record(
     number: int, intended: float, *at: float, lag: float = 0.0, tokens: int | None = None, **more: Any
 ) -> RequestRecord:
-    """A request whose events came `at` seconds after it was sent, and that ended with the last."""
+    """A request with events `at` seconds after sending. It ends with the last event."""
     sent = BEGAN + intended + lag
     made = RequestRecord(f"r{number}", number, 0, 10, 3, BEGAN + intended, sent_s=sent, finish="length", **more)
     made.event_times = array("d", [sent + t for t in at])
@@ -59,14 +59,14 @@ def failed(
     return made
 
 
-def told(run: LoadRun) -> dict[str, Any]:
-    """As it is read from the file."""
+def document_of(run: LoadRun) -> dict[str, Any]:
+    """The document of a run after a JSON round trip."""
     found: dict[str, Any] = json.loads(files.dumps(build_document(run, "1.0")))
     return found
 
 
 def test_times_are_those_between_the_events() -> None:
-    found = told(run_of(record(0, 0.0, 0.1, 0.2, 0.4), record(1, 1.0, 0.3, 0.35, 0.5, lag=0.2)))
+    found = document_of(run_of(record(0, 0.0, 0.1, 0.2, 0.4), record(1, 1.0, 0.3, 0.35, 0.5, lag=0.2)))
     latencies = found["latencies_ms"]
     assert (latencies["ttft"]["p50"], latencies["ttft"]["max"]) == (pytest.approx(100), pytest.approx(300))
     assert latencies["ttft_intended"]["max"] == pytest.approx(500)
@@ -86,16 +86,16 @@ def test_times_are_those_between_the_events() -> None:
     assert found["rates"]["mean_running"] == pytest.approx(0.9 / 1.7)
 
 
-def test_an_event_of_several_tokens_counts_as_such() -> None:
-    latencies = told(run_of(record(0, 0.0, 0.1, 0.3, tokens=5)))["latencies_ms"]
+def test_an_event_may_hold_several_tokens() -> None:
+    latencies = document_of(run_of(record(0, 0.0, 0.1, 0.3, tokens=5)))["latencies_ms"]
     assert latencies["tpot"]["p50"] == pytest.approx(50)
     assert latencies["itl"]["p50"] == pytest.approx(200)
 
 
-def test_what_failed_or_left_is_in_no_latency() -> None:
+def test_failed_and_aborted_requests_count_in_no_latency() -> None:
     left = record(2, 1.0, 9.0)
     left.aborted = True
-    found = told(
+    found = document_of(
         run_of(record(0, 0.0, 0.1), failed(1, 0.5), failed(2, 0.6, message="full"), failed(3, 0.7, "connect"), left)
     )
     assert found["latencies_ms"]["ttft"]["count"] == 1
@@ -110,28 +110,28 @@ def test_goodput_counts_from_the_intended_time_and_needs_every_objective() -> No
     slo = "ttft=500ms,itl=101ms,gap=155ms,e2e=1s"
     records = [
         record(0, 0.0, 0.4, 0.5, 0.6),
-        record(1, 1.0, 0.4, 0.5, 0.6, lag=0.2),  # its first token is late for who wanted it at 1.0
-        record(2, 2.0, 0.4, 0.55, 0.7),  # too slow in the mean
-        record(3, 3.0, 0.1, 0.2, 0.36, 0.4, 0.45),  # one pause
+        record(1, 1.0, 0.4, 0.5, 0.6, lag=0.2),  # the first token is late relative to the intended time 1.0
+        record(2, 2.0, 0.4, 0.55, 0.7),  # mean gap too long
+        record(3, 3.0, 0.1, 0.2, 0.36, 0.4, 0.45),  # one gap too long
         record(4, 4.0, 0.1, 0.12, 1.3, tokens=60),
-        record(5, 5.0, 0.45),  # of one token nothing but the first is known
+        record(5, 5.0, 0.45),  # one token: only ttft is known
         failed(6, 6.0),
     ]
-    goodput = told(run_of(*records, slo=slo))["goodput"]
+    goodput = document_of(run_of(*records, slo=slo))["goodput"]
     assert goodput["share"] == pytest.approx(2 / 7)
     assert goodput["per_s"] == pytest.approx(2 / 6.5)
     assert goodput["kept"] == {k: pytest.approx(v / 6) for k, v in {"ttft": 5, "itl": 5, "gap": 4, "e2e": 5}.items()}
-    assert told(run_of(*records))["goodput"] is None
+    assert document_of(run_of(*records))["goodput"] is None
 
 
-def test_goodput_does_not_blame_a_server_for_clients_that_left() -> None:
+def test_goodput_excludes_requests_that_the_client_aborted() -> None:
     left = record(1, 1.0)
     left.aborted = True
-    assert told(run_of(record(0, 0.0, 0.1), left, slo="ttft=1s"))["goodput"]["share"] == 1.0
+    assert document_of(run_of(record(0, 0.0, 0.1), left, slo="ttft=1s"))["goodput"]["share"] == 1.0
 
 
 def test_settling_is_not_counted() -> None:
-    found = told(run_of(record(0, 0.0, 9.0, 9.5), record(1, 5.0, 0.1, 0.3), settle_s="4"))
+    found = document_of(run_of(record(0, 0.0, 9.0, 9.5), record(1, 5.0, 0.1, 0.3), settle_s="4"))
     assert (found["requests"]["sent"], found["requests"]["not_counted"]) == (1, 1)
     assert found["latencies_ms"]["ttft"]["max"] == pytest.approx(100)
     assert found["seconds"] == pytest.approx(1.3)
@@ -152,7 +152,7 @@ def test_the_series_add_up(requests: list[tuple[float, list[float], bool]]) -> N
         if fails:
             records[-1].ended_s = 0.0
             records[-1].fail("disconnected", "gone", records[-1].event_times[-1])
-    found = told(run_of(*records))
+    found = document_of(run_of(*records))
     series = found["series"]
     assert sum(series["sent"]) == len(records) == sum(series["ended"]) + sum(series["failed"])
     assert sum(series["failed"]) == found["requests"]["failed"]
@@ -162,24 +162,24 @@ def test_the_series_add_up(requests: list[tuple[float, list[float], bool]]) -> N
 
 
 def test_an_empty_run_has_figures_too() -> None:
-    found = told(run_of(slo="ttft=1s"))
+    found = document_of(run_of(slo="ttft=1s"))
     assert found["latencies_ms"]["ttft"]["p99"] is None
     assert found["goodput"]["share"] == 0.0
     assert "nothing to show" in page([found], ["run"])
 
 
-def test_a_reader_is_warned() -> None:
-    assert warnings(told(run_of(record(0, 0.0, 0.1, 0.2, 0.3)))) == []
+def test_warnings() -> None:
+    assert warnings(document_of(run_of(record(0, 0.0, 0.1, 0.2, 0.3)))) == []
     run = run_of(record(0, 0.0, 0.1, lag=0.3), max_concurrency="1")
     run.stopped, run.unfinished, run.skipped, run.skipped_too_long, run.cpu_s = True, 4, 3, 2, 99.0
-    text = " ".join(warnings(told(run)))
-    for part in ("4 requests were under way", "2 requests of the trace", "3 later turns", "used 247", "300 ms late"):
+    text = " ".join(warnings(document_of(run)))
+    for part in ("4 requests were in flight", "2 requests of the trace", "3 later turns", "used 247", "300 ms late"):
         assert part in text
     assert "--max-concurrency" in text
     assert "1 answers have fewer tokens" in text
 
 
-def test_progress_tells_share_and_counts() -> None:
+def test_progress_line_has_share_and_counts() -> None:
     run = run_of(duration_s="20")
     run.sent, run.running, run.done, run.failed = 9, 4, 5, 1
     assert line(run, BEGAN + 5.0).endswith("25%  5 s  9 sent  4 running  5 done  1 failed")
@@ -194,10 +194,10 @@ def test_progress_tells_share_and_counts() -> None:
 
 def many(ttft_s: float, count: int = 400, **flags: Any) -> dict[str, Any]:
     records = [record(i, float(i), ttft_s * (1 + i % 10 / 10), ttft_s * 2 + 0.1) for i in range(count)]
-    return told(run_of(*records, **flags))
+    return document_of(run_of(*records, **flags))
 
 
-def test_a_clear_difference_is_told_from_chance() -> None:
+def test_significance_of_differences() -> None:
     comparison = compare_runs(many(0.1, slo="ttft=1s"), many(0.2, slo="ttft=1s"))
     rows = {row.name: row for row in comparison.rows}
     assert rows["ttft p50"].change == pytest.approx(1.0)
@@ -211,7 +211,7 @@ def test_a_clear_difference_is_told_from_chance() -> None:
     assert not compare_runs(many(0.1), many(0.1)).worse(0.0)
 
 
-def test_few_requests_prove_nothing() -> None:
+def test_few_requests_give_no_significance() -> None:
     comparison = compare_runs(many(0.1, count=12), many(0.2, count=12))
     rows = {row.name: row for row in comparison.rows}
     assert rows["ttft p99"].significant is False
@@ -251,7 +251,7 @@ MAY_STAY_OPEN = {"th"}
 
 
 class Checker(HTMLParser):
-    """Every element is closed in order; nothing is fetched from anywhere."""
+    """Checks that elements are closed in order and that the page loads no external resource."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -294,13 +294,13 @@ def checked(html: str) -> Checker:
     return checker
 
 
-def test_the_report_is_whole_and_alone() -> None:
+def test_the_report_is_well_formed_and_self_contained() -> None:
     run = run_of(
         *(record(i, float(i), 0.1 + i / 100, 0.3 + i / 100, 0.4 + i / 100) for i in range(50)),
         failed(99, 50.0, "http 500", "<script>alert(1)</script>"),
         slo="ttft=200ms,itl=1s",
     )
-    html = page([told(run)], ["run"])
+    html = page([document_of(run)], ["run"])
     checker = checked(html)
     text = " ".join(checker.text)
     assert "<script>alert(1)</script>" in text  # as text
@@ -315,7 +315,7 @@ def test_the_report_of_two_runs_shows_both() -> None:
     a, b = many(0.1), many(0.2)
     checker = checked(page([a, b], ["before", "a<b"], compare_runs(a, b)))
     text = " ".join(checker.text)
-    for part in ("before", "a<b", "Compared", "+100.0%", "clear"):
+    for part in ("before", "a<b", "Compared", "+100.0%", "significant"):
         assert part in text
 
 

@@ -1,4 +1,4 @@
-"""Load tests: who sends what when, over a client without a server."""
+"""The load test runner with a fake client: sending times, users, sessions, warm-up and stop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from loadtest.runner import LoadRunner
 from loadtest.workload.prompts import ModelAnswer
 
 
-class Stage:
-    """A client without a server: each request takes `seconds`, and ends when `together` requests have run at once."""
+class FakeLoadClient:
+    """A LoadClient without a server. A request takes `seconds` and ends after `together` requests ran at once."""
 
     def __init__(
         self, seconds: float = 0.02, *, together: int = 0, fails: Callable[[RequestRecord], bool] = lambda _: False
@@ -32,7 +32,7 @@ class Stage:
         self._fails = fails
 
     async def model(self) -> str:
-        return "stage"
+        return "fake_client"
 
     async def build(self, draft: RequestDraft) -> RequestDraft:
         return draft
@@ -62,52 +62,52 @@ class Stage:
         pass
 
 
-async def ran(stage: Stage, **flags: Any) -> Any:
-    return await asyncio.wait_for(LoadRunner(LoadConfig.of(flags), stage).execute(), 60)
+async def ran(fake_client: FakeLoadClient, **flags: Any) -> Any:
+    return await asyncio.wait_for(LoadRunner(LoadConfig.of(flags), fake_client).execute(), 60)
 
 
 async def test_an_open_loop_does_not_wait_for_answers() -> None:
-    stage = Stage(together=30)
-    run = await ran(stage, rate="100", arrivals="constant", requests="30")
-    assert (stage.most, len(run.records), run.sent, run.done, run.running) == (30, 30, 30, 30, 0)
+    fake_client = FakeLoadClient(together=30)
+    run = await ran(fake_client, rate="100", arrivals="constant", requests="30")
+    assert (fake_client.most, len(run.records), run.sent, run.done, run.running) == (30, 30, 30, 30, 0)
     intended = [r.intended_s - run.began for r in sorted(run.records, key=lambda r: r.session)]
     assert intended == pytest.approx([i / 100 for i in range(30)])
     assert all(r.lag_s >= 0 for r in run.records)
 
 
-async def test_what_is_held_back_counts_from_when_it_was_due() -> None:
-    stage = Stage(seconds=0.1)
-    run = await ran(stage, rate="1000", arrivals="constant", requests="12", max_concurrency="3")
-    assert stage.most == 3
+async def test_a_delayed_request_keeps_its_intended_time() -> None:
+    fake_client = FakeLoadClient(seconds=0.1)
+    run = await ran(fake_client, rate="1000", arrivals="constant", requests="12", max_concurrency="3")
+    assert fake_client.most == 3
     assert max(r.lag_s for r in run.records) >= 0.25
 
 
 async def test_users_wait_for_their_answers_and_think() -> None:
-    stage = Stage()
-    run = await ran(stage, users="4", requests="20")
-    assert (stage.most, len(run.records)) == (4, 20)
-    assert len({d.request_id for d in stage.drafts}) == 20
-    thoughtful = await ran(Stage(), users="2", requests="6", think_s="0.2")
+    fake_client = FakeLoadClient()
+    run = await ran(fake_client, users="4", requests="20")
+    assert (fake_client.most, len(run.records)) == (4, 20)
+    assert len({d.request_id for d in fake_client.drafts}) == 20
+    thoughtful = await ran(FakeLoadClient(), users="2", requests="6", think_s="0.2")
     assert thoughtful.ended - thoughtful.began > 0.1
 
 
 async def test_a_run_ends_with_its_time() -> None:
-    run = await ran(Stage(seconds=0.05), users="3", duration_s="0.5")
+    run = await ran(FakeLoadClient(seconds=0.05), users="3", duration_s="0.5")
     assert 3 <= len(run.records) <= 33
     assert max(r.sent_s for r in run.records) - run.began < 0.5 + 10
     assert all(r.intended_s - run.began < 0.5 for r in run.records)
 
 
 async def test_a_refused_user_pauses() -> None:
-    run = await ran(Stage(seconds=0.0, fails=lambda _: True), users="1", duration_s="0.8")
+    run = await ran(FakeLoadClient(seconds=0.0, fails=lambda _: True), users="1", duration_s="0.8")
     assert 1 <= run.failed <= 2
 
 
 async def test_conversations_carry_the_answers_on_and_stop_at_an_error() -> None:
-    stage = Stage()
-    run = await ran(stage, rate="200", requests="9", turns="3")
+    fake_client = FakeLoadClient()
+    run = await ran(fake_client, rate="200", requests="9", turns="3")
     by_session: dict[int, list[tuple[RequestRecord, RequestDraft]]] = {}
-    for record, built in zip(stage.records, stage.drafts, strict=True):
+    for record, built in zip(fake_client.records, fake_client.drafts, strict=True):
         by_session.setdefault(record.session, []).append((record, built))
     assert len(run.records) == 9
     for turns in by_session.values():
@@ -117,43 +117,43 @@ async def test_conversations_carry_the_answers_on_and_stop_at_an_error() -> None
             assert built.affinity == turns[0][1].affinity
         if len(turns) > 1:
             assert turns[1][1].answers[0] == ModelAnswer(f"answer to {turns[0][0].request_id}")
-    broken = await ran(Stage(fails=lambda r: r.turn == 1), users="1", requests="6", turns="4")
+    broken = await ran(FakeLoadClient(fails=lambda r: r.turn == 1), users="1", requests="6", turns="4")
     assert [r.turn for r in broken.records] == [0, 1, 0, 1, 0, 1]
     assert broken.skipped == 6
 
 
 async def test_warm_up_is_not_counted_and_asks_for_something_else() -> None:
-    stage = Stage()
-    run = await ran(stage, rate="100", requests="5", warmup="7")
-    assert (len(stage.records), len(run.records)) == (12, 5)
-    seeds = [{p.seed for m in d.turn.messages for p in m.pieces} for d in stage.drafts]
+    fake_client = FakeLoadClient()
+    run = await ran(fake_client, rate="100", requests="5", warmup="7")
+    assert (len(fake_client.records), len(run.records)) == (12, 5)
+    seeds = [{p.seed for m in d.turn.messages for p in m.pieces} for d in fake_client.drafts]
     assert not set.union(*seeds[:7]) & set.union(*seeds[7:])
 
 
-async def test_a_share_of_clients_leaves_the_same_ones_each_time() -> None:
-    def leaving(stage: Stage) -> dict[int, int]:
-        return {r.session: r.abort_after for r in stage.records if r.abort_after is not None}
+async def test_the_same_requests_abort_in_each_run() -> None:
+    def leaving(fake_client: FakeLoadClient) -> dict[int, int]:
+        return {r.session: r.abort_after for r in fake_client.records if r.abort_after is not None}
 
-    first, second = Stage(), Stage()
-    for stage in (first, second):
-        await ran(stage, rate="2000", requests="200", abort_share="0.3", output_tokens="9")
+    first, second = FakeLoadClient(), FakeLoadClient()
+    for fake_client in (first, second):
+        await ran(fake_client, rate="2000", requests="200", abort_share="0.3", output_tokens="9")
     assert leaving(first) == leaving(second)
     assert 35 <= len(leaving(first)) <= 85
     assert set(leaving(first).values()) <= set(range(9))
 
 
 async def test_sessions_take_the_keys_in_turn() -> None:
-    stage = Stage()
-    await ran(stage, rate="500", requests="6", api_key=["a", "b", "c"])
-    assert sorted(d.key for d in stage.drafts) == ["a", "a", "b", "b", "c", "c"]
+    fake_client = FakeLoadClient()
+    await ran(fake_client, rate="500", requests="6", api_key=["a", "b", "c"])
+    assert sorted(d.key for d in fake_client.drafts) == ["a", "a", "b", "b", "c", "c"]
 
 
-async def test_a_stopped_run_tells_what_was_done() -> None:
-    stage = Stage(seconds=30.0)
-    runner = LoadRunner(LoadConfig.of({"users": "3", "duration_s": "60"}), stage)
+async def test_a_stopped_run_has_the_finished_requests() -> None:
+    fake_client = FakeLoadClient(seconds=30.0)
+    runner = LoadRunner(LoadConfig.of({"users": "3", "duration_s": "60"}), fake_client)
     going = asyncio.create_task(runner.execute())
-    while stage.running < 3:
+    while fake_client.running < 3:
         await asyncio.sleep(0.01)
     runner.stop()
     run = await asyncio.wait_for(going, 20)
-    assert (run.stopped, run.unfinished, len(run.records), stage.cancelled) == (True, 3, 0, 3)
+    assert (run.stopped, run.unfinished, len(run.records), fake_client.cancelled) == (True, 3, 0, 3)

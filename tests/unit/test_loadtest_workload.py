@@ -1,4 +1,4 @@
-"""Load tests: when requests come, how long they are, and that prompts share exactly what they should."""
+"""The workload of load tests: arrival times, lengths, shared prefixes, traces and settings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_arrivals_end_and_repeat() -> None:
 # -- lengths
 
 
-def test_lengths_are_what_they_say() -> None:
+def test_lengths_stay_in_their_range() -> None:
     rng = random.Random(0)
     assert {LengthDistribution.parse("x", "7").draw(rng) for _ in range(10)} == {7}
     uniform = {LengthDistribution.parse("x", "3:5").draw(rng) for _ in range(200)}
@@ -96,7 +96,7 @@ def test_lengths_read_back(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "5:3", "~1:2", "-4", "many", "1e3", "99999999"])
-def test_other_lengths_are_refused(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--input-tokens: "):
         LengthDistribution.parse("input-tokens", text)
 
@@ -120,31 +120,31 @@ def test_pieces_are_the_same_in_every_process() -> None:
     assert TextPiece(b"golden", 4).text() == "one home again at"
 
 
-# -- made sessions
+# -- synthetic sessions
 
 
-def made(**fields: object) -> SyntheticWorkload:
+def synthetic(**fields: object) -> SyntheticWorkload:
     return SyntheticWorkload(
         **{"seed": 3, "input_tokens": LengthDistribution(20, 40), "output_tokens": LengthDistribution(5, 9), **fields}
     )  # type: ignore[arg-type]
 
 
-def test_the_same_seed_asks_the_same() -> None:
-    assert first_turns(made(turns=LengthDistribution(1, 4), pause_s=2.0).sessions(), 30) == first_turns(
-        made(turns=LengthDistribution(1, 4), pause_s=2.0).sessions(), 30
+def test_equal_seeds_give_equal_sessions() -> None:
+    assert first_turns(synthetic(turns=LengthDistribution(1, 4), pause_s=2.0).sessions(), 30) == first_turns(
+        synthetic(turns=LengthDistribution(1, 4), pause_s=2.0).sessions(), 30
     )
 
 
-def test_nothing_is_shared_that_should_not_be() -> None:
-    a, b = first_turns(made().sessions(), 2)
-    other = first_turns(made(seed=4).sessions(), 1)[0]
-    warm = first_turns(made(prefix_tokens=50).sessions("warm-up"), 1)[0]
-    cold = first_turns(made(prefix_tokens=50).sessions(), 1)[0]
+def test_unrelated_sessions_share_no_prefix() -> None:
+    a, b = first_turns(synthetic().sessions(), 2)
+    other = first_turns(synthetic(seed=4).sessions(), 1)[0]
+    warm = first_turns(synthetic(prefix_tokens=50).sessions("warm-up"), 1)[0]
+    cold = first_turns(synthetic(prefix_tokens=50).sessions(), 1)[0]
     assert shared(ids_of(a), ids_of(b)) == shared(ids_of(a), ids_of(other)) == shared(ids_of(warm), ids_of(cold)) == 0
 
 
 def test_users_of_one_system_prompt_share_it_and_no_more() -> None:
-    sessions = first_turns(made(prefix_tokens=50, prefixes=3).sessions(), 60)
+    sessions = first_turns(synthetic(prefix_tokens=50, prefixes=3).sessions(), 60)
     heads = {tuple(ids_of(s)[:50]) for s in sessions}
     assert len(heads) == 3
     for s in sessions[1:]:
@@ -153,7 +153,7 @@ def test_users_of_one_system_prompt_share_it_and_no_more() -> None:
 
 
 def test_a_turn_begins_with_the_whole_conversation_before_it() -> None:
-    (session,) = first_turns(made(turns=LengthDistribution(4, 4), prefix_tokens=10, pause_s=1.0).sessions(), 1)
+    (session,) = first_turns(synthetic(turns=LengthDistribution(4, 4), prefix_tokens=10, pause_s=1.0).sessions(), 1)
     roles = [message.role for message in session.turns[-1].messages]
     assert roles == ["system", *["user", "assistant"] * 3, "user"]
     for earlier, later in pairwise(session.turns):
@@ -171,11 +171,11 @@ NAMES = [synthetic_block_hash("n", i) for i in range(6)]
 
 
 def recorded(*requests: tuple[float, int, int, str, bytes]) -> WorkloadTrace:
-    """(at, prompt, output, digits of block names, tail)."""
-    made = [
+    """Each request: (arrival, prompt length, output length, digits of block names, partial block)."""
+    synthetic = [
         WorkloadRequest(at, n, out, tuple(NAMES[int(c)] for c in chain), tail) for at, n, out, chain, tail in requests
     ]
-    return WorkloadTrace("t", MOONCAKE_BLOCK_SIZE, tuple(made))
+    return WorkloadTrace("t", MOONCAKE_BLOCK_SIZE, tuple(synthetic))
 
 
 TRACE = recorded(
@@ -225,7 +225,7 @@ def test_mooncake_tails_are_shared_by_name(tmp_path: Path) -> None:
     assert (len(a), shared(a, other)) == (700, 512)
 
 
-# -- what is asked for
+# -- settings
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ def test_mooncake_tails_are_shared_by_name(tmp_path: Path) -> None:
         ({"rate": "1", "abort_share": "2"}, "--abort-share must be a number from 0 to 1"),
     ],
 )
-def test_what_is_wrong_is_named(flags: dict[str, object], says: str) -> None:
+def test_errors_name_the_flag(flags: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         LoadConfig.of(flags)
     assert refused.value.message.startswith(says)
 
 
-def test_what_is_not_given_has_a_default() -> None:
+def test_defaults() -> None:
     config = LoadConfig.of({"rate": "2", "url": "http://host:1/v1/", "model": None, "api_key": []})
     assert (config.url, config.duration_s, config.form, config.protocol) == ("http://host:1", 30.0, "text", "rest")
     assert LoadConfig.of({"rate": "2", "endpoint": "completions"}).form == "ids"
@@ -276,10 +276,10 @@ def test_what_is_not_given_has_a_default() -> None:
 
 
 def test_a_report_names_the_settings_and_no_secrets() -> None:
-    told = LoadConfig.of({"rate": "2", "api_key": ["secret"], "slo": "ttft=2s", "input_tokens": "~9"}).described()
-    assert "secret" not in repr(told)
-    assert (told["api_keys"], told["slo"], told["input_tokens"]) == (1, {"ttft": 2.0}, "~9")
-    assert set(told) == set(LoadConfig.__dataclass_fields__)
+    described = LoadConfig.of({"rate": "2", "api_key": ["secret"], "slo": "ttft=2s", "input_tokens": "~9"}).described()
+    assert "secret" not in repr(described)
+    assert (described["api_keys"], described["slo"], described["input_tokens"]) == (1, {"ttft": 2.0}, "~9")
+    assert set(described) == set(LoadConfig.__dataclass_fields__)
     assert replace(LoadConfig.of({"rate": "2"}), seed=5).described()["seed"] == 5
 
 
@@ -304,7 +304,7 @@ def test_rates_of_a_sweep_rise() -> None:
         ({"trace": "nowhere.csv"}, "--trace: there is no file nowhere.csv"),
     ],
 )
-def test_a_command_that_makes_no_sense_runs_nothing(flags: dict[str, Any], says: str) -> None:
+def test_contradictory_flags_are_refused_before_the_run(flags: dict[str, Any], says: str) -> None:
     nothing = dict.fromkeys(("out", "html", "rates", "compared", "tolerance", "max_failed"))
     with pytest.raises(ConfigError) as refused:
         run(**{**nothing, "quiet": True, "as_json": False, **flags})
