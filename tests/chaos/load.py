@@ -1,4 +1,4 @@
-"""Clients that keep a cluster busy and remember how every request ended: an answer, a clear error, or a hang."""
+"""Clients that load a cluster and count how each request ended: an answer, an error, or a hang."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ DEADLINE_S = 60.0
 
 @dataclass(slots=True)
 class Outcomes:
-    """answers[i] are the texts that prompt i got; errors by kind; hangs are requests past their deadline."""
+    """Counts of ended requests."""
 
+    #: Different texts by prompt.
     answers: dict[int, set[str]] = field(default_factory=dict)
+    #: By kind.
     errors: Counter[str] = field(default_factory=Counter)
     aborted: int = 0
+    #: Requests without an end before their deadline.
     hangs: int = 0
     done: int = 0
 
 
 class Load:
-    """`clients` loops over a fixed set of prompts of mixed lengths; a share of the streams is abandoned half-way."""
+    """`clients` loops over a fixed set of prompts with mixed lengths. Aborts a share of the streams half-way."""
 
     def __init__(
         self, base_url: str, model: str, model_dir: Path, *, clients: int, abort_share: float = 0.0, seed: int = 0
@@ -46,11 +49,11 @@ class Load:
 
     @property
     def prompts(self) -> int:
-        """How many different ones there are."""
+        """Number of different prompts."""
         return len(self._prompts)
 
     async def run(self, until: Callable[[], bool]) -> Outcomes:
-        """Until `until()` is true; then what is under way ends, inside its deadline or counted as a hang."""
+        """Sends requests until `until()` is true. Requests in flight then end or count as a hang at their deadline."""
         self._stop = False
         workers = [asyncio.create_task(self._work()) for _ in range(self._clients)]
         while not until():
@@ -67,11 +70,11 @@ class Load:
             await self.one(self._rng.randrange(len(self._prompts)), abort=self._rng.random() < self._abort_share)
 
     async def each(self) -> list[str | None]:
-        """Every prompt once, all at the same time."""
+        """Sends every prompt once, all at the same time."""
         return await asyncio.gather(*(self.one(i) for i in range(len(self._prompts))))
 
     async def one(self, which: int, *, abort: bool = False, max_tokens: int = 10) -> str | None:
-        """One streamed greedy request; its text, None when it failed or was abandoned."""
+        """Sends one streamed greedy request. Returns its text, or None if it failed or was aborted."""
         begin = time.monotonic()
         try:
             text = await self._stream(which, max_tokens, abort)

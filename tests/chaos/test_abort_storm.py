@@ -1,10 +1,11 @@
-"""An abort storm: 500 requests, most of them aborted somewhere, notifications late and doubled, a frozen and a killed
-peer.
+"""An abort storm: 500 requests, 70% of them aborted, with late and doubled notifications, a frozen and a killed pod.
 
-Three prefill and three decode pods in one process, over loopback, with pools so small that sequences are preempted and
-blocks go to host memory and back, prefixes that are pulled from other pods, and checksums of all that moves, or commits
-that go as notes. Who is not aborted gets the tokens that it would get alone, nobody hangs, and in the end every block
-is back. A smaller storm is in test_abort_storm_processes.py.
+Three prefill and three decode pods run in one process over loopback. Their pools are small, so sequences are preempted
+and blocks move to host memory and back. Pods pull prefixes from other pods. One case verifies checksums of all
+transfers, the other sends commits as notifications.
+
+Each request that is not aborted must get the same tokens as alone. No request may hang, and all blocks must be free at
+the end. test_abort_storm_processes.py is a smaller storm over processes.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from tests.rigs.waiting import until
 
 REQUESTS = 500
 AT_ONCE = 20
-KINDS = 32  # different requests
+KINDS = 32  # number of different requests
 HOSTED: dict[str, Any] = {"num_blocks": 56, "host_cache": 120 * 2 * 2 * 2 * BLOCK * 16 * 4}
 STAGES = ("reserved", "progress", "first_token", "handed_off", "tokens", "any time", "any time")
-CALM = 0.3  # share that is not aborted
-TRY_S = 2.0  # of one try: what a frozen peer costs
+CALM = 0.3  # share of requests that are not aborted
+TRY_S = 2.0  # timeout of one try at a pod that may be frozen
 HANG_S = 150.0
 WAIT_S = 120.0
 
 
 class Storm:
-    """Requests over pods that come and go. expected: what each of the requests is answered alone."""
+    """Sends requests to changing pods. `expected[i]` are the tokens of request i when it runs alone."""
 
     def __init__(self, cluster: Cluster, requests: list[ValidRequest], expected: list[list[int]]) -> None:
-        self.ends: Counter[str] = Counter()  # by stage, and "answered"
+        self.ends: Counter[str] = Counter()  # aborts by stage, and "answered"
         self.errors: Counter[str] = Counter()
         self.calm = 0
         self._cluster = cluster
@@ -78,7 +79,7 @@ class Storm:
             self._places.release()
 
     def _new(self, which: int) -> ValidRequest:
-        """Half of them share what others computed."""
+        """Half of the requests may share cached prefixes. The others have a unique cache salt."""
         number = next(self._ids)
         salt = "" if self._rng.random() < 0.5 else str(number)
         return replace(self._requests[which], request_id=f"storm-{number}", cache_salt=salt)
@@ -87,16 +88,16 @@ class Storm:
         return self._rng.choice(self._cluster.prefills), self._rng.choice(self._cluster.decodes)
 
     def _pull(self, which: int, r: ValidRequest) -> prefill_pb2.PullHint | None:
-        """The pod that answered the same prompt last may have it still."""
+        """The pod that answered the same prompt last may still hold its blocks."""
         holder = self._holders.get(which)
         return None if r.cache_salt or holder is None else holder.holds(r.prompt_len // BLOCK)
 
     def _late(self) -> float | None:
-        """Every third prompt is sent before it is known where its KV goes."""
+        """Every third prompt is sent before its KV target is known."""
         return self._rng.random() * 0.2 if self._rng.random() < 0.33 else None
 
     async def _until_answered(self, which: int) -> None:
-        """As a gateway does: a full or dead pod is left for another one."""
+        """Tries another pod if one is full or dead, like the gateway."""
         while True:
             r, (prefill, decode) = self._new(which), self._pair()
             try:
@@ -159,7 +160,7 @@ class Storm:
                 pass
             else:
                 assert answer.ids == self._expected[which]
-        await self._abort(r, prefill, decode)  # a Reserve that was under way came after the one before
+        await self._abort(r, prefill, decode)  # a Reserve in flight may have arrived after the first abort
         self.ends[stage] += 1
 
     async def _abort(self, r: ValidRequest, prefill: Pod, decode: Pod) -> None:
@@ -171,8 +172,8 @@ class Storm:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("notes", [False, True], ids=["checksums", "notes"])
-async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("notifications", [False, True], ids=["checksums", "notifications"])
+async def test_five_hundred_requests(notifications: bool, tmp_path: Path) -> None:
     model_dir = tiny_llama(tmp_path)
     rng = random.Random(1)
     requests = [
@@ -185,17 +186,17 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
         for i in range(KINDS)
     ]
     expected = _alone(oracle(model_dir), requests)
-    config, noted = HOSTED | {"checksums": not notes}, Counter[type]()
+    config, received = HOSTED | {"checksums": not notifications}, Counter[type]()
 
     def late_or_twice(_source: str, _peer: str, payload: bytes) -> Sequence[float]:
-        noted[type(parse_notification(payload))] += 1
+        received[type(parse_notification(payload))] += 1
         return rng.choice(((0.0,), (0.0,), (0.0, 0.02), (0.03,), (0.05, 0.01)))
 
     async with Cluster.start(model_dir, prefill=3, decode=3, prefill_config=config, decode_config=config) as cluster:
         storm = Storm(cluster, requests, expected)
         fabric = cluster.fabric
         fabric.on_notify = late_or_twice
-        if notes:
+        if notifications:
             fabric.transport = "tcp"
         fabric.on_write = lambda *_: LoopbackFault(delay_s=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)))
         killed: list[Pod] = []
@@ -220,7 +221,7 @@ async def test_five_hundred_requests(notes: bool, tmp_path: Path) -> None:
         print(f"{time.monotonic() - began:.1f} s: {dict(storm.ends)}, errors {dict(storm.errors)}")
         fabric.on_notify, fabric.on_write = (lambda *_: (0.0,)), (lambda *_: LoopbackFault())
         assert storm.ends.total() == REQUESTS
-        assert (noted[CommitNotification] > 0) == (noted[CommittedNotification] > 0) == notes
+        assert (received[CommitNotification] > 0) == (received[CommittedNotification] > 0) == notifications
         assert storm.ends["answered"] == storm.calm > 0.2 * REQUESTS
         assert all(storm.ends[stage] > 0 for stage in STAGES)
         for pod in cluster.pods:

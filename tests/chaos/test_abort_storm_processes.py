@@ -1,5 +1,6 @@
-"""Half of all streams are abandoned while a decode pod is frozen for a while and a prefill pod is killed: see
-test_abort_storm.py.
+"""A small abort storm over processes: half of the streams are aborted, one pod freezes and another is killed.
+
+test_abort_storm.py has the larger storm in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WAIT_S = 120.0
 
 @pytest.mark.timeout(600)
 async def test_a_storm_over_real_processes(cluster: Cluster, smollm2_dir: Path) -> None:
-    """Half of the streams are abandoned; decode is frozen for a while, then prefill is killed and comes back."""
+    """Half of the streams are aborted. The decode pod freezes and thaws, then prefill is killed and restarts."""
     load = Load(cluster.base_url, cluster.model, smollm2_dir, clients=6, abort_share=0.5)
     expected = await load.each()
     assert None not in expected

@@ -1,4 +1,4 @@
-"""The prefix index killed, wiped, frozen, cut off and lying, under load: clients do not notice, and routing comes back.
+"""Faults of the prefix index under load: killed, wiped, frozen, cut off and wrong. Clients see no error.
 
 Gateway, index and Valkey are real, with proxies between them; the pods are fake.
 """
@@ -33,7 +33,7 @@ PROMPT = list(range(100, 400))
 
 
 class Stage:
-    """A gateway behind one proxy, pods behind another, one Valkey; the second pod of each role holds PROMPT."""
+    """A gateway and pods that reach one Valkey through two proxies. The second pod of each role holds PROMPT."""
 
     def __init__(
         self, gw: Rig, cluster: FakeCluster, valkey: EmbeddedValkey, url: str, proxies: tuple[TcpProxy, TcpProxy]
@@ -49,19 +49,19 @@ class Stage:
     async def enter(self, pod: FakePod, prompt: list[int]) -> None:
         entry = IndexEntry(f"redis://127.0.0.1:{self.proxies[1].port}", pod)
         entry.hold(prompt)
-        if pod.name in self.entries:  # its predecessor does not know that its time is over
+        if pod.name in self.entries:  # the old pod does not know that a new one has replaced it
             self.zombies.append(self.entries[pod.name])
         self.entries[pod.name] = entry
         await entry.index.start()
 
     def mode(self) -> str:
-        """kv_index_mode, as scraped."""
+        """Returns the scraped metric kv_index_mode."""
         lines = self.gw.gateway.metrics.base.exposition().decode().splitlines()
         (line,) = (x for x in lines if x.startswith("baton_kv_index_mode{") and x.endswith(" 1.0"))
         return line.split('"')[1]
 
     async def knows(self, pod: FakePod, blocks: int, prompt: list[int] = PROMPT) -> bool:
-        """What the gateway's own reader finds of the prompt."""
+        """Whether the gateway's index reader finds this many blocks of the prompt, and only on this pod."""
         layout, index = pod.layout, self.gw.gateway.pod_table.index
         assert index is not None
         hashes = hash_blocks(prompt, fingerprint=layout.fingerprint, block_size=layout.block_size)
@@ -72,7 +72,7 @@ class Stage:
         return found == {pod.name: blocks}
 
     async def routed_by_redis(self) -> None:
-        """All pods' entries are found again, and requests go by them."""
+        """Waits until the index has all entries again and requests are routed by them."""
         for entry in self.entries.values():
             await until(lambda entry=entry: self.knows(entry.pod, len(entry.hashes)))  # type: ignore[misc]
         await until(self._mode_is_redis)
@@ -83,7 +83,7 @@ class Stage:
 
     @asynccontextmanager
     async def load(self) -> AsyncIterator[None]:
-        """Clients that expect an answer each, and the right one."""
+        """Clients send requests and require the correct answer to each."""
         stop = asyncio.Event()
         answers: dict[int, str] = {}
         served = 0
@@ -106,7 +106,7 @@ class Stage:
             await asyncio.sleep(0.2)
             yield
             before = served
-            await until(lambda: served >= before + 8)  # still going, now that the fault is over
+            await until(lambda: served >= before + 8)  # requests succeed after the fault
             stop.set()
 
 
@@ -198,7 +198,7 @@ async def test_requests_go_on_while_gateway_or_pods_are_cut_off(stage: Stage) ->
 
 
 async def test_an_index_that_lies_costs_a_recompute_and_nothing_else(stage: Stage) -> None:
-    """Every pod is said to hold everything: pods get whole prompts all the same, and answer right."""
+    """The index claims that every pod holds every block. Pods still get whole prompts and answer correctly."""
     other = list(range(2000, 2300))
     layout = stage.cluster.prefills[0].layout
     hashes = hash_blocks(other, fingerprint=layout.fingerprint, block_size=layout.block_size)
@@ -212,7 +212,7 @@ async def test_an_index_that_lies_costs_a_recompute_and_nothing_else(stage: Stag
     prompts = [r.prompt_ids for pod in stage.cluster.pods.values() for r in (*pod.seen.prefilled, *pod.seen.reserved)]
     assert prompts.count(tuple(other)) == 4  # prefill and decode, twice
     assert wrong.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    await stage.routed_by_redis()  # and the lie does not last
+    await stage.routed_by_redis()  # routing by the index recovers
 
 
 async def test_a_restarted_pod_is_not_credited_with_what_its_predecessor_held(stage: Stage) -> None:

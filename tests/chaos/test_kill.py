@@ -1,4 +1,4 @@
-"""kill -9 of any process under load: every request ends, no answer is wrong, and a restart of that process mends it."""
+"""kill -9 of any process under load: every request ends, no answer is wrong, and service resumes after a restart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.load import Load
 from tests.e2e.cluster import Cluster
 
-# One pod of each role: nobody can stand in for the one that dies.
+# One pod of each role, so no other pod can replace a killed one.
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 WAIT_S = 120.0
 
@@ -26,7 +26,7 @@ async def test_kill_under_load(cluster: Cluster, smollm2_dir: Path, victim: str)
     outcomes = load.outcomes
 
     async def more(done: int) -> None:
-        """Until so many more requests have ended."""
+        """Waits until this many more requests have ended."""
         goal, deadline = outcomes.done + done, time.monotonic() + WAIT_S
         while outcomes.done < goal:
             assert time.monotonic() < deadline, f"no request ends: {outcomes}"
@@ -48,7 +48,7 @@ async def test_kill_under_load(cluster: Cluster, smollm2_dir: Path, victim: str)
     if victim == "valkey":
         assert not outcomes.errors, outcomes.errors
 
-    # The others were not touched, and all works again.
+    # The other processes still run, and requests succeed again.
     assert others == {name: cluster.pid(name) for name in others}
     deadline = time.monotonic() + WAIT_S
     while (text := await load.one(0)) is None:

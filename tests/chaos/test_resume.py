@@ -1,4 +1,4 @@
-"""kill -9 of a decode pod in mid-answer: every answer is that of an undisturbed run, and no client notices."""
+"""kill -9 of a decode pod in the middle of answers: every answer equals that of a run without the kill."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Told:
-    """Text, finish reason, and tokens with log-probabilities, by choice; and what was counted."""
+class ResumedAnswer:
+    """A complete answer, by choice index."""
 
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
     ends: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     logprobs: list[float] = field(default_factory=list)
+    #: Prompt tokens and completion tokens.
     counts: tuple[int, int] = (0, 0)
 
     def take(self, event: dict[str, Any]) -> None:
-        """A chunk, or all at once."""
+        """Adds one chunk of a stream, or a whole answer."""
         for choice in event["choices"]:
             index, scores = choice["index"], choice["logprobs"] or {"tokens": [], "token_logprobs": []}
             self.texts[index] += choice["text"]
@@ -60,8 +61,8 @@ class Told:
         if usage := event.get("usage"):
             self.counts = usage["prompt_tokens"], usage["completion_tokens"]
 
-    def require(self, other: Told) -> None:
-        """The other says the same."""
+    def require(self, other: ResumedAnswer) -> None:
+        """Asserts that both answers are equal."""
         assert self.texts == other.texts
         assert (self.ends, self.tokens, self.counts) == (other.ends, other.tokens, other.counts)
         assert self.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -71,7 +72,7 @@ class Told:
 def cluster(
     request: pytest.FixtureRequest, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """Two decode pods, that draft or do not."""
+    """A cluster with two decode pods, with and without speculation."""
     log_dir = tmp_path_factory.mktemp("resume")
     with Cluster(
         smollm2_dir,
@@ -85,8 +86,8 @@ def cluster(
         yield running
 
 
-class Asked:
-    """One request; seen: chunks of it that have come, of a stream."""
+class PendingRequest:
+    """One request. `seen` counts the received chunks of its stream."""
 
     def __init__(self, cluster: Cluster, client: httpx.AsyncClient, body: dict[str, Any]) -> None:
         self.seen = 0
@@ -94,14 +95,14 @@ class Asked:
         self._client = client
         self._body = {"model": cluster.model, "max_tokens": TOKENS, "ignore_eos": True, **body}
 
-    async def told(self) -> Told:
-        """The answer; fails on an error."""
-        told = Told()
+    async def answer(self) -> ResumedAnswer:
+        """Sends the request and returns the answer. Fails on an error."""
+        answer = ResumedAnswer()
         if not self.stream:
             response = await self._client.post("/completions", json=self._body)
             assert response.status_code == 200, response.text
-            told.take(response.json())
-            return told
+            answer.take(response.json())
+            return answer
         body = {**self._body, "stream_options": {"include_usage": True}}
         async with self._client.stream("POST", "/completions", json=body) as response:
             async for line in response.aiter_lines():
@@ -109,8 +110,8 @@ class Asked:
                     event = orjson.loads(line.removeprefix("data: "))
                     assert "error" not in event, event
                     self.seen += 1
-                    told.take(event)
-        return told
+                    answer.take(event)
+        return answer
 
 
 def resumed(client: httpx.Client, outcome: str) -> float:
@@ -131,21 +132,21 @@ async def test_answers_go_on_after_a_kill(cluster: Cluster, smollm2_dir: Path) -
     ]
     async with httpx.AsyncClient(base_url=cluster.base_url, timeout=WAIT_S) as client:
 
-        def all_of_them() -> list[Asked]:
-            return [Asked(cluster, client, body) for body in bodies]
+        def all_of_them() -> list[PendingRequest]:
+            return [PendingRequest(cluster, client, body) for body in bodies]
 
-        expected = await asyncio.gather(*(asked.told() for asked in all_of_them()))
-        assert all(len(told.texts) == body.get("n", 1) for told, body in zip(expected, bodies, strict=True))
+        expected = await asyncio.gather(*(pending.answer() for pending in all_of_them()))
+        assert all(len(answer.texts) == body.get("n", 1) for answer, body in zip(expected, bodies, strict=True))
         again = all_of_them()
-        tasks = [asyncio.create_task(asked.told()) for asked in again]
-        streams = [(asked, task) for asked, task in zip(again, tasks, strict=True) if asked.stream]
+        tasks = [asyncio.create_task(pending.answer()) for pending in again]
+        streams = [(pending, task) for pending, task in zip(again, tasks, strict=True) if pending.stream]
         deadline = time.monotonic() + WAIT_S
-        while any(asked.seen < 3 and not task.done() for asked, task in streams):
+        while any(pending.seen < 3 and not task.done() for pending, task in streams):
             assert time.monotonic() < deadline, "no tokens come"
             await asyncio.sleep(0.01)
         await asyncio.to_thread(cluster.kill, "decode-0")
-        for told, undisturbed in zip(await asyncio.gather(*tasks), expected, strict=True):
-            told.require(undisturbed)
+        for answer, undisturbed in zip(await asyncio.gather(*tasks), expected, strict=True):
+            answer.require(undisturbed)
     with httpx.Client(base_url=root) as plain:
         assert resumed(plain, "resumed") >= 1
         assert resumed(plain, "failed") == 0

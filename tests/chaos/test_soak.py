@@ -1,4 +1,4 @@
-"""Many clients, mixed lengths, a fifth of them leaving half-way: no error, no hang, blocks conserved, flat memory.
+"""Many clients, mixed lengths, a fifth of the streams aborted: no error, no hang, blocks conserved, flat memory.
 
 SOAK_SECONDS sets the length (`make soak`: 300); without it a short run, and none behind a gate that refuses some: that
 needs a gateway of its own, and what it must not leave behind is tested with fake pods as well.
@@ -49,7 +49,7 @@ async def test_soak_behind_a_gate(smollm2_dir: Path, tmp_path: Path) -> None:
 
 
 async def soak(cluster: Cluster, load: Load, expected: list[str | None]) -> Outcomes:
-    """Runs the load; right answers, nothing held, flat memory."""
+    """Runs the load. Requires correct answers, no leased blocks at the end and flat memory."""
     names = [*cluster.pods, "gateway"]
     begin = time.monotonic()
     settled: dict[str, int] = {}

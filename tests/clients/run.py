@@ -1,4 +1,4 @@
-"""Unchanged clients against a whole stack on this machine, each in an environment of its own, with its own command.
+"""Runs unchanged clients against a complete stack, each in a separate virtual environment with its own command.
 
     python tests/clients/run.py [--venvs DIR] [NAME ...]     (or: make clients)
 
@@ -31,7 +31,7 @@ HUB_COMMIT = "0" * 40
 
 @dataclass(frozen=True)
 class Site:
-    """Where a client finds what it needs. url ends with /v1."""
+    """The paths and the URL (ending with /v1) that a client needs."""
 
     url: str
     model: str
@@ -46,9 +46,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Client:
-    """packages: what pip installs; the first is the one whose version is told. argv: its commands."""
+    """One client to run."""
 
+    #: Packages for pip. The report has the version of the first.
     packages: tuple[str, ...]
+    #: Returns the commands to run.
     argv: Callable[[Site], list[list[str]]]
 
 
@@ -70,7 +72,7 @@ def _guidellm(site: Site) -> list[list[str]]:
 
 
 def _aiperf(site: Site) -> list[list[str]]:
-    """A synthetic load, and a Mooncake trace. The tokenizer has to come from a hub cache."""
+    """A synthetic load and a Mooncake trace. The tokenizer must come from a hub cache."""
     cache = site.work / "hub" / "hub" / "models--local--smol"
     (cache / "refs").mkdir(parents=True, exist_ok=True)
     (cache / "refs" / "main").write_text(HUB_COMMIT)
@@ -110,7 +112,7 @@ CLIENTS = {
 
 
 def install(name: str, client: Client, venvs: Path) -> Path:
-    """The folder of the client's programs, made first where it is missing. torch stays the CPU build that we pin."""
+    """Returns the client's bin folder and creates the environment if missing. torch stays the pinned CPU build."""
     folder = venvs / name
     python = folder / "bin" / "python"
     if not python.exists():
@@ -124,7 +126,7 @@ def install(name: str, client: Client, venvs: Path) -> Path:
 
 
 def version_of(package: str, programs: Path) -> str:
-    """Version of an installed package."""
+    """Returns the version of an installed package."""
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run(
         [str(programs / "python"), "-c", code], capture_output=True, text=True, check=True
@@ -132,7 +134,7 @@ def version_of(package: str, programs: Path) -> str:
 
 
 def run(name: str, site: Site) -> str:
-    """How a client fared: ok, or the end of what it said."""
+    """Runs a client. Returns ok or the end of its output."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HTTP_PROXY", "HTTPS_PROXY")}
     env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(site.work / "hub"), "OPENAI_API_KEY": "none", "NO_PROXY": "*"}
     for argv in CLIENTS[name].argv(site):

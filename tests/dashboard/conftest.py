@@ -1,4 +1,4 @@
-"""A headless Chromium. Without Playwright or a Chromium these tests skip: `make dashboard-test` sees to both."""
+"""A headless Chromium. The tests skip without Playwright or Chromium; `make dashboard-test` installs both."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @dataclass
 class View:
-    """A page, and what its console said that should not be there."""
+    """A page and the unexpected messages of its console."""
 
     page: Page
     errors: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class View:
 
 @pytest_asyncio.fixture
 async def view(browser: Browser, gw: Rig) -> AsyncIterator[View]:
-    """Nothing may break the page's own policy, throw, or ask anybody but the gateway, which ends after the page."""
+    """A page that must not violate its CSP, throw, or request anything but the gateway. Closes before the gateway."""
     page = await browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(20_000)
     view = View(page)

@@ -1,4 +1,4 @@
-"""Pictures of the page for docs/: a stack that runs, with load on it.
+"""Takes the pictures of the dashboard for docs/, from a running stack under load.
 
 make up                                     (in another terminal)
 python tests/dashboard/screenshots.py --url http://127.0.0.1:8000 --out docs
@@ -34,7 +34,7 @@ async def _chat(page: Page) -> None:
 
 
 async def take(browser: Browser, url: str, out: Path) -> None:
-    """Cluster in light and dark, requests with one open, the playground after an answer, and a narrow screen."""
+    """Takes the cluster view in light and dark, the request list, the playground and a narrow screen."""
     for scheme in ("light", "dark"):
         page = await browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 960})  # type: ignore[arg-type]
         await page.goto(f"{url}/#/cluster")

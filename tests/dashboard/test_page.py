@@ -1,4 +1,4 @@
-"""The page at / in a real browser: what it shows of a gateway over fake pods, and how it is used."""
+"""The dashboard in a real browser, with a gateway over fake pods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VIEWS = ["Cluster", "Requests", "Playground"]
 
 
 async def names(view: View, root: str) -> list[str]:
-    """Of the bars of the waterfall inside."""
+    """Returns the names of the bars in the waterfall of an element."""
     return await view.page.locator(f"{root} .waterfall .key").all_inner_texts()
 
 
@@ -74,7 +74,7 @@ async def test_a_request_appears_while_it_runs_and_opens_its_waterfall(
     await expect(line.locator(".waterfall")).to_be_visible()
     task.cancel()
     await expect(line.locator(".state")).to_have_text("aborted")
-    await expect(line.locator(".waterfall")).to_be_visible()  # it stays open, and has the focus
+    await expect(line.locator(".waterfall")).to_be_visible()  # stays open and keeps the focus
     assert await view.page.evaluate("document.activeElement.tagName") == "SUMMARY"
     cluster.decodes[0].faults.stall_after = None
     assert (await gw.complete(max_tokens=3)).status_code == 200
@@ -105,7 +105,7 @@ async def test_a_chat_shows_the_waterfall_of_its_own_request(view: View, gw: Rig
     await expect(view.page.locator(".message.assistant")).to_have_count(2)
     await until(lambda: len(cluster.prefills[0].seen.prefilled) == 2)
     first, second = cluster.prefills[0].seen.prefilled
-    assert second.prompt_len > first.prompt_len + 6  # the conversation goes along
+    assert second.prompt_len > first.prompt_len + 6  # the request contains the conversation
     assert second.sampling.max_tokens == 6
 
 
@@ -145,7 +145,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab(
         await expect(view.page.locator("#pods")).to_contain_text("decode-0")
         await expect(view.page.locator("#trouble")).to_be_hidden()
         assert await view.page.evaluate("Object.values(localStorage).join()") == ""
-        await view.page.goto("about:blank")  # before its gateway ends
+        await view.page.goto("about:blank")  # leaves the page before the gateway stops
     view.errors[:] = [said for said in view.errors if "401" not in said]
 
 
@@ -203,4 +203,4 @@ async def test_a_gateway_that_leaves_is_told_and_one_that_comes_back_too(
     await expect(view.page.locator("#trouble")).to_contain_text("does not answer")
     async with rig(cluster, smollm2_dir, port=unused_tcp_port):
         await expect(view.page.locator("#trouble")).to_be_hidden()
-    view.errors.clear()  # Chromium logs every request that nobody answered
+    view.errors.clear()  # Chromium logs every failed request

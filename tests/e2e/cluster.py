@@ -1,4 +1,4 @@
-"""A whole Baton of real processes on this machine, for tests that kill and restart them.
+"""A complete Baton stack of real processes on this machine, for tests that kill and restart them.
 
     with Cluster(model_dir, log_dir, prefill=2, decode=2) as cluster:
         OpenAI(base_url=cluster.base_url, api_key="none")...
@@ -36,7 +36,7 @@ POLL_S = 0.05
 
 
 class Cluster:
-    """Owns processes and ports between __enter__ and __exit__: valkey, prefill-0 and up, decode-0 and up, gateway."""
+    """Owns the processes valkey, prefill-N, decode-N and gateway between __enter__ and __exit__."""
 
     def __init__(
         self,
@@ -50,20 +50,26 @@ class Cluster:
         ready_s: float = READY_S,
         **settings: object,
     ) -> None:
-        """pod_flags: further `baton serve` flags of every pod; env: added to ours; settings: fields of UpConfig."""
+        """Plans the stack.
+
+        Args:
+            pod_flags: Further `baton serve` flags of every pod.
+            env: Variables in addition to those of the test process.
+            settings: Fields of UpConfig.
+        """
         flags = {"model": str(model_dir), "prefill": prefill, "decode": decode, "port": 0, "threads": 1, **settings}
         config = UpConfig.load(file=None, env={}, flags=flags)
         log_dir.mkdir(parents=True, exist_ok=True)
-        ours = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
-        self.stack = Stack.plan(config, model_dir, log_dir, pod_flags=pod_flags, env={**ours, **(env or {})})
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("BATON_") or k == "BATON_CACHE"}
+        self.stack = Stack.plan(config, model_dir, log_dir, pod_flags=pod_flags, env={**inherited, **(env or {})})
         self._specs = {spec.name: spec for spec in self.stack.specs}
         self._ready_s = ready_s
-        # A tied child ends with the thread that started it, so one thread, as old as the cluster, starts all.
+        # A child with a parent-death signal ends with the thread that started it. One long-lived thread starts all.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="cluster")
 
     @property
     def base_url(self) -> str:
-        """Of the OpenAI API, with /v1."""
+        """Base URL of the OpenAI API, with /v1."""
         return self.stack.base_url
 
     @property
@@ -84,7 +90,7 @@ class Cluster:
         return self._specs[name].process.alive
 
     def log(self, name: str, lines: int = 40) -> str:
-        """The end of a process's log."""
+        """Returns the end of a process's log."""
         return "\n".join(self._specs[name].process.tail(lines))
 
     def __enter__(self) -> Self:
@@ -106,11 +112,11 @@ class Cluster:
         self.close()
 
     def start(self, name: str) -> None:
-        """Starts a process that is not running; does not wait for it."""
+        """Starts a stopped process. Does not wait for readiness."""
         self._starter.submit(self._specs[name].process.start).result()
 
     def wait_ready(self, name: str, timeout_s: float | None = None) -> None:
-        """Until its probe says so; AssertionError with its log when it ends or takes longer."""
+        """Waits until the probe succeeds. Raises AssertionError with the log if the process ends or takes too long."""
         timeout_s = timeout_s or self._ready_s
         deadline = time.monotonic() + timeout_s
         while not self._starter.submit(lambda: asyncio.run(_ask(self._specs[name]))).result():
@@ -119,16 +125,16 @@ class Cluster:
             time.sleep(POLL_S)
 
     def kill(self, name: str) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Sends SIGKILL and returns when the process has ended."""
         self._specs[name].process.kill()
 
     def terminate(self, name: str, timeout_s: float = 40.0) -> int:
-        """SIGTERM; its exit code."""
+        """Sends SIGTERM and returns the exit code."""
         self._specs[name].process.send(signal.SIGTERM)
         return self._specs[name].process.wait(timeout_s)
 
     def restart(self, name: str) -> None:
-        """Kills it if it runs, starts it under the same name and port, waits until it and the gateway are ready."""
+        """Kills the process if it runs and starts it with the same name and port. Waits for it and the gateway."""
         self.kill(name)
         self.start(name)
         self.wait_ready(name)
@@ -136,19 +142,19 @@ class Cluster:
             self.wait_ready("gateway")
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP: alive, but does nothing, until thaw."""
+        """Sends SIGSTOP. The process stands still until `thaw`."""
         self._specs[name].process.send(signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
         self._specs[name].process.send(signal.SIGCONT)
 
     def info(self, name: str) -> transfer_pb2.InfoResponse:
-        """What a pod says of itself."""
+        """Returns the GetInfo answer of a pod."""
         with grpc.insecure_channel(self.address(name)) as channel:
             return transfer_pb2_grpc.TransferStub(channel).Info(transfer_pb2.InfoRequest(), timeout=60.0)
 
     def check_idle(self, timeout_s: float = IDLE_S) -> None:
-        """Every running pod comes to rest: no block leased or quarantined, the counts add up, and it is still ready."""
+        """Waits until each running pod is ready and has no leased or quarantined block, and its block counts add up."""
         for name in self.pods:
             if not self.alive(name):
                 continue
@@ -160,7 +166,7 @@ class Cluster:
             assert info.ready, f"{name} is not ready:\n{self.log(name)}"
 
     def close(self) -> None:
-        """Ends everything, stage by stage; SIGKILL for what does not end by itself. Idempotent."""
+        """Stops all processes stage by stage, with SIGKILL after a timeout. Idempotent."""
         for stage in sorted({spec.stop_stage for spec in self._specs.values()}):
             members = [spec.process for spec in self._specs.values() if spec.stop_stage == stage]
             for process in members:

@@ -1,4 +1,4 @@
-"""What `transformers` says, and that every end-to-end test leaves the cluster at rest."""
+"""The `transformers` reference, and a check that each end-to-end test leaves the cluster idle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def oracle(smollm2_dir: Path) -> Oracle:
 
 @pytest.fixture(autouse=True)
 def _at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After every test no pod holds a block, and every count adds up."""
+    """After each test, no pod has a leased block and all block counts add up."""
     yield
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster").check_idle()

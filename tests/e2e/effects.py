@@ -1,10 +1,10 @@
-"""What each parameter of a generating request does to an answer of SmolLM2, as something that can be seen.
+"""The observable effect of each generation parameter on an answer of SmolLM2.
 
-An effect is what holds of the answer when the parameter is given and does not hold when it is left out, all else equal:
-so a gateway, a prefill pod or a decode pod that ignores it is found out. Where a parameter acts on single tokens there
-is an effect on the first, which the prefill pod samples, and on later ones, which the decode pod does.
+An effect is a condition that is true for the answer with the parameter and false for the answer without it, all else
+equal. It fails if the gateway, a prefill pod or a decode pod ignores the parameter. A parameter that acts on single
+tokens has an effect on the first token (sampled by prefill) and on later tokens (sampled by decode).
 
-ELSEWHERE names the tests of those whose effect SmolLM2 cannot show in a few tokens.
+ELSEWHERE names the tests of parameters without a visible effect on a few tokens of SmolLM2.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ TOOL: Json = {
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """An answer, or the error instead of it. scored: tokens with log-probabilities; alternatives: of each.
-
-    prompt_scores: prompt tokens with log-probabilities. chunks: of a stream; usages: how many of them have a usage.
-    """
+    """An answer or an error."""
 
     texts: tuple[str, ...] = ()
     finishes: tuple[str, ...] = ()
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    #: Tokens with log-probabilities.
     scored: int = 0
+    #: Different numbers of alternatives per token.
     alternatives: frozenset[int] = frozenset()
+    #: Prompt tokens with log-probabilities.
     prompt_scores: int = 0
     calls: tuple[str, ...] = ()
+    #: The parameter that the error names; "" for an answer.
     refused: str = ""
+    #: Chunks of a stream, and chunks with usage.
     chunks: int = 0
     usages: int = 0
 
@@ -69,12 +71,14 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What the model says to PROMPT, and what is known of its tokens. greedy: its ids, likeliest first choice."""
+    """Reference answers of `transformers` to PROMPT."""
 
+    #: Token ids of the greedy answer.
     greedy: tuple[int, ...]
     decode: Callable[[list[int]], str]
     encode: Callable[[str], list[int]]
-    loop: Callable[..., str]  # greedy under bias, penalties, allowed tokens: computed by transformers
+    #: Computes the greedy answer with bias, penalties or allowed tokens.
+    loop: Callable[..., str]
     beams: tuple[str, ...]
     seeded: str
     best: str
@@ -84,11 +88,11 @@ class Scene:
         return self.decode(list(self.greedy))
 
     def word(self, number: int) -> str:
-        """One of the words that the model says."""
+        """Returns a word of the greedy answer."""
         return self.text.split()[number]
 
     def ids(self, *words: str) -> list[int]:
-        """Tokens that are one word each."""
+        """Returns the token ids of words of one token each."""
         return [self.encode(word)[0] for word in words]
 
 
@@ -97,21 +101,23 @@ Value = Any | Callable[[Scene], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """value: of the parameter, or a function of the scene; beside: what else is asked, None takes a default away.
+    """The effect of one parameter."""
 
-    holds: true of the answer with the parameter, false of the one without. chat: of a chat, else of a completion.
-    rest_only: gRPC has no field for it.
-    """
-
+    #: Parameter, or `parameter.member`.
     name: str
+    #: Value of the parameter, or a function of the scene.
     value: Value
+    #: True for the answer with the parameter, False for the answer without it.
     holds: Callable[[Said, Scene], bool]
+    #: Further fields of both requests. None removes a default.
     beside: Value = field(default_factory=dict)
+    #: A chat request instead of a completion.
     chat: bool = False
+    #: gRPC has no field for the parameter.
     rest_only: bool = False
 
     def bodies(self, scene: Scene, how: str) -> tuple[Json, Json]:
-        """With the parameter and without it. how: rest or grpc, for values that must not have been used before."""
+        """Returns the bodies with and without the parameter. `how` (rest or grpc) makes a cache salt unique."""
         beside = self.beside(scene) if callable(self.beside) else self.beside
         value = self.value(scene) if callable(self.value) else self.value
         start: Json = {"messages": MESSAGES} if self.chat else {"prompt": PROMPT}
@@ -133,12 +139,12 @@ def _is_greedy(said: Said, scene: Scene) -> bool:
 
 
 def _few(scene: Scene) -> Json:
-    """So few tokens that they repeat."""
+    """Few enough allowed tokens that they repeat."""
     return {"allowed_token_ids": scene.ids(" the", " of", " and"), "max_tokens": 10}
 
 
 def _ended(scene: Scene) -> Json:
-    """The stop token is what comes first, as long as it may."""
+    """The stop token is the most likely token and ends the answer as soon as it is allowed."""
     [go, end] = scene.ids(" the", " of")
     return {"allowed_token_ids": [go, end], "logit_bias": {str(end): 100}, "stop_token_ids": [end]}
 
@@ -155,12 +161,12 @@ def _penalised(name: str, value: float) -> Effect:
 
 
 def _chosen(name: str, value: Any, text: str, **more: Any) -> Effect:
-    """A form that only one text has."""
+    """A format that only one text matches."""
     return Effect(name=name, value=value, beside={"max_tokens": 12}, holds=lambda said, _: said.text == text, **more)
 
 
 def _banned(scene: Scene) -> dict[int, float]:
-    """The first token, and a later one."""
+    """Returns a bias that bans the first token and a later one."""
     return {scene.greedy[0]: -100.0, scene.greedy[2]: -100.0}
 
 
@@ -320,7 +326,7 @@ CHATS: tuple[Effect, ...] = (
 
 _TOOLS, _BEAMS = "tests/integration/test_gateway_tools.py", "tests/integration/test_gateway_beams.py"
 _REASONING, _GRPC = "tests/integration/test_gateway_reasoning.py", "tests/integration/test_gateway_tools_grpc.py"
-# Parameter (of a chat, where only chats have it) -> its tests over REST, and over gRPC where that knows it.
+# Parameter -> its tests over REST, and over gRPC if gRPC has the field.
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "priority": (
         "tests/integration/test_gateway_rest.py::test_defaults_and_all_sampling_parameters_reach_the_pods",

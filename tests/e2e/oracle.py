@@ -15,7 +15,7 @@ NEAR_TIE = 1e-4  # logits closer than this may be ordered either way by a correc
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """tokens[i] is the greedy token, logprobs[i] its log-probability, gaps[i] the distance of the top two logits."""
+    """A greedy continuation: by position the token, its log-probability, and the gap between the top two logits."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -23,7 +23,7 @@ class Reference:
 
 
 class Oracle:
-    """Greedy references of one model directory."""
+    """Computes greedy references with the model of one directory."""
 
     def __init__(self, model_dir: Path) -> None:
         from transformers import AutoModelForCausalLM, DynamicCache
@@ -35,7 +35,7 @@ class Oracle:
 
     @torch.inference_mode()
     def references(self, text: list[int], lengths: Iterable[int], max_tokens: int) -> dict[int, Reference]:
-        """Greedy continuations, of at most max_tokens tokens, of the text's beginnings of these lengths.
+        """Returns greedy continuations of at most max_tokens tokens for prefixes of the text with these lengths.
 
         The text is computed once: the longest beginning leaves the KV of all shorter ones in its cache.
         """
@@ -61,13 +61,13 @@ class Oracle:
             logits = self._forward([token], cache, 1)[0]
 
     def _forward(self, tokens: list[int], cache: Any, rows: Tensor | int) -> Tensor:
-        """Logits [rows, vocabulary]; the cache grows by the tokens."""
+        """Returns logits [rows, vocabulary] and appends the tokens to the cache."""
         out = self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=rows)
         return out.logits[0].float()  # type: ignore[no-any-return]
 
 
 def assert_same(got: list[int], expected: Reference, what: str) -> None:
-    """Equal tokens, or a first difference where the oracle's own top two logits are a near tie."""
+    """Asserts equal tokens up to the first near tie of the reference's top two logits."""
     for i, (a, b) in enumerate(zip(got, expected.tokens, strict=False)):
         if a != b:
             assert expected.gaps[i] < NEAR_TIE, f"{what}: token {i} is {a}, expected {b} (gap {expected.gaps[i]:.2e})"

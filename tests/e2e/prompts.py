@@ -18,7 +18,7 @@ def _corpus(model_dir: Path) -> list[int]:
 
 
 def prompt_of(model_dir: Path, length: int, seed: int) -> list[int]:
-    """`length` token ids of prose, starting at a place that `seed` picks."""
+    """`length` token ids of prose, from a start that `seed` selects."""
     corpus = _corpus(model_dir)
     start = random.Random(seed).randrange(len(corpus) - length)
     return corpus[start : start + length]

@@ -1,4 +1,4 @@
-"""Endpoints beside chat and completions against real pods: what the openai SDK gets, and what pods then hold."""
+"""Endpoints other than chat and completions against real pods, through the openai SDK."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_a_reset_makes_the_next_prompt_cold(cluster: Cluster) -> None:
 
 
 async def test_the_first_token_comes_once_from_prefill_with_what_was_asked_of_it(cluster: Cluster) -> None:
-    """Streamed or not, over REST and gRPC; also where it is the last, by max_tokens or as a stop token."""
+    """REST and gRPC, streamed or not. Includes first tokens that are also the last (max_tokens, stop token)."""
     prompt, url = list(range(400, 440)), cluster.base_url.removesuffix("/v1")
     async with (
         grpc.aio.insecure_channel(cluster.stack.grpc_address) as channel,
@@ -134,7 +134,7 @@ async def test_the_first_token_comes_once_from_prefill_with_what_was_asked_of_it
 
 
 async def test_cached_tokens_are_what_prefill_did_not_compute(cluster: Cluster) -> None:
-    """Over REST, streamed or not, and gRPC; none when cold."""
+    """REST, streamed or not, and gRPC. A cold prompt has none."""
     prompt = list(range(500, 550))
     async with (
         grpc.aio.insecure_channel(cluster.stack.grpc_address) as channel,

@@ -23,7 +23,7 @@ OUTPUT = 6
 
 
 def computed(cluster: Cluster) -> tuple[int, int]:
-    """Prompt tokens computed on the prefill pod, and on the decode pod for whatever reason."""
+    """Returns the prompt tokens computed on the prefill pod and on the decode pod."""
     prefill, decode = (cluster.info(name).computed for name in ("prefill-0", "decode-0"))
     return prefill.prefill, decode.local + decode.recompute
 

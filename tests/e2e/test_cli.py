@@ -1,4 +1,4 @@
-"""The `baton` command as a person uses it: refusals in one line, `up` from the first to the last process."""
+"""The `baton` command from outside: errors of one line, and the processes of `baton up`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def up(tmp_path: Path, smollm2_dir: Path) -> Iterator[Up]:
 
 
 def run_pasted(argv: list[str]) -> str:
-    """What an example prints that was pasted as it stands."""
+    """Runs an example command unchanged and returns its output."""
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -165,7 +165,7 @@ def test_up_serves_restarts_what_dies_and_takes_everything_along(up: Up) -> None
 def test_nothing_survives_the_death_of_up(up: Up) -> None:
     up.wait_for(r"decode-0 +starting")
     deadline = time.monotonic() + START_S
-    while len(children := up.children()) < 4:  # the gateway comes last
+    while len(children := up.children()) < 4:  # the gateway starts last
         assert time.monotonic() < deadline, up.output.read_text()
         time.sleep(0.05)
     up.process.kill()

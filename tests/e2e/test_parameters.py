@@ -34,7 +34,7 @@ Ask = Callable[[Json], Awaitable[Said]]
 
 
 def asker(http: httpx.AsyncClient, model: str) -> Ask:
-    """Asks over REST."""
+    """Sends a request over REST."""
 
     async def ask(body: Json) -> Said:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -78,7 +78,7 @@ def _of_rest(body: Json) -> Said:
 
 
 def caller(channel: grpc.aio.Channel, model: str) -> Ask:
-    """Asks the same over gRPC."""
+    """Sends the same request over gRPC."""
     stub: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
 
     async def ask(body: Json) -> Said:
@@ -92,7 +92,7 @@ def caller(channel: grpc.aio.Channel, model: str) -> Ask:
 
 
 def grpc_fields(body: Json) -> Json:
-    """What REST says in `body`, as fields of GenerateRequest."""
+    """Converts a REST body to fields of GenerateRequest."""
     fields = dict(body)
     if isinstance(prompt := fields.pop("prompt", None), str):
         fields["text"] = prompt
@@ -173,7 +173,7 @@ def greedy_loop(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
 ) -> list[int]:
-    """The likeliest tokens, one by one, by the API's words for what changes a likelihood."""
+    """Computes the greedy answer with the given bias, penalties and allowed tokens."""
     said: list[int] = []
     while len(said) < count and (not said or said[-1] not in oracle.eos):
         logits = oracle.model(torch.tensor([[*prompt, *said]])).logits[0, -1].float()
@@ -211,7 +211,7 @@ async def over_grpc(cluster: Cluster) -> AsyncIterator[Ask]:
 
 @dataclass(frozen=True)
 class Known:
-    """What `transformers` says, once for all tests here."""
+    """Answers of `transformers`, computed once for all tests."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -264,7 +264,7 @@ async def scene(http: httpx.AsyncClient, rest: Ask, cluster: Cluster, known: Kno
 
 
 async def unseen(effects: tuple[Effect, ...], ask: Ask, scene: Scene, how: str) -> list[str]:
-    """What is wrong: the effect is not there, or is there without the parameter, too."""
+    """Returns the faults: effects that are missing, or present without the parameter."""
     slots, wrong = asyncio.Semaphore(IN_FLIGHT), []
 
     async def check(effect: Effect) -> None:
@@ -281,7 +281,7 @@ async def unseen(effects: tuple[Effect, ...], ask: Ask, scene: Scene, how: str) 
 
 
 def assert_prompts_were_prefilled(cluster: Cluster) -> None:
-    """Whatever was asked, the decode pod computed no prompt."""
+    """The decode pod computes no prompt for any parameter."""
     computed = cluster.info("decode-0").computed
     assert (computed.prefill, computed.local, computed.recompute) == (0, 0, 0)
 

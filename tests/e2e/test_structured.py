@@ -124,7 +124,7 @@ def test_bad_words_do_not_come(cluster: Cluster, text_of: Callable[..., str]) ->
     other = text_of(cluster, bad_words=words)
     assert other != plain
     assert not set(words) & set(other.split())
-    two = " ".join(plain.split()[:2])  # several tokens: the first may come, the second not behind it
+    two = " ".join(plain.split()[:2])  # several tokens: the answer may have the first, but not the second after it
     assert two not in text_of(cluster, bad_words=[two])
 
 
@@ -136,7 +136,7 @@ def test_a_stop_string_may_be_part_of_the_answer(cluster: Cluster, text_of: Call
 
 @pytest.fixture(scope="module")
 def expected(smollm2_dir: Path, oracle: Oracle) -> tuple[list[int], torch.Tensor]:
-    """The prompt's ids, and log-probabilities after each of them."""
+    """The ids of a prompt and the reference log-probabilities after each id."""
     ids = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json")).encode(PROMPT * 6).ids
     with torch.inference_mode():
         return ids, oracle.model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -181,12 +181,12 @@ def test_an_echo_scores_a_text_as_evaluation_harnesses_ask(
     choice = body["choices"][0]
     assert choice["text"] == text
     assert body["usage"]["completion_tokens"] == 0
-    told = choice["logprobs"]
-    assert told["token_logprobs"][0] is None
-    assert told["top_logprobs"][0] is None
+    echoed = choice["logprobs"]
+    assert echoed["token_logprobs"][0] is None
+    assert echoed["top_logprobs"][0] is None
     want = [float(logprobs[at - 1][ids[at]]) for at in range(1, len(ids))]
-    assert told["token_logprobs"][1:] == pytest.approx(want, abs=TOLERANCE)
-    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+    assert echoed["token_logprobs"][1:] == pytest.approx(want, abs=TOLERANCE)
+    for token, offset in zip(echoed["tokens"], echoed["text_offset"], strict=True):
         assert text[offset:].startswith(token)
 
 
@@ -196,7 +196,7 @@ def test_an_echo_comes_before_the_answer(cluster: Cluster, text_of: Callable[...
 
 def test_offsets_of_an_answer_count_from_the_echoed_prompt(cluster: Cluster) -> None:
     choice = complete(cluster, echo=True, logprobs=0)
-    told = choice["logprobs"]
-    assert "".join(told["tokens"]) == choice["text"]
-    assert all(choice["text"][o:].startswith(t) for t, o in zip(told["tokens"], told["text_offset"], strict=True))
-    assert None not in told["token_logprobs"][1:]
+    echoed = choice["logprobs"]
+    assert "".join(echoed["tokens"]) == choice["text"]
+    assert all(choice["text"][o:].startswith(t) for t, o in zip(echoed["tokens"], echoed["text_offset"], strict=True))
+    assert None not in echoed["token_logprobs"][1:]

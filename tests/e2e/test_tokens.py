@@ -20,22 +20,22 @@ from tests.e2e.prompts import prompt_of
 from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN
 
 OUTPUT = 8
-# Case 9's lengths and then some: around a block, around a chunk, several of both, the longest that fits.
+# Lengths around one and several blocks, around one and several chunks, and the longest that fits.
 LONGEST = 1500
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 100, CHUNK - BLOCK, CHUNK - 1, CHUNK, CHUNK + 1]
 LENGTHS += [150, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 300, 3 * CHUNK, 4 * CHUNK, 4 * CHUNK + 1, LONGEST]
-ALONE = 2 * CHUNK + 1  # prompts up to this are also computed alone, from their first token on
-# Between two and two pods, where each has two to go to: a prompt on each side of every border.
+ALONE = 2 * CHUNK + 1  # prompts up to this length are also computed alone, without a cached prefix
+# With two pods per role: a prompt on each side of every boundary.
 BORDERS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK]
 BORDERS += [2 * CHUNK + 1, 4 * CHUNK + 1, LONGEST]
 IN_FLIGHT = 16
 EOS = {2}  # SmolLM2's <|im_end|>
-SHARED = "shared"  # the salt under which prompts share prefixes
+SHARED = "shared"  # cache salt of the prompts that share prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt and what `transformers` says to it."""
+    """A prompt and the reference continuation of `transformers`."""
 
     prompt: list[int]
     expected: Reference
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def clear(self) -> bool:
-        """The oracle is sure of every token."""
+        """Whether no token of the reference is a near tie."""
         return min(self.expected.gaps) >= NEAR_TIE
 
 
@@ -57,7 +57,7 @@ def texts(smollm2_dir: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def cases(texts: list[list[int]], oracle: Oracle) -> list[Case]:
-    """The beginnings of two texts, in turn."""
+    """All cases. Their prompts are prefixes of two texts, alternating by length."""
     found: dict[int, Case] = {}
     for text, lengths in zip(texts, (LENGTHS[::2], LENGTHS[1::2]), strict=True):
         for length, expected in oracle.references(text, lengths, OUTPUT).items():
@@ -70,7 +70,7 @@ def cases_of(cluster: Cluster, cases: list[Case]) -> list[Case]:
 
 
 def assert_same_text(got: str, expected: Reference, tokenizer: Tokenizer, what: str) -> None:
-    """Equal text; up to the oracle's first near tie where there is one."""
+    """Asserts equal text up to the first near tie of the reference."""
     ties = [i for i, gap in enumerate(expected.gaps) if gap < NEAR_TIE]
     wanted = tokenizer.decode(expected.tokens[: ties[0]] if ties else expected.tokens, skip_special_tokens=True)
     assert got.startswith(wanted) if ties else got == wanted, f"{what}: {got!r}, expected {wanted!r}"
@@ -84,7 +84,7 @@ def assert_no_prompt_tokens_on_decode(cluster: Cluster) -> None:
 
 
 async def in_flight(answer: Callable[[Case], Awaitable[None]], cases: list[Case]) -> None:
-    """All cases, IN_FLIGHT at a time."""
+    """Runs all cases with IN_FLIGHT requests at a time."""
     slots = asyncio.Semaphore(IN_FLIGHT)
 
     async def one(case: Case) -> None:
@@ -124,7 +124,7 @@ async def test_grpc_with_16_in_flight_and_cold_caches(cluster: Cluster, cases: l
 
         await in_flight(answer, cases_of(cluster, cases))
     assert_no_prompt_tokens_on_decode(cluster)
-    for name in cluster.pods:  # nobody stood by
+    for name in cluster.pods:  # every pod took part
         if name.startswith("prefill"):
             assert cluster.info(name).computed.prefill > 0, name
 
@@ -133,7 +133,7 @@ async def test_grpc_with_16_in_flight_and_cold_caches(cluster: Cluster, cases: l
 async def test_rest_one_at_a_time_with_log_probabilities(
     cluster: Cluster, cases: list[Case], smollm2_dir: Path
 ) -> None:
-    """One prefill pod computes every prompt up to ALONE from its first token on, under a salt of its own."""
+    """One prefill pod computes every prompt up to ALONE without a cached prefix, under a separate cache salt."""
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
         for case in cases_of(cluster, cases):
@@ -166,7 +166,7 @@ async def test_rest_one_at_a_time_with_log_probabilities(
 
 @pytest.mark.timeout(600)
 async def test_rest_streams_with_16_in_flight(cluster: Cluster, cases: list[Case], smollm2_dir: Path) -> None:
-    """The same prompts again: this time prefix caches on both sides hold them."""
+    """Repeats the prompts. Now the prefix caches of both roles hold them."""
     tokenizer = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
 
@@ -222,7 +222,7 @@ async def test_beams_are_those_of_transformers(cluster: Cluster, texts: list[lis
 
 
 async def test_the_longest_prompt_and_one_more(cluster: Cluster, texts: list[list[int]]) -> None:
-    prompt = texts[LENGTHS.index(LONGEST) % 2]  # which began with that prompt before
+    prompt = texts[LENGTHS.index(LONGEST) % 2]  # the text that the longest case is from
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
 
         async def ask(ids: list[int]) -> openai.types.Completion:
@@ -260,14 +260,14 @@ async def test_stop_token_max_tokens_one_and_stop_string(cluster: Cluster, smoll
 
         text = tokenizer.decode(expected.tokens)
         border = len(tokenizer.decode(expected.tokens[:5]))
-        stop = text[border - 2 : border + 2]  # spans the border between the fifth and the sixth token
+        stop = text[border - 2 : border + 2]  # spans the boundary between the fifth and the sixth token
         cut = await ask(max_tokens=12, stop=[stop])
         assert cut.choices[0].text == text[: text.index(stop)]
         assert cut.choices[0].finish_reason == "stop"
 
 
 async def test_a_repeated_prompt_computes_and_moves_at_most_one_block(cluster: Cluster, smollm2_dir: Path) -> None:
-    """Where pods can be chosen, a busy machine may keep the router from reading the index in time: then once more."""
+    """With several pods, a busy machine may delay the router's index lookup too long, so the test may try again."""
     prefills = [name for name in cluster.pods if name.startswith("prefill")]
     for attempt in range(1 if len(prefills) == 1 else 5):
         prompt = prompt_of(smollm2_dir, 4 * CHUNK + 90, 1234 + attempt)
@@ -280,13 +280,13 @@ async def test_a_repeated_prompt_computes_and_moves_at_most_one_block(cluster: C
 
 
 async def repeat(cluster: Cluster, prompt: list[int], prefills: list[str]) -> tuple[int, int, int]:
-    """Asks twice; of the second time: prompt tokens computed, those from caches, blocks moved."""
+    """Sends a prompt twice. Returns computed prompt tokens, cached tokens and moved blocks of the second request."""
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
         body = {"model": cluster.model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
         first = await client.completions.create(**body)
         await asyncio.to_thread(cluster.check_idle)
         if len(prefills) > 1:
-            await asyncio.sleep(1.0)  # the index learns what the pods hold
+            await asyncio.sleep(1.0)  # pods publish their blocks to the index
         before = sum(cluster.info(name).computed.prefill for name in prefills)
         second = await client.completions.with_raw_response.create(**body)
         again = second.parse()
@@ -300,7 +300,7 @@ async def repeat(cluster: Cluster, prompt: list[int], prefills: list[str]) -> tu
 
 
 async def test_a_long_prompt_streams_its_blocks_under_the_prefill(cluster: Cluster, smollm2_dir: Path) -> None:
-    """Four chunks: by the order of events, three quarters of the blocks are there before the last chunk's end."""
+    """Four chunks: three quarters of the blocks arrive before the end of the last chunk, by order of events."""
     prompt = prompt_of(smollm2_dir, 4 * CHUNK, 4321)
     async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
         answer = await client.completions.create(model=cluster.model, prompt=prompt, max_tokens=4, temperature=0)

@@ -1,7 +1,7 @@
-"""What SmolLM2 says under a grammar, through gateway, prefill, NIXL and decode: always what was asked for.
+"""Tool calls of SmolLM2 under a grammar, through gateway, prefill, NIXL and decode.
 
-The model is far too small to call tools by itself, so whatever fits here is the grammar's doing, from the first token
-on, which another pod samples than the rest.
+The model is too small to call tools by itself, so a correct call proves that the grammar is enforced: for the first
+token on the prefill pod and for the rest on the decode pod.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One trace of one request over three processes: its spans in order, by their parents' ids and inside their times."""
+"""Traces of requests over three processes: span order, parent ids and nested times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.e2e.shape import CHUNK, SPANS
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 
 WAIT_S = 60.0
-SLACK_NS = 2_000_000  # the wall clock may be set a little between two processes' readings of it
+SLACK_NS = 2_000_000  # allows for small changes of the wall clock between two readings
 PROMPT = "The quick brown fox jumps over the lazy dog. " * (CHUNK // 9)  # a chunk and a bit
 
 
@@ -40,7 +40,7 @@ class Span:
 
 
 def spans_of(cluster: Cluster, trace_id: str) -> list[Span]:
-    """What is written so far, by start."""
+    """Returns the spans written so far, ordered by start."""
     path = cluster.stack.log_dir / SPANS
     found: list[Span] = []
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -70,7 +70,7 @@ def wait_for(cluster: Cluster, trace_id: str, whole: Callable[[set[str]], bool])
         time.sleep(0.1)
 
 
-ENDS = {"gateway.request", "prefill.request", "decode.run"}  # recorded last by each process
+ENDS = {"gateway.request", "prefill.request", "decode.run"}  # the last span of each process
 
 
 def complete(cluster: Cluster, asked_by: TraceContext, **fields: Any) -> httpx.Response:
@@ -117,10 +117,10 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
         (inside,) = by_name[parent]
         assert span.parent == inside.id, span.name
         assert inside.start - SLACK_NS <= span.start <= span.end, span.name
-        if parent != "gateway.attempt":  # pods let go of a request after its client has everything
+        if parent != "gateway.attempt":  # pods release a request after the client has the whole answer
             assert span.end <= inside.end + SLACK_NS, span.name
 
-    # Prefill begins while the decode pod is asked, so the two meet only where KV is written: see Leg.open.
+    # Prefill starts in parallel with Reserve on the decode pod. Only the write of KV waits for both.
     for order in (
         (
             "gateway.request",
@@ -136,10 +136,10 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
         ("prefill.chunk", "gateway.stream"),
     ):
         starts = [by_name[name][0].start for name in order]
-        told = {name: f"{(start - spans[0].start) / 1e6:.3f} ms" for name, start in zip(order, starts, strict=True)}
-        assert all(a <= b + SLACK_NS for a, b in itertools.pairwise(starts)), told
+        found = {name: f"{(start - spans[0].start) / 1e6:.3f} ms" for name, start in zip(order, starts, strict=True)}
+        assert all(a <= b + SLACK_NS for a, b in itertools.pairwise(starts)), found
     (reserve,), pushes = by_name["decode.reserve"], by_name["transfer.push"]
-    assert min(push.end for push in pushes) >= reserve.start - SLACK_NS  # there was nowhere to write to
+    assert min(push.end for push in pushes) >= reserve.start - SLACK_NS  # a push needs the reserved blocks
     chunks = by_name["prefill.chunk"]
     assert sum(int(chunk.facts["baton.tokens"]) for chunk in chunks) == usage["prompt_tokens"]
     assert all(a.end <= b.end for a, b in itertools.pairwise(chunks))
@@ -151,11 +151,11 @@ def test_one_request_is_one_trace_over_gateway_prefill_transfer_and_decode(clust
     assert int(run.facts["baton.output_tokens"]) == usage["completion_tokens"] == 12
     assert int(request.facts["baton.output_tokens"]) == 12
     assert request.facts["baton.outcome"] == "ok"
-    # The pod that wrote learns by a poll that the write is over, maybe later than the one that runs on what arrived.
+    # The sender polls for the end of a write, so decode may start before the push span ends.
     assert by_name["decode.receive"][0].end >= pushes[-1].start - SLACK_NS
 
 
-def test_traces_come_over_grpc_too_and_nobody_else_is_traced(cluster: Cluster) -> None:
+def test_grpc_requests_are_traced_and_untraced_requests_are_not(cluster: Cluster) -> None:
     def traces() -> set[str]:
         path = cluster.stack.log_dir / SPANS
         return set(re.findall('"traceId":"([0-9a-f]+)"', path.read_text())) if path.exists() else set()
@@ -190,9 +190,9 @@ def test_the_log_has_a_line_for_each_request_with_its_trace(cluster: Cluster) ->
     while not (lines := [line for line in cluster.log("gateway", 500).splitlines() if asked_by.trace_id in line]):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    (told,) = [json.loads(line) for line in lines]
-    assert (told["event"], told["level"], told["outcome"]) == ("request ended", "info", "ok")
-    assert told["client_request_id"] == told["trace_id"] == asked_by.trace_id
-    assert f"cmpl-{told['request_id']}" == answer.json()["id"]
-    assert (told["endpoint"], told["output_tokens"]) == ("completions", 3)
-    assert 0 < told["ttft_s"] <= told["duration_s"]
+    (found,) = [json.loads(line) for line in lines]
+    assert (found["event"], found["level"], found["outcome"]) == ("request ended", "info", "ok")
+    assert found["client_request_id"] == found["trace_id"] == asked_by.trace_id
+    assert f"cmpl-{found['request_id']}" == answer.json()["id"]
+    assert (found["endpoint"], found["output_tokens"]) == ("completions", 3)
+    assert 0 < found["ttft_s"] <= found["duration_s"]

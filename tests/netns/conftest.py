@@ -1,4 +1,4 @@
-"""These tests make hosts: they run in namespaces of their own, as `make e2e-netns` starts them."""
+"""These tests create network namespaces, so they run only under `make e2e-netns`."""
 
 from __future__ import annotations
 

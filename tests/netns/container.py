@@ -1,7 +1,8 @@
-"""One container: the command of a manifest, run as a kubelet and its runtime would.
+"""Runs the command of a manifest like a kubelet and its container runtime.
 
-In the pod's network namespace, as process 1 of a process namespace, with a read-only root, the pod's volumes, its user
-and no capabilities. Images do not exist here: `baton` is this checkout's, `valkey-server` the embedded one.
+The command is process 1 of a process namespace in the pod's network namespace. It has a read-only root, the pod's
+volumes and user, and no capabilities. There are no images: `baton` is the one of this checkout, `valkey-server` the
+embedded one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ VENV = Path(sys.prefix)
 
 
 def size(text: str) -> int:
-    """Bytes of a Kubernetes quantity."""
+    """Returns the bytes of a Kubernetes quantity."""
     return int(text[:-2]) * UNITS[text[-2:]] if text[-2:] in UNITS else int(text)
 
 
 def image_env() -> dict[str, str]:
-    """What the Dockerfile's stage `runtime` sets, with this checkout's environment in the place of /opt/baton."""
+    """Returns the environment of the Dockerfile's stage `runtime`, with this checkout instead of /opt/baton."""
     line = re.search(r"^FROM \S+ AS runtime\nENV (.+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert line is not None
     env = dict(pair.split("=", 1) for pair in line[1].split())
@@ -42,7 +43,7 @@ def image_env() -> dict[str, str]:
 
 @dataclass
 class Container:
-    """argv and env are complete; seeds: host directories that volumes begin with, by the path in the container."""
+    """One container. `seeds` maps paths in the container to host directories with the volumes' initial files."""
 
     host: str
     pod: Object
@@ -78,7 +79,7 @@ class Container:
         return None if self._popen is None else self._popen.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """To process 1 of the container. It is the only child of the process that we started."""
+        """Sends a signal to process 1 of the container, the only child of the started process."""
         for child in self._children():
             os.kill(child, number)
 
@@ -96,18 +97,19 @@ class Container:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def _mounts(self) -> list[str]:
-        """Volumes over what is here, the rest read-only. Of what they hide (and /root, where our user may not pass) our
-        own files are mounted anew.
+        """Mounts the volumes over the host's files and the rest read-only.
+
+        The interpreter and this checkout are mounted again where a volume or the empty /root hides them.
         """
         lines = [f"mount --bind {shlex.quote(str(self.names))} /etc/hosts"]
         hidden = ["/root", *(mount["mountPath"] for mount in self.spec.get("volumeMounts", []))]
         ours = dict.fromkeys((sys.base_prefix, str(ROOT), str(VENV)))
         private = [path for path in ours if any(Path(path).is_relative_to(place) for place in hidden)]
 
-        def anew(place: str) -> list[str]:
-            there = [(number, path) for number, path in enumerate(private) if Path(path).is_relative_to(place)]
+        def mount_again(place: str) -> list[str]:
+            below = [(number, path) for number, path in enumerate(private) if Path(path).is_relative_to(place)]
             return [
-                f"mkdir -p {shlex.quote(p)} && mount --move /mnt/root/{number} {shlex.quote(p)}" for number, p in there
+                f"mkdir -p {shlex.quote(p)} && mount --move /mnt/root/{number} {shlex.quote(p)}" for number, p in below
             ]
 
         lines += ["mount -t tmpfs tmpfs /mnt", "mkdir /mnt/root"]
@@ -117,14 +119,14 @@ class Container:
             lines += [f"mkdir /mnt/seed{number}", f"mount --bind {shlex.quote(str(seed))} /mnt/seed{number}"]
         if self.account is not None:
             lines += ["mkdir /mnt/account", f"cp {shlex.quote(str(self.account))}/[tcn]* /mnt/account"]
-        lines += ["mount -t tmpfs -o mode=755 tmpfs /root", *anew("/root")]
+        lines += ["mount -t tmpfs -o mode=755 tmpfs /root", *mount_again("/root")]
         if self.account is not None:
             lines += ["mount -t tmpfs -o mode=755 tmpfs /run", f"mkdir -p {ACCOUNT}", f"cp /mnt/account/* {ACCOUNT}"]
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
         for mount in self.spec.get("volumeMounts", []):
             path, limit = mount["mountPath"], size(volumes[mount["name"]]["emptyDir"]["sizeLimit"])
             lines += [f"[ -d {path} ] || {{ mount -t tmpfs tmpfs $(dirname {path}); mkdir {path}; }}"]
-            lines += [f"mount -t tmpfs -o size={limit},mode=1777 tmpfs {path}", *anew(path)]
+            lines += [f"mount -t tmpfs -o size={limit},mode=1777 tmpfs {path}", *mount_again(path)]
             for number, seed in enumerate(self.seeds):
                 if Path(seed).is_relative_to(path):
                     lines += [f"mkdir {seed}", f"mount --bind /mnt/seed{number} {seed}"]

@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces on a bridge, each with an address and the packet filter of its pod.
 
-Everything lives in the namespaces of the test process (see `make e2e-netns`): network, mounts and processes end with
-it, however it ends. The process itself is the node: 10.77.0.1, from which kubelets probe and where the API server is.
+Network, mounts and processes belong to the namespaces of the test process (see `make e2e-netns`), so they end with it
+even after a crash. The test process is the node 10.77.0.1: kubelets probe from it, and it has the API server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run(*argv: str, text: str | None = None) -> str:
 
 @dataclass
 class Hosts:
-    """Addresses by name. names: the file that all hosts have as /etc/hosts, rewritten in place as Services change."""
+    """All hosts and their addresses. The file `names` is /etc/hosts of every host and follows the Services."""
 
     names: Path
     policies: Policies
@@ -35,7 +35,7 @@ class Hosts:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(11))
 
     def begin(self) -> None:
-        """The bridge, and named namespaces of our own."""
+        """Creates the bridge and the mount of named namespaces."""
         os.makedirs("/run/netns", exist_ok=True)
         run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")
         run("ip", "link", "set", "lo", "up")
@@ -45,7 +45,7 @@ class Hosts:
         self.resolve({})
 
     def add(self, name: str, peer: Peer, address: str = "") -> str:
-        """A host with an address, a given one for a Service's; its filter and everybody else's know it."""
+        """Creates a host and adds its address to all packet filters. `address` replaces the next free one."""
         number = next(self._numbers)
         address = address or f"{NETWORK}.{number}"
         run("ip", "netns", "add", name)
@@ -63,13 +63,13 @@ class Hosts:
         return address
 
     def remove(self, name: str) -> None:
-        """Its processes have ended."""
+        """Removes a host. Its processes must have ended."""
         run("ip", "netns", "delete", name)
         del self.peers[name], self.addresses[name]
         self._filter()
 
     def resolve(self, services: Mapping[str, list[str]]) -> None:
-        """What names mean from now on. Written in place: the file is mounted in the hosts."""
+        """Sets the names of /etc/hosts. Writes the file in place because it is mounted in the hosts."""
         lines = ["127.0.0.1 localhost"]
         lines += [f"{address} {name}" for name, addresses in services.items() for address in addresses]
         self.names.write_text("\n".join(lines) + "\n")
@@ -79,7 +79,7 @@ class Hosts:
             run("ip", "netns", "exec", name, "nft", "-f", "-", text=self.ruleset(peer))
 
     def ruleset(self, subject: Peer) -> str:
-        """The NetworkPolicies that select a pod, at its own interface, where a CNI plugin applies them."""
+        """Returns the nftables rules of a pod's NetworkPolicies, for the pod's interface (like a CNI plugin)."""
         lines = ["table inet baton", "delete table inet baton", "table inet baton {"]
         for chain, direction, end, interface in (
             ("input", "Ingress", "saddr", "iif"),
@@ -92,7 +92,7 @@ class Hosts:
             ]
             lines += [f"{interface} lo accept", "ct state established,related accept"]
             if direction == "Ingress":
-                lines.append(f"ip saddr {NODE} accept")  # of the node itself, hence of its kubelet
+                lines.append(f"ip saddr {NODE} accept")  # the node, so its kubelet can probe
             for opening in openings or ():
                 lines += self._rules(opening, end)
             lines.append("}")

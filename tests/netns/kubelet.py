@@ -1,8 +1,11 @@
-"""What a cluster does with the rendered manifests, for the pods of Deployments: start, probe, route to, roll, end.
+"""Runs the Deployments of rendered manifests like a cluster: starts, probes, routes to, rolls and ends pods.
 
-A pod is a host with one container. Its life: started -> startup probe -> ready and live, as its probes say -> deleted:
-terminating in its EndpointSlice, preStop, SIGTERM, and SIGKILL when the grace is over. Services are names in
-/etc/hosts.
+A pod is a host with one container:
+
+    started -> startup probe -> readiness and liveness probes
+    deleted -> terminating in its EndpointSlice -> preStop -> SIGTERM -> SIGKILL after the grace period
+
+Services are names in /etc/hosts.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ HERE: Mapping[str, str] = {"kubernetes.io/metadata.name": "baton"}
 
 @dataclass
 class Pod:
-    """One pod of a Deployment. restarts: by a liveness probe or because its process ended; killed: the grace ended."""
+    """One pod. `restarts` counts failed liveness probes and ended processes, `killed` an exceeded grace period."""
 
     name: str
     workload: Object
@@ -55,7 +58,7 @@ class Pod:
         return main_container(self.workload)
 
     async def asks(self, probe: Object) -> bool:
-        """One attempt of a probe, from the node."""
+        """Probes once, from the node."""
         limit = probe.get("timeoutSeconds", 1)
         kind, handler = next((k, v) for k, v in probe.items() if k in ("httpGet", "grpc", "tcpSocket"))
         port = port_number(self.spec, handler["port"])
@@ -74,7 +77,7 @@ class Pod:
 
 @dataclass
 class Kubelet:
-    """Runs the Deployments of `objects`; seeds: what the volumes of pods begin with, see Container."""
+    """Runs the Deployments of `objects`. `seeds` are the initial files of volumes (see Container)."""
 
     objects: list[Object]
     hosts: Hosts
@@ -93,7 +96,7 @@ class Kubelet:
         return found
 
     async def run(self, component: str, *, address: str = "") -> Pod:
-        """A new pod of a Deployment; returns once it is ready, and has been for minReadySeconds."""
+        """Starts a pod of a Deployment. Returns when it has been ready for minReadySeconds."""
         workload = self.deployment(component)
         self._count += 1
         name = f"baton-{component}-{self._count}"
@@ -141,7 +144,7 @@ class Kubelet:
         raise AssertionError(f"{pod.name} did not start:\n{pod.container.tail()}")
 
     async def _watch(self, pod: Pod) -> None:
-        """Readiness and liveness, each at its own pace, until the pod is deleted."""
+        """Probes readiness and liveness at their periods until the pod is deleted."""
         await asyncio.gather(self._readiness(pod), self._liveness(pod))
 
     async def _readiness(self, pod: Pod) -> None:
@@ -165,7 +168,7 @@ class Kubelet:
             await asyncio.sleep(probe.get("periodSeconds", 10))
 
     async def delete(self, pod: Pod) -> None:
-        """As the API server and the kubelet end a pod. Returns when its process is gone."""
+        """Ends a pod like the API server and the kubelet. Returns when its process has ended."""
         began = time.monotonic()
         pod.terminating = True
         await self._publish()
@@ -186,12 +189,12 @@ class Kubelet:
         self.hosts.remove(pod.name)
 
     async def roll(self, component: str) -> None:
-        """Replaces all pods of a Deployment by its strategy: one more, then one less, or all anew."""
+        """Replaces all pods of a Deployment: new pod first (RollingUpdate), or old pod deleted first (Recreate)."""
         workload = self.deployment(component)
         for old in list(self.pods[component]):
             if workload["spec"].get("strategy", {}).get("type") == "Recreate":
                 await self.delete(old)
-                await self.run(component, address=old.address)  # its Service's, which stays
+                await self.run(component, address=old.address)  # the Service's address stays
             else:
                 assert workload["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
                 await self.run(component)
@@ -205,7 +208,7 @@ class Kubelet:
             pod.container.send(signal.SIGKILL)
 
     async def _publish(self) -> None:
-        """Services: EndpointSlices of all, and names of those with an address of their own."""
+        """Updates the EndpointSlices of all Services and the names of Services with an address."""
         names: dict[str, list[str]] = {}
         for service in of_kind(self.objects, "Service"):
             selector = {"matchLabels": service["spec"]["selector"]}
@@ -219,6 +222,6 @@ class Kubelet:
                     await self.kube.put(name, conditions, **fields)
             else:
                 ready = [p.address for p in behind if p.ready and not p.terminating]
-                # A Service keeps its address when nobody is behind it: calls then fail, names do not.
+                # A Service without ready pods keeps its address: its name resolves, and calls fail.
                 names[name] = self._named[name] = ready or self._named.get(name, [])
         self.hosts.resolve(names)

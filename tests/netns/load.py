@@ -2,8 +2,8 @@
 
     python -P tests/netns/load.py URL MODEL STREAMS
 
-Runs until its standard input ends, then prints one line of JSON: how many streams were whole, and what was not. A line
-"+" that it writes in between stands for a whole stream.
+Writes a line "+" for each complete stream. At the end of standard input it prints one line of JSON: the number of
+complete streams and the faults of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS = 16
 
 
 async def one(http: httpx.AsyncClient, model: str, number: int) -> str:
-    """Why a stream is not whole, or nothing."""
+    """Requests one stream. Returns its fault, or an empty text if it is complete."""
     body: dict[str, Any] = {
         "model": model,
         "messages": [{"role": "user", "content": f"{number}. Say something about the number {number}."}],

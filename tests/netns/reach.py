@@ -1,8 +1,8 @@
-"""Which of these ports can be reached from here? Prints those, as a JSON list.
+"""Prints the reachable ones of the given ports as a JSON list.
 
     python -P tests/netns/reach.py HOST:PORT...
 
-A port that nobody listens on is reached when its host says so; a filter says nothing.
+A refused connection counts as reachable: the host answered. A packet filter drops packets without an answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gateway, two prefill and two decode pods and Valkey, each on a host of its own, as the overlay cpu-dev has them.
+"""Gateway, two prefill and two decode pods and Valkey, each on a separate host, as in the overlay cpu-dev.
 
 Commands, environments, ports, probes, grace periods, users and NetworkPolicies are those of the rendered overlay. The
 tests use one cluster and run in their order.
@@ -62,7 +62,7 @@ async def kubelet(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -
 
 
 def in_host(name: str, kubelet: Kubelet, *argv: str) -> list[str]:
-    """A command line for a host's network, with the names of the cluster."""
+    """Returns a command line that runs in a host's network with the names of the cluster."""
     script = f'mount --bind {kubelet.hosts.names} /etc/hosts && exec "$@"'
     return ["ip", "netns", "exec", name, "unshare", "--mount", "sh", "-c", script, "sh", *argv]
 
@@ -86,7 +86,7 @@ def served_name(kubelet: Kubelet) -> str:
 
 @asynccontextmanager
 async def load(kubelet: Kubelet) -> AsyncIterator[asyncio.StreamReader]:
-    """Streams from the client's host while the block lasts; all of them have to be whole."""
+    """Sends streams from the client's host during the block. All of them must be complete."""
     program = str(ROOT / "tests/netns/load.py")
     argv = in_host(
         "client", kubelet, sys.executable, "-P", program, gateway_url(kubelet), served_name(kubelet), str(STREAMS)
@@ -97,16 +97,16 @@ async def load(kubelet: Kubelet) -> AsyncIterator[asyncio.StreamReader]:
     lines: list[bytes] = []
     reader = asyncio.StreamReader()
 
-    async def pump(stdout: asyncio.StreamReader) -> None:
+    async def count_streams(stdout: asyncio.StreamReader) -> None:
         async for line in stdout:
             lines.append(line)
             reader.feed_data(line)
 
-    pumping = asyncio.create_task(pump(process.stdout))
+    counting = asyncio.create_task(count_streams(process.stdout))
     try:
         yield reader
         process.stdin.close()
-        await asyncio.wait_for(pumping, 120)
+        await asyncio.wait_for(counting, 120)
         result = json.loads(lines[-1])
         print(f"{result['answers']} streams, {len(result['failures'])} failed")
         assert result["failures"] == []
@@ -115,11 +115,11 @@ async def load(kubelet: Kubelet) -> AsyncIterator[asyncio.StreamReader]:
         if process.returncode is None:
             process.kill()
         await process.wait()
-        pumping.cancel()
+        counting.cancel()
 
 
 async def whole_streams(reader: asyncio.StreamReader, count: int) -> None:
-    """So many more streams have ended well."""
+    """Waits until this many more streams are complete."""
     for _ in range(count):
         await asyncio.wait_for(reader.readline(), 120)
 
@@ -144,7 +144,7 @@ async def test_kv_went_over_tcp_between_the_hosts(kubelet: Kubelet) -> None:
                     raise AssertionError(line)
                 elif line.startswith("baton_transfers_received_total"):
                     received += float(line.split()[-1])
-    assert received >= hand_offs >= 1  # a prompt that comes again may be left to decode
+    assert received >= hand_offs >= 1  # the decode pod may compute a repeated prompt by itself
 
 
 async def test_pods_listen_where_the_overlay_says(kubelet: Kubelet) -> None:
