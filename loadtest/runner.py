@@ -227,7 +227,7 @@ class LoadRunner:
                 return
             if number + 1 < len(turns):
                 answers[number] = record.answer
-            record.answer = None  # frees the text, records live until the end of the run
+            record.answer = None  # frees the text; records are kept until the end of the run
 
     def _sends_at(self, at: float) -> bool:
         """Returns whether the run still sends requests at this time."""

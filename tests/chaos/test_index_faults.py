@@ -197,7 +197,7 @@ async def test_requests_go_on_while_gateway_or_pods_are_cut_off(stage: Stage) ->
         await stage.routed_by_redis()
 
 
-async def test_an_index_that_lies_costs_a_recompute_and_nothing_else(stage: Stage) -> None:
+async def test_wrong_index_entries_only_cost_a_recompute(stage: Stage) -> None:
     """The index claims that every pod holds every block. Pods still get whole prompts and answer correctly."""
     other = list(range(2000, 2300))
     layout = stage.cluster.prefills[0].layout
@@ -215,7 +215,7 @@ async def test_an_index_that_lies_costs_a_recompute_and_nothing_else(stage: Stag
     await stage.routed_by_redis()  # routing by the index recovers
 
 
-async def test_a_restarted_pod_is_not_credited_with_what_its_predecessor_held(stage: Stage) -> None:
+async def test_a_restarted_pod_does_not_inherit_the_entries_of_the_old_process(stage: Stage) -> None:
     holder = stage.cluster.prefills[1]
     async with stage.load():
         reborn = await holder.restart()

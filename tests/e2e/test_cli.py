@@ -62,7 +62,7 @@ def refused() -> list[subprocess.CompletedProcess[str]]:
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=[" ".join(argv) for argv, _ in WRONG])
-def test_what_is_wrong_is_one_line_and_exit_2(number: int, refused: list[subprocess.CompletedProcess[str]]) -> None:
+def test_an_error_is_one_line_and_exit_code_2(number: int, refused: list[subprocess.CompletedProcess[str]]) -> None:
     done, (_, named) = refused[number], WRONG[number]
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -138,7 +138,7 @@ def run_pasted(argv: list[str]) -> str:
     return done.stdout
 
 
-def test_up_serves_restarts_what_dies_and_takes_everything_along(up: Up) -> None:
+def test_up_serves_restarts_dead_processes_and_stops_all_of_them(up: Up) -> None:
     up.wait_for(r"curl -N (\S+)/chat/completions")
     examples = up.wait_for(r"(?s)\n(curl .*?)\n\n(from openai .*?)\n\ndashboard: ")
     answers = [run_pasted(["bash", "-c", examples[1]]), run_pasted([sys.executable, "-c", examples[2]])]
