@@ -1,10 +1,10 @@
-"""The `baton` command. Only reads the command line: what a command does is imported when it runs, so help is quick.
+"""The `baton` command.
 
-Values of flags arrive here as text: common/settings/configs.py, with kinds.py, alone says what they may be, and in which
-words it refuses them.
-A new command is a function in a file of commands/ that app.py lists; a flag of several commands stands in options.py.
-This package is the top floor: it may import every other one, and no other one imports it.
-This file imports next to nothing, so that Ctrl-C finds `main` in charge as good as from the first moment on.
+A command's module only declares its flags and imports its work when it runs, so that `--help` is quick. Flag values are
+text; common/settings parses and checks them. A new command is a function in commands/ that app.py lists. Flags of
+several commands are in options.py. This package may import all others; no other package imports it.
+
+This file imports almost nothing, so that `main` handles Ctrl-C nearly from the start of the process.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import signal
 
 from cli import exits
 
-TYPE_CHECKING = False  # typing takes longer to import than all the rest of this
+TYPE_CHECKING = False  # importing typing takes longer than the rest of this module
 if TYPE_CHECKING:
     from typing import NoReturn
 
 
 def main() -> NoReturn:
     """Entry point of the console script."""
-    # Half a second of imports: an exception raised among them is a traceback, or is lost in what swallows it.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
+    # The imports take half a second. KeyboardInterrupt among them would print a traceback, or be swallowed.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs of a shell ignore SIGINT
         signal.signal(signal.SIGINT, exits.at_once)
     from cli import app
 

@@ -1,4 +1,4 @@
-"""For processes that start others: `python -m cli` needs no script in PATH."""
+"""`python -m cli` is `baton`, for processes that start others without a script in PATH."""
 
 from cli import main
 

@@ -1,4 +1,4 @@
-"""The list of commands, and what every way to end one comes to: an exit code and at most one line on stderr."""
+"""The list of commands. Each end of a command becomes an exit code and at most one error line on stderr."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from cli.commands.up import up
 from cli.commands.worker import worker
 from common.errors import BatonError, ConfigError
 
-# The base of all that typer's parser raises, which typer does not export; older ones take click's.
+# Base class of all parser errors. typer does not export it; older versions of typer use click's.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its table cuts long flags and values where a terminal has 80 columns
+    rich_markup_mode=None,  # rich's table cuts long flags and values on terminals with 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -59,7 +59,7 @@ app.add_typer(keys, name="keys")
 
 
 def main() -> NoReturn:
-    """Runs the command that the process was called with."""
+    """Runs the command of this process's command line."""
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="baton", standalone_mode=False)
     except CommandLineError as error:
@@ -74,7 +74,7 @@ def main() -> NoReturn:
 
 
 def _hint() -> str:
-    """Where to read about the flags of the command that was asked for."""
+    """The command line that prints the help of this command."""
     path, command = ["baton"], typer.main.get_command(app)
     for name in sys.argv[1:]:
         if not isinstance(command, typer.core.TyperGroup) or name not in command.commands:
@@ -84,6 +84,6 @@ def _hint() -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    """One line for what is wrong; what a process's log said may follow on lines of their own."""
+    """Prints an error: one line, and lines of a process's log that the message contains."""
     typer.echo(f"baton: {message.strip()}", err=True)
     return code

@@ -1,5 +1,7 @@
-"""Exit codes: 0 fine, 1 something failed or is missing, 2 wrong usage or configuration (one readable line on stderr), 3
-a pod's KV pool stays quarantined, 4 a pod lost one of its threads (pod/health.py); after 3 and 4 a restart helps.
+"""Exit codes of `baton`.
+
+0 success; 1 a failure, or something is missing; 2 wrong usage or configuration (one error line on stderr); 3 blocks of
+a pod's KV pool stay quarantined; 4 a thread of a pod died (pod/health.py). After 3 and 4 a restart helps.
 """
 
 from __future__ import annotations
@@ -11,5 +13,5 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 def at_once(number: int, _frame: FrameType | None) -> None:
-    """A signal's handler while there is nothing to tidy up."""
+    """Signal handler while the process owns nothing that needs cleaning up: exits at once."""
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi lists them, and the CPUs near each. Nothing here needs CUDA."""
+"""The GPUs of this machine, as nvidia-smi lists them, and the CPUs near each. CUDA is not needed."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _FIELDS = "uuid,name,memory.total,pci.bus_id"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """id: what CUDA_VISIBLE_DEVICES calls it. cpus: of its NUMA node, as in `0-15,32-47`; empty where there is one node
-    only, or nobody knows.
-    """
+    """A GPU, or a group of GPUs for one tensor-parallel pod."""
 
+    #: As in CUDA_VISIBLE_DEVICES; of a group, with commas.
     id: str
     name: str = ""
+    #: CPUs of the GPU's NUMA node, like `0-15,32-47`; empty if unknown or if there is only one node.
     cpus: str = ""
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ, *, sysfs: Path = Path("/sys")) -> tuple[Gpu, ...]:
-    """Those that a process of this environment may use, in its order; none without a driver."""
-    there = _listed(sysfs)
+    """The GPUs that a process with this environment can use, in CUDA's order; none without a driver."""
+    listed = _listed(sysfs)
     chosen = env.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None or not there:
-        return tuple(there)
+    if chosen is None or not listed:
+        return tuple(listed)
     visible: list[Gpu] = []
     for entry in filter(None, (part.strip() for part in chosen.split(","))):
         if entry.lstrip("-").isdecimal():
-            if not 0 <= int(entry) < len(there):
-                break  # as CUDA does: what follows a wrong number is not visible
-            visible.append(there[int(entry)])
+            if not 0 <= int(entry) < len(listed):
+                break  # as in CUDA: entries after a wrong number are invisible
+            visible.append(listed[int(entry)])
         else:
-            visible.append(next((gpu for gpu in there if gpu.id.startswith(entry)), Gpu(entry)))
+            visible.append(next((gpu for gpu in listed if gpu.id.startswith(entry)), Gpu(entry)))
     return tuple(visible)
 
 
 def shared_out(pods: int, gpus: Sequence[Gpu]) -> list[tuple[Gpu, int] | None]:
-    """For each pod its GPU and how many pods that has, one GPU each as long as there are enough; None without any."""
+    """Per pod its GPU and the number of pods on it; None without GPUs. Pods share GPUs only if there are too few."""
     if not gpus:
         return [None] * pods
     places = [number % len(gpus) for number in range(pods)]
@@ -52,8 +52,9 @@ def shared_out(pods: int, gpus: Sequence[Gpu]) -> list[tuple[Gpu, int] | None]:
 
 
 def grouped(gpus: Sequence[Gpu], size: int) -> tuple[Gpu, ...]:
-    """Neighbours as one each, for pods of so many ranks; what is left over is left out. ConfigError when there are too
-    few for one.
+    """Groups of `size` neighbouring GPUs, one per tensor-parallel pod; remaining GPUs are unused.
+
+    Raises ConfigError if there are GPUs, but too few for one group.
     """
     groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
     if gpus and not groups:
@@ -64,20 +65,20 @@ def grouped(gpus: Sequence[Gpu], size: int) -> tuple[Gpu, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """Each once, with commas."""
+    """The names without duplicates and empty ones, joined with commas."""
     return ",".join(dict.fromkeys(filter(None, names)))
 
 
 def run_on(cpus: str) -> None:
-    """Keeps this process, and all threads that it starts, on these CPUs. Raises ConfigError when there are none."""
-    wanted: set[int] = set()
+    """Restricts this process and its threads to these CPUs. Raises ConfigError if it may use none of them."""
+    wanted_cpus: set[int] = set()
     for part in cpus.split(","):
         first, _, last = part.partition("-")
-        wanted |= set(range(int(first), int(last or first) + 1))
+        wanted_cpus |= set(range(int(first), int(last or first) + 1))
     try:
-        os.sched_setaffinity(0, wanted)
+        os.sched_setaffinity(0, wanted_cpus)
     except OSError as e:
-        raise ConfigError(f"cpus: none of {cpus} is there for this process", field="cpus") from e
+        raise ConfigError(f"cpus: this process may use none of {cpus}", field="cpus") from e
 
 
 def _listed(sysfs: Path) -> list[Gpu]:
@@ -86,15 +87,18 @@ def _listed(sysfs: Path) -> list[Gpu]:
         return []
     command = [tool, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return []  # a driver that does not work: pods will say what is wrong with it
-    rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.strip()]
+        return []  # the driver does not work; pods report the reason
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
     return [Gpu(uuid, name, _cpus_near(bus, sysfs)) for uuid, name, _, bus in rows]
 
 
 def _cpus_near(bus: str, sysfs: Path) -> str:
-    """bus: domain:bus:device.function; nvidia-smi writes the domain with eight digits, the kernel with four."""
+    """CPUs of the NUMA node of a PCI device (domain:bus:device.function).
+
+    nvidia-smi writes the domain with eight digits, the kernel with four.
+    """
     nodes = sysfs / "devices" / "system" / "node"
     device = sysfs / "bus" / "pci" / "devices" / bus.lower()[-12:]
     try:

@@ -1,4 +1,4 @@
-"""Flags that several commands have, and how they become a configuration."""
+"""Flags of several commands, and how flags become settings."""
 
 from __future__ import annotations
 
@@ -14,95 +14,91 @@ Settings = TypeVar("Settings", UpConfig, PodConfig, WorkerConfig, GatewayConfig)
 
 
 def opt(help_text: str, *names: str, metavar: str | None = None) -> Any:
-    """names: of the option, where they are not the parameter's; typer 0.27 takes a metavar like it for its name."""
+    """An option without shown default. `names` are needed if typer 0.27 would take the metavar for the name."""
     return typer.Option(*names, help=help_text, metavar=metavar, show_default=False)
 
 
-Config = Annotated[Path | None, opt("TOML file with the settings below (flat, dashes as underscores).", metavar="FILE")]
+Config = Annotated[
+    Path | None, opt("TOML file with these settings (flat keys, underscores for dashes).", metavar="FILE")
+]
 Model = Annotated[str | None, opt("smollm2 (the default) or a model directory.", metavar="NAME|DIR")]
 ServedName = Annotated[str | None, opt("Name of the model for clients; default: the model's own.")]
 Redis = Annotated[
     str | None,
     opt("URL of the prefix index: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://.", metavar="URL"),
 ]
-Host = Annotated[str | None, opt("Address to listen on (default 127.0.0.1); others need BATON_SECRET.")]
+Host = Annotated[str | None, opt("Address to listen on (default 127.0.0.1); all but loopback need BATON_SECRET.")]
 BlockSize = Annotated[str | None, opt("Tokens per KV block (default 16).", metavar="N")]
 KvMemory = Annotated[
-    str | None, opt("KV pool of a pod, like 2GiB; default: 512M on a CPU, what is left on a GPU.", metavar="SIZE")
+    str | None, opt("KV pool per pod, like 2GiB; default: 512M on a CPU, free memory on a GPU.", metavar="SIZE")
 ]
 HostCache = Annotated[
     str | None,
-    opt("Host memory of a pod for KV blocks that leave its pool, like 32GiB (default 0).", metavar="SIZE"),
+    opt("Host memory per pod for KV blocks that its pool evicts, like 32GiB (default 0).", metavar="SIZE"),
 ]
 ChunkTokens = Annotated[
-    str | None, opt("Most tokens of one engine step (default 256; GPU: 2048, if nothing decodes 8192).", metavar="N")
+    str | None, opt("Most tokens of one engine step (default 256; GPU: 2048, without decodes 8192).", metavar="N")
 ]
 Speculation = Annotated[
-    str | None, opt("Who drafts tokens: none (default), ngram, suffix, draft_model, eagle.", metavar="PROPOSER")
+    str | None, opt("Proposer of drafts: none (default), ngram, suffix, draft_model, eagle.", metavar="PROPOSER")
 ]
 SpeculationModel = Annotated[
-    str | None, opt("Directory of the draft model or EAGLE head, on all pods alike.", metavar="DIR")
+    str | None, opt("Directory of the draft model or EAGLE head, the same on all pods.", metavar="DIR")
 ]
 SpeculationTokens = Annotated[str | None, opt("Most drafts per sequence and step (default 4).", metavar="N")]
 SpeculationAccept = Annotated[
     str | None,
     opt(
-        "Which drafts count: coupled (the default: answers stay the same) or rejection (their distribution does).",
+        "How drafts are accepted: coupled (the default: same answers) or rejection (same distribution).",
         metavar="RULE",
     ),
 ]
 LocalPrefill = Annotated[
     str | None,
-    opt("Rests of prompts that a decode pod computes itself: auto (the default), off, or up to N tokens.", metavar="N"),
+    opt("Uncached suffixes that a decode pod computes: auto (the default), off, or up to N tokens.", metavar="N"),
 ]
 PullMode = Annotated[
     str | None,
     opt(
-        "Prefixes that another pod holds and a prefill pod lacks: push (the default: the holder sends them) or off.",
+        "A cached prefix of another pod: push (the default: that pod sends it) or off (compute it).",
         metavar="MODE",
     ),
 ]
 Device = Annotated[str | None, opt("auto (the default), cpu, cuda or cuda:N.")]
 DType = Annotated[str | None, opt("auto (the default), float32 or bfloat16.")]
-LoadFormat = Annotated[str | None, opt("auto (the default), or dummy: random weights, only config.json is read.")]
+LoadFormat = Annotated[str | None, opt("auto (the default), or dummy: random weights, needs only config.json.")]
 WeightsSeed = Annotated[str | None, opt("Seed of --load-format dummy (default 0).", metavar="N")]
 KvDType = Annotated[str | None, opt("auto (the default: as dtype) or fp8_e4m3, half of bfloat16's memory.")]
 MaxModelLen = Annotated[str | None, opt("Longest prompt plus output; default: the model's.", metavar="N")]
-DrainS = Annotated[str | None, opt("Most seconds that running requests get at the end (default 30).", metavar="N")]
+DrainS = Annotated[str | None, opt("Most seconds for running requests to end after SIGTERM (default 30).", metavar="N")]
 Threads = Annotated[str | None, opt("CPU threads of a pod; default: automatic.", metavar="N")]
 ToolParser = Annotated[
     str | None,
-    opt("How the model writes calls: auto (default), hermes, llama3_json, mistral, pythonic.", metavar="NAME"),
+    opt("Format of tool calls: auto (default), hermes, llama3_json, mistral, pythonic.", metavar="NAME"),
 ]
-ReasoningParser = Annotated[
-    str | None, opt("How the model marks what it thinks: auto (default), none, think, ...", metavar="NAME")
-]
+ReasoningParser = Annotated[str | None, opt("Format of reasoning: auto (default), none, think, ...", metavar="NAME")]
 ApiKeys = Annotated[
     str | None,
     opt(
-        "Files of API keys (JSON if it ends in .json, else TOML), or redis; default: everybody may come in.",
+        "Files of API keys (JSON if it ends in .json, else TOML), or redis; default: no key needed.",
         metavar="FILE,..",
     ),
 ]
-TensorParallelSize = Annotated[
-    str | None, opt("Devices that compute one pod's model together (default 1).", metavar="N")
-]
+TensorParallelSize = Annotated[str | None, opt("Devices per pod (default 1).", metavar="N")]
 TensorParallelNodes = Annotated[
-    str | None, opt("Machines that these are on, in equal numbers (default 1).", metavar="N")
+    str | None, opt("Machines of the pod, with equally many devices (default 1).", metavar="N")
 ]
-NetDevices = Annotated[
-    str | None, opt("NICs for KV, as UCX_NET_DEVICES has them; default: any.", metavar="NAME:PORT,..")
-]
-Cpus = Annotated[str | None, opt("Where threads run, like 0-15; default: anywhere.", metavar="N-M,..")]
-AllowTcp = Annotated[bool | None, typer.Option("--allow-tcp", help="KV on a GPU may travel over TCP.")]
+NetDevices = Annotated[str | None, opt("NICs for KV, as in UCX_NET_DEVICES; default: any.", metavar="NAME:PORT,..")]
+Cpus = Annotated[str | None, opt("CPUs for threads, like 0-15; default: all.", metavar="N-M,..")]
+AllowTcp = Annotated[bool | None, typer.Option("--allow-tcp", help="Allow TCP for KV in GPU memory.")]
 Logs = Annotated[str | None, opt("debug, info (the default), warning or error.", metavar="LEVEL")]
 LogFormat = Annotated[str | None, opt("json, text, or auto (the default): text on a terminal.", metavar="FORMAT")]
 Traces = Annotated[
     str | None,
-    opt("Where spans go: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off.", metavar="TARGET"),
+    opt("Target of spans: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off.", metavar="TARGET"),
 ]
 TraceSample = Annotated[
-    str | None, opt("Share of requests that are traced, where clients do not say (default 1).", metavar="X")
+    str | None, opt("Share of traced requests, if the client does not decide (default 1).", metavar="X")
 ]
 
 

@@ -1,4 +1,4 @@
-"""Is a server at this address ready? One question each; the caller bounds the time."""
+"""Readiness checks of HTTP, Redis and gRPC servers. Each sends one request; the caller limits the time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 
 
 async def http_ready(host: str, port: int, path: str = "/health") -> bool:
-    """True when GET `path` answers 200, False for any failure."""
+    """True if GET `path` answers 200, False for any failure."""
     return await _http_trouble(host, port, path) is None
 
 
 async def redis_ready(host: str, port: int) -> bool:
-    """True when PING answers PONG, False for any failure."""
+    """True if PING answers PONG, False for any failure."""
     try:
         return await _exchange(host, port, b"PING\r\n") == b"+PONG\r\n"
     except OSError:
@@ -22,10 +22,10 @@ async def redis_ready(host: str, port: int) -> bool:
 
 
 async def trouble(url: str, timeout_s: float) -> str | None:
-    """None when http://host:port/path answers 200, or the health of grpc://host:port[/service] is SERVING, in time;
-    else why not, in a few words.
+    """Checks the health of a server: None if it is well, otherwise the problem in a few words.
 
-    Raises ValueError for another kind of URL.
+    http://host:port/path must answer 200; the health of grpc://host:port[/service] must be SERVING. Raises ValueError
+    for another kind of URL.
     """
     parts = urlsplit(url)
     if not parts.hostname or not parts.port or parts.scheme not in ("http", "grpc"):
@@ -39,7 +39,7 @@ async def trouble(url: str, timeout_s: float) -> str | None:
 
 
 async def grpc_ready(address: str, timeout_s: float = 2.0) -> bool:
-    """True when the gRPC health service says SERVING for the whole server, False for any failure."""
+    """True if the gRPC health of the whole server is SERVING, False for any failure."""
     return await _grpc_trouble(address, timeout_s, "") is None
 
 
@@ -48,11 +48,11 @@ async def _http_trouble(host: str, port: int, path: str) -> str | None:
     try:
         status = await _exchange(host, port, request)
     except OSError as e:
-        return os.strerror(e.errno) if e.errno else str(e)  # asyncio has words of its own
+        return os.strerror(e.errno) if e.errno else str(e)  # asyncio's text repeats the address
     if not status.startswith(b"HTTP/1."):
-        return "it speaks no HTTP"
-    _version, _, told = status.partition(b" ")
-    return None if told.startswith(b"200") else f"it answers {told.decode('latin-1').strip()}"
+        return "the answer is not HTTP"
+    _version, _, status_text = status.partition(b" ")
+    return None if status_text.startswith(b"200") else f"the answer is {status_text.decode('latin-1').strip()}"
 
 
 async def _grpc_trouble(address: str, timeout_s: float, service: str) -> str | None:
@@ -72,17 +72,17 @@ async def _grpc_trouble(address: str, timeout_s: float, service: str) -> str | N
             )
     if reply.status == health_pb2.HealthCheckResponse.SERVING:
         return None
-    return f"it says {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
+    return f"its health is {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
 
 
 async def _exchange(host: str, port: int, request: bytes) -> bytes:
-    """First line of the answer, or nothing. OSError when there is no connection, or it breaks."""
+    """The first line of the answer, or b"". Raises OSError if the connection fails."""
     writer = None
     try:
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(request)
         return await reader.readline()
-    except ValueError:  # a line without end
+    except ValueError:  # the line is longer than the reader's limit
         return b""
     finally:
         if writer is not None:

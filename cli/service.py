@@ -1,4 +1,4 @@
-"""Runs a service in this process: `baton serve`, `baton worker` and `baton gateway` end here."""
+"""Runs a pod, a worker or the gateway in this process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _Settings = TypeVar("_Settings", PodConfig, WorkerConfig, GatewayConfig)
 
 
 def run(settings: _Settings, serve: Callable[[_Settings], Coroutine[Any, Any, None]]) -> NoReturn:
-    """Runs `serve(settings)` to its end, then ends the process. `serve` imports what the service is made of."""
-    # Until Lifecycle takes over. A container's first process would otherwise not hear SIGTERM at all; KeyboardInterrupt
-    # is lost in torch's import of NumPy, which then stays half imported, and waits for a model that is being loaded.
+    """Runs `serve(settings)`, then ends the process. `serve` imports the service's code."""
+    # These handlers hold until Lifecycle installs its own. Without them, a container's first process ignores SIGTERM,
+    # torch's import of NumPy swallows KeyboardInterrupt, and Ctrl-C waits for a model that is being loaded.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, exits.at_once)
     from common.logs import setup_logs
@@ -38,7 +38,7 @@ def run(settings: _Settings, serve: Callable[[_Settings], Coroutine[Any, Any, No
 
 
 def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed (not on Windows): it handles sockets in a third of the time."""
+    """uvloop's event loop, which handles sockets in a third of the time; None if it is not installed (Windows)."""
     try:
         import uvloop
     except ImportError:
@@ -47,7 +47,7 @@ def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends a process that has stopped and freed everything, at once: taking torch and NIXL down would cost seconds."""
+    """Exits at once, after everything is freed: the exit handlers of torch and NIXL take seconds."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""`baton batch`: a file of requests in, a file of answers out, in OpenAI's batch format."""
+"""The work of `baton batch`: reads a file of requests and writes a file of answers, in OpenAI's batch format."""

@@ -1,8 +1,8 @@
-"""The two files: lines of requests, checked before anything is sent, and lines of answers, to which runs append.
+"""The input file of a batch, checked before any request is sent, and the output file, to which runs append answers.
 
-Invariant of the answers: every line but the last is whole, and no custom_id has two. A run that was killed may leave
-half a line at the end; the next one takes it out, with those that failed for a passing reason, and goes on. Whatever
-else the file holds, it is somebody else's and stays as it is.
+Invariants of the output: every line but the last is complete, and no custom_id has two lines. A killed run may leave a
+partial last line. The next run removes it, together with temporary failures, and continues. A file with other lines is
+not an output file; it is refused and stays unchanged.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ from common.process.atomic_file import write_file_atomically
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ANSWERED = 200
-PASSING = frozenset({408, 429, 500, 502, 503, 504})  # statuses that a later try may not have
-MOST_WRONG = 20  # lines of the input that an error names
+#: Statuses of temporary failures.
+TEMPORARY = frozenset({408, 429, 500, 502, 503, 504})
+#: Most wrong input lines that an error lists.
+MAX_LISTED_LINES = 20
 _ID = "batch_req_"
-_BEGIN = b'{"id":"' + _ID.encode()  # of every line of the output
+_BEGIN = b'{"id":"' + _ID.encode()  # of every output line
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One line of the input; body is JSON."""
+    """One line of the input."""
 
     custom_id: str
     url: str
+    #: JSON.
     body: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one request: a status and a body, or, where there was no answer at all, an error.
+    """The result of one request: an answer with any status, or a connection error."""
 
-    A body that is not JSON is a string.
-    """
-
+    #: 0 without an answer.
     status: int = 0
     request_id: str = ""
+    #: Parsed JSON, or text if the body is not JSON.
     body: Any = None
+    #: Set without an answer.
     error: str = ""
 
     @property
@@ -57,13 +60,13 @@ class Result:
 
     @property
     def code(self) -> str | None:
-        """The code of a refusal in OpenAI's shape."""
+        """The error code of an answer in OpenAI's error format."""
         code = self._refusal.get("code")
         return code if isinstance(code, str) else None
 
     @property
     def reason(self) -> str:
-        """Why there is no answer, for a person."""
+        """The reason of a failure, for a person."""
         return f"{self.status} {self._refusal.get('message') or self.body}" if self.status else self.error
 
     @property
@@ -86,20 +89,20 @@ class Result:
 
 
 def check(path: Path) -> int:
-    """How many requests a file has. Raises ConfigError that names every line that is wrong, up to MOST_WRONG."""
+    """The number of requests in a file. Raises ConfigError with up to MAX_LISTED_LINES wrong lines."""
     number, wrong = 0, []
     for _, request in _lines(path):
         number += 1
         if isinstance(request, str):
             wrong.append(request)
     if wrong:
-        more = [f"and {len(wrong) - MOST_WRONG} more lines"] if len(wrong) > MOST_WRONG else []
-        raise ConfigError("\n".join(wrong[:MOST_WRONG] + more), field="input")
+        more = [f"and {len(wrong) - MAX_LISTED_LINES} more lines"] if len(wrong) > MAX_LISTED_LINES else []
+        raise ConfigError("\n".join(wrong[:MAX_LISTED_LINES] + more), field="input")
     return number
 
 
 def requests(path: Path) -> Iterator[Request]:
-    """The requests of a file, one after the other. Raises ConfigError when it is not what was checked any more."""
+    """The requests of a file. Raises ConfigError if the file changed since `check` and is now wrong."""
     for _, request in _lines(path):
         if isinstance(request, str):
             raise ConfigError(request, field="input")
@@ -107,30 +110,30 @@ def requests(path: Path) -> Iterator[Request]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Request | str]]:
-    """Each line's request, or what is wrong with it."""
+    """Number of each line and its request, or the error of the line."""
     seen: dict[str, int] = {}
     try:
-        if path.exists() and not path.is_file():  # it is read several times
-            raise ConfigError(f"{path} is no regular file", field="input")
+        if path.exists() and not path.is_file():  # the file is read several times
+            raise ConfigError(f"{path} is not a regular file", field="input")
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                where = f"{path}, line {number}"
+                line_name = f"{path}, line {number}"
                 try:
                     request = _request(line)
                 except ValueError as e:
-                    yield number, f"{where}: {e}"
+                    yield number, f"{line_name}: {e}"
                     continue
                 first = seen.setdefault(request.custom_id, number)
-                twice = f"{where}: custom_id {request.custom_id[:100]!r} is that of line {first}"
+                twice = f"{line_name}: custom_id {request.custom_id[:100]!r} is already used in line {first}"
                 yield number, request if first == number else twice
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}", field="input") from e
 
 
 def _request(line: bytes) -> Request:
-    """Raises ValueError that says what is wrong."""
+    """The request of a line. Raises ValueError with the reason."""
     try:
         raw = orjson.loads(line.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as e:
@@ -139,7 +142,7 @@ def _request(line: bytes) -> Request:
         raise ValueError("not a JSON object")
     custom_id, body = raw.get("custom_id"), raw.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise ValueError("custom_id must be a string, and not empty")
+        raise ValueError("custom_id must be a non-empty string")
     if raw.get("method", "POST") != "POST":
         raise ValueError("method must be POST")
     if raw.get("url") not in URLS:
@@ -155,28 +158,30 @@ def _request(line: bytes) -> Request:
 
 
 class Answers:
-    """The output file, locked against a second run; a context. done: the custom_ids that have their answer, those whose
-    answer is an error with True.
+    """The output file, locked against a second run; a context manager.
+
+    Attributes:
+        done: custom_id of each answered request, and whether its answer is an error.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when it cannot be written, is in use, or is something else than such a file."""
+        """Opens or continues the file. Raises ConfigError if it is not writable, in use, or not an output file."""
         self.done: dict[str, bool] = {}
         self._path = path
         with self._writing():
             self._lock = path.with_name(f".{path.name}.lock").open("a")
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # One that a run took away as it ended is nobody's lock: a third may have made another.
+                # An ending run unlinks its lock file. A lock on an unlinked file does not exclude a later run.
                 held = os.fstat(self._lock.fileno()).st_nlink > 0
             except BlockingIOError:
                 held = False
             if not held:
                 self._lock.close()
-                raise ConfigError(f"another run writes {path}", field="output")
+                raise ConfigError(f"another run is writing {path}", field="output")
             try:
                 if path.exists() and not path.is_file():
-                    raise ConfigError(f"{path} is no regular file", field="output")
+                    raise ConfigError(f"{path} is not a regular file", field="output")
                 self._resume()
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             except BaseException:
@@ -205,15 +210,15 @@ class Answers:
             raise ConfigError(f"cannot write {self._path}: {e.strerror}", field="output") from e
 
     def append(self, custom_id: str, result: Result) -> None:
-        """One line, in one write. Raises ConfigError when it cannot be written."""
+        """Appends a line in one write. Raises ConfigError if that fails."""
         line = result.line(custom_id)
         with self._writing():
-            while line:  # a full disk or a signal may cut a write short
+            while line:  # a full disk or a signal can shorten a write
                 line = line[os.write(self._file, line) :]
         self.done[custom_id] = not result.answered
 
     def sync(self) -> None:
-        """What was appended is on the disk. Raises ConfigError when it cannot be."""
+        """Writes appended lines to the disk. Raises ConfigError if that fails."""
         with self._writing():
             os.fsync(self._file)
 
@@ -221,23 +226,23 @@ class Answers:
         if not self._path.exists():
             return
         lines = self._path.read_bytes().split(b"\n")
-        torn = lines.pop()
-        if not (torn.startswith(_BEGIN) or _BEGIN.startswith(torn)):
+        partial = lines.pop()
+        if not (partial.startswith(_BEGIN) or _BEGIN.startswith(partial)):
             raise _no_output(f"{self._path}, line {len(lines) + 1}")
         kept: list[bytes] = []
         for number, line in enumerate(lines, 1):
             custom_id, status = _of_answer(line, f"{self._path}, line {number}")
-            if status and status not in PASSING and custom_id not in self.done:
+            if status and status not in TEMPORARY and custom_id not in self.done:
                 self.done[custom_id] = status != ANSWERED
                 kept.append(line)
-        if torn or len(kept) < len(lines):
+        if partial or len(kept) < len(lines):
             write_file_atomically(
                 self._path, b"".join(line + b"\n" for line in kept), self._path.stat().st_mode & 0o777
             )
 
 
 def _of_answer(line: bytes, where: str) -> tuple[str, int]:
-    """The custom_id of an output line and its status, 0 where there was no answer."""
+    """The custom_id and status of an output line; status 0 without an answer."""
     try:
         raw = orjson.loads(line)
         response = raw["response"]
@@ -247,4 +252,4 @@ def _of_answer(line: bytes, where: str) -> tuple[str, int]:
 
 
 def _no_output(where: str) -> ConfigError:
-    return ConfigError(f"{where} is no line of a batch's output; name another file", field="output")
+    return ConfigError(f"{where} is not a line of batch output; name another file", field="output")

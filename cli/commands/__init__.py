@@ -1,1 +1,1 @@
-"""One file for each command of `baton`: its flags, and what it does with them. Imports beyond the flags are lazy."""
+"""The commands of `baton`, one module each: flags, and a function that imports the work when it runs."""

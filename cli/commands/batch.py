@@ -1,4 +1,4 @@
-"""`baton batch`: a file of requests, for a running gateway or for a stack of its own."""
+"""`baton batch`: answers a file of requests by a running gateway or by a stack of its own."""
 
 from __future__ import annotations
 
@@ -39,29 +39,33 @@ if TYPE_CHECKING:  # only imported when the command runs
     from cli.stack.stack import Stack
 
 
-SYNC_S = 1.0  # what a crash of the machine, not of the process, may cost
-MOST_REASONS = 5  # why requests failed, the most frequent ones
+#: Interval of fsync: the answers that a crash of the machine may lose.
+SYNC_S = 1.0
+#: Most reasons of failures that the summary lists.
+MOST_REASONS = 5
 REASON_CHARS = 300
 
 
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Answers; a run goes on where one ended.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", help="Answers; a second run continues where the first ended.")
+    ],
     url: Annotated[
         str | None,
-        opt("A running gateway; default: a stack of our own, until all is answered.", "--url", metavar="URL"),
+        opt("A running gateway; default: a stack that runs until all requests are answered.", "--url", metavar="URL"),
     ] = None,
     api_key: Annotated[str | None, opt("API key for --url (default: $OPENAI_API_KEY).", metavar="KEY")] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Requests at the same time.")] = 64,
     retries: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Further tries of a request that may succeed later.")
+        int, typer.Option(min=0, metavar="N", help="Retries of a request after temporary failures.")
     ] = 10,
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Most seconds of one try.")] = 600.0,
     config: Config = None,
     model: Model = None,
     served_name: ServedName = None,
-    prefill: Annotated[str | None, opt("Prefill pods of our own stack (default 1).", metavar="N")] = None,
-    decode: Annotated[str | None, opt("Decode pods of our own stack (default 1).", metavar="N")] = None,
+    prefill: Annotated[str | None, opt("Prefill pods of the stack (default 1).", metavar="N")] = None,
+    decode: Annotated[str | None, opt("Decode pods of the stack (default 1).", metavar="N")] = None,
     device: Device = None,
     dtype: DType = None,
     max_model_len: MaxModelLen = None,
@@ -71,7 +75,7 @@ def batch(
 ) -> None:
     """Answers a file of requests.
 
-    Run again after an interruption, it goes on where it ended.
+    After an interruption, a second run continues where the first ended.
     """
     others = ("source", "target", "url", "api_key", "concurrency", "retries", "timeout_s", "config")
     flags = {name: value for name, value in locals().items() if name not in (*others, "others")}
@@ -84,11 +88,14 @@ def batch(
     if url is not None:
         for name, value in (*flags.items(), ("config", config)):
             if value is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} is for a stack of our own, without --url", field=name)
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} cannot be combined with --url: it is for a stack of its own",
+                    field=name,
+                )
         sending = dataclasses.replace(sending, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
         raise typer.Exit(asyncio.run(run(Console(), source, target, sending)))
     settings = dataclasses.replace(load(UpConfig, config, {**flags, "port": "0"}), api_keys=())
-    check(source)  # before a minute goes into starting
+    check(source)  # before the stack starts, which takes a minute
     from cli.stack.up import run_stack
 
     async def work(board: Board, stack: Stack) -> int:
@@ -108,7 +115,10 @@ class _Count:
 
 
 async def run(console: Console, source: Path, target: Path, sending: Sending) -> int:
-    """Answers what has no answer yet; 0, or 1 when requests failed, now or before. Raises ConfigError, Unavailable."""
+    """Sends the requests without an answer. Returns 0, or 1 if requests failed, in this run or before.
+
+    Raises ConfigError, Unavailable.
+    """
     from cli.batch.records import Answers, check, requests
     from cli.batch.sender import base_url, send_all
 
@@ -139,7 +149,7 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
             bar.update(task, advance=1, errors=f"{number.failed} failed" if number.failed else "")
 
         def retried(why: str) -> None:
-            if not number.retries:  # it may be a long time until there is anything else to tell
+            if not number.retries:  # the first result may take long
                 bar.console.print(f"trying again: {why[:REASON_CHARS]}", markup=False, highlight=False, soft_wrap=True)
             number.retries += 1
 

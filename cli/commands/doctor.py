@@ -15,10 +15,11 @@ from common.settings import kinds
 def doctor(
     redis: Redis = None,
     pods: Annotated[
-        list[str] | None, opt("Running pods to ask, beside those in --redis; may be repeated.", metavar="HOST:PORT,..")
+        list[str] | None,
+        opt("Running pods to check, besides those in --redis; may be repeated.", metavar="HOST:PORT,.."),
     ] = None,
 ) -> None:
-    """Says what this machine offers and what is missing.
+    """Checks this machine for the requirements of Baton.
 
     With --redis or --pods also how running pods exchange KV.
     """
@@ -26,8 +27,8 @@ def doctor(
 
     given = ",".join(pods or ())
     try:
-        asked = kinds.tuple_of(kinds.ADDRESS).parse(given)
+        addresses = kinds.tuple_of(kinds.ADDRESS).parse(given)
     except ValueError as e:
         expected = kinds.tuple_of(kinds.ADDRESS).expected
         raise ConfigError(f"--pods: invalid value {given!r}: expected {expected}", field="pods") from e
-    raise typer.Exit(asyncio.run(report.report(redis, asked)))
+    raise typer.Exit(asyncio.run(report.report(redis, addresses)))

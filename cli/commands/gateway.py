@@ -1,4 +1,4 @@
-"""`baton gateway`: the server that clients talk to."""
+"""`baton gateway`: the server for clients."""
 
 from __future__ import annotations
 
@@ -32,18 +32,16 @@ def gateway(
     config: Config = None,
     model: Annotated[
         list[str] | None,
-        opt("smollm2 (the default) or a model directory; NAME=DIR, repeated, for several.", metavar="[NAME=]DIR"),
+        opt("smollm2 (the default) or a model directory; several as NAME=DIR, repeated.", metavar="[NAME=]DIR"),
     ] = None,
     served_name: ServedName = None,
-    alias: Annotated[list[str] | None, opt("A further name of a model; may be repeated.", metavar="NAME=MODEL")] = None,
+    alias: Annotated[list[str] | None, opt("Further name of a model; may be repeated.", metavar="NAME=MODEL")] = None,
     host: Host = None,
     port: Annotated[str | None, opt("HTTP port (default 8000).", metavar="N")] = None,
     grpc_port: Annotated[str | None, opt("Port of the public gRPC API; default: off.", metavar="N")] = None,
     redis: Redis = None,
-    pods: Annotated[str | None, opt("Pods to use without or beside Redis.", metavar="HOST:PORT,...")] = None,
-    discovery: Annotated[
-        str | None, opt("index (the default), or k8s: also what is behind Services, inside a cluster.")
-    ] = None,
+    pods: Annotated[str | None, opt("Pods to use, with or without Redis.", metavar="HOST:PORT,...")] = None,
+    discovery: Annotated[str | None, opt("index (the default), or k8s: also the pods of Kubernetes Services.")] = None,
     k8s_services: Annotated[
         str | None, opt("Services of --discovery k8s (default baton-prefill,baton-decode).", metavar="NAME,...")
     ] = None,
@@ -57,20 +55,19 @@ def gateway(
     ] = None,
     max_inflight: Annotated[str | None, opt("Most requests at once; more get 429 (default 1024).", metavar="N")] = None,
     response_ttl_s: Annotated[
-        str | None, opt("How long /v1/responses are kept in Redis; 0: not (default 3600).", metavar="N")
+        str | None, opt("Seconds that /v1/responses stay in Redis; 0: off (default 3600).", metavar="N")
     ] = None,
     response_memory: Annotated[
-        str | None, opt("Most that the kept responses of one tenant take (default 64MiB).", metavar="SIZE")
+        str | None, opt("Memory of one tenant's stored responses (default 64MiB).", metavar="SIZE")
     ] = None,
     max_running: Annotated[
-        str | None, opt("Most requests at the pods at once; others wait in fair order (default: any).", metavar="N")
+        str | None,
+        opt("Most requests at the pods at once; others wait in fair order (default: no limit).", metavar="N"),
     ] = None,
     max_queue: Annotated[str | None, opt("Most requests that wait per model (default 512).", metavar="N")] = None,
     max_ttft_s: Annotated[
         str | None,
-        opt(
-            "Refuse at once what would wait longer for its first token (default 60; 0: only its deadline).", metavar="N"
-        ),
+        opt("Refuse requests whose first token is predicted later (default 60; 0: only the deadline).", metavar="N"),
     ] = None,
     tool_parser: ToolParser = None,
     reasoning_parser: ReasoningParser = None,

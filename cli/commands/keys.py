@@ -1,4 +1,4 @@
-"""`baton keys`: makes, lists and takes back API keys in a file or in Redis. A new key is shown once and never again."""
+"""`baton keys`: creates, lists and revokes API keys in a file or in Redis. A new key is printed once only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # only imported when a command runs
 
 _T = TypeVar("_T")
 
-keys = typer.Typer(help="Makes, lists and takes back API keys, in a file or in Redis.", add_completion=False)
+keys = typer.Typer(help="Creates, lists and revokes API keys, in a file or in Redis.", add_completion=False)
 KeyStore = Annotated[
     str | None,
     opt("File of API keys (JSON if it ends in .json, else TOML), or redis; default: $BATON_API_KEYS.", metavar="FILE"),
@@ -29,34 +29,36 @@ KeyStore = Annotated[
 
 
 def _most(what: str, *, never: str = "any number") -> Any:
-    """An option whose 0, the default, is no limit."""
+    """A limit; 0, the default, means no limit."""
     return typer.Option(min=0, metavar="N", show_default=False, help=f"{what} (default 0: {never}).")
 
 
 @keys.command("create")
 def keys_create(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, dots, dashes, underscores.")],
+    tenant: Annotated[str, typer.Argument(help="Tenant of the key: letters, digits, dots, dashes, underscores.")],
     api_keys: KeyStore = None,
     redis: Redis = None,
     requests_per_minute: Annotated[int, _most("Most requests a minute")] = 0,
     tokens_per_minute: Annotated[int, _most("Most tokens a minute, in and out")] = 0,
     tokens_per_day: Annotated[int, _most("Most tokens a day (UTC), in and out")] = 0,
     concurrent: Annotated[int, _most("Most requests at once")] = 0,
-    weight: Annotated[
-        float, typer.Option(metavar="X", help="The tenant's part when there is too little for all, above 0.")
-    ] = 1.0,
+    weight: Annotated[float, typer.Option(metavar="X", help="Weight of the tenant under load, above 0.")] = 1.0,
     priority: Annotated[
-        int, typer.Option(metavar="N", help="Of its requests; also the most that they may ask for.")
+        int, typer.Option(metavar="N", help="Priority of its requests; also the highest that they may set.")
     ] = 0,
-    model: Annotated[list[str] | None, opt("A model that it may use, repeated; default: all.", metavar="NAME")] = None,
+    model: Annotated[
+        list[str] | None, opt("A model that it may use; may be repeated; default: all.", metavar="NAME")
+    ] = None,
     isolated: Annotated[
         bool, typer.Option("--isolated", help="The tenant shares no prefix cache with others.")
     ] = False,
-    admin: Annotated[bool, typer.Option("--admin", help="May empty caches and see all requests' timelines.")] = False,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="May reset caches and see the timelines of all requests.")
+    ] = False,
     days: Annotated[int, _most("Days until it expires", never="never")] = 0,
-    note: Annotated[str, opt("What it is for.", metavar="TEXT")] = "",
+    note: Annotated[str, opt("Purpose of the key.", metavar="TEXT")] = "",
 ) -> None:
-    """Makes a key and shows it; it cannot be shown again."""
+    """Creates a key and prints it; it cannot be printed again."""
     fields = {k: v for k, v in locals().items() if k not in ("tenant", "api_keys", "redis", "model", "days")}
     from rich.console import Console
 
@@ -73,13 +75,15 @@ def keys_create(
     store.add(record)
     Console().print(key, markup=False, highlight=False, soft_wrap=True)
     Console(stderr=True).print(
-        f"key {record.id} of {tenant} is in {store.name}; it is shown only now", markup=False, highlight=False
+        f"key {record.id} of {tenant} is stored in {store.name}; the key is printed only now",
+        markup=False,
+        highlight=False,
     )
 
 
 @keys.command("list")
 def keys_list(api_keys: KeyStore = None, redis: Redis = None) -> None:
-    """Lists keys by id; what clients send is not kept anywhere."""
+    """Lists the keys by id. The secret part is not stored."""
     from rich.console import Console
     from rich.table import Table
 
@@ -103,31 +107,31 @@ def keys_list(api_keys: KeyStore = None, redis: Redis = None) -> None:
 
 @keys.command("revoke")
 def keys_revoke(
-    key_id: Annotated[str, typer.Argument(help="The key's id, as in its middle or in `baton keys list`.")],
+    key_id: Annotated[str, typer.Argument(help="Id of the key: its middle part, or from `baton keys list`.")],
     api_keys: KeyStore = None,
     redis: Redis = None,
 ) -> None:
-    """Takes a key back; running gateways refuse it a second later."""
+    """Revokes a key; running gateways refuse it within about a second."""
     from rich.console import Console
 
     store = _Store(api_keys, redis)
     if not store.remove(key_id):
-        raise ConfigError(f"there is no key {key_id} in {store.name}", field="id")
+        raise ConfigError(f"no key {key_id} in {store.name}", field="id")
     Console().print(f"key {key_id} is revoked", highlight=False)
 
 
 class _Store:
-    """The file, or the hash in Redis, that the command works on."""
+    """The file or the Redis hash with the API keys."""
 
     def __init__(self, api_keys: str | None, redis: str | None) -> None:
-        """The two options; an option that is not given comes from the environment."""
+        """Takes the two options, or BATON_API_KEYS and BATON_REDIS in place of missing ones."""
         from gateway.admission.key_ring import REDIS_SOURCE
 
         source, redis = api_keys or os.environ.get("BATON_API_KEYS"), redis or os.environ.get("BATON_REDIS")
         if not source:
-            raise ConfigError("--api-keys: missing; expected a file, or redis", field="api_keys")
+            raise ConfigError("--api-keys: missing: expected a file, or redis", field="api_keys")
         if source == REDIS_SOURCE and redis is None:
-            raise ConfigError("--api-keys: redis needs --redis, where the keys are", field="api_keys")
+            raise ConfigError("--api-keys: redis needs --redis URL", field="api_keys")
         self.name = source
         self._redis = redis if source == REDIS_SOURCE else None
 

@@ -16,9 +16,9 @@ def probe(
     ],
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Seconds to wait for the answer.")] = 3.0,
 ) -> None:
-    """Asks a server whether it is well: exit code 0 if so, else 1.
+    """Checks the health of a server: exit code 0 if it is well, else 1.
 
-    A health check for containers.
+    For health checks of containers.
     """
     from cli import probes
 
@@ -27,4 +27,4 @@ def probe(
     except ValueError as e:
         raise ConfigError(f"url: {e}: expected http://HOST:PORT/PATH or grpc://HOST:PORT", field="url") from e
     if trouble is not None:
-        raise Unavailable(f"{url} does not say that it is well: {trouble}")
+        raise Unavailable(f"{url} is not healthy: {trouble}")

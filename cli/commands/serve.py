@@ -1,4 +1,4 @@
-"""`baton serve`: one pod."""
+"""`baton serve`: runs one pod."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def serve(
     config: Config = None,
     model: Model = None,
     served_name: ServedName = None,
-    name: Annotated[str | None, opt("Stable name of the pod; default: role, host name and port.")] = None,
+    name: Annotated[str | None, opt("Stable name of the pod; default: ROLE-HOST-PORT.")] = None,
     host: Host = None,
     port: Annotated[str | None, opt("gRPC port; default: any free one.", metavar="N")] = None,
     advertise: Annotated[str | None, opt("Address under which peers reach this pod.", metavar="HOST:PORT")] = None,
@@ -70,19 +70,20 @@ def serve(
     kv_memory: KvMemory = None,
     host_cache: HostCache = None,
     gpu_memory_utilization: Annotated[
-        str | None, opt("Share of the GPU that this pod may take (default 0.9).", metavar="X")
+        str | None, opt("Share of the GPU's memory for this pod (default 0.9).", metavar="X")
     ] = None,
     max_model_len: MaxModelLen = None,
     chunk_tokens: ChunkTokens = None,
     max_seqs: Annotated[str | None, opt("Most sequences at once (default 64, on a GPU 256).", metavar="N")] = None,
     cuda_graphs: Annotated[
-        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Decode steps as CUDA graphs.")
+        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Run decode steps as CUDA graphs.")
     ] = None,
     chunk_graphs: Annotated[
-        str | None, opt("Chunks within so many tokens of a prompt as CUDA graphs (default 0).", metavar="N")
+        str | None, opt("Run chunks within the first N tokens of a prompt as CUDA graphs (default 0).", metavar="N")
     ] = None,
     overlap: Annotated[
-        bool | None, typer.Option("--overlap/--no-overlap", help="Launch steps ahead of results (default on a GPU).")
+        bool | None,
+        typer.Option("--overlap/--no-overlap", help="Launch a step before the last one's result (default on a GPU)."),
     ] = None,
     speculation: Speculation = None,
     speculation_model: SpeculationModel = None,
@@ -91,17 +92,19 @@ def serve(
     local_prefill: LocalPrefill = None,
     local_chunk_tokens: Annotated[
         str | None,
-        opt("Most tokens of such a rest in one step beside decodes (default 64, on a GPU 256).", metavar="N"),
+        opt("Most tokens of a local prefill in one step that decodes (default 64, on a GPU 256).", metavar="N"),
     ] = None,
     pull: PullMode = None,
-    checksums: Annotated[bool | None, typer.Option("--checksums", help="Check every moved block (slow).")] = None,
+    checksums: Annotated[
+        bool | None, typer.Option("--checksums", help="Compare checksums of all moved blocks (slow).")
+    ] = None,
     allow_tcp: AllowTcp = None,
     net_devices: NetDevices = None,
     cpus: Cpus = None,
     tensor_parallel_size: TensorParallelSize = None,
     tensor_parallel_nodes: TensorParallelNodes = None,
     tensor_parallel_master: Annotated[
-        str | None, opt("Where `baton worker` of the other machines find this one.", metavar="HOST:PORT")
+        str | None, opt("Address here for `baton worker` of the other machines.", metavar="HOST:PORT")
     ] = None,
     metrics_port: Annotated[str | None, opt("Prometheus port; default: off.", metavar="N")] = None,
     drain_s: DrainS = None,
@@ -128,7 +131,7 @@ async def _serve(settings: PodConfig) -> None:
 
 
 def _resolved(settings: PodConfig) -> PodConfig:
-    """The same with the model's directory, and the name that clients use for it. Raises ConfigError."""
+    """The settings with the model's directory and served name filled in. Raises ConfigError."""
     from cli.demo.model import prepared
     from common.model.directory import SMOLLM2, default_served_name
 

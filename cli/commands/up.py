@@ -1,4 +1,4 @@
-"""`baton up`: a whole stack on this machine."""
+"""`baton up`: a stack on this machine."""
 
 from __future__ import annotations
 
@@ -73,37 +73,35 @@ def up(
     host_cache: Annotated[
         str | None,
         opt(
-            "Host memory of a pod for KV blocks that leave its pool, like 32GiB; default: none on a CPU, on GPUs half "
-            "of what is free, at most 32GiB a pod.",
+            "Host memory per pod for KV blocks that its pool evicts, like 32GiB; default: none on a CPU, on GPUs "
+            "half of the free memory, at most 32GiB per pod.",
             metavar="SIZE",
         ),
     ] = None,
     gpu_memory_utilization: Annotated[
-        str | None, opt("Share of a GPU for all of its pods together (default 0.9).", metavar="X")
+        str | None, opt("Share of a GPU for all its pods together (default 0.9).", metavar="X")
     ] = None,
     tensor_parallel_size: TensorParallelSize = None,
     allow_tcp: AllowTcp = None,
     net_devices: Annotated[
         str | None,
-        opt("The NIC of each GPU, in their order, as UCX names them; default: any.", metavar="NAME:PORT,.."),
+        opt("NIC of each GPU, in order, as UCX names them; default: any.", metavar="NAME:PORT,.."),
     ] = None,
     threads: Threads = None,
     drain_s: DrainS = None,
     tool_parser: ToolParser = None,
     reasoning_parser: ReasoningParser = None,
-    log_dir: Annotated[str | None, opt("Where the processes log; default: a new folder in the user's state.")] = None,
+    log_dir: Annotated[str | None, opt("Directory for logs; default: a new one in the user's state directory.")] = None,
     log_level: Logs = None,
     log_format: LogFormat = None,
     traces: Traces = None,
     trace_sample: TraceSample = None,
-    once: Annotated[
-        str | None, opt("Answer this prompt, show where its time went, and stop.", metavar="PROMPT")
-    ] = None,
+    once: Annotated[str | None, opt("Answer this prompt, show its time line, and stop.", metavar="PROMPT")] = None,
     max_tokens: Annotated[str | None, opt("Longest answer to --once, in tokens (default 96).", metavar="N")] = None,
 ) -> None:
-    """Runs everything on this machine, until Ctrl-C.
+    """Runs a stack on this machine, until Ctrl-C.
 
-    Valkey (or --redis), prefill and decode pods, a gateway.
+    It consists of Valkey (or --redis), prefill and decode pods, and a gateway.
     """
     flags = {k: v for k, v in locals().items() if k not in ("config", "once")}
     settings = load(UpConfig, config, flags)

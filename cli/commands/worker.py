@@ -1,4 +1,4 @@
-"""`baton worker`: this machine's devices for a pod of another machine."""
+"""`baton worker`: adds this machine's devices to a pod of another machine."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from common.settings.configs import WorkerConfig
 def worker(
     config: Config = None,
     tensor_parallel_size: Annotated[
-        str | None, opt("Devices of all machines that compute the pod's model together (default 2).", metavar="N")
+        str | None, opt("Devices of the pod on all machines together (default 2).", metavar="N")
     ] = None,
     tensor_parallel_nodes: Annotated[
-        str | None, opt("Machines that these are on, in equal numbers (default 2).", metavar="N")
+        str | None, opt("Machines of the pod, with equally many devices (default 2).", metavar="N")
     ] = None,
     tensor_parallel_node: Annotated[
-        str | None, opt("Which of the machines this is, from 1 on (default 1); 0 is the pod's.", metavar="I")
+        str | None, opt("Number of this machine, from 1 (default 1); 0 is the pod's machine.", metavar="I")
     ] = None,
     tensor_parallel_master: Annotated[
-        str | None, opt("Where the pod waits for it; required.", metavar="HOST:PORT")
+        str | None, opt("Address where the pod waits for workers; required.", metavar="HOST:PORT")
     ] = None,
     host: Host = None,
     port: Annotated[str | None, opt("Port of gRPC health; default: any free one.", metavar="N")] = None,
-    transport: Annotated[str | None, opt("nixl (the default) or loopback, as of the pod.", metavar="NAME")] = None,
+    transport: Annotated[str | None, opt("nixl (the default) or loopback; as for the pod.", metavar="NAME")] = None,
     net_devices: NetDevices = None,
     cpus: Cpus = None,
     drain_s: DrainS = None,

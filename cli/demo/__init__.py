@@ -1,1 +1,1 @@
-"""The demo of `baton up`: its model, and one answer with the time that each phase took."""
+"""The demo of `baton up`: its model, and one answer with the time of each phase."""

@@ -1,4 +1,4 @@
-"""One chat answer as a client gets it, token by token, and then where its time went, from the gateway's own record."""
+"""Streams one chat answer through the OpenAI API, and shows its time line from the gateway's record."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back. Times in seconds since the request was sent; first_s is the first text."""
+    """A complete answer. Times are seconds since the request was sent."""
 
     request_id: str
     text: str
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    #: Time of the first text.
     first_s: float
+    #: Time of the end of the stream.
     last_s: float
 
 
 def show_answer(console: Console, base_url: str, model: str, prompt: str, max_tokens: int, *, where: str = "") -> int:
-    """Asks, prints the text as it arrives, then the waterfall and the figures, which hold `where`; 0, or 1 when there
-    was no answer.
+    """Sends the prompt, prints the text as it arrives, then the waterfall and a line of figures that ends in `where`.
+
+    Returns 0, or 1 without an answer.
     """
     console.print(f"\nPOST {base_url}/chat/completions", style="dim")
     console.print(f"> {prompt}\n", markup=False, style="bold")
@@ -64,7 +67,7 @@ def show_answer(console: Console, base_url: str, model: str, prompt: str, max_to
 
 
 def stream_chat(base_url: str, model: str, prompt: str, max_tokens: int, *, on_text: Callable[[str], None]) -> Answer:
-    """One streamed, greedy chat completion through the OpenAI API. Unavailable when it fails at any point."""
+    """One streamed, greedy chat completion through the OpenAI API. Raises Unavailable if it fails at any point."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -121,7 +124,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _request(base_url: str, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
-    """The response to one request; every failure, a status of 400 or more included, is Unavailable."""
+    """The response to one request. Raises Unavailable for every failure, also for statuses of 400 and more."""
     url = urlsplit(base_url)
     connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)
     try:

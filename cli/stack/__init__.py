@@ -1,1 +1,1 @@
-"""A whole Baton on one machine: which processes it has, who keeps them running, what a person sees of them."""
+"""A stack on one machine (`baton up`): its processes, their supervision and display."""

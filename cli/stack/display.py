@@ -1,4 +1,4 @@
-"""What a person sees of a running stack: a live table on a terminal, otherwise one plain line per change."""
+"""Display of a running stack: a live table on a terminal, otherwise one line per change."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _STYLE = {
 
 
 class Board:
-    """Shows services until `showing` ends. say() may be called at any time from the event loop."""
+    """Shows the services inside the context `showing`. say() may be called at any time on the event loop."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self._draw: Callable[[], None] = lambda: None  # inside of `showing`
 
     def say(self, line: str) -> None:
-        """One message, as it is."""
+        """Prints one message."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def refresh(self) -> None:
-        """Shows now what has changed."""
+        """Draws now."""
         self._draw()
 
     @contextlib.asynccontextmanager
     async def showing(self, services: Sequence[Service]) -> AsyncIterator[None]:
-        """Keeps the picture current inside the block."""
+        """Keeps the display current inside the block."""
         if self.console.is_terminal:
             with Live(_table(services), console=self.console, auto_refresh=False) as live:
                 async with self._ticking(lambda: live.update(_table(services), refresh=True)):
@@ -62,7 +62,7 @@ class Board:
 
     @contextlib.asynccontextmanager
     async def _ticking(self, draw: Callable[[], None]) -> AsyncIterator[None]:
-        """Draws now and then, and at the end, unless that is an error."""
+        """Draws periodically, and at the end of the block unless it raises."""
 
         async def tick() -> None:
             while True:

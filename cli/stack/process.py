@@ -1,6 +1,6 @@
-"""One child process: started tethered to us, logged to a file, ended by us; and the ports it may listen on.
+"""A child process that dies with this process and logs to a file; and leases of the ports for children.
 
-A process can be started again under the same name, command and port after it ended; its log is appended to.
+After its end, a child can be started again with the same name, command and port; its log is appended to.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from common.process.tether import tether_command
 
 
 class PortLease:
-    """A loopback TCP port kept for our children: bound here but never listened on, and leased by nobody else.
+    """A loopback TCP port reserved for children of this process, until close().
 
-    The kernel gives a port bound this way to nobody who asks for any free one, while a server that sets SO_REUSEADDR
-    (gRPC, uvicorn, Valkey all do) may bind and listen on it, again and again. So may another lease of a fixed port:
-    what keeps leases apart is a name of their own, which the kernel frees with its holder. Close it to give the port
-    up.
+    The port is bound here without listening. The kernel then never assigns it as a free port, but a server that sets
+    SO_REUSEADDR (gRPC, uvicorn, Valkey) can bind and listen on it repeatedly. Another lease of the same fixed port
+    could bind it too. An abstract socket name per port excludes that; the kernel frees it with its process.
     """
 
     def __init__(self, port: int = 0, *, field: str = "port") -> None:
-        """port 0 takes any free one; ConfigError, naming the setting `field`, when the given one is in use."""
+        """Port 0 is any free one. Raises ConfigError (for the setting `field`) if the port is in use."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._name: socket.socket | None = None
         self.port = port
         try:
-            # A fixed port may still have connections of a former server in TIME_WAIT: only a listener is in the way.
+            # Connections of a former server in TIME_WAIT must not block a fixed port; only a listener does.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
             self._socket.bind(("127.0.0.1", port))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.port = self._socket.getsockname()[1]
-            if sys.platform == "linux":  # abstract socket names belong to the network namespace, as ports do
+            if sys.platform == "linux":  # abstract socket names are per network namespace, like ports
                 self._name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 self._name.bind(f"\0baton-port-{self.port}")
         except OSError as error:
@@ -53,7 +52,7 @@ class PortLease:
         return f"127.0.0.1:{self.port}"
 
     def close(self) -> None:
-        """Gives the port up; idempotent."""
+        """Frees the port. Idempotent."""
         if self._name is not None:
             self._name.close()
         self._socket.close()
@@ -68,13 +67,13 @@ class PortLease:
 
 
 class ChildProcess:
-    """A command under a stable name. Its own session, so that a terminal's Ctrl-C reaches only the parent.
+    """A command with a stable name. It has a session of its own, so a terminal's Ctrl-C reaches only the parent.
 
-    Start it from a thread that outlives it: the tie is to the thread (see prctl(2), PR_SET_PDEATHSIG).
+    The child dies with the thread that started it (prctl(2), PR_SET_PDEATHSIG): start it from a long-lived thread.
     """
 
     def __init__(self, name: str, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> None:
-        """argv[0] is an absolute path; env is the whole environment (None: ours); log gets stdout and stderr."""
+        """argv[0] is an absolute path; env is the whole environment (None: inherited); log gets stdout and stderr."""
         self.name = name
         self.argv = tuple(argv)
         self.log = log
@@ -82,7 +81,7 @@ class ChildProcess:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it; a process of this name must not be running."""
+        """Starts the process; it must not be running."""
         assert not self.alive, f"{self.name} is running"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
@@ -105,27 +104,27 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs or before its first start; -9 after SIGKILL."""
+        """None before the first start and while the process runs; -9 after SIGKILL."""
         return self._popen.poll() if self._popen else None
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal; nothing happens when it is not running."""
+        """Sends a signal; has no effect if the process is not running."""
         if self._popen is not None:
             self._popen.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
-        """Exit code; subprocess.TimeoutExpired when it still runs after timeout_s."""
+        """Waits for the exit code. Raises subprocess.TimeoutExpired after timeout_s."""
         assert self._popen is not None
         return self._popen.wait(timeout_s)
 
     def kill(self, timeout_s: float = 10.0) -> None:
-        """SIGKILL, and waits until it is gone."""
+        """Sends SIGKILL and waits for the end."""
         self.send(signal.SIGKILL)
         if self._popen is not None:
             self._popen.wait(timeout_s)
 
     def tail(self, lines: int = 12) -> list[str]:
-        """The last lines of its log."""
+        """The last lines of the log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - 65536))

@@ -1,7 +1,7 @@
-"""The processes of a whole Baton on one machine (Valkey, pods, gateway) and who gets which port and flags.
+"""The processes of a stack on one machine (Valkey, pods, gateway) with their ports and flags.
 
-A Stack only describes and reserves: `baton up` runs it under the supervisor, tests start and kill its processes by
-hand. Ports stay reserved until close().
+A Stack only describes processes and reserves ports, until close(). `baton up` runs the processes under the supervisor.
+Tests start and kill them directly.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
 from common.telemetry import memory_usage
 from common.types import Role
 
-# (start, stop): the store first and last; the gateway leaves before the pods, so that what runs can end.
+# (start stage, stop stage). The store starts first and stops last. The gateway stops before the pods, so that running
+# requests can end.
 STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
-HOST_SHARE = 0.5  # of the free memory, for the host tiers of all pods on GPUs
-MOST_HOST_CACHE = 32 << 30  # bytes of a pod: page-locking more keeps it from starting for long
-PORTS_TRIED = 65  # from the default one on
-# Settings of a single pod or gateway: in the environment of `baton up` they would apply to all of them.
+#: Share of the free memory for the host tiers of all pods on GPUs.
+HOST_SHARE = 0.5
+#: Bytes per pod. Page-locking more memory delays the start too long.
+MOST_HOST_CACHE = 32 << 30
+#: Ports tried, from the default port on.
+PORTS_TRIED = 65
+# Settings of one pod or gateway; in the environment of `baton up` they would apply to all processes.
 _OF_ONE = (
     *("ROLE", "NAME", "HOST", "PORT", "ADVERTISE", "METRICS_PORT", "GRPC_PORT", "PODS", "CONFIG", "LOG_DIR"),
     *("TENSOR_PARALLEL_NODES", "TENSOR_PARALLEL_MASTER"),
@@ -39,13 +43,14 @@ _OF_ONE = (
 
 @dataclass(frozen=True)
 class Stack:
-    """Specs in the order in which a person reads them; the gateway is the last."""
+    """The processes, in display order; the gateway is last."""
 
     specs: tuple[ServiceSpec, ...]
     base_url: str
     grpc_address: str
     redis: str
-    model: str  # served name
+    #: Served name.
+    model: str
     secret: str
     log_dir: Path
     _leases: tuple[PortLease, ...] = field(repr=False)
@@ -62,11 +67,14 @@ class Stack:
         gpus: Sequence[Gpu] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Reserves ports and lays out the processes; neither directory has to exist yet.
+        """Reserves ports and describes the processes. The directories need not exist yet.
 
-        pod_flags: further `baton serve` flags, for every pod. gpus: what pods may compute on; None: what env lets them
-        see. say gets a line when the gateway's port is another than one would expect. ConfigError when a port cannot be
-        had, when there is no such GPU, or no Redis is given and Valkey is not installed.
+        Args:
+            pod_flags: Further `baton serve` flags, for every pod.
+            gpus: GPUs for the pods; None: those visible in `env`.
+            say: Gets a message if the gateway has another port than the default one.
+
+        Raises ConfigError if a port is in use, the GPU does not exist, or there is neither a Redis URL nor Valkey.
         """
         usable = _usable(config, env, gpus)
         places = shared_out(config.prefill + config.decode, usable)
@@ -93,7 +101,7 @@ class Stack:
             shared |= {"drain-s": str(config.drain_s), "log-format": config.log_format, "traces": config.traces or ""}
             pods = {
                 **shared,
-                "device": config.device.partition(":")[0],  # of several GPUs each pod sees its own alone
+                "device": config.device.partition(":")[0],  # each pod sees only its own GPUs
                 "dtype": config.dtype,
                 "kv-dtype": config.kv_dtype,
                 "load-format": config.load_format,
@@ -117,7 +125,7 @@ class Stack:
             for (role, number), place in zip(names, places, strict=True):
                 port = lease()
                 name = f"{role}-{number}"
-                # In an index shared with other stacks, pods go by their default names, which hold the port.
+                # An index may be shared with other stacks: pods keep their default names, which contain the port.
                 given = {"name": name} if config.redis is None else {}
                 on_gpu, gpu_env = _on(place, usable, config)
                 argv = _baton("serve", {"role": role.value, **given, "port": str(port.port), **on_gpu, **pods})
@@ -148,7 +156,7 @@ class Stack:
         )
 
     def close(self) -> None:
-        """Gives the ports up; call after the processes have ended. Idempotent."""
+        """Frees the ports. Call it after the processes have ended. Idempotent."""
         for lease in self._leases:
             lease.close()
 
@@ -168,22 +176,25 @@ def _roles(config: UpConfig) -> dict[Role, int]:
 
 
 def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None) -> Sequence[Gpu]:
-    """The GPUs that the setting `device` means, or groups of as many as a pod has ranks. ConfigError when there is no
-    such one.
+    """The GPUs that the setting `device` selects, in groups of tensor_parallel_size.
+
+    Raises ConfigError if they do not exist.
     """
     kind, _, number = config.device.partition(":")
     if kind == "cpu":
         return ()
-    there = visible_gpus(env) if gpus is None else gpus
+    visible = visible_gpus(env) if gpus is None else gpus
     if not number:
-        return grouped(there, config.tensor_parallel_size)
-    if int(number) >= len(there):
-        raise ConfigError(f"device: {config.device} does not exist here, {len(there)} GPUs are visible", field="device")
-    return grouped((there[int(number)],), config.tensor_parallel_size)
+        return grouped(visible, config.tensor_parallel_size)
+    if int(number) >= len(visible):
+        raise ConfigError(
+            f"device: {config.device} does not exist here, {len(visible)} GPUs are visible", field="device"
+        )
+    return grouped((visible[int(number)],), config.tensor_parallel_size)
 
 
 def _on(place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Flags and environment of a pod on its GPU, of which it takes its part."""
+    """Flags and environment of a pod that shares its GPU with others."""
     gpu, sharing = place or (None, config.prefill + config.decode)
     flags = {"gpu-memory-utilization": f"{config.gpu_memory_utilization / sharing:.4f}"}
     if gpu is None:
@@ -232,20 +243,20 @@ def _draft(model: str | None) -> dict[str, str]:
 
 
 def _default_port(leases: list[PortLease], say: Callable[[str], None]) -> PortLease:
-    """A lease of the default port or, when it is taken, of the next free one."""
+    """A lease of the default port, or of the next free one if it is in use."""
     for port in range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED):
         try:
             leases.append(PortLease(port))
         except ConfigError:
             continue
         if port != DEFAULT_PORT:
-            say(f"port {DEFAULT_PORT} is taken, using {port}")
+            say(f"port {DEFAULT_PORT} is in use, using {port}")
         return leases[-1]
     raise ConfigError(f"port: {DEFAULT_PORT} to {DEFAULT_PORT + PORTS_TRIED - 1} are in use", field="port")
 
 
 def _processes(config: UpConfig) -> int:
-    """That compute: the ranks of all pods."""
+    """Number of computing processes: the ranks of all pods."""
     return (config.prefill + config.decode) * config.tensor_parallel_size
 
 
@@ -255,6 +266,6 @@ def _threads_each(processes: int) -> int:
 
 
 def _child_env(env: Mapping[str, str], secret: str) -> dict[str, str]:
-    """Ours, less what would give all children one name or port; the secret goes this way, where no `ps` shows it."""
+    """The environment without settings of one process, plus the secret, which `ps` does not show in the environment."""
     drop = {f"BATON_{name}" for name in _OF_ONE}
     return {k: v for k, v in env.items() if k not in drop} | {"BATON_SECRET": secret, "PYTHONUNBUFFERED": "1"}

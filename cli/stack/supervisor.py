@@ -1,9 +1,12 @@
-"""Keeps a set of child processes running: starts them in stages, restarts what dies, ends all of them.
+"""Supervises child processes: starts them in stages, restarts the ones that end, and stops all.
 
-A service is stopped -> starting -> ready, ready <-> unready while its probe fails, and -> waiting (back-off) when its
-process ends, from where it is started again with the same command, name and port. Only three things end the
-supervisor's work: stop(), a child that calls its own configuration wrong (exit code 2), and a child that ended
-several times in a row without ever having been ready.
+    stopped --> starting --> ready <--> unready (the probe fails)
+                    ^          |           |
+                    |          v           v
+                    +------ waiting (the process has ended; back-off)
+
+A restart uses the same command, name and port. The supervisor gives up in three cases: stop() is called, a child exits
+with code 2 (wrong configuration), or a child ends several times in a row without having been ready.
 """
 
 from __future__ import annotations
@@ -22,15 +25,16 @@ Probe = Callable[[], Awaitable[bool]]
 
 TICK_S = 0.1
 PROBE_TIMEOUT_S = 3.0
-PROBE_EVERY_S = {False: 0.2, True: 2.0}  # by: is it ready
-BACKOFF_S = (0.5, 10.0)  # first and longest
-STABLE_AFTER_S = 30.0  # a process that ran this long starts with the first back-off again
+PROBE_EVERY_S = {False: 0.2, True: 2.0}  #: By readiness.
+BACKOFF_S = (0.5, 10.0)  #: First and longest.
+#: A process that ran this long gets the first back-off again.
+STABLE_AFTER_S = 30.0
 MAX_FAILED_STARTS = 3
 CONFIG_EXIT_CODE = 2
 
 
 class State(enum.StrEnum):
-    """Where one service is."""
+    """State of one service."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -41,8 +45,11 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One child. Start stages run in rising order, each after the one before is ready; so do stop stages, each after
-    the one before has ended."""
+    """One child.
+
+    Start stages run in rising order, each after the services of the previous one are ready. Stop stages run in rising
+    order, each after the services of the previous one have ended.
+    """
 
     process: ChildProcess
     role: str
@@ -58,20 +65,20 @@ class ServiceSpec:
 
 @dataclass
 class Service:
-    """A spec and where it is; written by the supervisor only."""
+    """A spec and its current state, written by the supervisor only."""
 
     spec: ServiceSpec
     state: State = State.STOPPED
     started_at: float = 0.0  # monotonic
-    ready_after_s: float | None = None  # of the present process
+    ready_after_s: float | None = None  # of the current process
     ever_ready: bool = False
     restarts: int = 0
 
 
 class Supervisor:
-    """Owns the processes of `specs` from start() to stop(); all methods on one event loop.
+    """Owns the processes of `specs` from start() to stop(). All methods run on one event loop.
 
-    on_event gets a line for a person whenever something happened that they should know.
+    `on_event` gets one line of text for each event that a user should know.
     """
 
     def __init__(self, specs: Sequence[ServiceSpec], *, on_event: Callable[[str], None]) -> None:
@@ -82,10 +89,10 @@ class Supervisor:
         self._stopping = False
 
     async def start(self, timeout_s: float) -> None:
-        """Starts everything and returns when all is ready.
+        """Starts all services and returns when they are ready.
 
-        ConfigError when a child refuses its configuration; Unavailable, with the last lines of a log, when one does
-        not come up. The caller calls stop() in either case.
+        Raises ConfigError if a child refuses its configuration, and Unavailable, with the last lines of its log, if a
+        child does not become ready. The caller must call stop() in all cases.
         """
         self._fatal = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + timeout_s
@@ -104,12 +111,12 @@ class Supervisor:
                 await asyncio.sleep(TICK_S)
 
     async def failure(self) -> None:
-        """Waits for something that restarting cannot mend, and raises it."""
+        """Waits for an error that a restart cannot fix, and raises it."""
         assert self._fatal is not None, "not started"
         await asyncio.shield(self._fatal)
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM stage by stage, SIGKILL for what is still there after grace_s (of each stage). Idempotent."""
+        """Sends SIGTERM stage by stage, and SIGKILL to processes that still run after grace_s per stage. Idempotent."""
         self._stopping = True
         for stage in sorted({s.spec.stop_stage for s in self.services}):
             members = [s for s in self.services if s.spec.stop_stage == stage]
@@ -127,10 +134,10 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._fatal is not None and self._fatal.done() and not self._fatal.cancelled():
-            self._fatal.exception()  # seen: start() or failure() told it, or nobody cares any more
+            self._fatal.exception()  # marks the error as retrieved
 
     def kill(self) -> None:
-        """Ends every process at once."""
+        """Kills all processes at once."""
         self._stopping = True
         for service in self.services:
             service.spec.process.send(signal.SIGKILL)
@@ -156,13 +163,13 @@ class Supervisor:
             if time.monotonic() - service.started_at > STABLE_AFTER_S:
                 backoff = BACKOFF_S[0]
             service.state = State.WAITING
-            self._on_event(f"{name} ended ({_how(code)}), starting it again in {backoff:.1f} s{_quote(service)}")
+            self._on_event(f"{name} ended ({_how(code)}), restarting in {backoff:.1f} s{_quote(service)}")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, BACKOFF_S[1])
             service.restarts += 1
 
     async def _watch(self, service: Service) -> None:
-        """Probes until the process ends."""
+        """Probes the service until its process ends."""
         next_probe = 0.0
         while service.spec.process.alive and not self._stopping:
             if time.monotonic() >= next_probe:
@@ -190,7 +197,7 @@ class Supervisor:
 
 
 async def _ask(probe: Probe) -> bool:
-    """The probe's answer; no answer in time is a no."""
+    """The probe's answer; False without an answer in time."""
     try:
         return await asyncio.wait_for(probe(), PROBE_TIMEOUT_S)
     except TimeoutError:

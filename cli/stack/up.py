@@ -1,8 +1,9 @@
-"""`baton up`: the whole stack on this machine, for as long as somebody wants it, or for one answer.
+"""Runs a stack on this machine, until a signal or until one piece of work is done.
 
-starting -> serving (or answering once) -> stopping. The first Ctrl-C stops everything in order, running answers get
-drain_s to end, the second kills it.
-Our own SIGKILL is the kernel's business: every child is tied to this process.
+    starting --> serving, or working --> stopping
+
+The first Ctrl-C stops all processes in order; running answers get drain_s to end. The second one kills them. If this
+process is killed by SIGKILL, the kernel kills the children.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from common.model.directory import expected_model_path
 from common.settings.configs import UpConfig
 
 READY_TIMEOUT_S = 600.0
-TEARDOWN_GRACE_S = 25.0  # what a service may take after its drain, more than the 15 s it gives itself
+#: Time for a service to end after its drain; services limit themselves to 15 s.
+TEARDOWN_GRACE_S = 25.0
 KEPT_LOG_DIRS = 10
 
 
@@ -39,7 +41,7 @@ Work = Callable[[Board, Stack], Coroutine[Any, Any, int]]
 
 
 async def run(config: UpConfig, *, once: str | None) -> int:
-    """Serves until a signal, or until `once` is answered; see run_stack."""
+    """Serves until a signal, or until the prompt `once` is answered. See run_stack."""
 
     async def answer(board: Board, stack: Stack) -> int:
         assert once is not None
@@ -52,13 +54,14 @@ async def run(config: UpConfig, *, once: str | None) -> int:
 
 
 async def run_stack(config: UpConfig, work: Work | None) -> int:
-    """Serves until a signal, or until `work` is done; the process's exit code.
+    """Serves until a signal, or until `work` is done; returns the exit code.
 
-    ConfigError for a wrong configuration, Unavailable when a process does not come up; all processes have ended then.
+    Raises ConfigError for a wrong configuration, Unavailable if a process does not become ready. All processes have
+    ended when this function returns or raises.
     """
     board = Board(Console(highlight=False))
     log_dir = Path(config.log_dir) if config.log_dir else _new_log_dir()
-    # Ports first: that one is taken shall not be told after a minute of converting a model.
+    # Ports are reserved first, so that a port in use is reported before the model conversion, which takes a minute.
     stack = Stack.plan(config, expected_model_path(config.model), log_dir, say=board.say)
     try:
         weights = config.load_format == "auto"
@@ -81,7 +84,7 @@ async def _session(board: Board, stack: Stack, supervisor: Supervisor, work: Wor
     async with board.showing(supervisor.services):
         await supervisor.start(READY_TIMEOUT_S)
         if work is None:
-            board.refresh()  # "ready" stands before what follows from it
+            board.refresh()  # shows "ready" above the welcome text
             _welcome(board, stack)
             await supervisor.failure()
     assert work is not None
@@ -89,7 +92,7 @@ async def _session(board: Board, stack: Stack, supervisor: Supervisor, work: Wor
 
 
 async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, int]) -> int:
-    """The work's result; 0 when it was stopped before its end."""
+    """The result of the work; 0 if `stop` is set before."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -121,7 +124,7 @@ def _signals(stop: asyncio.Event, kill: Callable[[], None]) -> Iterator[None]:
 
 
 def _welcome(board: Board, stack: Stack) -> None:
-    """Where it is and how to use it: flush left and with no line broken, so that all of it can be copied and pasted."""
+    """Prints how to use the stack: without indent and line breaks, so that commands can be copied."""
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     body = json.dumps({"model": stack.model, "stream": True, "messages": messages})
     head = Text.assemble(
@@ -142,12 +145,12 @@ logs in {stack.log_dir}; Ctrl-C stops everything
 
 
 def _surely_cpu(device: str) -> bool:
-    """Whether pods of this setting compute on the CPU; `auto` may be a GPU wherever a driver shows one."""
+    """Whether pods with this `device` certainly compute on the CPU; with `auto` a driver may offer a GPU."""
     return device == "cpu" or (device == "auto" and not any(Path(f"/dev/{n}").exists() for n in ("nvidiactl", "dxg")))
 
 
 def _new_log_dir() -> Path:
-    """A fresh directory under the user's state; the last few are kept, and those of stacks that still run."""
+    """A new log directory in the user's state directory; keeps the latest old ones and those of running stacks."""
     state = os.environ.get("XDG_STATE_HOME")
     runs = (Path(state) if state else Path.home() / ".local" / "state") / "baton" / "runs"
     with contextlib.suppress(FileNotFoundError):
@@ -158,7 +161,7 @@ def _new_log_dir() -> Path:
 
 
 def _runs(log_dir: Path) -> bool:
-    """The process that the directory is named after is alive (or another one with its pid: then it stays longer)."""
+    """The process whose pid is in the directory's name is alive, or the pid was reused."""
     pid = log_dir.name.rpartition("-")[2]
     if not pid.isdecimal() or int(pid) == 0:
         return False

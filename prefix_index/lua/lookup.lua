@@ -45,8 +45,8 @@ local function probe(set, n)
   end
 end
 
--- The largest n so that the set holds blocks held+1 to n. The set is known to hold the blocks up to held. It is expected
--- to hold block first, and not block last.
+-- The largest n so that the set holds blocks held+1 to n. The set is known to hold the blocks up to held. It should
+-- hold block first, and not block last.
 local function search(set, held, first, last)
   local key = first * 65536 + last
   local guess = likely[key]

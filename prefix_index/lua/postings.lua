@@ -1,5 +1,5 @@
--- Functions of scripts that change postings. `where` maps a sampled block hash to its posting: the slots of the pods that
--- hold the block, 2 bytes each. Postings only speed up look-ups; a pod's sets decide which blocks it holds.
+-- Functions of scripts that change postings. `where` maps a sampled block hash to its posting: the slots of the pods
+-- that hold the block, 2 bytes each. Postings only speed up look-ups; a pod's sets decide which blocks it holds.
 
 -- Runs a command (SADD, SREM) with packed hashes, 8 bytes each; returns the sampled ones: one in `every`.
 local function each(command, key, packed, every)

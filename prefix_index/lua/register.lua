@@ -1,6 +1,6 @@
 -- Registers a pod's generation and gives it a slot, its number in postings. A generation older than the registered one
--- is refused; keys of the previous generation are freed. The cost does not depend on the number of pods, because after a
--- wipe of Redis all pods register at once.
+-- is refused; keys of the previous generation are freed. The cost does not depend on the number of pods, because
+-- after a wipe of Redis all pods register at once.
 -- KEYS: pods, info, lease, load, resv, resv_tokens, slots, sweep
 -- ARGV: key prefix, pod, generation, lease in ms, info TTL in s, pods TTL in s, load, then info as field, value, ...
 -- Returns the slot, 1 to 65535, or 0 if the pod is refused.

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from cli.batch import sender
-from cli.batch.records import MOST_WRONG, Answers, check, requests
+from cli.batch.records import MAX_LISTED_LINES, Answers, check, requests
 from cli.batch.sender import Sending
 from cli.commands.batch import run
 from common.errors import ConfigError, Overloaded, Unavailable
@@ -147,7 +147,7 @@ async def test_a_run_that_was_cut_off_goes_on(gw: Rig, cluster: FakeCluster, tmp
         ("{", "line 1: not JSON"),
         ("[]", "line 1: not a JSON object"),
         (json.dumps(line("a", prompt="x")) + "\n" + json.dumps(line("a", prompt="x")), "line 2: custom_id 'a'"),
-        (json.dumps({**line("a"), "custom_id": 3}), "custom_id must be a string"),
+        (json.dumps({**line("a"), "custom_id": 3}), "custom_id must be a non-empty string"),
         (json.dumps({**line("a"), "method": "GET"}), "method must be POST"),
         (json.dumps(line("a", url="/v1/models")), "url must be one of"),
         (json.dumps(line("a", prompt="x", stream=True)), "stream must not be true"),
@@ -168,12 +168,12 @@ def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
         check(source)
     said = error.value.message.splitlines()
     assert [each.partition(": ")[0].rpartition(" ")[2] for each in said] == ["2", "3", "5"]
-    assert "'a' is that of line 1" in said[0]
-    assert "'a' is that of line 1" in said[2]
-    source.write_text("x\n" * (MOST_WRONG + 5))
+    assert "'a' is already used in line 1" in said[0]
+    assert "'a' is already used in line 1" in said[2]
+    source.write_text("x\n" * (MAX_LISTED_LINES + 5))
     with pytest.raises(ConfigError) as error:
         check(source)
-    assert len(error.value.message.splitlines()) == MOST_WRONG + 1
+    assert len(error.value.message.splitlines()) == MAX_LISTED_LINES + 1
     assert error.value.message.endswith("and 5 more lines")
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_is_no_output_is_left_alone(text: str, tmp_path: Path) -> No
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for use in (lambda: check(tmp_path / "pipe"), lambda: Answers(tmp_path / "pipe"), lambda: check(tmp_path)):
-        with pytest.raises(ConfigError, match="no regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             use()
     with pytest.raises(ConfigError, match="cannot read"):
         check(tmp_path / "absent")

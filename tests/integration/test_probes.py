@@ -38,7 +38,7 @@ async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tup
     async def state() -> tuple[bool, ...]:
         urls = (f"grpc://{address}/{LIVENESS_SERVICE}", f"grpc://{address}", f"grpc://{address}/baton.v1.Control")
         told = [await probes.trouble(url, 30.0) for url in urls]
-        assert set(told) <= {None, "it says NOT_SERVING"}
+        assert set(told) <= {None, "its health is NOT_SERVING"}
         return tuple(trouble is None for trouble in told)
 
     assert await state() == (True, False, False)
@@ -54,8 +54,8 @@ async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tup
 async def test_a_gateway_without_pods_lives_but_is_not_ready(smollm2_dir: Path) -> None:
     async with fake_cluster(0, 0) as cluster, rig(cluster, smollm2_dir, pods=(), wait=False) as gw:
         assert await probes.trouble(f"{gw.url}/live", 30.0) is None
-        assert await probes.trouble(f"{gw.url}/ready", 30.0) == "it answers 503 Service Unavailable"
-        assert await probes.trouble(f"{gw.url}/nothing", 30.0) == "it answers 404 Not Found"
+        assert await probes.trouble(f"{gw.url}/ready", 30.0) == "the answer is 503 Service Unavailable"
+        assert await probes.trouble(f"{gw.url}/nothing", 30.0) == "the answer is 404 Not Found"
 
 
 async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:

@@ -82,7 +82,7 @@ def test_the_next_port_is_taken_in_place_of_the_default_and_told(monkeypatch: py
         with planned({}, said) as first, planned({}, said) as second:  # two at once, none of which listens yet
             ports = [int(stack.base_url.removesuffix("/v1").rpartition(":")[2]) for stack in (first, second)]
     assert taken < ports[0] < ports[1]
-    assert said == [f"port {taken} is taken, using {port}" for port in ports]
+    assert said == [f"port {taken} is in use, using {port}" for port in ports]
 
 
 def test_settings_reach_the_processes() -> None:

@@ -139,7 +139,7 @@ def test_targets(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "file:", "grpc://", "c:4317", "udp://c:1", "http:///"])
 def test_targets_that_make_no_sense(text: str) -> None:
-    with pytest.raises(ValueError, match="is no target"):
+    with pytest.raises(ValueError, match="is not a trace target"):
         parse_trace_target(text)
 
 
