@@ -331,8 +331,8 @@ class Attempt:
                 if self._hand_off_failed and self.token_queue.complete and closed:
                     prefill.decode_pod.abort(prefill.placement.request_id, self._deadline)
         if error is not None and not prefill.handed_off:
-            # Without a KvTarget this call is not needed any more, and its error is not one of the attempt: then the
-            # future is cancelled, and so is this task.
+            # The error counts only if Reserve answers with a KvTarget. With another outcome `_cancel_prefill` cancels
+            # the future and this task.
             await asyncio.shield(kv_target)
             self._prefill_failed(pod, error)
 
