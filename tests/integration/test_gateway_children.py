@@ -99,7 +99,9 @@ async def test_after_a_failed_attempt_each_sample_continues(
     faults = cluster.decodes[0].faults
     faults.decode_error, faults.decode_errors = Unavailable("gone"), 1
     response = await gw.complete(n=3, max_tokens=5)
-    assert [r.child for r in cluster.decodes[0].seen.reserved] == [0, 0, 1, 2]
+    first, *continued = (r.child for r in cluster.decodes[0].seen.reserved)
+    assert first == 0
+    assert sorted(continued) == [0, 1, 2]  # each sample continues on its own, in any order
     assert response.status_code == 200
     assert [c["text"] for c in response.json()["choices"]] == [letters(tokenizer, cluster, c, 5) for c in range(3)]
 
