@@ -17,7 +17,7 @@ class LoadRun:
     model: str
     #: time.perf_counter() at the start of the run.
     began: float = 0.0
-    #: The same moment in seconds since the epoch.
+    #: Start of the run in seconds since the epoch.
     began_at: float = 0.0
     #: time.perf_counter() at the end.
     ended: float = 0.0

@@ -2,11 +2,12 @@
 
     warm-up -> build the first requests -> send -> wait for requests in flight -> LoadRun with one record per request
 
-Open loop: a request is sent at its arrival time, independent of earlier answers. If the generator is busy or
+Open loop: a request is sent at its arrival time, independently of earlier answers. If the generator is busy or
 max_concurrency is reached, the request is sent late and its record holds the lag.
 Closed loop: each user sends the next request after the previous answer and a think time.
 
-`stop()` ends the run early. The runner then sends no more requests, cancels those in flight and does not count them.
+`stop()` ends the run early. The runner then sends no more requests, cancels the requests in flight
+and counts them as unfinished.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from loadtest.workload.trace import WorkloadTrace
 #: Event loop timers have a resolution of one millisecond. The last part of a wait polls the clock.
 SPIN_S = 0.0015
 #: Requests that are built before their arrival time.
-AHEAD = 128
-#: Seconds from `_begin()` to the start of the run.
-LEAD_S = 0.05
+BUILT_AHEAD = 128
+#: Seconds from `_mark_start()` to the start of the run.
+START_DELAY_S = 0.05
 #: Warm-up requests in flight.
-WARM_AT_ONCE = 8
+WARMUP_CONCURRENCY = 8
 #: Extra pause of a user after a failed request.
 AFTER_ERROR_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRequest:
-    """A built request and its record. The sender sets `record.intended_s`."""
+    """A built request and its record. The caller of `_prepare` sets `record.intended_s`."""
 
     session: Session
     record: RequestRecord
@@ -83,7 +84,7 @@ class LoadRunner:
 
     async def execute(self) -> LoadRun:
         """Runs the test to its end. Raises Unavailable if the server does not answer, and ConfigError."""
-        self._begin()
+        self._mark_start()
         self.run.model = await self._client.model()
         with _gc_disabled():
             work = asyncio.create_task(self._warm_up_and_send())
@@ -119,7 +120,7 @@ class LoadRunner:
             pause_s=config.think_s,
         )
 
-    def _times(self) -> Iterator[float]:
+    def _arrival_times(self) -> Iterator[float]:
         config = self._config
         rng = random.Random(f"{config.seed} arrivals")
         if config.rate is None:
@@ -155,62 +156,63 @@ class LoadRunner:
                 prepared.record.abort_after = None
                 await self._client.send(prepared.request, prepared.record)
 
-        await asyncio.gather(*(work() for _ in range(min(number, WARM_AT_ONCE))))
+        await asyncio.gather(*(work() for _ in range(min(number, WARMUP_CONCURRENCY))))
 
     # -- loops
 
     async def _warm_up_and_send(self) -> None:
         await self._warm_up()
-        await (self._closed() if self._config.closed_loop else self._open())
+        await (self._run_closed_loop() if self._config.closed_loop else self._run_open_loop())
 
-    async def _open(self) -> None:
-        ready: asyncio.Queue[_PreparedRequest | None] = asyncio.Queue(AHEAD)
-        begin = asyncio.Event()
+    async def _run_open_loop(self) -> None:
+        ready: asyncio.Queue[_PreparedRequest | None] = asyncio.Queue(BUILT_AHEAD)
+        ready_to_start = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            builder = group.create_task(self._build_ahead(ready, begin))
-            await begin.wait()
-            self._begin()
-            for at in self._times():
+            builder = group.create_task(self._build_ahead(ready, ready_to_start))
+            await ready_to_start.wait()
+            self._mark_start()
+            for arrival_s in self._arrival_times():
                 prepared = await ready.get()
                 if prepared is None or not self._take_one():
                     break
-                prepared.record.intended_s = self.run.began + at
+                prepared.record.intended_s = self.run.began + arrival_s
                 await _wait_until(prepared.record.intended_s)
-                group.create_task(self._session(prepared))
+                group.create_task(self._send_session(prepared))
             builder.cancel()
 
-    async def _build_ahead(self, ready: asyncio.Queue[_PreparedRequest | None], begin: asyncio.Event) -> None:
+    async def _build_ahead(self, ready: asyncio.Queue[_PreparedRequest | None], ready_to_start: asyncio.Event) -> None:
         for session in islice(self._sessions(), self._config.requests):
             await ready.put(await self._prepare(session))
             if ready.full():
-                begin.set()
-        begin.set()
+                ready_to_start.set()
+        ready_to_start.set()
         await ready.put(None)
 
-    async def _closed(self) -> None:
+    async def _run_closed_loop(self) -> None:
         sessions = self._sessions()
-        self._begin()
+        self._mark_start()
         users = self._config.users
         assert users is not None
         async with asyncio.TaskGroup() as group:
             for number in range(users):
                 due = self.run.began + self._config.ramp_s * number / users
-                group.create_task(self._user(number, due, sessions))
+                group.create_task(self._run_user(number, due, sessions))
 
-    async def _user(self, number: int, due: float, sessions: Iterator[Session]) -> None:
+    async def _run_user(self, number: int, due: float, sessions: Iterator[Session]) -> None:
         think_s = self._config.think_s
         think_rng = random.Random(f"{self._config.seed} user {number}")
         while self._sends_at(due) and (session := next(sessions, None)) is not None and self._take_one():
             prepared = await self._prepare(session)
             await _wait_until(due)
-            prepared.record.intended_s = time.perf_counter()  # build time counts as think time
-            await self._session(prepared)
+            # Build time counts as think time.
+            prepared.record.intended_s = time.perf_counter()
+            await self._send_session(prepared)
             due = time.perf_counter() + (think_rng.expovariate(1 / think_s) if think_s else 0.0)
             if prepared.record.error:
                 due += AFTER_ERROR_S
 
-    async def _session(self, prepared: _PreparedRequest) -> None:
-        """Sends the turns of a session in order, until a turn fails or the run is over."""
+    async def _send_session(self, prepared: _PreparedRequest) -> None:
+        """Sends the turns of a session in order, until a turn fails or the run has ended."""
         turns, answers = prepared.session.turns, dict[int, ModelAnswer]()
         for number in range(len(turns)):
             if number:
@@ -227,7 +229,8 @@ class LoadRunner:
                 return
             if number + 1 < len(turns):
                 answers[number] = record.answer
-            record.answer = None  # frees the text; records are kept until the end of the run
+            # Frees the text: records are kept until the end of the run.
+            record.answer = None
 
     def _sends_at(self, at: float) -> bool:
         """Returns whether the run still sends requests at this time."""
@@ -250,16 +253,20 @@ class LoadRunner:
         run.failed += bool(record.error)
         run.records.append(record)
 
-    def _begin(self) -> None:
-        """Sets the start of the run to LEAD_S from now."""
-        self.run.began = time.perf_counter() + LEAD_S
-        self.run.began_at = time.time() + LEAD_S
+    def _mark_start(self) -> None:
+        """Sets the start of the run to START_DELAY_S from now.
+
+        The first call comes before the warm-up, so that a run that ends there has a start. The second comes when the
+        requests of the test begin.
+        """
+        self.run.began = time.perf_counter() + START_DELAY_S
+        self.run.began_at = time.time() + START_DELAY_S
         self.run.cpu_s = time.process_time()
 
     async def _prepare(
         self, session: Session, number: int = 0, answers: Mapping[int, ModelAnswer] = MappingProxyType({})
     ) -> _PreparedRequest:
-        """Builds the request and the record of one turn. The caller sets the record's `intended_s`."""
+        """Builds the request and the record of one turn. The caller sets `record.intended_s`."""
         turn, config = session.turns[number], self._config
         abort_rng = random.Random(f"{config.seed} leaving {session.number} {number}")
         aborts = abort_rng.random() < config.abort_share

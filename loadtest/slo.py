@@ -14,17 +14,17 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(s|ms|us)")
 
 def parse_slo(text: str, names: Sequence[str]) -> dict[str, float]:
     """Returns seconds by name for the objectives in the text. Raises ConfigError."""
-    known = ", ".join(f"{name}=TIME" for name in names[:-1]) + f" and {names[-1]}=TIME"
-    found: dict[str, float] = {}
+    expected = ", ".join(f"{name}=TIME" for name in names[:-1]) + f" and {names[-1]}=TIME"
+    objectives: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         time = _TIME.fullmatch(value)
-        if not equals or name not in names or name in found:
-            raise ConfigError(f"--slo: {part.strip()!r} is not one of {known}", field="slo")
+        if not equals or name not in names or name in objectives:
+            raise ConfigError(f"--slo: {part.strip()!r} is not one of {expected}", field="slo")
         if time is None or float(time[1]) == 0:
             raise ConfigError(f"--slo: {value!r} is not a time like 2s or 50ms", field="slo")
-        found[name] = float(time[1]) * _UNITS[time[2]]
-    return found
+        objectives[name] = float(time[1]) * _UNITS[time[2]]
+    return objectives
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -33,7 +33,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def percentile_of_sorted(ordered: Sequence[float], share: float) -> float:
-    """Like percentile, for sorted values."""
+    """Returns the same as `percentile`, for sorted values."""
     if not ordered:
         return math.nan
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))]

@@ -40,5 +40,5 @@ def sweep(
 
 
 def slo_kept(document: RunDocument, config: LoadConfig) -> bool:
-    """Whether the share of good requests reaches the attainment."""
+    """Returns whether the share of good requests reaches the attainment."""
     return bool(document["goodput"]["share"] >= (config.attainment or ATTAINMENT))

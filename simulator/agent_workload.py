@@ -1,11 +1,11 @@
-"""A synthetic workload of agent sessions of many tenants; its prefixes are shared differently than in recorded traces.
+"""A synthetic workload of agent sessions: one shared prefix per tenant, and one per session.
 
     tenant A:  system prompt --+-- session 1:  turn, answer, turn, answer, ...
                                +-- session 2:  turn, answer, ...
 
-All sessions of a tenant begin with its system prompt. Each prompt of a session is the whole history with the answers,
-and the text of a user or a tool. So many requests share a short prefix, and few share a long one. Tenants are drawn by
-Zipf's law.
+All sessions of a tenant begin with its system prompt. Each prompt of a session is the session so far (prompts and
+answers) and new text of a user or a tool. Many requests share a short
+prefix, few share a long one. Tenants are drawn by Zipf's law.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from loadtest.workload.trace import MOONCAKE_BLOCK_SIZE, WorkloadRequest, Worklo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentWorkload:
+    """The parameters of a workload, and the trace made from them."""
+
     #: Mean requests per second.
     rate: float
-    #: Length of the trace.
+    #: Seconds from the first to the last possible arrival.
     seconds: float
     seed: int = 0
     tenants: int = 200
     #: Exponent of Zipf's law.
     zipf: float = 1.1
-    #: Mean number of turns of a session.
+    #: About the mean number of turns of a session; each has at least one.
     turns: float = 6.0
     #: Mean pause between turns.
     pause_s: float = 20.0
@@ -36,8 +38,8 @@ class AgentWorkload:
     #: Medians of the tokens that a turn adds and of an answer; both are log-normal.
     added_tokens: float = 700.0
     output_tokens: float = 250.0
-    #: A session ends before its prompt and answer are longer than this.
-    longest: int = 100_000
+    #: A session ends before a prompt and its answer have more tokens than this.
+    max_tokens: int = 100_000
 
     def trace(self) -> WorkloadTrace:
         """Returns the trace; it is the same for the same seed."""
@@ -45,36 +47,38 @@ class AgentWorkload:
         systems = [rng.randint(*self.system_tokens) for _ in range(self.tenants)]
         weights = [1 / (rank + 1) ** self.zipf for rank in range(self.tenants)]
         requests: list[WorkloadRequest] = []
-        # Sessions start before time 0, so that the first second has as many late turns as the last.
-        warm = 3 * self.turns * self.pause_s
-        at, session = -warm, 0
-        while at < self.seconds:
-            at += rng.expovariate(self.rate / self.turns)
+        # Sessions start before time 0, so that the first second already has sessions in all stages.
+        lead_s = 3 * self.turns * self.pause_s
+        arrival_s, session = -lead_s, 0
+        while arrival_s < self.seconds:
+            arrival_s += rng.expovariate(self.rate / self.turns)
             tenant = rng.choices(range(self.tenants), weights)[0]
-            requests += self._session(rng, at, session, tenant, systems[tenant])
+            requests += self._session(rng, arrival_s, session, tenant, systems[tenant])
             session += 1
         # Requests before time 0 are dropped: a trace begins with empty caches.
         kept = sorted((r for r in requests if 0 <= r.arrival_s < self.seconds), key=lambda r: r.arrival_s)
         return WorkloadTrace("agents", MOONCAKE_BLOCK_SIZE, tuple(kept))
 
-    def _session(self, rng: random.Random, at: float, session: int, tenant: int, system: int) -> list[WorkloadRequest]:
+    def _session(
+        self, rng: random.Random, arrival_s: float, session: int, tenant: int, system: int
+    ) -> list[WorkloadRequest]:
         turns = max(1, round(rng.expovariate(1 / self.turns)))
-        length, found = system, []
-        names: list[bytes] = []
+        prompt_tokens, requests = system, []
+        block_hashes: list[bytes] = []
         for _ in range(turns):
-            length += _lognormal(rng, self.added_tokens)
+            prompt_tokens += _lognormal(rng, self.added_tokens)
             output = _lognormal(rng, self.output_tokens)
-            if length + output > self.longest:
+            if prompt_tokens + output > self.max_tokens:
                 break
-            for i in range(len(names), length // MOONCAKE_BLOCK_SIZE):
+            for i in range(len(block_hashes), prompt_tokens // MOONCAKE_BLOCK_SIZE):
                 shared = (i + 1) * MOONCAKE_BLOCK_SIZE <= system
-                names.append(
+                block_hashes.append(
                     synthetic_block_hash("tenant", tenant, i) if shared else synthetic_block_hash("session", session, i)
                 )
-            found.append(WorkloadRequest(at, length, output, tuple(names)))
-            length += output
-            at += rng.expovariate(1 / self.pause_s)
-        return found
+            requests.append(WorkloadRequest(arrival_s, prompt_tokens, output, tuple(block_hashes)))
+            prompt_tokens += output
+            arrival_s += rng.expovariate(1 / self.pause_s)
+        return requests
 
 
 def _lognormal(rng: random.Random, median: float) -> int:

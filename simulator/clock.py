@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 
 class VirtualClock:
+    """Runs actions in order of their simulated time."""
+
     def __init__(self) -> None:
         #: Seconds since the start of the simulation.
         self.now = 0.0

@@ -87,6 +87,8 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
+    """The result of one run."""
+
     summary: RunSummary
     #: In order of arrival.
     outcomes: tuple[RequestOutcome, ...]
@@ -100,7 +102,10 @@ class SimulatedCluster:
     """One run of a trace."""
 
     def __init__(self, spec: ClusterSpec, trace: WorkloadTrace, index: SimIndex | None = None) -> None:
-        """The cluster uses the clock of `index`; None creates an index with its own clock."""
+        """
+        Args:
+            index: The cluster uses its clock; None creates an index with a clock of its own.
+        """
         if trace.block_size != spec.block_size:
             raise ConfigError(f"the trace has blocks of {trace.block_size} tokens", field="block_size")
         self.index = SimIndex(VirtualClock(), lag_s=spec.lag_s) if index is None else index
@@ -164,7 +169,7 @@ class SimulatedCluster:
                 assert pool.counts().leased == 0, f"{pod.name}: {pool.counts()}"
 
     def _schedule_arrivals(self, on_end: Callable[[SimulatedRequest], None]) -> None:
-        """Each arrival schedules the next one, so that the clock's heap stays small."""
+        """Schedules the first arrival. Each arrival schedules the next one, so that the clock's heap stays small."""
         arrivals = self._trace.requests
 
         def arrive(i: int) -> None:
@@ -186,8 +191,8 @@ class SimulatedCluster:
 
     def _schedule_fault(self, fault: SimulatedFault) -> None:
         if not fault.pod:
-            self.clock.call_at(fault.at_s, lambda: self._set_index_away(True))
-            self.clock.call_at(fault.at_s + fault.for_s, lambda: self._set_index_away(False))
+            self.clock.call_at(fault.at_s, lambda: self._set_index_unreachable(True))
+            self.clock.call_at(fault.at_s + fault.for_s, lambda: self._set_index_unreachable(False))
             return
         pod = next((pod for pod in self.pods if pod.name == fault.pod), None)
         if pod is None:
@@ -195,5 +200,5 @@ class SimulatedCluster:
         self.clock.call_at(fault.at_s, pod.kill)
         self.clock.call_at(fault.at_s + fault.for_s, pod.restart)
 
-    def _set_index_away(self, away: bool) -> None:
-        self.index.away = away
+    def _set_index_unreachable(self, unreachable: bool) -> None:
+        self.index.unreachable = unreachable

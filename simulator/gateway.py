@@ -1,7 +1,7 @@
 """A gateway of the simulated cluster: the real routing policy over simulated pods.
 
 The gateway knows only as much as a real one: a pod's load is as old as the last poll, a dead pod is noticed by a failed
-call or by a poll, and the index that says which blocks pods hold may be late, away or wrong.
+call or by a poll, and the index that says which blocks pods hold may be late, unreachable or wrong.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class _KnownPod:
 
 
 class SimulatedGateway:
+    """Routes requests over the simulated pods with the policy of the real gateway, or one to compare with."""
+
     def __init__(
         self,
         index: SimIndex,
@@ -178,7 +180,7 @@ class SimulatedGateway:
         candidates = [
             BookingCandidate(
                 o.view.name,
-                # The index adds the bookings of all gateways since the report, those of this gateway included.
+                # The index adds the bookings of all gateways since the report, including this gateway.
                 o.cost_s - (o.view.prefill_bookings.unreported_booked + o.view.foreign_tokens) * o.unit_cost_s,
                 o.unit_cost_s,
                 o.load_units,
@@ -195,7 +197,7 @@ class SimulatedGateway:
         return offered[reserved.chosen]
 
     def _unbook(self, request: SimulatedRequest, route: Route) -> None:
-        """Ends the booking on the prefill pod. While the index is away, the booking stays until it expires."""
+        """Ends the booking on the prefill pod. While the index is unreachable, the booking stays until it expires."""
         with suppress(IndexUnavailable):
             self._reader.unbook(route.prefill.name, request.request_id)
 
@@ -232,7 +234,7 @@ class SimulatedGateway:
         self.retry(request)
 
     def _mark_lost(self, pod: SimulatedPod) -> None:
-        """A call failed: the pod is not used until a poll finds it alive."""
+        """Marks a pod as lost after a failed call. It is not used until a poll finds it alive."""
         known = self._known[pod.name]
         if known.alive:
             known.alive = False
@@ -267,7 +269,7 @@ class SimulatedGateway:
         self._clock.call_after(INFLIGHT_LINGER_S, lambda: self._inflight.remove(request.request_id))
 
     def release_bookings(self, request: SimulatedRequest, route: Route) -> None:
-        """Returns all bookings of an attempt that is over."""
+        """Returns all bookings of an attempt that has ended."""
         route.prefill_view.prefill_bookings.remove(request.request_id)
         if route.decode_view is not None:
             route.decode_view.decode_bookings.remove(request.request_id)

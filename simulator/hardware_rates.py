@@ -4,7 +4,7 @@
     decode step  = overhead + GEMM time of its rows (weights read once) + KV bytes of all contexts / read rate
     transfer     = latency + KV bytes / link rate
 
-The rates of a preset are those of the best known kernels on one card (GEMMs, attention, copies); no server reaches
+The rates of a preset are the rates of the best known kernels on one card (GEMMs, attention, copies); no server reaches
 them. A file with measurements of this engine scales them to what it reaches.
 """
 

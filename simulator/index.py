@@ -20,11 +20,14 @@ class SimIndex:
     """The index of one simulated cluster."""
 
     def __init__(self, clock: VirtualClock, *, lag_s: float = 0.0) -> None:
-        """`lag_s` is the delay of a change on its way to the index, on top of the publisher's batching."""
+        """
+        Args:
+            lag_s: Delay of a change on its way to the index, on top of the publisher's batching.
+        """
         self.clock = clock
         self.lag_s = lag_s
         #: True while the index answers neither pods nor gateways.
-        self.away = False
+        self.unreachable = False
         self.blocks = IndexModel(clock.time)
         self.bookings = BookingModel(clock.time)
 
@@ -66,7 +69,7 @@ class SimPublisher:
         self._clock.call_at(self._clock.now, self._join)
 
     def stop(self) -> None:
-        """The process has died: nothing more is sent."""
+        """Stops sending: the process has died."""
         self._stopped = True
 
     def stored(self, hashes: list[bytes]) -> None:
@@ -102,7 +105,7 @@ class SimPublisher:
     def _deliver(self, number: int, stored: list[bytes], evicted: list[bytes]) -> None:
         if self._stopped or not self._in_step:
             return
-        if self._index.away:
+        if self._index.unreachable:
             self._fall_out()
             return
         answer = self._index.blocks.apply(self._pod, self._generation, number, stored, evicted)
@@ -112,7 +115,7 @@ class SimPublisher:
     def _beat(self) -> None:
         if self._stopped or not self._in_step:
             return
-        if self._index.away or self._index.blocks.heartbeat(self._pod, self._generation) < 0:
+        if self._index.unreachable or self._index.blocks.heartbeat(self._pod, self._generation) < 0:
             self._fall_out()
         else:
             self._clock.call_after(HEARTBEAT_S, self._beat)
@@ -126,7 +129,7 @@ class SimPublisher:
     def _join(self) -> None:
         if self._stopped or self._in_step:
             return
-        if self._index.away:
+        if self._index.unreachable:
             self._fall_out()
             return
         blocks = self._index.blocks
@@ -179,5 +182,5 @@ class SimReader:
         self._index.bookings.unbook(pod, request_id)
 
     def _require(self) -> None:
-        if self._index.away:
-            raise IndexUnavailable("the prefix index is away")
+        if self._index.unreachable:
+            raise IndexUnavailable("the prefix index is unreachable")

@@ -102,7 +102,10 @@ class IndexModel:
             del self._pods[pod]
 
     def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        """Returns how many blocks from the start of the chain each (pod, generation) holds, without those with none."""
+        """Returns how many blocks from the start of the chain each (pod, generation) holds.
+
+        Pods that hold none are left out.
+        """
         found: dict[tuple[str, int], int] = {}
         if not chain:
             return found

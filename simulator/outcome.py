@@ -20,8 +20,9 @@ class RequestOutcome:
     ttft_s: float | None = None
     #: Mean time between tokens; None with fewer than two.
     mean_itl_s: float | None = None
-    #: Prompt tokens that the prefill pod had in its cache, and those that the gateway expected.
+    #: Prompt tokens that the prefill pod had in its cache.
     hit_tokens: int = 0
+    #: Prompt tokens that the gateway expected in the cache.
     expected_hit_tokens: int = 0
     attempts: int = 0
     #: The last token came.

@@ -91,7 +91,11 @@ class CapacityPlanner:
         seed: int = 0,
         on_measured: Callable[[MeasuredSetup], None] = lambda measured: None,
     ) -> None:
-        """`on_measured` gets every setup as soon as it is measured. Raises ConfigError."""
+        """Raises ConfigError.
+
+        Args:
+            on_measured: Gets every setup as soon as it is measured.
+        """
         if not rates.decode_row_s[0][1] and not rates.decode_overhead_s:
             raise ConfigError(f"--rates: {rates.name} has no decode times", field="rates")
         pool = rates.pool_blocks(trace.block_size) * trace.block_size

@@ -19,7 +19,7 @@ class PodUser(Protocol):
     """A request that runs on a pod."""
 
     def on_pod_lost(self, pod: SimulatedPod) -> None:
-        """The pod has died."""
+        """Called when the pod has died."""
 
 
 class NetworkLink:
@@ -40,6 +40,8 @@ class NetworkLink:
 
 
 class SimulatedPod:
+    """A pod that can die and start again under the same name, with its network link and its requests."""
+
     def __init__(self, index: SimIndex, name: str, role: Role, rates: HardwareRates, shape: PodShape) -> None:
         self.name = name
         self.role = role

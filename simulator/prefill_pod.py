@@ -17,7 +17,8 @@ from engine.schedule.sequence import Sequence as EngineSequence
 from simulator.clock import VirtualClock
 from simulator.hardware_rates import HardwareRates
 
-_FINGERPRINT = "00" * 16  # unused: the block hashes come from the trace
+#: Has no effect: the block hashes come from the trace.
+_FINGERPRINT = "00" * 16
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 
 #: Weight of the old value in the exponential mean of the prefill rate.
@@ -56,7 +57,10 @@ class PromptSequence(EngineSequence):
         on_chunk: Callable[[int, int], None],
         on_first_token: Callable[[], None],
     ) -> None:
-        """`on_chunk` gets the prompt tokens left and the tokens of the chunk."""
+        """
+        Args:
+            on_chunk: Gets the prompt tokens left and the tokens of the chunk.
+        """
         request = ValidRequest(request_id, "", (0,) * prompt_len, _ONE_TOKEN)
         super().__init__(request, fingerprint=_FINGERPRINT, block_size=block_size, hand_off=True)
         self.block_hashes = list(block_hashes)

@@ -46,13 +46,13 @@ class RequestOwner(Protocol):
         """Routes the request again."""
 
     def progress(self, request: SimulatedRequest, route: Route, tokens_left: int) -> None:
-        """A chunk is computed; so many prompt tokens are left."""
+        """Called when a chunk is computed, with the number of prompt tokens left."""
 
     def first_token(self, request: SimulatedRequest, route: Route) -> None:
-        """The prompt is computed."""
+        """Called when the prompt is computed."""
 
     def release_bookings(self, request: SimulatedRequest, route: Route) -> None:
-        """The attempt is over."""
+        """Called when the attempt has ended."""
 
 
 class SimulatedRequest:
@@ -156,7 +156,7 @@ class SimulatedRequest:
         self._clock.call_at(arrival, lambda: self._on_handed_off(route, prompt))
 
     def _on_handed_off(self, route: Route, prompt: PromptSequence) -> None:
-        """The decode pod has all KV of the prompt."""
+        """Starts decoding: the decode pod has all KV of the prompt."""
         route.prefill.prefill.release(prompt)
         if self._route is not route:
             return  # a pod died meanwhile
@@ -166,7 +166,7 @@ class SimulatedRequest:
         route.decode.decode.join(route.sequence)
 
     def on_decoded(self, _: int) -> None:
-        """The decode pod has produced the last token."""
+        """Ends the request after the last token of the decode pod."""
         self._end()
 
     def refuse(self) -> None:

@@ -1,7 +1,7 @@
 """The gateway's metrics at regular moments of the last minutes, from which rates and percentiles are computed.
 
 A task takes a sample of the existing counters every PERIOD_S, so the token path has no extra work. The ring keeps
-WINDOW_S. Before it is full, the oldest sample is that of the gateway's start.
+WINDOW_S. Before it is full, the oldest sample is from the gateway's start.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HistogramSnapshot:
 
     @classmethod
     def from_metric(cls, metric: Metric) -> Self:
-        """The snapshot of a collected histogram without labels."""
+        """Returns the snapshot of a collected histogram without labels."""
         bounds, counts, total = [], [], 0.0
         for sample in metric.samples:
             if sample.name.endswith("_bucket"):
@@ -107,7 +107,7 @@ class MetricsSample:
     pods: Mapping[PodKey, PodActivity]
 
     def kv_used(self) -> float | None:
-        """Share of the blocks of all pods that is in use; None without pods."""
+        """Returns the share of the blocks of all pods that is in use; None without pods."""
         blocks = [pod.blocks for pod in self.pods.values()]
         total = sum(b.total for b in blocks)
         return sum(b.leased + b.quarantined for b in blocks) / total if total else None
@@ -189,7 +189,11 @@ class MetricsHistory:
         waiting: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """pods: returns the known pods. waiting: returns the number of requests in the gateway's queues."""
+        """
+        Args:
+            pods: Returns the known pods.
+            waiting: Returns the number of requests in the gateway's queues.
+        """
         self._metrics = metrics
         self._pods = pods
         self._waiting = waiting
@@ -199,7 +203,7 @@ class MetricsHistory:
 
     @classmethod
     def of_gateway(cls, gateway: Gateway) -> Self:
-        """The history of a gateway's metrics, queues and pods."""
+        """Returns the history of a gateway's metrics, queues and pods."""
         return cls(
             gateway.metrics,
             lambda: [pod for model in gateway.models for pod in model.pod_table.pods.values()],
@@ -212,7 +216,7 @@ class MetricsHistory:
         self._task = asyncio.get_running_loop().create_task(self._forever())
 
     async def stop(self) -> None:
-        """Stops to take samples; idempotent."""
+        """Stops taking samples. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

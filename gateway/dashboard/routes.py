@@ -36,7 +36,7 @@ N = TypeVar("N", int, float)
 
 
 def routes(gateway: Gateway, history: MetricsHistory, version: str) -> list[Route]:
-    """The routes of the dashboard's data."""
+    """Returns the routes of the dashboard's data."""
     state, requests = DashboardState(gateway, history, version), DashboardRequests(gateway)
 
     async def state_route(_request: Request) -> Response:
@@ -93,7 +93,7 @@ class _PageFiles(StaticFiles):
 
 
 def page_routes() -> list[BaseRoute]:
-    """The routes of the page and its files."""
+    """Returns the routes of the page and its files."""
 
     async def index(_request: Request) -> Response:
         return FileResponse(FILES / "index.html", headers=_PAGE_HEADERS)

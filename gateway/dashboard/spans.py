@@ -41,8 +41,8 @@ class Span:
 def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[Span]:
     """Returns the phases of a request, from the JSON of GET /debug/requests/{id}.
 
-    Phases that did not happen are left out, and those of an attempt that was retried. `t` of an event is the second in
-    which the gateway received it, so a phase on a pod is placed by the arrival of its messages.
+    Phases that did not happen, and phases of an attempt that was retried, are left out. `t` of an event is the second
+    in which the gateway received it, so a phase on a pod is placed by the arrival of its messages.
 
     Args:
         tokens: Number of generated tokens.

@@ -43,7 +43,7 @@ async def complete_answers(choices: Sequence[Choice], spec: GenerationSpec) -> l
 def _best(answers: Sequence[CompleteAnswer], spec: GenerationSpec) -> list[CompleteAnswer]:
     """Returns the n best of each prompt's best_of candidates, best first; all answers, in order, if best_of is n.
 
-    The earlier answer wins a tie. The mean covers all generated tokens, those of a stop string included.
+    The earlier answer wins a tie. The mean covers all generated tokens, also the tokens of a stop string.
     """
     if spec.candidates == spec.n:
         return list(answers)
@@ -54,8 +54,8 @@ def _best(answers: Sequence[CompleteAnswer], spec: GenerationSpec) -> list[Compl
 
 
 def _mean_logprob(answer: CompleteAnswer) -> float:
-    known = [token.logprob for token in answer.tokens if token.logprob is not None]
-    return sum(known) / len(known) if known else -math.inf
+    logprobs = [token.logprob for token in answer.tokens if token.logprob is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -208,5 +208,5 @@ async def _queue_pieces(
 
 
 def total_usage(choices: Sequence[Choice]) -> Usage:
-    """Usage summed over the choices of a request; a prompt counts once."""
+    """Returns the usage summed over the choices of a request; a prompt counts once."""
     return sum((choice.usage_share for choice in choices), Usage())

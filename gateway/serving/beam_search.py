@@ -30,7 +30,7 @@ class BeamSearchParams:
     early_stopping: EarlyStopping = False
 
     def score(self, logprob: float, length: int) -> float:
-        """Score by which hypotheses are ranked."""
+        """Returns the score by which hypotheses are ranked."""
         return logprob / math.pow(length, self.length_penalty)
 
 
@@ -45,7 +45,7 @@ class Beam:
     finish: FinishReason | None = None
 
     def extended(self, choice: TokenLogprob, top: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Beam:
-        """The beam with one more token. `top` holds the alternatives that are reported with that token."""
+        """Returns the beam with one more token. `top` holds the alternatives that are reported with that token."""
         token = Token(len(self.tokens), choice.token, choice.logprob, top)
         return Beam((*self.tokens, token), self.logprob + choice.logprob, finish)
 
@@ -70,7 +70,7 @@ async def beam_search(
         min_tokens: No token of `stops` is taken before this many tokens.
         num_top: Alternatives kept per token.
     """
-    live, found = [Beam()], list[Beam]()
+    live, hypotheses = [Beam()], list[Beam]()
     for length in range(1, max_tokens + 1):
         tops = await expand(live)
         ends = stops if length > min_tokens else ()
@@ -82,26 +82,31 @@ async def beam_search(
         ]
         candidates.sort(key=lambda candidate: candidate[0], reverse=True)
         best = candidates[: params.width]
-        found += [beam.extended(c, top, FinishReason.STOP) for _, beam, c, top in best if c.token in ends]
+        hypotheses += [beam.extended(c, top, FinishReason.STOP) for _, beam, c, top in best if c.token in ends]
         if length == max_tokens:
-            found += [beam.extended(c, top, FinishReason.LENGTH) for _, beam, c, top in best if c.token not in ends]
-        found = _ranked(found, params)
+            hypotheses += [
+                beam.extended(c, top, FinishReason.LENGTH) for _, beam, c, top in best if c.token not in ends
+            ]
+        hypotheses = _ranked(hypotheses, params)
         continuing = [candidate for candidate in candidates if candidate[2].token not in ends][: params.width]
         live = [beam.extended(choice, top, None) for _, beam, choice, top in continuing]
-        if not live or (len(found) == params.width and _enough(live[0], found[-1], params, max_tokens)):
+        if not live or (len(hypotheses) == params.width and _enough(live[0], hypotheses[-1], params, max_tokens)):
             break
-    return found
+    return hypotheses
 
 
-def _ranked(found: Sequence[Beam], params: BeamSearchParams) -> list[Beam]:
+def _ranked(hypotheses: Sequence[Beam], params: BeamSearchParams) -> list[Beam]:
     def score(beam: Beam) -> float:
         return params.score(beam.logprob, len(beam.tokens))
 
-    return sorted(found, key=score, reverse=True)[: params.width]
+    return sorted(hypotheses, key=score, reverse=True)[: params.width]
 
 
 def _enough(live: Beam, worst: Beam, params: BeamSearchParams, max_tokens: int) -> bool:
-    """Whether the best live beam cannot displace the worst hypothesis, or `early_stopping` says not to wait for it."""
+    """Returns whether the search may end.
+
+    It may if the best live beam cannot displace the worst hypothesis, or `early_stopping` says not to wait for it.
+    """
     if params.early_stopping is True:
         return True
     longest = params.early_stopping == "never" and params.length_penalty > 0

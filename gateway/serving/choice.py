@@ -45,7 +45,7 @@ class CompleteAnswer:
     message: ParsedMessage | None = None
     #: The prompt's tokens with log-probabilities, None if the client asked for none.
     prompt_tokens: tuple[PromptToken, ...] | None = None
-    #: All generated tokens, those of a stop string included.
+    #: All generated tokens, also the tokens of a stop string.
     tokens: tuple[Token, ...] = ()
     #: The deltas of all pieces, None if all of the text is content.
     deltas: tuple[MessageDelta, ...] | None = None
@@ -158,14 +158,16 @@ class Choice:
     def prompt_tokens(self, num_top: int | None) -> tuple[PromptToken, ...]:
         """Returns the prompt's tokens, with log-probabilities once the first token was generated.
 
-        num_top: alternatives per token; None leaves the log-probabilities out.
+        Args:
+            num_top: Alternatives per token; None leaves the log-probabilities out.
         """
         parts = () if self._dispatch is None or num_top is None else self._dispatch.prompt_logprobs
         return prompt_tokens_with_logprobs(self.request.prompt_ids, parts, num_top or 0)
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Returns the prompt's log-probabilities once, after the first piece. Returns None otherwise, and if not
-        requested.
+        """Returns the prompt's log-probabilities once, after the first piece.
+
+        Returns None at every other call, and if they are not requested.
         """
         dispatch = self._dispatch
         if (
@@ -211,13 +213,12 @@ class Choice:
     async def relay(
         self, on_piece: Callable[[OutputPiece], bool], on_text: Callable[[str], bool] | None = None
     ) -> None:
-        """Calls `on_piece` for each following piece in the event loop turn in which its tokens arrive, until it returns
-        False.
+        """Calls `on_piece` for each following piece until it returns False.
 
-        `relay` is used after the first piece. It returns when `on_piece` returned False, when the answer ended, and at
-        once if the choice cannot be relayed; iteration continues from there. It raises what `on_piece` raises.
-        `on_text`, if given, is called instead of `on_piece` for most pieces that are the text of one token and nothing
-        else.
+        The call comes in the event loop turn in which the piece's tokens arrive. `relay` is used after the first piece.
+        It returns when `on_piece` returned False, when the answer ended, and at once if the choice cannot be relayed;
+        iteration continues from there. It raises what `on_piece` raises. `on_text`, if given, is called instead of
+        `on_piece` for most pieces that are the text of one token and nothing else.
         """
         dispatch = self._dispatch
         if not isinstance(dispatch, Dispatch) or self._output.finish is not None:

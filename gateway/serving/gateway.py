@@ -38,7 +38,7 @@ from gateway.serving.request import MAX_JSON_PARTS, ChatBody, CompletionBody, Ge
 from gateway.serving.request_context import RequestContext, Usage
 from gateway.telemetry.metrics import INTERNAL_OUTCOME, GatewayMetrics
 from gateway.telemetry.timeline import RecentTimelines, RequestTrace, Timeline
-from gateway.text.chat_format import keep_special_tokens
+from gateway.text.chat_format import parser_config_with_special_tokens
 from gateway.text.output_parser import OutputParserConfig
 from gateway.text.tokenizer import TextTokenizer
 from prefix_index.reader import IndexReader
@@ -307,7 +307,7 @@ class Gateway:
         limits = model.limits()
         if body.spec.grammar is not None:
             await model.chat_format.grammar_checker.check(body.spec.grammar)
-        parser_config = None if body.spec.skip_special_tokens else keep_special_tokens(model.tokenizer)
+        parser_config = None if body.spec.skip_special_tokens else parser_config_with_special_tokens(model.tokenizer)
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         for text in texts:
             _reject_too_long(text, model, limits, "prompt")

@@ -84,8 +84,8 @@ class ModelRegistry:
             if alias in self._models:
                 raise ConfigError(f"alias: {alias} is a model's own name", field="alias")
             if name not in self._models:
-                known = ", ".join(self._models)
-                raise ConfigError(f"alias: {alias} stands for {name}, which is not served ({known} is)", field="alias")
+                served = ", ".join(self._models)
+                raise ConfigError(f"alias: {alias} stands for {name}, which is not served ({served} is)", field="alias")
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
@@ -108,6 +108,6 @@ class ModelRegistry:
         return model
 
     def names(self) -> dict[str, ServedModel]:
-        """Every name and alias with its model, sorted by name."""
+        """Returns every name and alias with its model, sorted by name."""
         named = {**self._models, **{alias: self._models[name] for alias, name in self.aliases.items()}}
         return dict(sorted(named.items()))

@@ -1,4 +1,8 @@
-"""The metrics of a gateway, on a registry of their own."""
+"""The metrics of a gateway, on a registry of their own.
+
+To add a metric: declare it in `GatewayMetrics.__init__` with a help text, record it where the event happens, and add a
+row to the table in docs/operations.md. tests/integration/test_metric_names.py compares the table with the code.
+"""
 
 from __future__ import annotations
 
@@ -91,15 +95,15 @@ class GatewayMetrics:
         self.set_index_mode("hash")
 
     def watch_queue(self, waiting: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
-        """`waiting` returns ((model,), requests in its queue) for every model."""
+        """Exports the queue lengths: `waiting` returns ((model,), requests in its queue) for every model."""
         self.base.sampled_gauge("admission_waiting", "Requests in the gateway's queue", waiting, ["model"])
 
     def watch_ready(self, ready: Callable[[], bool]) -> None:
-        """`ready` returns whether requests can be answered."""
+        """Exports the readiness: `ready` returns whether requests can be answered."""
         self.base.sampled_gauge("gateway_ready", "1 while requests can be answered", lambda: [((), float(ready()))])
 
     def watch_pods(self, pods: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
-        """`pods` returns ((model, role, state), number of pods) for every combination."""
+        """Exports the numbers of pods: `pods` returns ((model, role, state), number of pods) for every combination."""
         self.base.sampled_gauge(
             "pods", "Pods that this gateway knows, by what they are to it", pods, ["model", "role", "state"]
         )

@@ -63,7 +63,7 @@ class Timeline:
 
     @property
     def exemplar(self) -> dict[str, str] | None:
-        """Links an observation in a histogram to the spans of this request."""
+        """The labels that link an observation in a histogram to the spans of this request; None without spans."""
         return None if self.trace is None else {"trace_id": self.trace.context.trace_id}
 
     @property
@@ -126,7 +126,7 @@ class AttemptTrace:
         return self.context.metadata
 
     def on_placed(self, decode: str, prefill: str | None, predicted_tokens: int) -> None:
-        """Pods were chosen."""
+        """Records that pods were chosen."""
         attributes = {
             "baton.decode_pod": decode,
             "baton.prefill_pod": prefill,
@@ -135,16 +135,16 @@ class AttemptTrace:
         self._step("gateway.route", attributes)
 
     def on_reserve_answer(self, pod: str, outcome: str, error: str | None = None) -> None:
-        """A decode pod answered Reserve, or did not."""
+        """Records that a decode pod answered Reserve, or that the call failed."""
         self._step("gateway.reserve", {"baton.pod": pod, "baton.outcome": outcome}, kind="client", error=error)
 
     def on_first_token(self) -> None:
-        """The first token has arrived. Later calls have no effect."""
+        """Records that the first token has arrived. Later calls have no effect."""
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
 
     def end(self, error: str | None, attributes: Attributes) -> None:
-        """The attempt is over. Idempotent."""
+        """Records the spans of the attempt, which has ended. Idempotent."""
         if self._ended:
             return
         self._ended, now = True, time.monotonic()
@@ -167,7 +167,11 @@ class RequestTrace:
     """Records the spans of one request."""
 
     def __init__(self, tracer: Tracer, context: TraceContext, parent: TraceContext | None) -> None:
-        """`context` is that of the span gateway.request, `parent` that of the client's span, if there is one."""
+        """
+        Args:
+            context: The context of the span gateway.request.
+            parent: The context of the client's span, None if there is none.
+        """
         self.context = context
         self._tracer = tracer
         self._parent = parent

@@ -26,7 +26,7 @@ from gateway.text.tools.format import RequestTools
 from gateway.text.tools.lark import parameters_schema
 from gateway.text.tools.prompt import render_tools_as_text
 
-#: Chats with more messages and tools than this are rendered in a thread. A template takes some 10 us for each.
+#: Chats with more messages and tools than this are rendered in a thread. A template takes about 10 us for each of them.
 INLINE_PARTS = 128
 #: Grammars of one model that are compiled at the same time.
 MAX_COMPILING = 2
@@ -46,9 +46,10 @@ class PreparedChat:
 
 
 class ChatFormat:
-    """Chat template, tool format and reasoning format of one model. Raises ConfigError.
+    """Chat template, tool format and reasoning format of one model.
 
-    `tool_parser` and `reasoning_parser` name a format; "auto" chooses one by the chat template and the added tokens.
+    The constructor raises ConfigError. `tool_parser` and `reasoning_parser` name a format; "auto" chooses one by the
+    chat template and the added tokens.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class ChatFormat:
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
-        """Builds the grammar tokenizer at start, because the build holds the interpreter lock for too long to run
-        later.
+        """Builds the grammar tokenizer now.
+
+        Later the build would block the event loop, because it holds the interpreter lock.
         """
         try:
             self._grammar_tokenizer.get()
@@ -99,6 +101,7 @@ class ChatFormat:
         if text is not None:
             await self.grammar_checker.check(text)
         prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
+        # Without reasoning sections the answer begins at once, as it does after a section.
         initial_section = (
             ReasoningSection.AFTER
             if self.reasoning_format is None
@@ -125,8 +128,9 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Returns the prompt. Raises InvalidRequest if the template rejects the chat. Long chats are rendered in a
-        thread.
+        """Returns the prompt. Raises InvalidRequest if the template rejects the chat.
+
+        Long chats are rendered in a thread.
         """
 
         def render() -> str:
@@ -137,7 +141,10 @@ class ChatFormat:
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
     async def _check_grammar(self, grammar: Grammar, tools: RequestTools | None) -> None:
-        """Raises InvalidRequest. If the parameters of one function are the reason, the error names them."""
+        """Raises InvalidRequest if the grammar is rejected.
+
+        The error names the function whose parameters are the reason, if there is one.
+        """
         try:
             await self.grammar_checker.check(grammar)
         except InvalidRequest:
@@ -154,7 +161,7 @@ class ChatFormat:
         keep_special: bool,
     ) -> OutputParserConfig | None:
         if tools is None and self.reasoning_format is None:
-            return keep_special_tokens(self._tokenizer) if keep_special else None
+            return parser_config_with_special_tokens(self._tokenizer) if keep_special else None
         tokenizer = self._tokenizer
         markers = [*(self.tool_format.markers if tools else ())]
         if self.reasoning_format is not None:
@@ -172,7 +179,7 @@ class ChatFormat:
         )
 
 
-def keep_special_tokens(tokenizer: TextTokenizer) -> OutputParserConfig:
+def parser_config_with_special_tokens(tokenizer: TextTokenizer) -> OutputParserConfig:
     """Returns the parser configuration of a completion that shows special tokens."""
     return OutputParserConfig(
         tokenizer=tokenizer, kept_special_ids=tokenizer.special_ids - frozenset(tokenizer.eos_ids)

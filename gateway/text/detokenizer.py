@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
 def make_detokenizer(tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
     """Returns the detokenizer that fits the vocabulary.
 
-    Special tokens have no text; those in `kept_ids` have their name as text.
+    Special tokens have no text, but the special tokens in `kept_ids` have their name as text.
     """
     return ByteLevelDetokenizer(tokenizer, kept_ids) if tokenizer.byte_level else WindowDetokenizer(tokenizer, kept_ids)
 
@@ -47,7 +47,8 @@ class ByteLevelDetokenizer:
         self._texts = tokenizer.token_texts
         self._kept_ids = kept_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._clean = True  # no character is incomplete
+        #: No character is incomplete.
+        self._clean = True
 
     def feed(self, token_id: int) -> str:
         if self._clean and token_id not in self._kept_ids and (text := self._texts[token_id]) is not None:
@@ -64,8 +65,9 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizer for any vocabulary: decodes a short window with and without the new tokens and returns the
-    difference.
+    """Detokenizer for any vocabulary.
+
+    It decodes a short window with and without the new tokens. The difference is the new text.
     """
 
     def __init__(self, tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> None:

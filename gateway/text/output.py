@@ -35,7 +35,7 @@ class OutputPiece:
     text: str
     #: Tokens with log-probabilities, of released text only; they may lag behind `tokens`.
     reported: tuple[ReportedToken, ...]
-    #: Tokens generated in this step, those of a stop string included.
+    #: Tokens generated in this step, also the tokens of a stop string.
     tokens: Sequence[Token]
     finish: FinishReason | None = None
     #: The parsed meaning of the text, None if all of it is content.
@@ -54,7 +54,11 @@ class ChoiceOutput:
         parser_config: OutputParserConfig | None = None,
         include_stop: bool = False,
     ) -> None:
-        """parser_config None means that all text is content. include_stop: a stop string is part of the text."""
+        """
+        Args:
+            parser_config: How the text is parsed; None means that all of it is content.
+            include_stop: A stop string is part of the text.
+        """
         self._detokenizer = make_detokenizer(
             tokenizer, parser_config.kept_special_ids if parser_config else frozenset()
         )

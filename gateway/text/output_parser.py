@@ -61,8 +61,9 @@ class OutputParser:
     def feed(
         self, text: str, tokens: Sequence[Token], finish: FinishReason | None
     ) -> tuple[tuple[MessageDelta, ...], FinishReason | None]:
-        """Returns the deltas of more text, and the finish reason. The choice also finishes when the last allowed call
-        is complete.
+        """Returns the deltas of more text, and the finish reason.
+
+        The choice also finishes when the last allowed call is complete.
         """
         deltas: list[MessageDelta] = []
         self._feed(text, tokens, deltas)
@@ -88,8 +89,9 @@ class OutputParser:
     def _count_reasoning_tokens(self, tokens: Sequence[Token], length: int, answer_chars: int | None) -> None:
         """Counts the tokens that begin in the reasoning section.
 
-        length: characters of the tokens' text. answer_chars: how many of them, at the end, follow the section; None
-        while the section goes on.
+        Args:
+            length: Characters of the tokens' text.
+            answer_chars: How many of them, at the end, follow the section; None while the section goes on.
         """
         if answer_chars is None:
             self.reasoning_tokens += len(tokens)

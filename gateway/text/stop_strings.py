@@ -13,7 +13,10 @@ class StopStringScanner:
     """Scans one output."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """include: a stop string is part of the released text."""
+        """
+        Args:
+            include: A stop string is part of the released text.
+        """
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
@@ -25,10 +28,10 @@ class StopStringScanner:
         if self.found or not self._stops:
             return "" if self.found else text
         buffer = self._held + text
-        found = [(at, len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
-        if found:
+        matches = [(at, len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if matches:
             self.found, self._held = True, ""
-            start, length = min(found)
+            start, length = min(matches)
             return buffer[: start + length if self._include else start]
         keep = max(_overlap(buffer, stop) for stop in self._stops)
         self._held = buffer[len(buffer) - keep :]
@@ -41,7 +44,7 @@ class StopStringScanner:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    """Returns the length of the longest proper prefix of `stop` that `text` ends with."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,6 +1,6 @@
 """Text to token ids and back for one model directory, without torch or transformers.
 
-Invariant: ids equal those of `transformers` on the same directory. The end-of-sequence ids come from
+Invariant: ids equal the ids of `transformers` on the same directory. The end-of-sequence ids come from
 generation_config.json, config.json or tokenizer_config.json; the first of these that has them counts.
 """
 
@@ -113,7 +113,10 @@ class TextTokenizer:
         return ids
 
     def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """`encode` for use in a thread. In the library only the batch calls release the interpreter lock."""
+        """Returns the same as `encode`, for use in a thread.
+
+        Only the batch calls of the library release the interpreter lock.
+        """
         ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -174,8 +177,8 @@ class TextTokenizer:
         token: str = self.raw.id_to_token(token_id) or ""
         if self.byte_level:
             table = byte_of_char()
-            known = [table[c] for c in token if c in table]
-            return bytes(known) if len(known) == len(token) else token.encode()
+            decoded = [table[c] for c in token if c in table]
+            return bytes(decoded) if len(decoded) == len(token) else token.encode()
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()

@@ -11,10 +11,14 @@ from typing import Any, Protocol
 from loadtest.run import RequestRecord
 from loadtest.workload.prompts import ModelAnswer, Turn
 
+#: Seconds of work between two yields to the event loop.
 BUILD_SLICE_S = 100e-6
-GRACE_S = 5.0  # after the deadline, time for the server's own timeout answer
-RESPONSE_TIMEOUT_S = 660.0  # without a deadline: one minute more than the gateway's own limit
-LEAVE_S = 0.05  # wait of a client that aborts before the first token
+#: Seconds after the deadline for the server's own timeout answer.
+GRACE_S = 5.0
+#: Limit of a response without a deadline: one minute more than the gateway's own limit.
+RESPONSE_TIMEOUT_S = 660.0
+#: Seconds that a client waits before it aborts, if it aborts before the first token.
+ABORT_WAIT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class LoopYielder:
         self._until = time.perf_counter() + BUILD_SLICE_S
 
     async def yield_if_due(self) -> None:
-        """Yields if the time slice is over."""
+        """Yields if the time slice has ended."""
         if time.perf_counter() >= self._until:
             await asyncio.sleep(0)
             self._until = time.perf_counter() + BUILD_SLICE_S

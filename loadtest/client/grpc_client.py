@@ -13,7 +13,7 @@ import grpc
 from common.errors import BatonError, ConfigError, Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
 from common.rpc import error_from_rpc, open_channel
-from loadtest.client.base import GRACE_S, LEAVE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft
+from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
 from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece
@@ -96,7 +96,7 @@ class GrpcClient:
         call = self._stub.Generate(message, timeout=self._timeout_s, metadata=metadata)
         try:
             if record.abort_after == 0:
-                await asyncio.sleep(LEAVE_S)
+                await asyncio.sleep(ABORT_WAIT_S)
                 record.aborted = True
             else:
                 async with asyncio.timeout(self._timeout_s + GRACE_S):

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from common.errors import ConfigError, Unavailable
-from loadtest.client.base import GRACE_S, LEAVE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft
+from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft
 from loadtest.client.http_connection import HttpConnection, ParseQueue
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
@@ -188,7 +188,7 @@ class _RestExchange:
         self._connection = connection
         loop = asyncio.get_running_loop()
         timer = loop.call_later(max(0.0, timeout_s), self._expire)
-        abort_timer = loop.call_later(LEAVE_S, self._abort) if self.record.abort_after == 0 else None
+        abort_timer = loop.call_later(ABORT_WAIT_S, self._abort) if self.record.abort_after == 0 else None
         connection.start(self, request)
         try:
             await self._done

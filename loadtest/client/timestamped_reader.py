@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the ancillary message has the same number
+#: From asm-generic/socket.h; the ancillary message has the same number.
+SO_TIMESTAMPNS = 35
 READ_BYTES = 1 << 14
 ANCILLARY_BYTES = 64
 CLOCK_READINGS, MAX_READING_S = 5, 20e-6
-MAX_AGE_S = 5.0  # an older stamp means that the wall clock was changed
+#: An older stamp means that the wall clock was changed.
+MAX_AGE_S = 5.0
 _TIMESPEC = struct.Struct("@ll")
 
 

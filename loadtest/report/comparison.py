@@ -61,7 +61,7 @@ class Comparison:
     differences: tuple[tuple[str, Any, Any], ...]
 
     def worse(self, tolerance: float) -> list[ComparisonRow]:
-        """Returns the figures that are worse by more than `tolerance`, without those that are not significant."""
+        """Returns the figures that are significantly worse, by more than `tolerance`."""
         return [row for row in self.rows if row.worse_by > tolerance and row.significant is not False]
 
 

@@ -27,9 +27,12 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 MAX_BINS = 240
 BINS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 CURVE = (*(i / 100 for i in range(100)), 0.995, 0.999, 0.9999, 1.0)
-MESSAGES = 3  # messages per kind of error in the document
-LATE_MS = 5.0  # warning: p99 of the lag
-BUSY = 0.9  # warning: share of a core that the generator used
+#: Messages per kind of error in the document.
+MESSAGES = 3
+#: The report warns if the p99 of the lag is above this.
+LATE_MS = 5.0
+#: The report warns if the generator used more than this share of a core.
+BUSY = 0.9
 
 Latency = Callable[[RequestRecord], float | None]
 

@@ -60,8 +60,8 @@ class PromptMessage:
     #: Chat role: system, user or assistant.
     role: str
     pieces: tuple[TextPiece, ...]
-    #: For an assistant message: the turn that produced it. The client sends the model's answer to this turn if it has
-    #: it, else the pieces.
+    #: The turn that produced an assistant message. The client sends the model's answer to this turn, or the pieces if
+    #: it has no answer. None for other messages.
     answer: int | None = None
 
     @property

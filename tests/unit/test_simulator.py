@@ -246,13 +246,13 @@ def test_pods_publish_again_after_an_outage_of_the_index() -> None:
     publisher.start(lambda: list(held))
     clock.run(lambda: clock.now > 1)
     assert index.reader().lookup(held, [("p", 1)]) == {"p": 3}
-    index.away = True
+    index.unreachable = True
     clock.run(lambda: clock.now > 5)
     held.append(synthetic_block_hash(3))
     publisher.stored(held[3:])
     with pytest.raises(IndexUnavailable):
         index.reader().lookup(held, [("p", 1)])
-    index.away = False
+    index.unreachable = False
     clock.run(lambda: clock.now > 15)
     assert index.reader().lookup(held, [("p", 1)]) == {"p": 4}
 

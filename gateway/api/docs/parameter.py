@@ -50,36 +50,36 @@ class Parameter:
 
 
 def integer(name: str, low: int, high: int, meaning: str, **rest: Any) -> Parameter:
-    """An integer in [low, high]."""
+    """Returns the parameter of an integer in [low, high]."""
     return Parameter(name, meaning, {"type": "integer", "minimum": low, "maximum": high}, **rest)
 
 
 def number(name: str, low: float, high: float, meaning: str, *, default: float, open_low: bool = False) -> Parameter:
-    """A number in [low, high], or in (low, high] with open_low."""
+    """Returns the parameter of a number in [low, high], or in (low, high] with open_low."""
     bound = "exclusiveMinimum" if open_low else "minimum"
     return Parameter(name, meaning, {"type": "number", bound: low, "maximum": high, "default": default})
 
 
 def boolean(name: str, meaning: str, **rest: Any) -> Parameter:
-    """true or false; false if absent."""
+    """Returns the parameter of a boolean; false if absent."""
     return Parameter(name, meaning, {"type": "boolean", "default": False}, **rest)
 
 
 def text(name: str, most: int, meaning: str, **rest: Any) -> Parameter:
-    """A string of at most `most` characters."""
+    """Returns the parameter of a string of at most `most` characters."""
     return Parameter(name, meaning, {"type": "string", "maxLength": most}, **rest)
 
 
 def limited(name: str, values: Sequence[object], meaning: str) -> Parameter:
-    """A parameter that accepts only these values."""
+    """Returns a parameter that accepts only these values."""
     return Parameter(name, meaning, {"enum": list(values)}, Support.LIMITED)
 
 
 def ignored(name: str, meaning: str) -> Parameter:
-    """A parameter that accepts any value and has no effect."""
+    """Returns a parameter that accepts any value and has no effect."""
     return Parameter(name, meaning, {}, Support.IGNORED)
 
 
 def refused(name: str, meaning: str) -> Parameter:
-    """A parameter that accepts only null."""
+    """Returns a parameter that accepts only null."""
     return Parameter(name, meaning, {"type": "null"}, Support.REFUSED)

@@ -89,7 +89,7 @@ def _client_id(given: str) -> str:
 
 
 def _fits_metadata(client_id: str | None) -> TypeGuard[str]:
-    """Whether an id may stand in gRPC metadata."""
+    """Returns whether an id may stand in gRPC metadata."""
     return client_id is not None and client_id.isascii() and client_id.isprintable()
 
 
@@ -123,7 +123,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             except TimeoutError as e:
                 raise DeadlineExceeded("the request's time is over") from e
             except CALLER_DISCONNECTED as e:
-                raise Cancelled("the client has gone") from e
+                raise Cancelled("the client disconnected") from e
 
     def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         """Returns the caller. Raises InvalidApiKey."""

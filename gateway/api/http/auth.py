@@ -36,7 +36,11 @@ class AuthMiddleware:
     """ASGI middleware that identifies the caller, and rejects a request without a valid key."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing, refuse: Refusal, open_metrics: bool) -> None:
-        """refuse: returns an application that answers with an error. open_metrics: /metrics needs no key."""
+        """
+        Args:
+            refuse: Returns an application that answers with an error.
+            open_metrics: /metrics needs no key.
+        """
         self._app = app
         self._keys = keys
         self._refuse = refuse

@@ -80,7 +80,7 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Cancelled("the client went away")
+            raise Cancelled("the client disconnected")
         part = message.get("body", b"")
         more = message.get("more_body", False)
         size += len(part)
@@ -94,7 +94,7 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _count_parts(raw: bytes) -> int:
-    """An upper bound of the parts; exact for a text without strings."""
+    """Returns an upper bound of the number of parts; it is exact for a text without strings."""
     return len(raw) - len(raw.translate(None, b"[{:,"))
 
 

@@ -45,7 +45,10 @@ class HttpResponse:
     """One HTTP response in progress."""
 
     def __init__(self, send: Send, writer: BodyWriter | None) -> None:
-        """writer: the fast way to write body chunks, None if the connection has none."""
+        """
+        Args:
+            writer: The fast way to write body chunks, None if the connection has none.
+        """
         self._asgi_send = send
         self._writer = writer
         self.request_id: str | None = None
@@ -77,8 +80,9 @@ class HttpResponse:
 
     @property
     def fast_write(self) -> Callable[[bytes], bool] | None:
-        """A function that writes further bytes of the stream at once, see BodyWriter.write; None if `send_event` must
-        be used.
+        """A function that writes further bytes of the stream at once, or None.
+
+        The function is BodyWriter.write. With None the caller must use `send_event`.
         """
         writer = self._writer
         return writer.write if self.streaming and writer is not None and writer.ready else None
@@ -119,7 +123,11 @@ class Endpoint:
     """An ASGI application for one POST route."""
 
     def __init__(self, gateway: Gateway, name: str, handler: RequestHandler) -> None:
-        """name: the endpoint in metrics and timelines. handler: answers the parsed body, or raises BatonError."""
+        """
+        Args:
+            name: The endpoint's name in metrics and timelines.
+            handler: Answers the parsed body, or raises BatonError.
+        """
         self._gateway = gateway
         self._name = name
         self._handler = handler
@@ -180,7 +188,7 @@ class Endpoint:
             response.done = response.streaming  # a client that does not read gets no error event
             raise DeadlineExceeded("the request's time is over")
         else:
-            raise Cancelled("the client went away")
+            raise Cancelled("the client disconnected")
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

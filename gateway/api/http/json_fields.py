@@ -54,13 +54,16 @@ class JsonFields:
     """The members of one JSON object."""
 
     def __init__(self, members: Mapping[str, Any], prefix: str = "") -> None:
-        """prefix: put before field names in errors, e.g. "stream_options."."""
+        """
+        Args:
+            prefix: Put before field names in errors, e.g. "stream_options.".
+        """
         self._members = members
         self._prefix = prefix
 
     @classmethod
     def of_body(cls, body: object) -> Self:
-        """The members of a request's body. Raises InvalidRequest if the body is not an object."""
+        """Returns the members of a request's body. Raises InvalidRequest if the body is not an object."""
         if not isinstance(body, dict):
             raise InvalidRequest(f"the request body must be a JSON object, not {type_name(body)}")
         return cls(body)

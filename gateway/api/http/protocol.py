@@ -49,7 +49,7 @@ class WriteBatcher:
             asyncio.get_running_loop().call_soon(self._end_of_turn)
 
     def flush(self) -> None:
-        """Writes all waiting chunks in order, except those of connections that were closed meanwhile."""
+        """Writes all waiting chunks in order, except chunks of connections that were closed meanwhile."""
         pieces, self._pieces = self._pieces, []
         for transport, piece in pieces:
             if not transport.is_closing():
@@ -104,13 +104,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     newest request, `_answering` to the one that is answered now.
     """
 
-    _head_bytes = 0  # received since a head or a piece of a body was complete; trailers count too
+    #: Bytes received since a head or a piece of a body was complete; trailers count too.
+    _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
-    _input_closed = False  # further input is ignored
+    #: Further input is ignored.
+    _input_closed = False
 
     def __init__(self, *args: Any, batcher: WriteBatcher, **kwargs: Any) -> None:
-        """batcher: the server's. The other arguments are uvicorn's."""
+        """
+        Args:
+            batcher: The server's batcher of writes. The other arguments are uvicorn's.
+        """
         super().__init__(*args, **kwargs)
         self._batcher = batcher
 
@@ -139,12 +144,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(InvalidRequest(text), 431)
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Called when a head begins."""
         super().on_message_begin()
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        """A head is complete."""
+        """Called when a head is complete."""
         self._head_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
@@ -154,7 +159,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._answering = self.cycle
 
     def on_response_complete(self) -> None:
-        """An answer is complete; the next pipelined request is answered."""
+        """Called when an answer is complete; then the next pipelined request is answered."""
         self._answering = self.pipeline[-1][0] if self.pipeline else None
         if self._head_timer is not None:  # uvicorn may resume reading the rest of a head only now
             self._stop_timer()
@@ -162,7 +167,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body has arrived. Its reader bounds the body's length."""
+        """Called when a piece of a body has arrived. The reader of the body bounds its length."""
         self._head_bytes = 0
         super().on_body(body)
 

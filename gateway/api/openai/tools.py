@@ -24,11 +24,11 @@ def parse_tools(fields: JsonFields) -> RequestTools | None:
     name, inner = ("functions", "") if legacy else ("tools", ".function")
     declared = new or old
     functions = tuple(_declared(t["function"], f"{name}[{i}]{inner}.parameters") for i, t in enumerate(declared))
-    known = {f.name: f for f in functions}
-    if len(known) < len(functions):
+    by_name = {f.name: f for f in functions}
+    if len(by_name) < len(functions):
         raise InvalidRequest(f"{name} has two functions of the same name", field=name)
-    mode, names = _choice(fields.raw("tool_choice"), known)
-    old_mode, old_names = _old_choice(fields.raw("function_call"), known)
+    mode, names = _parse_tool_choice(fields.raw("tool_choice"), by_name)
+    old_mode, old_names = _parse_function_call(fields.raw("function_call"), by_name)
     if legacy:
         mode, names = old_mode, old_names
     if not functions or mode == "none":
@@ -90,24 +90,24 @@ def _declared(function: dict[str, Any], field: str) -> Function:
     )
 
 
-def _choice(value: object, known: dict[str, Function]) -> tuple[str, set[str] | None]:
+def _parse_tool_choice(value: object, by_name: dict[str, Function]) -> tuple[str, set[str] | None]:
     """Returns the mode and the names of the functions that may be called (None: all)."""
     if value is None:
         return "auto", None
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
             raise InvalidRequest("tool_choice must be none, auto, required or a function", field="tool_choice")
-        if value == "required" and not known:
+        if value == "required" and not by_name:
             raise InvalidRequest("tool_choice is required, and there are no tools", field="tool_choice")
         return value, None
     if not isinstance(value, dict):
         raise wrong_type("tool_choice", "a string or an object", value)
     if value.get("type") == "allowed_tools":
-        return _allowed(value.get("allowed_tools"), known)
-    return "required", {_named(value, "tool_choice", known)}
+        return _parse_allowed_tools(value.get("allowed_tools"), by_name)
+    return "required", {_parse_function_name(value, "tool_choice", by_name)}
 
 
-def _allowed(value: object, known: dict[str, Function]) -> tuple[str, set[str]]:
+def _parse_allowed_tools(value: object, by_name: dict[str, Function]) -> tuple[str, set[str]]:
     name = "tool_choice.allowed_tools"
     if not isinstance(value, dict):
         raise wrong_type(name, "an object", value)
@@ -116,31 +116,31 @@ def _allowed(value: object, known: dict[str, Function]) -> tuple[str, set[str]]:
         raise InvalidRequest(f"{name}.mode must be auto or required", field=f"{name}.mode")
     if not isinstance(tools, list) or not tools:
         raise wrong_type(f"{name}.tools", "an array of functions", tools)
-    return mode, {_named(tool, f"{name}.tools[{i}]", known) for i, tool in enumerate(tools)}
+    return mode, {_parse_function_name(tool, f"{name}.tools[{i}]", by_name) for i, tool in enumerate(tools)}
 
 
-def _named(value: object, name: str, known: dict[str, Function]) -> str:
+def _parse_function_name(value: object, name: str, by_name: dict[str, Function]) -> str:
     """Returns the name in {"type": "function", "function": {"name": ...}}."""
     if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(value.get("function"), dict):
         raise InvalidRequest(f'{name} must be {{"type": "function", "function": {{"name": ...}}}}', field=name)
-    return _known(value["function"].get("name"), f"{name}.function.name", known)
+    return _require_declared(value["function"].get("name"), f"{name}.function.name", by_name)
 
 
-def _known(called: object, name: str, known: dict[str, Function]) -> str:
+def _require_declared(called: object, name: str, by_name: dict[str, Function]) -> str:
     """Returns the name if it is one of the declared functions."""
     if not isinstance(called, str):
         raise wrong_type(name, "a string", called)
-    if called not in known:
+    if called not in by_name:
         raise InvalidRequest(f"{name} {called[:128]!r} is not one of the functions that the request has", field=name)
     return called
 
 
-def _old_choice(value: object, known: dict[str, Function]) -> tuple[str, set[str] | None]:
-    """Like `_choice`, for OpenAI's older function_call."""
+def _parse_function_call(value: object, by_name: dict[str, Function]) -> tuple[str, set[str] | None]:
+    """Returns the same as `_parse_tool_choice`, for OpenAI's older function_call."""
     if value is None:
         return "auto", None
     if isinstance(value, dict):
-        return "required", {_known(value.get("name"), "function_call.name", known)}
+        return "required", {_require_declared(value.get("name"), "function_call.name", by_name)}
     if value not in ("none", "auto"):
         raise InvalidRequest("function_call must be none, auto or a function", field="function_call")
     assert isinstance(value, str)

@@ -50,7 +50,7 @@ async function refresh() {
 function heading({ gateway: it, pods, models }) {
   const ready = pods.filter((pod) => pod.state === "ready").length;
   const state = it.draining ? "draining" : it.ready ? "ready" : "not ready";
-  const index = { redis: "index: Redis", local: "index: away, this gateway's own", hash: "index: away, by hash" }[it.index_mode];
+  const index = { redis: "index: Redis", local: "index: unreachable, this gateway's own", hash: "index: unreachable, by hash" }[it.index_mode];
   $("gateway").textContent = [
     `${models.map((model) => model.name).join(", ")}: ${state}`,
     `${ready} of ${pods.length} pods`,

@@ -113,9 +113,9 @@ def split_at_marker(buffer: str, markers: tuple[str, ...]) -> tuple[str, str, st
 
     Without a marker: the text that cannot begin one, "", and the text that may.
     """
-    found = [(at, marker) for marker in markers if (at := buffer.find(marker)) >= 0]
-    if found:
-        at, marker = min(found, key=lambda f: (f[0], -len(f[1])))
+    matches = [(at, marker) for marker in markers if (at := buffer.find(marker)) >= 0]
+    if matches:
+        at, marker = min(matches, key=lambda f: (f[0], -len(f[1])))
         return buffer[:at], marker, buffer[at + len(marker) :]
     longest = max(map(len, markers), default=1) - 1
     for at in range(max(0, len(buffer) - longest), len(buffer)):

@@ -65,8 +65,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """A complete answer split into content, reasoning and tool calls. Content and reasoning are None if the answer has
-    none.
+    """A complete answer split into content, reasoning and tool calls.
+
+    Content and reasoning are None if the answer has none.
     """
 
     content: str | None

@@ -40,7 +40,7 @@ def json_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
 
 
 def json_schema_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
-    """Like `json_call_rules`, but made of JSON's own lexemes, for a place where other JSON may stand too."""
+    """Defines the rule of `json_call_rules` with JSON's own lexemes, for a place where other JSON may stand too."""
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
     for i, f in enumerate(functions):
         schema = {
@@ -79,8 +79,8 @@ def named_call_rules(rule: str, functions: Sequence[Function], begin: str, betwe
 def keyword_call_rules(rule: str, functions: Sequence[Function], lead: str = "") -> str:
     """Defines `rule` as f(a=1, b="x") for one of the functions, after `lead`.
 
-    The properties come in their order; those that are not required are optional. A schema without properties that are
-    identifiers takes no arguments.
+    The properties come in their order. A property that is not required is optional. A schema without properties that
+    are identifiers takes no arguments.
     """
     lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
     for i, f in enumerate(functions):

@@ -1,6 +1,6 @@
 """Tools for chat templates that do not know them: described in the system message, in the format that is parsed.
 
-The wording is that of Qwen 2.5's templates, because a model may have seen it in training.
+The wording is taken from Qwen 2.5's templates, because a model may have seen it in training.
 """
 
 from __future__ import annotations

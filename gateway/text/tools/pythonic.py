@@ -31,8 +31,9 @@ class PythonLiteralScanner:
         self._quote = ""
 
     def find_end(self, text: str) -> int | None:
-        """Returns the position of the end, None if more text is needed. `text` begins with the value and grows between
-        calls.
+        """Returns the position of the end, None if more text is needed.
+
+        `text` begins with the value and grows between calls.
         """
         while self._at < len(text):
             char = text[self._at]

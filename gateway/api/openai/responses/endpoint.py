@@ -34,7 +34,10 @@ class ResponsesHandler:
     """Answers the routes of one gateway."""
 
     def __init__(self, gateway: Gateway, store: ResponseStore | None) -> None:
-        """store: None stores nothing, and rejects requests that need a stored response."""
+        """
+        Args:
+            store: None stores nothing, and rejects requests that need a stored response.
+        """
         self._gateway = gateway
         self._store = store
 

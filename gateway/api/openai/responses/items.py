@@ -140,7 +140,10 @@ def to_messages(instructions: str | None, items: Sequence[ResponseItem]) -> list
 
 
 def _continues(turn: ResponseItem, kind: str) -> bool:
-    """Whether an item belongs to the open turn: reasoning begins a turn, and a message comes before calls."""
+    """Returns whether an item belongs to the open turn.
+
+    Reasoning begins a turn, and a message comes before calls.
+    """
     if kind == "function_call":
         return True
     return kind == "message" and turn["content"] is None and "tool_calls" not in turn
@@ -157,5 +160,5 @@ def _add(turn: ResponseItem, item: ResponseItem) -> None:
 
 
 def _is_empty_turn(message: ResponseItem) -> bool:
-    """Whether a message is reasoning that no content or call followed."""
+    """Returns whether a message is reasoning that no content or call followed."""
     return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message

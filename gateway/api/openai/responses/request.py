@@ -1,7 +1,7 @@
 """Parses and checks a /v1/responses body, and makes the chat that it asks for.
 
-`parse_chat` checks the fields that chats have as well, so that both endpoints treat them alike. `rename_fields` gives
-its errors the field names of this endpoint.
+`parse_chat` checks the fields that a chat request has too, so that both endpoints treat them alike.
+`rename_fields` gives its errors the field names of this endpoint.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gateway.serving.request import ChatBody
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 
-#: Fields with the same name and meaning in a chat: OpenAI's, and then those beyond OpenAI's API.
+#: Fields with the same name and meaning in a chat: first OpenAI's, then extensions.
 _CHAT_FIELDS = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls"),
     *("top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("cache_salt", "priority", "chat_template_kwargs"),
 )
-#: Fields without support, and for each the values that have no effect.
+#: Unsupported fields, and the values that are accepted because they change nothing.
 _ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
@@ -36,7 +36,7 @@ _ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "context_management": (),
 }
-#: Names of a chat's fields, and their names in this endpoint; the first match counts.
+#: Patterns for names of a chat's fields, and the names in this endpoint. All patterns are applied, in this order.
 _FIELD_NAMES = (
     (re.compile(r"\bresponse_format\.json_schema\b"), "text.format"),
     (re.compile(r"\bresponse_format\b"), "text.format"),
@@ -52,7 +52,7 @@ _FIELD_NAMES = (
 class ResponseBody:
     """A checked /v1/responses body."""
 
-    #: Its input items, without those of a previous response.
+    #: The input items of this request, without the items of a previous response.
     input: tuple[ResponseItem, ...]
     instructions: str | None
     previous_response_id: str | None
@@ -66,10 +66,11 @@ class ResponseBody:
 
     def chat_body_after(self, items: Sequence[ResponseItem]) -> ChatBody:
         """Returns the chat to answer after the items of a previous response. Raises InvalidRequest."""
-        return _chat(self.chat_fields, self.instructions, [*items, *self.input])
+        return _to_chat_body(self.chat_fields, self.instructions, [*items, *self.input])
 
 
-def _chat(body: Json, instructions: str | None, items: Sequence[ResponseItem]) -> ChatBody:
+def _to_chat_body(body: Json, instructions: str | None, items: Sequence[ResponseItem]) -> ChatBody:
+    """Parses the chat that a response asks for. Raises InvalidRequest with field names of this endpoint."""
     try:
         chat = parse_chat({**body, "messages": to_messages(instructions, items)})
     except InvalidRequest as e:
@@ -91,31 +92,31 @@ def parse_response(body: object) -> ResponseBody:
     fields = JsonFields.of_body(body)
     refuse_unsupported(fields, _ACCEPTED_VALUES)
     instructions = fields.string("instructions", 1 << 30)
-    tools, tool_choice = _tools(fields)
+    tools, tool_choice = _parse_tools(fields)
     text = JsonFields(fields.mapping("text") or {}, "text.")
-    output_format = _format(text.mapping("format"))
+    output_format = _parse_format(text.mapping("format"))
     reasoning = JsonFields(fields.mapping("reasoning") or {}, "reasoning.")
     effort = reasoning.string("effort", 32)
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    wants_logprobs = LOGPROBS in _include(fields) or bool(top)
+    top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    wants_logprobs = LOGPROBS in _parse_include(fields) or bool(top_logprobs)
     chat_fields: Json = {name: value for name in _CHAT_FIELDS if (value := fields.raw(name)) is not None}
     chat_fields |= {
         "max_completion_tokens": fields.integer("max_output_tokens", 1, 2**31 - 1),
         "logprobs": wants_logprobs,
-        "top_logprobs": (top or 0) if wants_logprobs else None,
-        "response_format": _response_format(output_format),
+        "top_logprobs": (top_logprobs or 0) if wants_logprobs else None,
+        "response_format": _to_response_format(output_format),
         "reasoning_effort": effort,
     }
     if tools:
-        functions = [tool for tool in tools if tool["name"] in _allowed(tool_choice, tools)]
-        chat_fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in functions]
-        chat_fields["tool_choice"] = _chat_choice(tool_choice)
+        functions = [tool for tool in tools if tool["name"] in _callable_names(tool_choice, tools)]
+        chat_fields["tools"] = [{"type": "function", "function": _to_chat_function(tool)} for tool in functions]
+        chat_fields["tool_choice"] = _to_chat_tool_choice(tool_choice)
     elif tool_choice not in ("none", "auto"):
         raise InvalidRequest("tool_choice needs tools", field="tool_choice")
     echoed_fields: Json = {
         "instructions": instructions,
         "max_output_tokens": chat_fields["max_completion_tokens"],
-        "metadata": _metadata(fields),
+        "metadata": _parse_metadata(fields),
         "model": fields.raw("model"),
         "parallel_tool_calls": fields.boolean("parallel_tool_calls") is not False,
         "previous_response_id": fields.string("previous_response_id", 256),
@@ -124,7 +125,7 @@ def parse_response(body: object) -> ResponseBody:
         "text": {"format": output_format},
         "tool_choice": tool_choice,
         "tools": tools,
-        "top_logprobs": top or 0,
+        "top_logprobs": top_logprobs or 0,
         "top_p": _or_one(fields.raw("top_p")),
     }
     items = parse_input(fields.raw("input"))
@@ -135,7 +136,7 @@ def parse_response(body: object) -> ResponseBody:
         store=fields.boolean("store") is not False,
         echoed_fields=echoed_fields,
         chat_fields=chat_fields,
-        chat_body=_chat(chat_fields, instructions, items),
+        chat_body=_to_chat_body(chat_fields, instructions, items),
     )
 
 
@@ -143,7 +144,8 @@ def _or_one(value: Any) -> Any:
     return 1.0 if value is None else value
 
 
-def _include(fields: JsonFields) -> list[str]:
+def _parse_include(fields: JsonFields) -> list[str]:
+    """Parses the names of the further parts that the answer includes."""
     value = fields.raw("include")
     if value is None:
         return []
@@ -152,7 +154,7 @@ def _include(fields: JsonFields) -> list[str]:
     return value
 
 
-def _metadata(fields: JsonFields) -> Json:
+def _parse_metadata(fields: JsonFields) -> Json:
     metadata = fields.mapping("metadata") or {}
     if len(metadata) > MAX_METADATA:
         raise InvalidRequest(f"metadata may have at most {MAX_METADATA} entries", field="metadata")
@@ -164,18 +166,20 @@ def _metadata(fields: JsonFields) -> Json:
     return metadata
 
 
-def _format(output_format: Json | None) -> Json:
+def _parse_format(output_format: Json | None) -> Json:
+    """Parses text.format into the form that the answer repeats."""
     kind = "text" if output_format is None else output_format.get("type")
     if kind in ("text", "json_object"):
         return {"type": kind}
     if kind != "json_schema":
         raise InvalidRequest("text.format.type must be text, json_object or json_schema", field="text.format.type")
     assert output_format is not None
-    known = {name: output_format.get(name) for name in ("name", "schema", "strict", "description")}
-    return {"type": kind, **{name: value for name, value in known.items() if value is not None}}
+    members = {name: output_format.get(name) for name in ("name", "schema", "strict", "description")}
+    return {"type": kind, **{name: value for name, value in members.items() if value is not None}}
 
 
-def _response_format(output_format: Json) -> Json:
+def _to_response_format(output_format: Json) -> Json:
+    """Returns the response_format of a chat for a parsed text.format."""
     if output_format["type"] != "json_schema":
         return output_format
     return {
@@ -184,8 +188,8 @@ def _response_format(output_format: Json) -> Json:
     }
 
 
-def _tools(fields: JsonFields) -> tuple[list[Json], Any]:
-    """Returns tools and tool_choice in the form that the answer repeats."""
+def _parse_tools(fields: JsonFields) -> tuple[list[Json], Any]:
+    """Parses tools and tool_choice into the form that the answer repeats."""
     value, choice = fields.raw("tools"), fields.raw("tool_choice")
     if value is not None and not isinstance(value, list):
         raise wrong_type("tools", "an array of tools", value)
@@ -198,12 +202,13 @@ def _tools(fields: JsonFields) -> tuple[list[Json], Any]:
             raise unsupported_value(f"tools[{i}].type", kind, "function")
         if not isinstance(name, str):
             raise wrong_type(f"tools[{i}].name", "a string", name)
-        known = {member: tool.get(member) for member in ("description", "parameters", "strict")}
-        tools.append({"type": "function", "name": name, **known, "strict": known["strict"] or False})
-    return tools, _choice("auto" if choice is None else choice)
+        optional = {member: tool.get(member) for member in ("description", "parameters", "strict")}
+        tools.append({"type": "function", "name": name, **optional, "strict": optional["strict"] or False})
+    return tools, _parse_tool_choice("auto" if choice is None else choice)
 
 
-def _choice(choice: object) -> Any:
+def _parse_tool_choice(choice: object) -> Any:
+    """Parses tool_choice into the form that the answer repeats."""
     if isinstance(choice, str):
         if choice in ("none", "auto", "required"):
             return choice
@@ -218,8 +223,8 @@ def _choice(choice: object) -> Any:
     raise InvalidRequest("tool_choice must name a function, or allowed_tools with a mode", field="tool_choice")
 
 
-def _allowed(choice: Any, tools: Sequence[Json]) -> set[str]:
-    """Returns the names of the tools that may be called."""
+def _callable_names(choice: Any, tools: Sequence[Json]) -> set[str]:
+    """Returns the names of the functions that may be called. Raises InvalidRequest."""
     names = {tool["name"] for tool in tools}
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         chosen = {tool.get("name") for tool in choice["tools"] if isinstance(tool, dict)}
@@ -229,7 +234,8 @@ def _allowed(choice: Any, tools: Sequence[Json]) -> set[str]:
     return names
 
 
-def _chat_choice(choice: Any) -> Any:
+def _to_chat_tool_choice(choice: Any) -> Any:
+    """Returns the tool_choice of a chat for a parsed tool_choice."""
     if isinstance(choice, str):
         return choice
     return (
@@ -239,6 +245,7 @@ def _chat_choice(choice: Any) -> Any:
     )
 
 
-def _function(tool: Json) -> Json:
+def _to_chat_function(tool: Json) -> Json:
+    """Returns the function of a chat's tool for a parsed tool."""
     members = ("name", "description", "parameters", "strict")
     return {name: tool[name] for name in members if tool[name] is not None}

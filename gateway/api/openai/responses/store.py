@@ -44,7 +44,10 @@ class ResponseStore:
     """The stored responses of all gateways of one Redis. Every call raises Unavailable while Redis is down."""
 
     def __init__(self, url: str, *, ttl_s: float, max_bytes_per_tenant: int) -> None:
-        """ttl_s: seconds that a response is stored, above 0."""
+        """
+        Args:
+            ttl_s: Seconds that a response is stored, above 0.
+        """
         self._client = connect_redis(url, timeout_s=TIMEOUT_S)
         self._ttl_ms = max(1, int(1000 * ttl_s))
         self._max_bytes_per_tenant = max_bytes_per_tenant
