@@ -42,24 +42,28 @@ class AttentionBackend(Protocol[M]):
 
     @property
     def reads_unwritten_slots(self) -> bool:
-        """`attend` reads and masks the unused slots after a row's last token, so their contents must be finite."""
+        """Whether `attend` reads and masks the unused slots after a row's last token. They must then be finite."""
 
     def prepare(self, step: StepShape) -> M:
         """Makes the metadata of one step, on the device."""
 
     def select_rows(self, metadata: M, rows: Tensor, positions: Tensor) -> M:
-        """Makes the metadata for attending with some tokens of a step. Their keys and values are in the cache.
+        """Makes the metadata for attending with some tokens of a step.
 
-        Attention with this metadata writes nothing.
+        The keys and values of these tokens are in the cache. Attention with this metadata writes nothing.
 
         Args:
-            metadata: of the step.
+            metadata: metadata of the step.
             rows: int64 [R], the tokens.
-            positions: int64 [T], of the step.
+            positions: int64 [T], the positions of all tokens of the step.
         """
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: M) -> None:
-        """Writes new keys and values without attending. metadata may be of another backend over the same blocks."""
+        """Writes new keys and values without attending.
+
+        Args:
+            metadata: metadata of the step from this backend, or from another backend over the same blocks.
+        """
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: M, window: int | None) -> Tensor:
         """Writes new keys and values, then attends. Returns [T, heads, head_dim].

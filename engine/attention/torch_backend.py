@@ -39,7 +39,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class TorchMetadata:
-    """Metadata of one step."""
+    """The metadata of one step."""
 
     #: int64 [T], the physical block of each new token. None: nothing is written.
     block: Tensor | None
@@ -56,12 +56,12 @@ class TorchAttention:
     """AttentionBackend in plain torch.
 
     Args:
-        layers: of the KV pool.
-        windows: of the model's layers.
+        layers: the layers of the KV pool.
+        windows: the windows of the model's layers.
         pad_block: physical block that pads block tables.
         scale: factor on the scores. None: head_dim ** -0.5.
-        softcap: None: no softcap.
-        first_position: first position that queries see.
+        softcap: bound of the scores. None: unbounded.
+        first_position: queries do not see keys at positions below this one.
     """
 
     reads_unwritten_slots = True
@@ -213,7 +213,10 @@ class TorchAttention:
         return (blocks[None, :, None, :] * self._rows_per_block + kv + head).reshape(-1)
 
     def _mask(self, position: np.ndarray, context: int, window: int | None) -> Tensor:
-        """Additive mask [rows, 1, heads per kv head * width or 1, context] for queries at position[rows, width]."""
+        """Returns the additive mask for queries at position[rows, width].
+
+        The mask is [rows, 1, heads per kv head * width or 1, context].
+        """
         query = self._tensor(position)[:, None, :, None]
         key = torch.arange(context, device=self._device)
         hidden = (key > query) | (key < self._first)
@@ -229,7 +232,7 @@ class TorchAttention:
 
 
 def _bucket(size: int) -> int:
-    """Returns the size class: 0 for 1, 1 for 2..8, 2 for 9..32, one more for each further factor of four."""
+    """Returns the size class: 0 for 1, 1 for 2..8, 2 for 9..32, and one more for each factor of four."""
     if size == 1:
         return 0
     bucket, limit = 1, 8

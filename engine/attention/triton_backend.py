@@ -1,13 +1,13 @@
 """Paged attention on the GPU. `TritonAttention` selects the kernel for each row of a step:
 
-    up to 8 new tokens                 `paged_decode` (split KV), one launch for all such rows
-    more, and at least 2**20 scores    `cudnn_prefill` for the first multiple of 1024 tokens, if the prefix is a
-                                       multiple of 1024 too; `dense_prefill` over gathered keys for the rest
-    all others, windows, other dims    `paged_prefill`
+    up to 8 new tokens                 `paged_decode` (split KV), one launch for the first span of such rows
+    new tokens x keys >= 2**20         `cudnn_prefill` for the first multiple of 1024 tokens, if the prefix is a
+                                       multiple of 1024 too; `dense_prefill` over gathered keys for the other tokens
+    other rows, windows, head dims     `paged_prefill`
 
-cuDNN builds a plan for every new shape, so it gets only multiples of 1024, which recur. `prepare` computes everything
-that does not depend on the layer, once per step. The kernels are imported with the first backend, so importing this
-module does not need triton.
+cuDNN builds a plan for every new shape. It gets only multiples of 1024, which are few shapes, so plans are reused.
+`prepare` computes everything that does not depend on the layer, once per step. The kernels are imported with the first
+backend, so importing this module does not need triton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DECODE_TOKENS = 8
 #: cuDNN gets rows with multiples of this many cached and new tokens.
 CUDNN_QUANTUM = 1024
-#: New tokens x keys of a row from which gathering the keys pays.
+#: A row with at least this many scores (new tokens x keys) gathers its keys first, because that is faster.
 DENSE_MIN_SCORES = 1 << 20
 #: Most prompts of one length in one cuDNN call.
 MAX_BATCHED = 8
@@ -56,8 +56,8 @@ class RowSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class DensePrefillRow:
-    """A long row that is attended over contiguous keys, or several such rows of one shape that share a cuDNN call."""
+class DenseSpan:
+    """A long row that is attended over contiguous keys, or several rows of one shape that share a cuDNN call."""
 
     first_token: int
     #: Cached tokens before the new ones; 0 if count > 1.
@@ -67,22 +67,22 @@ class DensePrefillRow:
     cudnn_tokens: int
     #: Number of consecutive rows of this shape.
     count: int
-    #: int32 [count, n]
+    #: int32 [count, n], the physical blocks of each row.
     tables: Tensor
-    #: int32 [count + 1]
+    #: int32 [count + 1], the first token of each row, counted from first_token.
     cu_q: Tensor
-    #: int32 [count]
+    #: int32 [count], the keys of each row, new tokens included.
     seq_lens: Tensor
 
     @property
     def tokens(self) -> slice:
-        """The tokens of these rows in T."""
+        """The slice of the step's tokens that these rows cover."""
         return slice(self.first_token, self.first_token + self.count * self.num_new)
 
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata:
-    """Metadata of one step."""
+    """The metadata of one step."""
 
     #: int32 [T], where the KV of each new token is written: block * block_size + offset, or -1 for nowhere.
     slot_mapping: Tensor
@@ -90,24 +90,27 @@ class TritonMetadata:
     cu_q: Tensor
     #: int32 [B, n], the physical blocks of each row.
     tables: Tensor
-    #: Rows of the split-KV kernel, and its plan for each window.
+    #: Rows of the split-KV kernel.
     decode: RowSpan | None
+    #: Plan of the split-KV kernel for each window.
     plans: dict[int | None, DecodePlan]
     #: Rows of the paged prefill kernel.
     paged: tuple[RowSpan, ...]
-    dense_rows: tuple[DensePrefillRow, ...]
+    #: Rows over contiguous keys.
+    dense_rows: tuple[DenseSpan, ...]
 
 
 class TritonAttention:
     """AttentionBackend in Triton kernels and cuDNN.
 
     Args:
-        layers: of the KV pool.
-        windows: of the model's layers.
+        layers: the layers of the KV pool.
+        windows: the windows of the model's layers.
         pad_block: physical block that pads block tables.
         scale: factor on the scores. None: head_dim ** -0.5.
-        softcap: None: no softcap.
-        first_position: first position that queries see. Only rows of up to DECODE_TOKENS new tokens support it.
+        softcap: bound of the scores. None: unbounded.
+        first_position: queries do not see keys at positions below this one. Above 0, rows have at most DECODE_TOKENS
+            new tokens.
     """
 
     reads_unwritten_slots = False
@@ -127,17 +130,17 @@ class TritonAttention:
 
         self._decode, self._prefill, self._dense = paged_decode, paged_prefill, dense_prefill
         self._kv_write = kv_write
-        self._cache = cache = layers[0]
-        self._kv_heads, self._block_size, self._head_dim = cache.num_kv_heads, cache.block_size, cache.head_dim
+        self._first_layer = layer = layers[0]
+        self._kv_heads, self._block_size, self._head_dim = layer.num_kv_heads, layer.block_size, layer.head_dim
         self._num_heads, self._pad_block, self._first = num_heads, pad_block, first_position
         self._windows = tuple(dict.fromkeys(windows))
-        self._device, self._itemsize = cache.kv.device, cache.kv.element_size()
+        self._device, self._itemsize = layer.kv.device, layer.kv.element_size()
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._softcap = softcap or 0.0
         self._programs = paged_decode.concurrent_programs(self._device)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         hopper = self._device.type == "cuda" and torch.cuda.get_device_capability(self._device) >= (9, 0)
-        self._dense_ok = cache.kv.dtype != torch.float32 and hopper and self._head_dim in dense_prefill.DENSE_DIMS
+        self._dense_ok = layer.kv.dtype != torch.float32 and hopper and self._head_dim in dense_prefill.DENSE_DIMS
 
     def prepare(self, step: StepShape) -> TritonMetadata:
         starts = np.asarray(step.starts, dtype=np.int64)
@@ -152,24 +155,27 @@ class TritonAttention:
         position = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
         slots = tables[row_of, position // self._block_size] * self._block_size + position % self._block_size
 
-        runs = self._runs(starts.tolist(), num_new.tolist())
+        spans = self._split_rows(starts.tolist(), num_new.tolist())
         arrays = [slots.astype(np.int32)]
-        for low, high, _ in runs:
+        for low, high, _ in spans:
             width = int(counts[low:high].max())
             arrays += [firsts[low : high + 1] - firsts[low], ends[low:high], tables[low:high, :width]]
-        if len(runs) > 1:
+        # The arrays of a single span are also the arrays of the whole step.
+        if len(spans) > 1:
             arrays += [firsts, tables]
         slot_mapping, *uploaded = upload([array.astype(np.int32, copy=False) for array in arrays], self._device)
-        *spans, all_cu_q, all_tables = uploaded if len(runs) > 1 else [*uploaded, uploaded[0], uploaded[2]]
+        *span_arrays, all_cu_q, all_tables = uploaded if len(spans) > 1 else [*uploaded, uploaded[0], uploaded[2]]
 
         decode: RowSpan | None = None
         paged: list[RowSpan] = []
-        dense_rows: list[DensePrefillRow] = []
-        for (low, high, kind), cu_q, seq_lens, table in zip(runs, spans[::3], spans[1::3], spans[2::3], strict=True):
+        dense_rows: list[DenseSpan] = []
+        for (low, high, kind), cu_q, seq_lens, table in zip(
+            spans, span_arrays[::3], span_arrays[1::3], span_arrays[2::3], strict=True
+        ):
             first, start, new = int(firsts[low]), int(starts[low]), int(num_new[low])
             if kind == "dense":
                 cudnn_tokens = self._cudnn_tokens(start, new)
-                dense_rows.append(DensePrefillRow(first, start, new, cudnn_tokens, high - low, table, cu_q, seq_lens))
+                dense_rows.append(DenseSpan(first, start, new, cudnn_tokens, high - low, table, cu_q, seq_lens))
                 continue
             span = RowSpan(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
             if kind == "decode" and decode is None:
@@ -193,7 +199,7 @@ class TritonAttention:
     def decode_metadata(
         self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
     ) -> TritonMetadata:
-        """As `prepare`, for rows of up to max_new <= DECODE_TOKENS tokens with a shape that is on the device.
+        """Makes metadata for rows of up to max_new <= DECODE_TOKENS tokens, with a shape that is on the device.
 
         A CUDA graph can capture this call and attention with its result.
 
@@ -210,34 +216,35 @@ class TritonAttention:
     def paged_metadata(
         self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
     ) -> TritonMetadata:
-        """As `decode_metadata`, for rows of any length up to max_new, all in the paged prefill kernel."""
+        """Makes metadata like `decode_metadata`, for rows of any length up to max_new in the paged prefill kernel."""
         span = RowSpan(0, slot_mapping.shape[0], max_new, cu_q, seq_lens, tables)
         return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (span,), ())
 
     def has_cudnn_plan(self, start: int, num_new: int) -> bool:
-        """cuDNN computes all of a row with num_new tokens after `start` cached ones."""
+        """Returns whether cuDNN computes all of a row with num_new tokens after `start` cached tokens."""
         return self._kind(start, num_new) == "dense" and self._cudnn_tokens(start, num_new) == num_new
 
     def chunk_metadata(
         self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, start: int
     ) -> TritonMetadata:
-        """As `decode_metadata`, for one row with the kernels that `prepare` would select.
+        """Makes metadata like `decode_metadata`, for one row with the kernels that `prepare` would select.
 
-        The row has a new token for each entry of slot_mapping after `start` cached ones, and `has_cudnn_plan` holds.
+        The row has `start` cached tokens and then a new token for each entry of slot_mapping. `has_cudnn_plan` must be
+        true for the row.
         """
         new = slot_mapping.shape[0]
-        row = DensePrefillRow(0, start, new, self._cudnn_tokens(start, new), 1, tables, cu_q, seq_lens)
+        row = DenseSpan(0, start, new, self._cudnn_tokens(start, new), 1, tables, cu_q, seq_lens)
         return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (), (row,))
 
     def warm_up(self, step: StepShape) -> None:
         """Runs the attention of one step, once per window, so that cuDNN builds its plans."""
         metadata = self.prepare(step)
-        dtype = torch.bfloat16 if self._cache.scales is not None else self._cache.kv.dtype
+        dtype = torch.bfloat16 if self._first_layer.scales is not None else self._first_layer.kv.dtype
         size = (sum(step.num_new), self._num_heads + 2 * self._kv_heads, self._head_dim)
         qkv = torch.zeros(size, dtype=dtype, device=self._device)
         kv = qkv[:, self._num_heads :].view(-1, 2, self._kv_heads, self._head_dim)
         for window in self._windows:
-            self.attend_written(qkv[:, : self._num_heads], kv, self._cache, metadata, window)
+            self.attend_written(qkv[:, : self._num_heads], kv, self._first_layer, metadata, window)
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: TritonMetadata) -> None:
         self._kv_write.kv_write(kv, cache, metadata.slot_mapping)
@@ -249,7 +256,7 @@ class TritonAttention:
     def attend_written(
         self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: TritonMetadata, window: int | None
     ) -> Tensor:
-        """Attends; the new keys and values are already in the cache (`rope_kv_write` has written them)."""
+        """Attends. `write` or `rope_kv_write` has already written the new keys and values to the cache."""
         if metadata.decode is None and not metadata.paged and len(metadata.dense_rows) == 1:
             return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -294,7 +301,7 @@ class TritonAttention:
         query: Tensor,
         kv: Tensor,
         cache: LayerKV,
-        row: DensePrefillRow,
+        row: DenseSpan,
         window: int | None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -312,23 +319,24 @@ class TritonAttention:
                 window=window or 0,
                 out=out,
             )
-        split, rest = row.cudnn_tokens, row.num_new - row.cudnn_tokens
+        first, remaining = row.cudnn_tokens, row.num_new - row.cudnn_tokens
+        # cuDNN computes the first tokens of the row, the Triton kernel the remaining ones.
         # cuDNN reads new keys in the projection's output. With an 8-bit cache it reads the cache, which has rounded
         # numbers.
-        num_gathered = length if rest or cache.scales is not None else row.start
+        num_gathered = length if remaining or cache.scales is not None else row.start
         keys, values = kv[:, 0], kv[:, 1]
         gathered: tuple[Tensor, Tensor] | None = None
         if num_gathered:
             gathered = self._dense.gather_kv(cache, row.tables[0], num_gathered, dtype=query.dtype)
             if cache.scales is not None:
                 keys, values = gathered[0][row.start :], gathered[1][row.start :]
-        if not rest:
+        if not remaining:
             return self._attend_cudnn(query, keys, values, gathered, row, out)
         assert gathered is not None
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
-        if split:
-            self._attend_cudnn(query[:split], keys[:split], values[:split], gathered, row, out[:split])
-        self._dense.dense_prefill(query[split:], *gathered, scale=self._scale, softcap=self._softcap, out=out[split:])
+        if first:
+            self._attend_cudnn(query[:first], keys[:first], values[:first], gathered, row, out[:first])
+        self._dense.dense_prefill(query[first:], *gathered, scale=self._scale, softcap=self._softcap, out=out[first:])
         return out
 
     def _attend_cudnn(
@@ -337,14 +345,14 @@ class TritonAttention:
         keys: Tensor,
         values: Tensor,
         gathered: tuple[Tensor, Tensor] | None,
-        row: DensePrefillRow,
+        row: DenseSpan,
         out: Tensor | None,
     ) -> Tensor:
         prefix = (gathered[0][: row.start], gathered[1][: row.start]) if gathered is not None and row.start else None
         return self._dense.cudnn_prefill(query, keys, values, prefix, scale=self._scale, count=row.count, out=out)
 
     def _kind(self, start: int, num_new: int) -> str:
-        """Returns the kernel of a row: decode, dense or paged."""
+        """Returns the kernel of a row: "decode", "dense" or "paged"."""
         if num_new <= DECODE_TOKENS:
             return "decode"
         dense = self._dense_ok and num_new * (start + num_new) >= DENSE_MIN_SCORES
@@ -354,27 +362,28 @@ class TritonAttention:
         """Returns the number of leading new tokens of a dense row that cuDNN computes."""
         return 0 if start % CUDNN_QUANTUM or self._softcap else num_new // CUDNN_QUANTUM * CUDNN_QUANTUM
 
-    def _runs(self, starts: Sequence[int], num_new: Sequence[int]) -> list[tuple[int, int, str]]:
+    def _split_rows(self, starts: Sequence[int], num_new: Sequence[int]) -> list[tuple[int, int, str]]:
         """Returns the rows that share a launch as (first, end, kind).
 
         Neighbouring rows of one kind share a launch. Dense rows share one only if they have no cached tokens, have one
         length, and cuDNN computes all of it. Their number is then a power of two, because cuDNN builds a plan for each
         number of rows.
         """
-        runs: list[tuple[int, int, str]] = []
-        for low, high, kind in _equal_runs([self._kind(s, n) for s, n in zip(starts, num_new, strict=True)]):
+        spans: list[tuple[int, int, str]] = []
+        for low, high, kind in _group_equal([self._kind(s, n) for s, n in zip(starts, num_new, strict=True)]):
             if kind != "dense":
-                runs.append((low, high, kind))
+                spans.append((low, high, kind))
                 continue
             shapes = list(zip(starts[low:high], num_new[low:high], strict=True))
-            for first, end, (start, new) in _equal_runs(shapes):
-                at, stop = low + first, low + end
+            for first, end, (start, new) in _group_equal(shapes):
+                row, stop = low + first, low + end
                 batched = not start and self._itemsize > 1 and self._cudnn_tokens(start, new) == new
-                while at < stop:
-                    count = min(MAX_BATCHED, 1 << (stop - at).bit_length() - 1) if batched else 1
-                    runs.append((at, at + count, kind))
-                    at += count
-        return runs
+                while row < stop:
+                    # The largest power of two that is not above the number of rows left.
+                    count = min(MAX_BATCHED, 1 << ((stop - row).bit_length() - 1)) if batched else 1
+                    spans.append((row, row + count, kind))
+                    row += count
+        return spans
 
     def _plan(self, span: RowSpan, window: int | None) -> DecodePlan:
         return self._decode.plan_decode(
@@ -395,12 +404,12 @@ class TritonAttention:
         return self._workspaces[max_new]
 
 
-def _equal_runs(values: Sequence[T]) -> list[tuple[int, int, T]]:
-    """Returns the maximal runs of equal values as (first, end, value)."""
-    runs: list[tuple[int, int, T]] = []
+def _group_equal(values: Sequence[T]) -> list[tuple[int, int, T]]:
+    """Returns the longest ranges of equal values as (first, end, value)."""
+    ranges: list[tuple[int, int, T]] = []
     for i, value in enumerate(values):
-        if runs and runs[-1][2] == value:
-            runs[-1] = (runs[-1][0], i + 1, value)
+        if ranges and ranges[-1][2] == value:
+            ranges[-1] = (ranges[-1][0], i + 1, value)
         else:
-            runs.append((i, i + 1, value))
-    return runs
+            ranges.append((i, i + 1, value))
+    return ranges

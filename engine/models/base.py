@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.kv.layer_kv import LayerKV
 
-#: Called in a forward pass with (i, the residual stream [T, hidden] before layer i). After the last layer, i is the
-#: number of layers. The tensor is valid during the call only.
+#: Function that a forward pass calls with (i, the residual stream [T, hidden] before layer i). After the last layer, i
+#: is the number of layers. The tensor is valid during the call only.
 LayerHook = Callable[[int, Tensor], None]
 
 
@@ -46,7 +46,7 @@ class Model(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """A CUDA graph can capture `forward` and `logits`: neither waits for the host nor copies from it."""
+        """Whether a CUDA graph can capture `forward` and `logits`: neither waits for the host nor copies from it."""
 
     def forward(
         self,
@@ -65,9 +65,9 @@ class Model(Protocol):
             tokens: [T].
             positions: [T].
             cache: the layers of the KV pool, in order.
-            metadata: from `backend.prepare`.
+            metadata: the result of `backend.prepare` for this step.
             rows: int64[R], the tokens that need a result. None: all T.
-            layer_hook: supported by `Decoder` only.
+            layer_hook: called before each layer and after the last. Only `Decoder` supports it.
         """
 
     def write_kv(
@@ -84,4 +84,4 @@ class Model(Protocol):
         """Applies the norm before the LM head to states of `forward`, [R, hidden] to [R, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32[R, vocab] of states [R, hidden] of `forward`."""
+        """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`."""

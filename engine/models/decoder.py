@@ -1,7 +1,7 @@
 """The decoder of the Llama family. Llama, SmolLM2, Mistral, Qwen2 and Qwen3 differ only in flags of their spec.
 
 The tokens of all sequences of a step form one flat dimension T. q, k and v are one GEMM; gate and up are one GEMM.
-The LM head runs only for the requested rows. So does the last layer after its attention. If few rows are requested,
+The LM head, and the last layer after its attention, run only for the requested rows. If few rows are requested,
 the last layer's attention also runs for these rows only, and the other tokens get keys and values there.
 """
 
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
 
     Args:
         max_len: longest sequence in tokens; sizes the rope tables.
-        fused: use Triton kernels instead of plain torch; needs the Triton attention backend. None: if on a GPU.
+        fused: use Triton kernels instead of plain torch; needs the Triton attention backend. None: True on a GPU.
         wrap_ops: changes the operations. A tensor-parallel shard adds its collectives this way.
     """
 
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
             tokens: [T].
             positions: [T].
             cache: the layers of the KV pool, in order.
-            metadata: from `backend.prepare`.
+            metadata: the result of `backend.prepare` for this step.
             rows: int64[R], the tokens that need a result. None: all T.
             layer_hook: called with the residual stream before each layer and after the last.
         """
@@ -160,5 +160,5 @@ class Decoder(nn.Module):
         return rms_norm_torch(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32[R, vocab] of states [R, hidden] of `forward`."""
+        """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`."""
         return self._ops.logits(hidden, self.norm, self.head.weight)

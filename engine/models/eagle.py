@@ -42,7 +42,7 @@ class EagleHead(nn.Module):
         own_embedding: the head has an embedding; otherwise it uses the target's.
         own_head: the head has an LM head; otherwise it uses the target's.
         fc_bias: `fc` has a bias.
-        fused: as for `Decoder`.
+        fused: use Triton kernels; has the meaning of `fused` in `Decoder`.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class EagleHead(nn.Module):
     def fuse(self, states: Tensor) -> Tensor:
         """Returns the states of pairs, [T, hidden], from the target's states.
 
-        states: [T, num_aux_layers * target_hidden] for EAGLE-3, [T, hidden] for EAGLE.
+        Args:
+            states: [T, num_aux_layers * target_hidden] for EAGLE-3, [T, hidden] for EAGLE.
         """
         return F.linear(states, self.fc.weight, self.fc.bias) if self.spec.is_eagle3 else states
 
@@ -112,7 +113,8 @@ class EagleHead(nn.Module):
     ) -> None:
         """Writes the keys and values of the pairs (tokens[T], prev_states[T, hidden]).
 
-        metadata: as for `AttentionBackend.write`.
+        Args:
+            metadata: metadata that `AttentionBackend.write` accepts.
         """
         _, qkv = self._input_qkv(tokens, prev_states)
         self._ops.kv_write_for(positions, backend, metadata)(qkv[:, self.attention.kv_rows], self.attention, cache)
@@ -133,7 +135,7 @@ class EagleHead(nn.Module):
         return self._ops.add_linear(x, self._ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up), self.mlp.down)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits float32 [T, target's vocab]; UNKNOWN_LOGIT for tokens that are not in the head's vocabulary."""
+        """Returns logits float32 [T, target's vocab]. Tokens outside the head's vocabulary get UNKNOWN_LOGIT."""
         weight = self._target_head if self.own_head is None else self.own_head.weight
         if self.norm is not None:
             logits = self._ops.logits(states, self.norm, weight)

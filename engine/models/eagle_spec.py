@@ -1,9 +1,9 @@
 """Reads the config.json of an EAGLE head.
 
-Supported are EAGLE and EAGLE-2 (Li et al. 2024, one checkpoint format) and EAGLE-3 (Li et al. 2025), in the formats of
-their authors and of compatible trainers. A config is EAGLE-3 if it has `draft_vocab_size`, or "eagle3" in the name of
-its architecture. The layer is a Llama layer, or a Qwen2 layer (with biases). The `speculators` library nests the
-configuration of the layer.
+The module supports EAGLE and EAGLE-2 (Li et al. 2024, one checkpoint format) and EAGLE-3 (Li et al. 2025), in the
+formats of their authors and of compatible trainers. A config is EAGLE-3 if it has `draft_vocab_size`, or "eagle3" in
+the name of its architecture. The layer is a Llama layer, or a Qwen2 layer (with biases). The `speculators` library
+nests the configuration of the layer.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class EagleSpec:
     draft_vocab: int
     #: EAGLE-3: the residual stream starts with the state after its norm.
     norm_before_residual: bool
-    #: `fc` has a bias. None: if the checkpoint has one.
+    #: `fc` has a bias. None: `fc` has a bias if the checkpoint has one.
     fc_bias: bool | None
 
     @property
     def is_eagle3(self) -> bool:
-        """EAGLE-3, which fuses states of several target layers."""
+        """Whether the head is EAGLE-3, which fuses states of several target layers."""
         return self.aux_layers != ()
 
     def aux_layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """Returns `aux_layers` for a target of num_layers. ConfigError if the target has fewer layers than that."""
+        """Returns `aux_layers` for a target of num_layers layers. Raises ConfigError if they are too few."""
         layers = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
         if layers and not 0 <= min(layers) <= max(layers) <= num_layers:
             raise ConfigError(
@@ -55,7 +55,7 @@ class EagleSpec:
 
 
 def load_eagle_spec(model_dir: Path) -> EagleSpec:
-    """Reads config.json. ConfigError, with the field speculation_model, if it does not describe an EAGLE head."""
+    """Reads config.json. Raises ConfigError of the field speculation_model if it does not describe an EAGLE head."""
     try:
         return parse_eagle_spec(read_json(model_dir / "config.json", required=True))
     except ConfigError as error:
@@ -63,15 +63,15 @@ def load_eagle_spec(model_dir: Path) -> EagleSpec:
 
 
 def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
-    """Reads a parsed config.json. ConfigError if it does not describe an EAGLE head."""
+    """Reads a parsed config.json. Raises ConfigError if it does not describe an EAGLE head."""
     nested = config.get("transformer_layer_config") or config.get("model")
     config = {**(nested if isinstance(nested, Mapping) else {}), **config}
     names = config.get("architectures") or [""]
     name = str(names[0])
     fuses = "eagle3" in name.lower() or config.get("draft_vocab_size") is not None
-    known = name if name in ARCHITECTURES else "LlamaForCausalLM"
+    layer_architecture = name if name in ARCHITECTURES else "LlamaForCausalLM"
     try:
-        layer = parse_spec({**config, "architectures": [known]})
+        layer = parse_spec({**config, "architectures": [layer_architecture]})
     except NotNative as error:
         raise ConfigError(f"EAGLE head: {error.message}", field=SPECULATION_FIELD) from error
     if layer.num_layers != 1:
@@ -93,7 +93,7 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
 
 
 def _aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Reads the auxiliary layers, as layers before which the residual stream is taken. None if the config has none.
+    """Returns the layers before which the residual stream is taken, or None if the config names none.
 
     At the top level of a config the ids mean the input of a layer (vLLM, speculators). In `eagle_config` they mean the
     output of a layer (SGLang, ModelOpt).

@@ -1,6 +1,6 @@
 """Loads the parameters of an EagleHead from a checkpoint: model.safetensors, or the authors' pytorch_model.bin.
 
-Tensor names are those of the authors' code (`layers.0.` for EAGLE, `midlayer.` for EAGLE-3), with or without the prefix
+Tensors have the names in the authors' code (`layers.0.` for EAGLE, `midlayer.` for EAGLE-3), with or without the prefix
 `model.`. An EAGLE checkpoint has a copy of the target's embedding, which is not read. An EAGLE-3 checkpoint may have
 this copy or an embedding of its own. A missing tensor or an unknown tensor is a ConfigError.
 """
@@ -30,7 +30,7 @@ _UNUSED = ("rotary_emb.inv_freq", "t2d")
 
 
 def load_eagle_head(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: int, device: torch.device) -> EagleHead:
-    """Loads the head of a checkpoint in the target's dtype. ConfigError if it does not fit the spec or the target."""
+    """Loads the head of a checkpoint in the target's dtype. Raises ConfigError if it does not fit spec or target."""
     dtype = target.embedding.weight.dtype
     tensors = _read(model_dir)
     embedding = tensors.pop("embed_tokens.weight", None)
@@ -87,8 +87,10 @@ def load_eagle_head(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: 
 def random_eagle_head(spec: EagleSpec, seed: int, target: Decoder, max_len: int, device: torch.device) -> EagleHead:
     """Makes a head with random parameters. Its vocabulary is the first tokens of the target's vocabulary."""
     dtype, bias = target.embedding.weight.dtype, bool(spec.fc_bias)
-    own = spec.is_eagle3 and spec.layer.hidden_size != target.spec.hidden_size
-    head = EagleHead(spec, target, max_len, device, dtype, own_embedding=own, own_head=spec.is_eagle3, fc_bias=bias)
+    own_embedding = spec.is_eagle3 and spec.layer.hidden_size != target.spec.hidden_size
+    head = EagleHead(
+        spec, target, max_len, device, dtype, own_embedding=own_embedding, own_head=spec.is_eagle3, fc_bias=bias
+    )
     weights.randomize(head, seed)
     return head
 
@@ -116,21 +118,21 @@ def _read(model_dir: Path) -> dict[str, Tensor]:
     """Returns the checkpoint's tensors by their names in EAGLE's code, without unused tensors."""
     path = _file(model_dir)
     try:
-        found: Mapping[str, Tensor]
+        tensors: Mapping[str, Tensor]
         if path.suffix == ".bin":
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         else:
-            found = load_file(path)
+            tensors = load_file(path)
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field=SPECULATION_FIELD) from error
-    if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ConfigError(f"{path} cannot be read: expected a mapping of names to tensors", field=SPECULATION_FIELD)
-    named = {name.removeprefix("model.").replace("midlayer.", "layers.0."): t for name, t in found.items()}
+    named = {name.removeprefix("model.").replace("midlayer.", "layers.0."): t for name, t in tensors.items()}
     return {name: tensor for name, tensor in named.items() if not name.endswith(_UNUSED)}
 
 
 def _equal(embedding: Tensor, target: Tensor) -> bool:
-    """The checkpoint's embedding equals the target's; compares about 512 rows."""
+    """Returns whether the checkpoint's embedding equals the target's. Compares about 512 rows."""
     if embedding.shape != target.shape:
         return False
     rows = torch.arange(0, len(target), max(1, len(target) // 512))

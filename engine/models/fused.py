@@ -6,7 +6,7 @@ The kernels depend on the number of rows (tokens):
     2 to 16    skinny GEMM with activation and residual add fused
     17 to 2047 cuBLAS; the residual add is in its epilogue (float32: one rounding less than a separate add); RMSNorm
                and SiLU x mul are one kernel each
-    from 2048  the same, but gate and up with a fused SiLU x mul on Hopper
+    from 2048  as for 17 to 2047, but gate and up with a fused SiLU x mul on Hopper
 
 This module needs triton at import.
 """
@@ -36,7 +36,7 @@ class FusedOps:
 
     Args:
         cos, sin: rope tables, float32[length, D / 2].
-        max_skinny_rows: most rows that the skinny GEMM computes.
+        max_skinny_rows: largest number of rows that the skinny GEMM computes.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor, max_skinny_rows: int = MAX_ROWS) -> None:

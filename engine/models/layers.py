@@ -32,11 +32,11 @@ class Embedding(nn.Embedding):
 
 @dataclass(frozen=True, slots=True)
 class LinearSlice:
-    """Some of the outputs of a linear layer."""
+    """A range of the outputs of a linear layer."""
 
-    #: [out, in]
+    #: Weight, [out, in].
     weight: Tensor
-    #: [out]
+    #: Bias, [out].
     bias: Tensor | None
 
 

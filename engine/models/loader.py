@@ -41,7 +41,7 @@ class ModelSource:
     def load(self, max_len: int, device: torch.device, dtype: torch.dtype) -> Model:
         """Loads the model for sequences of up to max_len tokens.
 
-        ConfigError if the weights do not fit the configuration, or the memory of the device.
+        Raises ConfigError if the weights do not fit the configuration or the memory of the device.
         """
         with require_memory("the weights", "model"):
             return self._load(max_len, device, dtype)
@@ -64,8 +64,10 @@ class ModelSource:
 def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> ModelSource:
     """Reads the configuration of a model directory.
 
-    load_format: "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only.
-    ConfigError if config.json is missing or malformed, or if the model is not supported.
+    Raises ConfigError if config.json is missing or malformed, or if the model is not supported.
+
+    Args:
+        load_format: "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only.
     """
     config, generation = read_config(model_dir)
     try:
@@ -95,9 +97,10 @@ def load_shard(
     dtype: torch.dtype,
     wrap_ops: Callable[[DecoderOps], DecoderOps],
 ) -> Decoder:
-    """Loads one rank's part of the model. ConfigError if the model cannot be sharded this way.
+    """Loads one rank's part of the model. Raises ConfigError if the model cannot be sharded this way.
 
-    wrap_ops: as for `Decoder`.
+    Args:
+        wrap_ops: changes the operations; has the meaning of `wrap_ops` in `Decoder`.
     """
     spec = shard.shard_spec(source.spec)
     assert isinstance(source.spec, ModelSpec)

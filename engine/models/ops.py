@@ -22,7 +22,7 @@ from engine.models.rope import rotate_
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
 #: Normalises queries and keys, rotates them, writes keys and values to the pool and attends. Overwrites qkv.
 AttentionFn = Callable[[Tensor, Attention, LayerKV], Tensor]
-#: The KV write of one layer: as `AttentionFn` with keys and values only, [T, 2 * kv_heads * D], and without attending.
+#: The KV write of one layer: like `AttentionFn` for keys and values only, [T, 2 * kv_heads * D], without attention.
 WriteKVFn = Callable[[Tensor, Attention, LayerKV], None]
 
 
@@ -36,16 +36,16 @@ class DecoderOps(Protocol):
         """Prepares the KV write of one step, for layers that compute keys and values only."""
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
-        """linear(norm(x)), [T, out]."""
+        """Returns linear(norm(x)), [T, out]."""
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
-        """silu(gate(norm(x))) * up(norm(x)), [T, intermediate]. The gate is the first half of the rows of gate_up."""
+        """Returns silu(gate(norm(x))) * up(norm(x)), [T, intermediate]. gate is the first half of gate_up's rows."""
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-        """x + linear(y). Overwrites x with the result and returns it."""
+        """Returns x + linear(y), which overwrites x."""
 
     def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """norm(x) @ weight.T as float32[T, vocab]."""
+        """Returns norm(x) @ weight.T as float32[T, vocab]."""
 
 
 class TorchOps:
@@ -75,7 +75,7 @@ class TorchOps:
     def _rotation(self, positions: Tensor) -> Callable[[Tensor, Attention, int], tuple[Tensor, Tensor]]:
         """Returns rotate(qkv, attention, heads), which normalises and rotates qkv in place.
 
-        The result are views of qkv: queries [T, heads, D], and keys and values [T, 2, kv_heads, D].
+        The results are views of qkv: queries [T, heads, D], and keys and values [T, 2, kv_heads, D].
         """
         cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
@@ -106,7 +106,7 @@ class TorchOps:
 
 
 def rms_norm_torch(x: Tensor, norm: RMSNorm) -> Tensor:
-    """RMSNorm over the last dimension, computed in float32."""
+    """Returns the RMSNorm over the last dimension, computed in float32."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
     return norm.weight * F.rms_norm(x.float(), norm.weight.shape, None, norm.eps).to(x.dtype)

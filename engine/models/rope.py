@@ -16,7 +16,7 @@ from engine.models.spec import RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """Returns the angular frequencies per token, float32[head_dim / 2], and the factor on cos and sin."""
+    """Returns the angular frequencies per token, float32[head_dim / 2], and the factor on cos and sin (yarn)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / (spec.theta**exponents)
     if spec.kind == "default":
@@ -24,8 +24,8 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
     if spec.kind == "linear":
         return inv_freq / spec.factor, 1.0
     if spec.kind == "llama3":
-        return _llama3(spec, inv_freq), 1.0
-    return _yarn(spec, inv_freq, head_dim), _yarn_attention_factor(spec)
+        return _llama3_frequencies(spec, inv_freq), 1.0
+    return _yarn_frequencies(spec, inv_freq, head_dim), _yarn_attention_factor(spec)
 
 
 def rope_tables(spec: RopeSpec, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
     high.copy_(rotated)
 
 
-def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
+def _llama3_frequencies(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
     wavelength = 2 * math.pi / inv_freq
     cycles = spec.original_max_position / wavelength
     smooth = (cycles - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
@@ -51,8 +51,9 @@ def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
     return (1 - smooth) * inv_freq / spec.factor + smooth * inv_freq
 
 
-def _yarn(spec: RopeSpec, inv_freq: Tensor, head_dim: int) -> Tensor:
+def _yarn_frequencies(spec: RopeSpec, inv_freq: Tensor, head_dim: int) -> Tensor:
     def dimension(rotations: float) -> float:
+        """Returns the dimension that makes this many rotations within the original length."""
         ratio = spec.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
 

@@ -19,8 +19,9 @@ from engine.models.spec import ModelSpec
 
 #: The setting that errors of this module name.
 SHARD_FIELD = "tensor_parallel_size"
-#: Checkpoint matrices that are split by rows, and by columns.
+#: Checkpoint matrices that are split by rows.
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+#: Checkpoint matrices that are split by columns.
 COLUMNS = ("o_proj", "down_proj")
 
 
@@ -32,7 +33,7 @@ class Shard:
     size: int = 1
 
     def shard_spec(self, spec: ModelShape) -> ModelShape:
-        """Returns the shape of this rank's part. ConfigError if the model cannot be split into `size` parts."""
+        """Returns the shape of this rank's part. Raises ConfigError if the model cannot be split into `size` parts."""
         if self.size == 1:
             return spec
         if not isinstance(spec, ModelSpec):
@@ -53,7 +54,7 @@ class Shard:
             num_heads=spec.num_heads // self.size,
             num_kv_heads=spec.num_kv_heads // self.size,
             intermediate_size=spec.intermediate_size // self.size,
-            # Rank 0 alone computes logits. Tied, the other ranks allocate no LM head.
+            # Only rank 0 computes logits. With a tied embedding the other ranks allocate no LM head.
             tie_word_embeddings=spec.tie_word_embeddings or self.rank > 0,
         )
 
@@ -86,7 +87,10 @@ class Shard:
     def slice_of(self, name: str, whole: Tensor, spec: ModelSpec) -> Tensor:
         """Returns this rank's part of a parameter of the whole model.
 
-        name: the parameter's name in a Decoder; spec: of the whole model.
+        Args:
+            name: the parameter's name in a Decoder.
+            whole: the parameter of the whole model.
+            spec: the spec of the whole model.
         """
         *_, module, kind = ("", *name.split("."))
         merged = {"qkv": [spec.query_size, spec.kv_size, spec.kv_size], "gate_up": [spec.intermediate_size] * 2}

@@ -22,7 +22,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class NotNative(ConfigError):
-    """The configuration is valid, but our decoder does not support it. transformers may."""
+    """The configuration is valid, but our decoder does not support it. transformers may support it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ModelSpec(ModelShape):
 def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads config.json and generation_config.json. The second is {} if the file is missing.
 
-    ConfigError if config.json is missing or one of the files is malformed.
+    Raises ConfigError if config.json is missing or one of the files is malformed.
     """
     config = read_json(model_dir / "config.json", required=True)
     return config, read_json(model_dir / "generation_config.json", required=False)
@@ -157,7 +157,7 @@ def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[i
 
 
 def _parse_rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
-    """Reads rope in either format. ConfigError if the config has both formats and they differ."""
+    """Reads rope in either format. Raises ConfigError if the config has both formats and they differ."""
     present = [raw for key in ("rope_parameters", "rope_scaling") if (raw := config.get(key))]
     first, *others = [_rope_of(raw, config, max_position) for raw in present or [{}]]
     if any(other != first for other in others):
@@ -240,7 +240,10 @@ def _int(config: Mapping[str, Any], key: str, default: int | None = None, *, lea
 
 
 def read_json(path: Path, *, required: bool) -> dict[str, Any]:
-    """Reads a JSON object from a file; {} if the file is missing and not required. ConfigError for everything else."""
+    """Reads a JSON object from a file. Returns {} if the file is missing and not required.
+
+    Raises ConfigError for every other failure.
+    """
     if not path.is_file():
         if required:
             raise ConfigError(f"{path} does not exist: {path.parent} is not a model directory", field="model")

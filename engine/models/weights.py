@@ -36,7 +36,8 @@ _SAMPLES, _SAMPLE_BYTES = 16, 256
 def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = UNSHARDED) -> None:
     """Loads all parameters of `model`, which is the part `shard` of the checkpoint, in the model's dtype.
 
-    spec: of the whole model.
+    Args:
+        spec: the spec of the whole model.
     """
     targets = _targets(model)
     missing = set(targets)
@@ -45,7 +46,7 @@ def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard 
         for name, tensor in _tensors(model_dir, model.embedding.weight.device, shard):
             loaded.advance(tensor.nbytes / 1e9)
             if name == HEAD and shard.rank > 0 and not spec.tie_word_embeddings:
-                continue  # rank 0 alone computes logits
+                continue  # only rank 0 computes logits
             # With tied embeddings a checkpoint has either name, or both.
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             target = targets.get(key)
@@ -76,7 +77,10 @@ def randomize(model: nn.Module, seed: int) -> None:
 def randomize_shard(model: Decoder, seed: int, spec: ModelSpec, shard: Shard) -> None:
     """Fills a shard with its part of the numbers that `randomize` makes for the whole model.
 
-    spec: of the whole model. Peak memory is the shard and one whole parameter.
+    Peak memory is the shard and one whole parameter.
+
+    Args:
+        spec: the spec of the whole model.
     """
     whole = dict(Decoder(spec, 1, torch.device("meta"), model.embedding.weight.dtype).named_parameters())
     for name, parameter in model.named_parameters():
@@ -95,7 +99,7 @@ def _randomize(name: str, parameter: Tensor, seed: int) -> None:
 
 
 def dummy_revision(spec: ModelShape, seed: int, device: torch.device) -> str:
-    """The revision of random weights. Equal numbers have equal revisions, and no checkpoint has the same one."""
+    """Returns the revision of random weights. Equal numbers have equal revisions, which no checkpoint has."""
     return digest(f"dummy {seed} {device.type} {spec!r}")
 
 
@@ -139,7 +143,8 @@ def weights_revision(spec: ModelShape, model_dir: Path) -> str:
 def layer_targets(prefix: str, spec: ModelSpec, attention: Attention, mlp: MLP) -> dict[str, Tensor]:
     """Returns the destination of each matrix and bias of one layer: a parameter, or its part of a merged parameter.
 
-    prefix: of the layer's tensor names in the checkpoint, without the dot.
+    Args:
+        prefix: prefix of the layer's tensor names in the checkpoint, without the dot.
     """
     targets: dict[str, Tensor] = {}
     qkv_sizes = [spec.query_size, spec.kv_size, spec.kv_size]

@@ -1,4 +1,4 @@
-"""Builds model, KV pool and attention of an engine on one device; `TensorParallelBuilder` does it for several."""
+"""Builds model, KV pool and attention on one device. `TensorParallelBuilder` builds them on several devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.models.shard import UNSHARDED, Shard
 
 
 class EngineBuilder(Protocol):
-    """Builds the parts of an engine that differ between one and several devices."""
+    """The builder of the parts of an engine that differ between one and several devices."""
 
     @property
     def shard(self) -> Shard:
@@ -25,14 +25,18 @@ class EngineBuilder(Protocol):
         """Loads the model for sequences of up to `max_len` tokens."""
 
     def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
-        """A KV pool on every device."""
+        """Makes a KV pool on every device."""
 
     def attention(self, local: AttentionBackend[Any]) -> AttentionBackend[Any]:
-        """Attention on every device; `local` is that of this one."""
+        """Makes the attention on every device.
+
+        Args:
+            local: the attention on this device.
+        """
 
 
 class SingleDeviceBuilder:
-    """The whole model on one device."""
+    """The builder of an engine with the whole model on one device."""
 
     shard = UNSHARDED
 

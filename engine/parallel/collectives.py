@@ -1,8 +1,8 @@
 """All-reduce and broadcast between the devices of a group: gloo between CPUs, NCCL between GPUs.
 
 The process group is a plain object and not the global one of torch.distributed, so one process may be in several
-groups. On a GPU no call waits for the device. A collective fails if a peer is gone: at once with gloo; with NCCL after
-`abort`, or when its watchdog ends it after TIMEOUT_S.
+groups. On a GPU no call waits for the device. A collective fails if a peer has ended: at once with gloo; with NCCL
+after `abort`, or when its watchdog ends it after TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engine.models.ops import DecoderOps
 
-TIMEOUT_S = 300.0  # longest wait of a collective for a rank that is late
+#: Longest wait of a collective for a rank that is late.
+TIMEOUT_S = 300.0
 
 
 def open_store(host: str) -> tuple[TCPStore, int]:
-    """Opens the store in which the ranks find each other's devices, at this address only. Returns it and its port."""
+    """Opens the store in which the ranks find each other's devices, at this address only. Returns store and port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, timedelta(seconds=TIMEOUT_S), False, master_listen_fd=listener.detach())
@@ -65,7 +66,7 @@ class Collectives:
         self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
 
     def abort(self) -> None:
-        """Ends collectives that wait for a lost rank with an error. Any thread."""
+        """Ends collectives that wait for a lost rank with an error. Any thread may call it."""
         if self._device.type == "cuda":
             self._group.abort()
 
@@ -74,7 +75,7 @@ class AllReduceOps:
     """The decoder operations of one rank, with an all-reduce in each row-parallel linear layer.
 
     Args:
-        local: the operations on the shard of this rank.
+        local: operations on the shard of this rank.
     """
 
     def __init__(self, local: DecoderOps, collectives: Collectives) -> None:

@@ -1,8 +1,9 @@
 """Rank 0 of a tensor-parallel engine: a model, KV pool and attention that the other ranks mirror.
 
-The engine uses them like those of one device; runner, scheduler and sampler know of no other rank. Each call is sent to
-the other ranks before it runs here. All calls come from the engine thread, so all ranks run the same calls in the same
-order. Hidden states are equal on every rank after an all-reduce. Only rank 0 computes logits.
+The engine uses them like a model, pool and attention on one device. Runner, scheduler and sampler know of no other
+rank. Each call is sent to the other ranks before it runs here. All calls come from the engine thread, so all ranks run
+the same calls in the same order. Hidden states are equal on every rank after an all-reduce. Only rank 0 computes
+logits.
 
 A step that fails here after it was sent leaves the ranks in different steps, so it ends the group (`RankGroup.fail`).
 """
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 class MirroredMetadata:
     """Metadata of one step on rank 0."""
 
-    #: Sent to the other ranks, which prepare metadata of their own.
+    #: The shape of the step. It is sent to the other ranks, which prepare metadata of their own.
     shape: StepShape
     #: Metadata of the local backend.
     metadata: Any
@@ -151,7 +152,7 @@ class MirroredPool(KVPool):
 
 
 class TensorParallelBuilder:
-    """Builds the mirrored model, pool and attention. All ranks have joined the group before."""
+    """Builds the mirrored model, pool and attention. The group is complete: all ranks have joined."""
 
     def __init__(self, rank_group: RankGroup, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         self._rank_group, self._config, self._source, self._device = rank_group, config, source, device

@@ -4,7 +4,7 @@
 
     join -> open -> load -> pool -> step, zero, copy ... -> stop
 
-The process ends at once when rank 0 is gone, even while it waits for a device. An error ends it too; rank 0 notices,
+The process ends at once when rank 0 has ended, even while it waits for a device. An error ends it too; rank 0 notices,
 and the group has failed. A rank has no scheduler, sampler or prefix cache.
 """
 
@@ -44,10 +44,10 @@ EXIT_FAILED, EXIT_ABANDONED = 1, 5
 
 
 class Rank:
-    """One rank.
+    """One rank other than rank 0.
 
     Args:
-        channel: to rank 0.
+        channel: channel to rank 0.
         on_pool: called with each new KV pool.
     """
 
@@ -65,7 +65,7 @@ class Rank:
         """Runs the messages of rank 0 until it sends "stop".
 
         Raises:
-            Unavailable: rank 0 is gone.
+            Unavailable: rank 0 has ended.
             Exception: an error of this rank; it is sent to rank 0 first.
         """
         answered = {"open": self._open, "load": self._load, "pool": self._create_pool}
@@ -132,8 +132,8 @@ class Rank:
         joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
         self._collectives.broadcast(joined)
         metadata = self._attention.prepare(step_messages.unpack_step(message.payload))
-        ids, positions, wanted = step_messages.split_ids(joined, tokens, rows)
-        self._model.forward(ids, positions, self._cache, self._attention, metadata, wanted)
+        ids, positions, row_indices = step_messages.split_ids(joined, tokens, rows)
+        self._model.forward(ids, positions, self._cache, self._attention, metadata, row_indices)
 
     @torch.inference_mode()
     def _zero(self, message: RankMessage) -> None:
@@ -165,7 +165,7 @@ def join(rank: int, master: str, kind: str = ENGINE_CHANNEL, timeout_s: float = 
 
 
 def exit_with(channel: RankChannel) -> None:
-    """Ends this process when rank 0 is gone, even while it waits for a device or another rank."""
+    """Ends this process when rank 0 has ended, even while it waits for a device or another rank."""
 
     def watch() -> None:
         while not channel.peer_closed():

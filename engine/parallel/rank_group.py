@@ -29,21 +29,26 @@ from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 120.0  # longest wait for ranks of this machine, which import torch first
-JOIN_NODES_S = 1800.0  # longest wait for ranks of other machines, which may be started later
-ANSWER_S = 1800.0  # longest wait for an answer; a rank loads its weights before its first one
+#: Longest wait for ranks of this machine, which import torch first.
+JOIN_S = 120.0
+#: Longest wait for ranks of other machines, which may be started later.
+JOIN_NODES_S = 1800.0
+#: Longest wait for an answer. A rank loads its weights before its first answer.
+ANSWER_S = 1800.0
 POLL_S = 0.2
-STOP_S = 5.0  # after this time a rank that does not end is killed
+#: A rank that does not end within this time is killed.
+STOP_S = 5.0
 SECRET_VARIABLE = "BATON_SECRET"
 
-ENGINE_CHANNEL = "engine"  # kind of the channel that carries steps
+#: Kind of the channel that carries steps.
+ENGINE_CHANNEL = "engine"
 
-#: Command line of a rank, from its number and the address of rank 0.
+#: Function that returns the command line of a rank for (its number, the address of rank 0).
 RankCommand = Callable[[int, str], list[str]]
 
 
 def rank_command(rank: int, master: str) -> list[str]:
-    """Command line of a rank of an engine without a pod. The secret is in the environment."""
+    """Returns the command line of a rank of an engine without a pod. The secret is in the environment."""
     return [sys.executable, "-P", "-m", "engine.parallel.rank", str(rank), master]
 
 
@@ -51,7 +56,7 @@ class RankGroup:
     """The ranks 1, 2, ... of a group.
 
     Args:
-        size: number of ranks, with rank 0.
+        size: number of ranks, rank 0 included.
         kinds: kinds of channels; each rank opens one channel of every kind.
     """
 
@@ -59,7 +64,7 @@ class RankGroup:
         self.size = size
         #: Why the group has failed; None while it works.
         self.failure: str | None = None
-        #: Called once, on the watching thread or the engine thread, when the group has failed.
+        #: Function that is called once, on the watching thread or the engine thread, when the group has failed.
         self.on_failure: Callable[[], object] = lambda: None
         self._channels: dict[str, dict[int, RankChannel]] = {kind: {} for kind in kinds}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -80,7 +85,7 @@ class RankGroup:
         """Starts the ranks of this machine and waits until all ranks have joined.
 
         Args:
-            secret: of the group; None makes one that only the child processes get.
+            secret: secret of the group. None: a new secret, which only the child processes get.
             command: command line of the ranks of this machine.
             kinds: kinds of channels that each rank opens.
 
@@ -116,7 +121,7 @@ class RankGroup:
         return group
 
     def channels(self, kind: str = ENGINE_CHANNEL) -> list[RankChannel]:
-        """Channels of one kind, by rank from 1 on."""
+        """Returns the channels of one kind, by rank from 1 on."""
         return [self._channels[kind][rank] for rank in range(1, self.size)]
 
     @property
@@ -144,7 +149,7 @@ class RankGroup:
         return self.receive()
 
     def receive(self) -> list[RankMessage]:
-        """The next message of every rank. Raises InternalError if a rank fails, or sends nothing within ANSWER_S."""
+        """Returns the next message of every rank. Raises InternalError if a rank fails or is silent for ANSWER_S."""
         messages: list[RankMessage] = []
         for rank, channel in enumerate(self.channels(), 1):
             try:
@@ -164,7 +169,7 @@ class RankGroup:
     def fail(self, reason: str) -> InternalError:
         """Marks the group as failed and closes its channels, which ends the ranks.
 
-        Returns the error to raise. It names the lost rank if there is one, else it has `reason`.
+        Returns the error to raise. The error names the lost rank; if no rank is lost, it has the text `reason`.
         """
         if self.failure is None:
             self._set_failed(self._find_failed(STOP_S / 10) or reason)
@@ -173,7 +178,7 @@ class RankGroup:
         return InternalError(self.failure or reason)
 
     def close(self) -> None:
-        """Stops the ranks, and waits for those of this machine to end. Idempotent."""
+        """Stops the ranks, and waits until the ranks of this machine have ended. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -246,19 +251,19 @@ class RankGroup:
             raise InternalError(f"a tensor-parallel rank cannot be started: {self._start_error}")
 
     def _find_failed(self, wait_s: float) -> str | None:
-        """Text about a rank that has ended or ends within `wait_s`; None if there is none."""
+        """Returns a text about a rank that has ended or ends within `wait_s`, or None if there is none."""
         until = time.monotonic() + wait_s
         while True:
             for rank, child in self._children.items():
                 if (code := child.poll()) is not None:
                     return f"tensor-parallel rank {rank} has ended ({_exit_text(code)})"
-            gone = {
+            closed = {
                 rank: kind
                 for kind, joined in self._channels.items()
                 for rank, c in list(joined.items())
                 if c.peer_closed()
             }
-            for rank, kind in gone.items():
+            for rank, kind in closed.items():
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a process closes its sockets before it ends
                     if rank in self._children:
                         return f"tensor-parallel rank {rank} has ended ({_exit_text(self._children[rank].wait(1.0))})"
@@ -286,7 +291,7 @@ class RankGroup:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port"."""
+    """Returns host and port of "host:port"."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 

@@ -24,7 +24,7 @@ def pack_step(shape: StepShape, block_size: int) -> bytes:
 
 
 def unpack_step(packed: bytes) -> StepShape:
-    """The shape that `pack_step` packed, with only the blocks that its tokens need."""
+    """Returns the shape that `pack_step` packed. It has only the blocks that its tokens need."""
     numbers = np.frombuffer(packed, dtype=np.int32)
     rows = int(numbers[0])
     starts, num_new, counts = numbers[1 : 1 + 3 * rows].reshape(3, rows)
@@ -33,12 +33,17 @@ def unpack_step(packed: bytes) -> StepShape:
 
 
 def join_ids(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-    """tokens, positions and rows as one int64 tensor, for one broadcast."""
+    """Returns tokens, positions and rows as one int64 tensor, for one broadcast."""
     return torch.cat([tokens, positions] if rows is None else [tokens, positions, rows])
 
 
 def split_ids(joined: Tensor, tokens: int, rows: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The inverse of `join_ids`. tokens, rows: their numbers."""
+    """Returns the tokens, positions and rows that `join_ids` joined.
+
+    Args:
+        tokens: number of tokens.
+        rows: number of rows. None: there are none.
+    """
     return joined[:tokens], joined[tokens : 2 * tokens], None if rows is None else joined[2 * tokens :]
 
 
@@ -48,6 +53,6 @@ def pack_ints(values: Sequence[int]) -> bytes:
 
 
 def unpack_ints(packed: bytes) -> list[int]:
-    """The block ids that `pack_ints` packed."""
+    """Returns the block ids that `pack_ints` packed."""
     values: list[int] = np.frombuffer(packed, dtype=np.int32).tolist()
     return values

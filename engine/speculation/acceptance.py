@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def accepted_tokens(drafts: Sequence[int], sampled: Sequence[int]) -> Sequence[int]:
-    """The tokens that a verify step adds to a sequence: the accepted drafts and one more, at least one token.
+    """Returns the tokens that a verify step adds to a sequence: the accepted drafts and one more token.
 
     sampled[i] of `len(drafts) + 1` tokens was sampled as if drafts[:i] were right. A draft is accepted if all drafts
-    before it are and it equals the token sampled in its place. The first sampled token that differs from its draft is
-    still a valid token of the output:
+    before it are accepted and it equals the token sampled in its place. The first sampled token that differs from its
+    draft is still a valid token of the output:
 
         drafts     5  8  2  4
         sampled    5  8  7  1  3
@@ -28,7 +28,7 @@ def accepted_tokens(drafts: Sequence[int], sampled: Sequence[int]) -> Sequence[i
 
 
 def accepted_mask(sampled: Tensor, inputs: Tensor, offsets: Tensor, query: int) -> tuple[Tensor, Tensor]:
-    """Accepted input tokens of a verify step, and the last accepted token of each row; both bool [T].
+    """Returns which input tokens of a verify step are accepted, and which are the last of their row; both bool [T].
 
     The first token of a row is always accepted. The others are drafts, accepted by the rule of `accepted_tokens`.
 

@@ -8,7 +8,7 @@ sequences of r + r**2 + ..., where r is the acceptance rate of a sequence.
   drafts as much as allowed if its part of E is above its part of C, and not at all otherwise.
 - A draft model adds to C with each draft, so a sequence gets the k that maximises (1 + r + ... + r**k) / (1 + c * k).
 
-Drafts that do not pay are probed at growing intervals: by one sequence, or by the batch where steps are padded.
+Drafts that save no time are probed at growing intervals: by one sequence, or by the batch where steps are padded.
 
 A time budget, in plain steps, bounds the loss from wrong estimates. A step with drafts, or one that waited for drafts
 and got none, pays its extra time and earns its accepted drafts. Other steps earn TIME_BUDGET_RATE. Nothing is drafted
@@ -23,46 +23,57 @@ from dataclasses import dataclass
 
 from engine.schedule.drafts import DraftState
 
-# Factors on the weight of older measurements.
-SEQ_DECAY = 0.9  # acceptance of one sequence, per verify step
-ALL_DECAY = 0.98  # acceptance of all sequences, per verified sequence
-TIME_DECAY = 0.95  # step times, per step
+#: Factor on the weight of older measurements: acceptance of one sequence, per verify step.
+SEQ_DECAY = 0.9
+#: Factor on older measurements of the acceptance of all sequences, per verified sequence.
+ALL_DECAY = 0.98
+#: Factor on older step times, per step.
+TIME_DECAY = 0.95
 
-START_RATE = 0.6  # acceptance rate before the first measurement
-START_WEIGHT = 2.0  # drafts that the start rate counts for
-MIN_START_RATE = 0.25  # lowest start rate of a new sequence, however poor the others are
+#: Acceptance rate before the first measurement.
+START_RATE = 0.6
+#: The start rate counts like this many measured drafts.
+START_WEIGHT = 2.0
+#: Lowest start rate of a new sequence, also if the drafts of all other sequences are rejected.
+MIN_START_RATE = 0.25
 
-FIRST_EXTRA = 0.2  # extra time of a verify step before the first measurement
-MAX_EXTRA = 1.2  # upper bound of the extra time: measurements on a busy machine may be far off
+#: Extra time of a verify step before the first measurement.
+FIRST_EXTRA = 0.2
+#: Upper bound of the extra time. Measurements on a busy machine may be far too high.
+MAX_EXTRA = 1.2
 
-# Interval between two probes: tokens of a sequence, or steps of a padded batch.
+#: First and longest interval between two probes: tokens of a sequence, or steps of a padded batch.
 FIRST_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 32
 
-FIRST_PLAIN = 8  # steps with drafts before the first plain step, which is timed for comparison
-PLAIN_EVERY = 200  # steps with drafts before each later plain step
-PLAIN_RUN = 2  # most plain steps in a row; the first may have waited, and then its time does not count
+#: Steps with drafts before the first plain step, which is timed for comparison.
+FIRST_PLAIN = 8
+#: Steps with drafts before each later plain step.
+PLAIN_EVERY = 200
+#: Most plain steps in a row. The first may have waited for drafts; its time is then not used.
+PLAIN_RUN = 2
 
-# In times of plain steps.
+#: In units of a plain step's time: earned per step without drafts, budget at the start, largest budget.
 TIME_BUDGET_RATE, FIRST_TIME_BUDGET, MAX_TIME_BUDGET = 0.01, 2.0, 4.0
 
-MAX_EMPTY_PROPOSALS = 2  # steps stop waiting for a sequence after this many empty proposals in a row
+#: Steps stop waiting for the drafts of a sequence after this many empty proposals in a row.
+MAX_EMPTY_PROPOSALS = 2
 
 
 @dataclass(slots=True)
 class _StepTimes:
-    """Mean seconds of the steps of one size class; 0: not measured."""
+    """Mean seconds of the steps of one size class. 0: not measured."""
 
-    #: Steps without drafts that did not wait for any.
+    #: Seconds of steps without drafts that did not wait for drafts.
     plain: float = 0.0
-    #: Steps with drafts.
+    #: Seconds of steps with drafts.
     verify: float = 0.0
-    #: Steps that waited for drafts and got none.
+    #: Seconds of steps that waited for drafts and got none.
     empty_wait: float = 0.0
     #: Mean number of drafts of a verify step.
     drafts: float = 0.0
     #: Steps with drafts since the last plain step.
     drafting_steps: int = FIRST_PLAIN
-    #: Steps since then that were kept free of drafts to be timed as plain.
+    #: Steps since the last plain step that got no drafts so that they could be timed as plain.
     num_skipped: int = 0
 
     def add(self, drafts: int, seconds: float, *, waited: bool) -> None:
@@ -76,7 +87,7 @@ class _StepTimes:
             self.drafting_steps = self.num_skipped = 0
 
     def skip_drafts(self) -> bool:
-        """Decides whether the next step gets no drafts, so that it can be timed as plain."""
+        """Returns whether the next step gets no drafts, so that it can be timed as plain."""
         if self.drafting_steps < (PLAIN_EVERY if self.plain else FIRST_PLAIN):
             return False
         self.num_skipped += 1
@@ -86,12 +97,12 @@ class _StepTimes:
 
     @property
     def extra(self) -> float:
-        """Extra time of a verify step, as a share of a plain step."""
+        """The extra time of a verify step, as a share of a plain step."""
         return self._extra(self.verify)
 
     @property
     def extra_of_empty_wait(self) -> float:
-        """Extra time of a step that waited for drafts and got none, as a share of a plain step."""
+        """The extra time of a step that waited for drafts and got none, as a share of a plain step."""
         return self._extra(self.empty_wait)
 
     def _extra(self, seconds: float) -> float:
@@ -119,12 +130,19 @@ class DraftController:
         self._time_budget, self._accepted_in_step = FIRST_TIME_BUDGET, 0
 
     def new_state(self, proposer_state: object) -> DraftState:
-        """State of a new sequence. It starts with the rate of all sequences at a low weight, so it adapts quickly."""
+        """Returns the state of a new sequence.
+
+        It starts with the acceptance rate of all sequences at a low weight, so it adapts quickly.
+        """
         rate = max(self._accepted / self._tested, MIN_START_RATE)
         return DraftState(proposer_state, rate * START_WEIGHT, START_WEIGHT)
 
     def limits(self, states: Sequence[tuple[DraftState, int]]) -> list[int]:
-        """Most drafts of each sequence of a batch, given as its state and its number of output tokens."""
+        """Returns the most drafts of each sequence of a batch.
+
+        Args:
+            states: state and number of output tokens of each sequence.
+        """
         if not states:
             return []
         times = self._times.setdefault(_size_class(len(states)), _StepTimes())
@@ -144,7 +162,7 @@ class DraftController:
         ]
 
     def _best_count(self, state: DraftState, cost: float) -> int:
-        """Number of drafts with the most tokens per time, if each draft costs `cost` plain steps."""
+        """Returns the number of drafts with the most tokens per time, if each draft costs `cost` plain steps."""
         best, best_rate, tokens = 0, 1.0, 1.0
         for count in range(1, self.max_drafts + 1):
             tokens += state.acceptance_rate**count
@@ -153,7 +171,7 @@ class DraftController:
         return best
 
     def _batch_pays(self, states: Sequence[tuple[DraftState, int]], times: _StepTimes) -> bool:
-        """Whether a padded batch should draft: because drafts pay, or because a probe is due."""
+        """Returns whether a padded batch drafts: because drafts save time, or because a probe is due."""
         gain = sum(state.hit_rate * self._expected_accepted(state) for state, _ in states)
         if gain > min(times.extra, self._max_extra) * len(states):
             self._probe_interval = 0
@@ -164,13 +182,13 @@ class DraftController:
         return self._steps >= self._probe_at
 
     def on_proposal_asked(self) -> None:
-        """The proposer is asked for drafts of a batch."""
+        """Records that the proposer is asked for drafts of a batch."""
         if self._probe_interval:
             self._probe_interval = min(MAX_PROBE_INTERVAL, 2 * self._probe_interval)
             self._probe_at = self._steps + self._probe_interval
 
     def _limit(self, state: DraftState, output: int, best: int) -> int:
-        """`best` drafts, or where that is 0, drafts if a probe of the sequence is due."""
+        """Returns `best`. If `best` is 0 and a probe of the sequence is due, returns the drafts of the probe."""
         if best:
             state.probe_interval = 0
             return best
@@ -180,17 +198,17 @@ class DraftController:
         return (1 if self._has_model else self.max_drafts) if output >= state.probe_at else 0
 
     def _expected_accepted(self, state: DraftState) -> float:
-        """Expected number of accepted drafts out of `max_drafts`."""
+        """Returns the expected number of accepted drafts out of `max_drafts`."""
         rate = state.acceptance_rate
         return rate * (1 - rate**self.max_drafts) / (1 - rate) if rate < 1 else self.max_drafts
 
     def on_proposed(self, state: DraftState, drafts: int) -> None:
-        """The proposer returned `drafts` drafts for a sequence that it was asked for."""
+        """Records that the proposer returned `drafts` drafts for a sequence."""
         state.waits_left = MAX_EMPTY_PROPOSALS if drafts else max(0, state.waits_left - 1)
         state.hit_rate = SEQ_DECAY * state.hit_rate + (1 - SEQ_DECAY) * (drafts > 0)
 
     def on_verified(self, state: DraftState, output: int, drafts: int, accepted: int) -> None:
-        """A step verified the drafts of a sequence, which has `output` output tokens now."""
+        """Records that a step verified the drafts of a sequence, which now has `output` output tokens."""
         self._accepted_in_step += accepted
         tested = min(drafts, accepted + 1)
         state.accepted, state.tested = SEQ_DECAY * state.accepted + accepted, SEQ_DECAY * state.tested + tested
@@ -212,9 +230,13 @@ class DraftController:
             state.probe_at = output + state.probe_interval
 
     def on_step(self, rows: int, drafts: int, seconds: float, *, waited: bool = False) -> None:
-        """A step of `rows` decoding sequences ended; rows is 0 if it also had prompts.
+        """Records the end of a step.
 
-        waited: the step was launched late, after the result of the step before, to have drafts.
+        Args:
+            rows: number of decoding sequences; 0 if the step also had prompts.
+            drafts: number of drafts in the step.
+            seconds: duration of the step.
+            waited: the step was launched after the result of the step before, so that it could have drafts.
         """
         self._steps += 1
         gained, self._accepted_in_step = self._accepted_in_step, 0
@@ -230,7 +252,7 @@ class DraftController:
 
 
 class AlwaysDraft(DraftController):
-    """Gives every sequence the most drafts at any cost. For tests and measurements."""
+    """A controller for tests and measurements: every sequence gets the most drafts at any cost."""
 
     def __init__(self, max_drafts: int) -> None:
         super().__init__(max_drafts, pads_steps=False)
@@ -240,10 +262,10 @@ class AlwaysDraft(DraftController):
 
 
 def _size_class(rows: int) -> int:
-    """Size class of a batch: sizes within a factor of about 1.4 share one."""
+    """Returns the size class of a batch. Sizes within a factor of about 1.4 share a class."""
     return round(2 * math.log2(max(1, rows)))
 
 
 def _mean(mean: float, value: float) -> float:
-    """Decaying mean. A value counts as three times the mean at most, because one slow step predicts nothing."""
+    """Returns the decaying mean. A value is limited to three times the mean, because one slow step predicts nothing."""
     return TIME_DECAY * mean + (1 - TIME_DECAY) * min(value, 3 * mean) if mean else value

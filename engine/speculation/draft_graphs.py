@@ -1,8 +1,8 @@
-"""The draft loop on a GPU: all steps of the draft model, with sampling, in one CUDA graph for each batch bucket.
+"""The draft loop on a GPU: all passes of the draft model, with sampling, in one CUDA graph for each batch size.
 
 The host sends four numbers for each row (slot, position of the newest token, number of drafts, the token) and the block
-tables, and reads the drafts back. A row with fewer drafts than the graph, or a padding row, is computed too, but writes
-no KV. The sampler reads the drafts of earlier steps from the graph's own buffer.
+tables, and reads the drafts back. Rows with fewer drafts than the graph's passes, and padding rows, are computed to the
+end without writing KV. The sampler reads the drafts of earlier passes from the graph's own buffer.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
     from engine.sampling.device_sampler import DeviceSampler
 
-SLOT, START, NUM_DRAFTS, TOKEN, HEADER = range(5)  # columns of the header, and their number
+#: Columns of the header, then their number.
+SLOT, START, NUM_DRAFTS, TOKEN, NUM_COLUMNS = range(5)
 
 
 class DraftGraphs:
-    """Draws the drafts of a batch with one graph. For coupled acceptance only.
+    """The CUDA graphs that draw the drafts of a batch. They support coupled acceptance only.
 
     Args:
-        stage: stages the sampling state of sequences in the sampler.
+        stage: uploads the sampling state of these sequences to their slots.
         buckets: batch sizes to capture.
-        max_seq_drafts: drafts of a row in each graph.
-        max_blocks: most blocks of a lease.
+        max_seq_drafts: number of draft passes in each graph.
+        max_blocks: largest number of blocks in a lease.
     """
 
     def __init__(
@@ -54,21 +55,26 @@ class DraftGraphs:
         self._draft_model, self._sampler, self._stage = draft_model, sampler, stage
         self._max_seq_drafts, self._block_size, self._device = max_seq_drafts, block_size, device
         max_rows = self.shapes[0]
-        self._header = torch.zeros(max_rows, HEADER, dtype=torch.int32, device=device)
+        self._header = torch.zeros(max_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_rows, max_seq_drafts, dtype=torch.int64, device=device)
-        self._graphs = CudaGraphs("draft", device, self._compute, keep=_nothing, describe="{} rows".format)
+        self._graphs = CudaGraphs("draft", device, self._compute, keep=_keep_nothing, describe="{} rows".format)
 
     def fits(self, rows: int) -> bool:
+        """Returns whether there is a graph for this many rows."""
         return rows <= self.shapes[0]
 
     def run(
         self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int], blocks: Sequence[np.ndarray]
     ) -> DraftBatch:
-        """Draws num_drafts[i] drafts of each sequence. blocks: their block tables. Waits for the device."""
+        """Draws num_drafts[i] drafts of each sequence. Waits for the device.
+
+        Args:
+            blocks: block tables of the sequences.
+        """
         self._stage(seqs)
         rows = min(size for size in self.shapes if size >= len(seqs))
-        header = self._padding(rows)
+        header = self._padding_rows(rows)
         header[: len(seqs), SLOT] = [seq.slot for seq in seqs]
         header[: len(seqs), START] = [seq.start for seq in seqs]
         header[: len(seqs), NUM_DRAFTS] = num_drafts
@@ -85,23 +91,23 @@ class DraftGraphs:
 
     def capture(self, shapes: Sequence[int] | None = None) -> None:
         """Captures the graphs of these batch sizes (None: all), the largest first."""
-        self._graphs.capture(shapes or self.shapes, self._empty)
+        self._graphs.capture(shapes or self.shapes, self._fill_with_padding)
 
-    def _empty(self, rows: int) -> None:
-        self._header[:rows].copy_(pinned_copy(self._padding(rows), self._device), non_blocking=True)
+    def _fill_with_padding(self, rows: int) -> None:
+        self._header[:rows].copy_(pinned_copy(self._padding_rows(rows), self._device), non_blocking=True)
 
-    def _padding(self, rows: int) -> np.ndarray:
-        header = np.zeros((rows, HEADER), dtype=np.int32)
+    def _padding_rows(self, rows: int) -> np.ndarray:
+        header = np.zeros((rows, NUM_COLUMNS), dtype=np.int32)
         header[:, SLOT], header[:, START] = self._sampler.pad_slot, 1
         return header
 
     def _compute(self, rows: int) -> None:
         """Writes the drafts of the first `rows` rows to `_tokens`."""
-        size, backend = self._block_size, self._draft_model.backend
+        block_size, backend = self._block_size, self._draft_model.backend
         assert isinstance(backend, TritonAttention)
         header, tables, drafts = self._header[:rows], self._tables[:rows], self._tokens[:rows]
         slots, start = header[:, SLOT].long(), header[:, START]
-        # A model that lags also computes its last draft, which may be accepted and then needs KV.
+        # A model that lags (`lags` is 1) also computes its last draft, which may be accepted and then needs KV.
         num_steps = self._max_seq_drafts + self._draft_model.lags
         steps = torch.arange(num_steps, dtype=torch.int32, device=self._device)
         active = (
@@ -109,11 +115,11 @@ class DraftGraphs:
         )
         # int32 [steps, rows]. Inactive steps get position 0: RoPE and block tables may end before the real position.
         positions = (start[None, :] + steps[:, None]) * active
-        block = tables.t().gather(0, (positions // size).long())
-        slot_mapping = (block * size + positions % size).masked_fill(~active, -1)
+        block = tables.t().gather(0, (positions // block_size).long())
+        slot_mapping = (block * block_size + positions % block_size).masked_fill(~active, -1)
         seq_lens = (positions + 1) * active
         cu_q = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
-        last_blocks = tables.gather(1, ((start - 1).clamp(min=0) // size)[:, None].long()).squeeze(1).long()
+        last_blocks = tables.gather(1, ((start - 1).clamp(min=0) // block_size)[:, None].long()).squeeze(1).long()
         states: Any = self._draft_model.initial_states(last_blocks)
         offsets = steps[:, None].expand(-1, rows).contiguous()
         tokens = header[:, TOKEN].long()
@@ -128,5 +134,5 @@ class DraftGraphs:
             drafts[:, step] = tokens
 
 
-def _nothing(output: None) -> None:
-    """Keeps no output of a graph: the drafts are in `_tokens`."""
+def _keep_nothing(output: None) -> None:
+    """Does nothing: a graph leaves its output, the drafts, in `_tokens`."""

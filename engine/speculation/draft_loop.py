@@ -1,4 +1,4 @@
-"""Draws drafts from a draft model, one token after the other, for several sequences at a time.
+"""The draft loop: draws drafts from a draft model, one token after the other, for several sequences at a time.
 
 Step 0 computes the newest token of each sequence, which has no KV yet, at its own position. Each further step computes
 the draft before it. KV goes to the slots behind the end of the sequence, inside its lease; the verify step writes those
@@ -28,12 +28,14 @@ from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.proposer import DraftBatch
 
-CATCH_UP_TOKENS = 1024  # tokens of one catch-up batch
-DRAFT_STREAM = 3  # noise stream of drafts for rejection sampling
+#: Most tokens of one catch-up batch.
+CATCH_UP_TOKENS = 1024
+#: Noise stream from which drafts for rejection sampling are drawn.
+DRAFT_STREAM = 3
 
 
 class DraftLoop:
-    """Draws drafts from one draft model.
+    """The loop over one draft model.
 
     Args:
         tables: block tables of the running sequences.
@@ -57,7 +59,7 @@ class DraftLoop:
 
     @torch.inference_mode()
     def run(self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int]) -> DraftBatch:
-        """num_drafts[i] >= 1 drafts of each sequence, fewer where the draft model's logits are not finite.
+        """Draws num_drafts[i] >= 1 drafts of each sequence, fewer if the draft model's logits are not finite.
 
         All tokens of the sequences are known, and their leases have room for the newest token and all drafts. Waits for
         the device.
@@ -98,7 +100,7 @@ class DraftLoop:
                     probs = draft_probs.new_zeros(len(seqs), max(num_drafts), draft_probs.shape[1])
                 probs[rows, step] = draft_probs
         if self._draft_model.lags:
-            # The last draft may be accepted, and then it needs KV like the others.
+            # The last draft may be accepted and then needs KV too.
             rows = [row for row in range(len(seqs)) if drafts.lengths[row]]
             self._write_kv(
                 [seqs[row] for row in rows],
@@ -132,11 +134,13 @@ class DraftLoop:
         counts = [len(tokens_of) for tokens_of in tokens]
         shape = StepShape(starts.tolist(), counts, [self._tables.row(seq) for seq in seqs])
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), counts, strict=True)])
-        ids, at = upload([np.array([token for tokens_of in tokens for token in tokens_of]), positions], self._device)
-        self._draft_model.write_kv(ids, at, self._draft_model.backend.prepare(shape))
+        ids, device_positions = upload(
+            [np.array([token for tokens_of in tokens for token in tokens_of]), positions], self._device
+        )
+        self._draft_model.write_kv(ids, device_positions, self._draft_model.backend.prepare(shape))
 
     def _zero_new_blocks(self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int]) -> None:
-        """Zeroes the blocks that the loop begins, if the attention backend reads unwritten slots."""
+        """Zeroes the blocks whose first slot the loop writes, if the attention backend reads unwritten slots."""
         if not self._draft_model.backend.reads_unwritten_slots:
             return
         size = self._kv.layout.block_size
@@ -166,19 +170,18 @@ def draw_drafts(logits: Tensor, rows: Sequence[SampleRow], *, rejection: bool) -
 
 
 def _row(seq: EngineSequence, drafts: np.ndarray) -> SampleRow:
-    """Sampling state of the draft after these drafts."""
+    """Returns the sampling state of the draft that follows `drafts`."""
     earlier: list[int] = drafts.tolist()
     allowed = None
     if seq.constraint is not None:
         allowed_drafts, masks = seq.constraint.masks(earlier)
-        allowed = (
-            masks[-1] if len(allowed_drafts) == len(earlier) else None
-        )  # forbidden drafts are trimmed before the verify step
+        # After a forbidden draft no mask is needed: forbidden drafts are trimmed before the verify step.
+        allowed = masks[-1] if len(allowed_drafts) == len(earlier) else None
     return SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=earlier, allowed_mask=allowed)
 
 
 def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
-    """Splits the sequences into parts of at most CATCH_UP_TOKENS missing tokens; a longer one is its own part."""
+    """Splits the sequences into parts of at most CATCH_UP_TOKENS missing tokens. A longer sequence is one part."""
     parts: list[list[EngineSequence]] = []
     tokens = 0
     for seq in seqs:
@@ -191,5 +194,5 @@ def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
 
 
 def _block_at(blocks: Sequence[np.ndarray], positions: np.ndarray, size: int) -> np.ndarray:
-    """int64 [R], the block of each position."""
+    """Returns the block of each position, int64 [R]."""
     return np.array([row[at // size] for row, at in zip(blocks, positions.tolist(), strict=True)], dtype=np.int64)

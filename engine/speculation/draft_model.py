@@ -61,9 +61,9 @@ class StateLinks:
 class DraftModel(Protocol):
     """Draft layers over a KV pool."""
 
-    #: Label of the metrics.
+    #: Name of the draft model in metric labels.
     name: str
-    #: See Model.capturable.
+    #: Has the meaning of `Model.capturable`.
     capturable: bool
     #: True: `write_kv` computes the layers, for prompts in their steps and for decoded tokens when the sequence drafts
     #: again. False: `forward_with_target` computes them in every step, and `store_states` ends the step.
@@ -72,7 +72,11 @@ class DraftModel(Protocol):
     backend: AttentionBackend[Any]
 
     def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        """Writes the draft layers' KV of tokens that the target has computed. metadata: of `backend`."""
+        """Writes the draft layers' KV of tokens that the target has computed.
+
+        Args:
+            metadata: the step's metadata from `backend`.
+        """
 
     def forward_with_target(
         self,
@@ -90,12 +94,19 @@ class DraftModel(Protocol):
         """
 
     def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
-        """Stores the states of tokens in blocks. indices: int64 [C], tokens of the step; blocks: int64 [C]."""
+        """Stores the states of tokens in blocks.
+
+        Args:
+            states: [T, hidden], the states of all tokens of the step.
+            indices: int64 [C], the tokens whose states are stored.
+            blocks: int64 [C], the block of each stored state.
+        """
 
     def initial_states(self, blocks: Tensor) -> Tensor | None:
-        """States that the first `draft_step` continues from; None if the model has none.
+        """Returns the states that the first `draft_step` continues from, or None if the model has none.
 
-        blocks: int64 [R], block of the last token with KV of each row.
+        Args:
+            blocks: int64 [R], for each row the block of the last token that has KV.
         """
 
     def draft_step(
@@ -108,9 +119,9 @@ class SeparateDraftModel:
     """A whole second model with the tokenizer of the target.
 
     Args:
-        shape: of this model.
-        vocab: vocabulary size of the target; the second model's may be padded to another size.
-        attention: class of the backend.
+        shape: the shape of the second model.
+        vocab: vocabulary size of the target; the vocabulary of the second model may be padded to another size.
+        attention: class of the attention backend.
     """
 
     name = "draft_model"
@@ -125,7 +136,7 @@ class SeparateDraftModel:
         )
 
     def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        self._model.write_kv(self._known(tokens), positions, self._cache, self.backend, metadata)
+        self._model.write_kv(self._clamp_to_vocab(tokens), positions, self._cache, self.backend, metadata)
 
     def forward_with_target(
         self,
@@ -148,14 +159,14 @@ class SeparateDraftModel:
     def draft_step(
         self, tokens: Tensor, prev_states: Tensor | None, positions: Tensor, metadata: Any
     ) -> tuple[Tensor, Any]:
-        hidden = self._model.forward(self._known(tokens), positions, self._cache, self.backend, metadata)
+        hidden = self._model.forward(self._clamp_to_vocab(tokens), positions, self._cache, self.backend, metadata)
         logits = self._model.logits(hidden)
         if self._own_vocab < self._vocab:
             logits = F.pad(logits, (0, self._vocab - self._own_vocab), value=UNKNOWN_LOGIT)
         return logits[:, : self._vocab], None
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """The tokens, with those outside this model's vocabulary replaced by its last one."""
+    def _clamp_to_vocab(self, tokens: Tensor) -> Tensor:
+        """Returns the tokens; the last token of the vocabulary replaces every token outside this model's vocabulary."""
         return tokens if self._own_vocab >= self._vocab else tokens.clamp(max=self._own_vocab - 1)
 
 
@@ -199,7 +210,7 @@ class EagleDraftModel:
     def _forward_target(
         self, target: TargetModel, tokens: Tensor, positions: Tensor, metadata: Any, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The target's hidden states of `rows`, and the head's input states of all tokens."""
+        """Returns the target's hidden states of `rows`, and the head's input states of all tokens."""
         model = target.model
         assert isinstance(model, Decoder)
         if not self._aux_layers:
@@ -245,7 +256,7 @@ BuildDraftModel = Callable[[KVPool, AttentionClass], DraftModel]
 
 
 def state_links_of(shape: StepShape, kv: KVPool) -> StateLinks:
-    """State links of the rows of a step. A row that begins its sequence links to the dummy block."""
+    """Returns the state links of the rows of a step. A row that begins its sequence links to the dummy block."""
     size, ends = kv.layout.block_size, np.cumsum(shape.num_new)
     blocks_before = [
         int(blocks[(start - 1) // size]) if start else kv.dummy_block
@@ -266,14 +277,14 @@ def store_step_states(
     kv: KVPool,
     query: int,
 ) -> None:
-    """Stores the states of the last accepted token of each row, and of the last slot of each block that got full.
+    """Stores the states of the last accepted token of each row, and of the last slot of each block that it filled.
 
     Args:
-        states: [T, hidden] of the tokens of the step.
+        states: [T, hidden], the states of the step's tokens.
         sampled: int64 [results], the token sampled after each token of `logits_indices`.
         ids: int64 [T], the tokens.
-        logits_indices: int64 [results], the tokens that are sampled after, and the last token of other rows.
-        num_results: results of each row, at most `query`.
+        logits_indices: int64 [results], tokens after which a token is sampled, and the last token of each other row.
+        num_results: number of results of each row, at most `query`.
     """
     size, ends = kv.layout.block_size, np.cumsum(shape.num_new)
     positions = np.arange(int(ends[-1])) + np.repeat(np.array(shape.starts) - (ends - shape.num_new), shape.num_new)

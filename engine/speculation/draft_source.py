@@ -26,19 +26,18 @@ from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, Sep
 
 log = logging.getLogger(__name__)
 
-MAX_VOCAB_PADDING = (
-    1024  # most tokens by which the vocabularies of one family may differ; the additional tokens are unused
-)
+#: Largest difference between the vocabulary sizes of one model family. The additional tokens are unused.
+MAX_VOCAB_PADDING = 1024
 
 
 class DraftSource(Protocol):
     """A draft model that is not loaded yet."""
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
-        """The fields that the draft sets in KVLayout."""
+        """Returns the fields that the draft sets in KVLayout."""
 
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
-        """Loads the weights, or makes random ones. Raises ConfigError if they do not fit."""
+        """Loads the weights, or makes random ones. Raises ConfigError if they do not fit the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +101,11 @@ class EagleSource:
 def open_draft(
     kind: str, model_dir: Path, target: ModelShape, target_dir: Path, *, load_format: str, seed: int, max_len: int
 ) -> DraftSource:
-    """Opens a draft.
+    """Opens a draft model or EAGLE head.
 
     Args:
         kind: "draft_model" or "eagle".
-        max_len: longest sequence.
+        max_len: longest sequence in tokens.
     """
     if kind == "eagle":
         return _open_eagle(model_dir, target, seed if load_format == "dummy" else None)
@@ -159,7 +158,7 @@ def _open_eagle(model_dir: Path, target: ModelShape, seed: int | None) -> EagleS
 
 
 def _same_tokens(first_dir: Path, second_dir: Path) -> bool:
-    """Whether the tokenizers give the same ids. True if that cannot be known."""
+    """Returns whether the tokenizers give the same ids. Returns True if the files do not show it."""
     files = [directory / "tokenizer.json" for directory in (first_dir, second_dir)]
     if not all(file.is_file() for file in files):
         return True

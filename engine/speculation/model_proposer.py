@@ -1,4 +1,4 @@
-"""A proposer that draws its drafts from a draft model (Leviathan et al. 2023) or an EAGLE head (Li et al. 2024)."""
+"""Drafts from a draft model (Leviathan et al. 2023) or an EAGLE head (Li et al. 2024)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.speculation.proposer import DraftBatch
 
 
 class ModelProposer:
-    """Proposes the drafts of a `DraftLoop`. It has no state of its own: the KV of the drafts lies in the blocks.
+    """A proposer over a `DraftLoop`. It keeps no state: the KV of the drafts lies in the blocks.
 
     Args:
         loop: draws the drafts.
@@ -24,10 +24,10 @@ class ModelProposer:
         self._loop, self._reserve = loop, reserve
 
     def new_state(self, seq: EngineSequence) -> None:
-        """None: there is no state."""
+        """Returns None: there is no state."""
 
     def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
-        """Computes the missing KV of the draft model. All tokens of the sequences are known."""
+        """Computes the missing KV of the draft model. The host must know all tokens of the sequences."""
         self._loop.catch_up(seqs)
 
     def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
@@ -45,7 +45,7 @@ class ModelProposer:
         return DraftBatch(drafts.tokens, drafts.lengths, probs)
 
     def _num_drafts(self, seq: EngineSequence, limit: int) -> int:
-        """Number of drafts that fit in the lease behind the newest token, in blocks that no other sequence reads."""
+        """Returns how many drafts fit in the lease after the newest token, in blocks that no other sequence reads."""
         assert seq.lease is not None
         most = min(limit, seq.max_len - seq.length - 1)
         if most <= 0 or seq.lease.cow_index == seq.start // seq.block_size:
@@ -53,8 +53,8 @@ class ModelProposer:
         return max(0, min(most, self._reserve(seq, seq.start + 1 + most) - seq.start - 1))
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
-        """True: a model always has drafts."""
+        """Returns True: a model always has drafts."""
         return True
 
     def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
-        """Nothing to do: the verify step has computed the layers of the draft model."""
+        """Does nothing: the verify step has computed the layers of the draft model."""

@@ -1,6 +1,6 @@
 """Prompt look-up (Saxena 2023): if the newest tokens occurred before, the tokens that followed them are proposed.
 
-Each sequence has an index over its prompt and output: for each n, where each n-gram ended last.
+Each sequence has an index over its prompt and output: for each n, the position where each n-gram ended last.
 
     prompt    n-grams as sorted arrays, built with numpy, searched by bisection
     output    n-grams in a dictionary, looked up first: the latest occurrence is the best guess
@@ -20,10 +20,13 @@ import numpy as np
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.proposer import DraftBatch
 
-LENGTHS = (5, 3, 2)  # n of the n-grams, in the order they are tried: a longer match is a better guess
+#: The values of n, in the order they are tried: a longer match is a better guess.
+LENGTHS = (5, 3, 2)
 MAX_LENGTH = LENGTHS[0]
-FACTOR = 0x9E3779B97F4A7C15  # of a polynomial hash modulo 2**64; odd
-# uint64 [MAX_LENGTH, n-gram lengths]: MAX_LENGTH tokens times this are the hashes of the n-grams at their end.
+#: Factor of a polynomial hash modulo 2**64; odd.
+FACTOR = 0x9E3779B97F4A7C15
+#: uint64 [MAX_LENGTH, n-gram lengths]. The product of MAX_LENGTH tokens and this matrix is the hash of the n-gram at
+#: their end, for each length.
 POWERS = np.array(
     [[pow(FACTOR, MAX_LENGTH - 1 - i, 1 << 64) * (i >= MAX_LENGTH - n) for n in LENGTHS] for i in range(MAX_LENGTH)],
     dtype=np.uint64,
@@ -32,12 +35,12 @@ POWERS = np.array(
 
 @dataclass(slots=True)
 class _NgramTable:
-    """n-grams of one length in one sequence."""
+    """The n-grams of one length in one sequence."""
 
     length: int
     #: uint64, ascending: hashes of the n-grams of the prompt.
     hashes: np.ndarray
-    #: Position after each of them; equal hashes are in the order of their positions.
+    #: Position after each n-gram of the prompt. Equal hashes are in the order of their positions.
     ends: np.ndarray
     #: Position after the last occurrence of each n-gram that output completed, by its hash.
     output_ends: dict[int, int]
@@ -57,7 +60,7 @@ class NgramIndex:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 [count]"""
+        """The tokens of the sequence, int64 [count]."""
         return self._padded[MAX_LENGTH : MAX_LENGTH + self.count]
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -74,10 +77,10 @@ class NgramIndex:
             table.output_ends.update(zip(codes[begin - first :], range(begin, self.count), strict=True))
 
     def match(self, limit: int) -> tuple[int, np.ndarray]:
-        """Length of the longest indexed n-gram at the end that occurred before, and up to `limit` tokens that followed.
+        """Returns the longest n-gram at the end that occurred before, and up to `limit` tokens that followed it.
 
-        0 and no tokens if none did. If the tokens that followed reach the end of the sequence, they repeat: the text is
-        in a loop.
+        The n-gram is returned as its length, which is 0 if none occurred before. If the tokens that followed reach the
+        end of the sequence, they repeat: the text is in a loop.
         """
         tokens = self.tokens
         for table, code in zip(self._tables, self._newest, strict=True):
@@ -87,7 +90,7 @@ class NgramIndex:
         return 0, tokens[:0]
 
     def _find(self, table: _NgramTable, code: int) -> int | None:
-        """Position after the last earlier occurrence of the newest n-gram, which has this hash."""
+        """Returns the position after the last earlier occurrence of the newest n-gram, which has this hash."""
         end, n, tokens = table.output_ends.get(code), table.length, self.tokens
         if end is None:
             row = int(np.searchsorted(table.hashes, np.uint64(code), side="right")) - 1
@@ -97,9 +100,10 @@ class NgramIndex:
         return end if np.array_equal(tokens[end - n : end], tokens[self.count - n :]) else None
 
     def _codes(self, first: int) -> np.ndarray:
-        """uint64 [count - first + 1, n-gram lengths], hashes of the n-grams before each position first ... count.
+        """Returns the hashes of the n-grams that end before each position first ... count.
 
-        The hash is meaningless at a position with fewer than n tokens before it.
+        The result is uint64 [count - first + 1, n-gram lengths]. A hash is meaningless at a position with fewer than n
+        tokens before it.
         """
         positions = np.arange(first, self.count + 1)[:, None] + np.arange(MAX_LENGTH)
         codes: np.ndarray = (self._padded[positions] + 1).astype(np.uint64) @ POWERS
@@ -107,13 +111,17 @@ class NgramIndex:
 
 
 def _index(length: int, codes: np.ndarray) -> _NgramTable:
-    """Table of the prompt's n-grams. codes: their hashes by the position after them, from `length` on."""
+    """Returns the table of the prompt's n-grams.
+
+    Args:
+        codes: hashes of the n-grams by the position after them, from position `length` on.
+    """
     order = np.argsort(codes, kind="stable")
     return _NgramTable(length, codes[order], order + length, {})
 
 
 class NgramProposer:
-    """Proposes what followed the newest n-gram of the same sequence."""
+    """A proposer of the tokens that followed the newest n-gram earlier in the same sequence."""
 
     name = "ngram"
 
@@ -124,9 +132,9 @@ class NgramProposer:
         drafts = DraftBatch.empty(len(seqs), max(limits))
         for row, (seq, index, limit) in enumerate(zip(seqs, states, limits, strict=True)):
             index.extend(seq.tokens[index.count :])
-            _, found = index.match(limit)
-            drafts.tokens[row, : len(found)] = found
-            drafts.lengths[row] = len(found)
+            _, guesses = index.match(limit)
+            drafts.tokens[row, : len(guesses)] = guesses
+            drafts.lengths[row] = len(guesses)
         return drafts
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
@@ -134,4 +142,4 @@ class NgramProposer:
         return bool(state.match(1)[0])
 
     def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
-        """Nothing to do: the index reads the tokens of the sequence."""
+        """Does nothing: the index reads the tokens of the sequence."""

@@ -1,7 +1,7 @@
-"""The interface between decoding and everything that proposes drafts.
+"""The interface between decoding and the proposers of drafts.
 
 A proposer sees sequences with all tokens known to the host. It may keep a state of its own for each sequence:
-`new_state` makes it, a preemption keeps it, and it is dropped with the sequence. Draft i + 1 is a guess for the case
+`new_state` makes the state, a preemption keeps it, and it ends with the sequence. Draft i + 1 is a guess for the case
 that draft i is right. A wrong draft costs time and never changes the output.
 """
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Drafts of B sequences, up to K of each."""
+    """The drafts of B sequences, up to K of each."""
 
     #: int64 [B, K]; the first lengths[row] tokens of a row are its drafts.
     tokens: np.ndarray
-    #: int64 [B]
+    #: int64 [B], the number of drafts of each sequence.
     lengths: np.ndarray
     #: float32 [B, K, vocab] on the device, the distribution that each draft was drawn from. None for drafts that were
     #: not drawn, and for coupled acceptance, which needs no distribution.
@@ -33,33 +33,34 @@ class DraftBatch:
 
     @classmethod
     def empty(cls, rows: int, max_drafts: int) -> DraftBatch:
-        """No drafts of `rows` sequences."""
+        """Returns a batch of `rows` sequences that have no drafts yet."""
         return cls(np.zeros((rows, max_drafts), dtype=np.int64), np.zeros(rows, dtype=np.int64))
 
 
 class Proposer(Protocol):
-    """Proposes drafts."""
+    """A source of drafts."""
 
-    #: Label of the metrics.
+    #: Name of the proposer in metric labels.
     name: str
 
     def new_state(self, seq: EngineSequence) -> Any:
-        """State of one sequence. Called once, before the first proposal for it."""
+        """Returns the state of one sequence. Called once, before the first proposal for the sequence."""
 
     def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
-        """Up to limits[i] >= 1 drafts for each sequence, none where there is no good guess.
+        """Returns up to limits[i] >= 1 drafts for each sequence; none if there is no good guess.
 
         Every draft is a token id of the vocabulary.
 
         Args:
-            states: what `new_state` returned for each sequence.
+            states: the state that `new_state` returned for each sequence.
         """
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
-        """Whether drafts are likely once the next token is known.
+        """Returns whether drafts are likely once the next token is known.
 
-        Called now and then while the device computes that token, so there is time to read the tokens before it.
+        Called for some sequences while the device computes the next token, so there is time to read the tokens before
+        it.
         """
 
     def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
-        """A step verified `drafts` drafts of the sequence, and appended the accepted ones and one more token."""
+        """Records that a step verified `drafts` drafts, and appended the accepted drafts and one more token."""

@@ -22,8 +22,10 @@ from engine.sampling.philox import uniform
 from engine.sampling.sampler import NoiseKeys, Sampled, SampleRow, sample, token_probs
 from engine.schedule.drafts import DraftTokens
 
-ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2  # noise streams; stream 0 is the target's
-LOGITS_AT_ONCE = 8 << 20  # logits processed at a time; the noise of each takes about 50 bytes while it is made
+#: Noise streams of the accept decisions and of the replacements. Stream 0 is the target's.
+ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2
+#: Most logits that are processed at a time. The noise of one logit takes about 50 bytes while it is made.
+LOGITS_AT_ONCE = 8 << 20
 
 
 def rejection_sample(raw: Tensor, rows: Sequence[SampleRow], draft_tokens: Sequence[DraftTokens]) -> Sampled:
@@ -82,12 +84,12 @@ def _sample_part(raw: Tensor, rows: Sequence[SampleRow], draft_tokens: Sequence[
 
 
 def _residual(target: Tensor, proposed: Tensor) -> Tensor:
-    """The distribution that replaces a rejected draft, not normalised."""
+    """Returns the distribution of the token that replaces a rejected draft, not normalised."""
     return (target - proposed).clamp_(min=0)
 
 
 def _draft_probs(drafts: DraftTokens, like: Tensor) -> Tensor:
-    """float32 [drafts, vocab], the distribution that each draft was drawn from."""
+    """Returns the distribution that each draft was drawn from, float32 [drafts, vocab]."""
     if drafts.probs is not None:
         return drafts.probs[: len(drafts.tokens)]
     tokens = torch.tensor(drafts.tokens, dtype=torch.int64, device=like.device)

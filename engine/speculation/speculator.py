@@ -1,4 +1,4 @@
-"""Connects proposer and controller with the stepper: which sequences draft, how much, and how the drafts did.
+"""Connects proposer and controller with the stepper: which sequences draft, how many drafts, and their acceptance.
 
 Runs on the engine thread. The stepper calls
 
@@ -7,7 +7,7 @@ Runs on the engine thread. The stepper calls
 - `on_verified` for each sequence with verified drafts;
 - `on_step` after each step.
 
-A proposer that raises loses its drafts, and the sequences continue without.
+A proposer that raises loses its drafts, and the sequences continue without drafts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from engine.speculation.stats import SpeculationStats
 
 log = logging.getLogger(__name__)
 
-MAX_DRAFT_LAG = 64  # tokens that a draft model may lag; blocks with these tokens are not published before it catches up
-OBSERVED_PER_STEP = 4  # sequences that the proposer reads during a step
-NO_STATE = object()  # proposer state of a sequence for which `Proposer.new_state` raised
+#: Most tokens that a draft model may lag. Blocks with these tokens are not published before it catches up.
+MAX_DRAFT_LAG = 64
+#: Most sequences that the proposer reads during a step.
+OBSERVED_PER_STEP = 4
+#: Proposer state of a sequence for which `Proposer.new_state` raised.
+NO_STATE = object()
 
 
 class Speculator:
-    """Proposes and accounts the drafts of an engine.
+    """The speculation of an engine: proposes drafts and counts their acceptance.
 
     Args:
         controller: decides how many drafts each sequence gets.
@@ -47,7 +50,7 @@ class Speculator:
         self._steps = 0
 
     def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, DraftTokens]:
-        """Drafts of the sequences for which they pay."""
+        """Returns drafts for the sequences in which drafts save time."""
         if any(seq.draft_lag >= MAX_DRAFT_LAG for seq in seqs):
             self._catch_up([seq for seq in seqs if seq.draft_lag])
         limits = self._limits(seqs)
@@ -79,7 +82,7 @@ class Speculator:
                 self._proposer.catch_up(seqs)
 
     def wants_drafts(self, seqs: Sequence[EngineSequence]) -> bool:
-        """Whether some of these sequences, which are in the step in flight, should draft for the next step."""
+        """Returns whether some of these sequences, which are in the step in flight, should draft for the next step."""
         decoding = [seq for seq in seqs if seq.decoding and not seq.hand_off]
         if any(seq.draft_lag >= MAX_DRAFT_LAG for seq in decoding):
             return True
@@ -106,7 +109,7 @@ class Speculator:
                 state.waits_left = max(state.waits_left, int(likely))
 
     def on_verified(self, seq: EngineSequence, drafts: int, accepted: int) -> None:
-        """A step verified drafts of the sequence."""
+        """Records that a step verified drafts of the sequence."""
         assert seq.draft_state is not None
         self.stats.add(drafts, accepted)
         self._controller.on_verified(seq.draft_state, seq.num_output, drafts, accepted)
@@ -116,13 +119,18 @@ class Speculator:
             self._log_failure()
 
     def on_step(self, scheduled: Sequence[ScheduledSequence], seconds: float, *, waited: bool = False) -> None:
-        """A step of `seconds` ended. waited: it was launched after the result of the step before."""
+        """Records the end of a step.
+
+        Args:
+            seconds: duration of the step.
+            waited: the step was launched after the result of the step before.
+        """
         self._steps += 1
         decodes = len(scheduled) if all(entry.is_decode for entry in scheduled) else 0
         self._controller.on_step(decodes, sum(len(entry.drafts) for entry in scheduled), seconds, waited=waited)
 
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
-        """Most drafts of each sequence."""
+        """Returns the most drafts of each sequence."""
         if len(seqs) > self._max_seqs:
             return [0] * len(seqs)
         states = [(seq.draft_state or self._new_state(seq), seq.num_output) for seq in seqs]

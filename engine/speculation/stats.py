@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-USELESS_AFTER = 50  # verified proposals in a row without an accepted draft that mean a broken proposer
+#: A proposer is useless after this many verified proposals in a row without an accepted draft.
+USELESS_AFTER = 50
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counts of drafts. A chain is the drafts of one sequence that one step verified."""
+    """The counts of drafts. A chain is the drafts of one sequence that one step verified."""
 
     #: Name of the proposer.
     proposer: str
-    #: Most drafts of a chain.
+    #: Largest number of drafts in a chain.
     max_drafts: int
     #: Verified chains.
     chains: int = 0
@@ -25,7 +26,7 @@ class SpeculationStats:
     proposed_at: list[int] = field(default_factory=list)
     #: Accepted drafts by their place in the chain.
     accepted_at: list[int] = field(default_factory=list)
-    #: Newest chains in a row without an accepted draft.
+    #: Number of the newest chains in a row that had no accepted draft.
     rejected_in_a_row: int = 0
     #: Calls of the proposer that raised.
     failures: int = 0
@@ -47,5 +48,5 @@ class SpeculationStats:
 
     @property
     def is_useless(self) -> bool:
-        """The newest USELESS_AFTER chains had no accepted draft: drafts cost time and gain nothing."""
+        """Whether the newest USELESS_AFTER chains had no accepted draft. Drafts then cost time and gain nothing."""
         return self.rejected_in_a_row >= USELESS_AFTER

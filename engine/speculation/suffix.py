@@ -20,10 +20,14 @@ from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramIndex
 from engine.speculation.proposer import DraftBatch
 
-LENGTHS = (12, 6, 3)  # of suffixes in tokens, in the order they are tried
-MAX_SUFFIXES = 1 << 18  # suffixes of a generation, about 170 bytes each
-MAX_VOTES = 15  # most votes of a candidate
-MIN_VOTES = 2  # votes that a suffix of the shortest length needs before it is used; longer ones need one
+#: Lengths of suffixes in tokens, in the order they are tried.
+LENGTHS = (12, 6, 3)
+#: Most suffixes of a generation, about 170 bytes each.
+MAX_SUFFIXES = 1 << 18
+#: Most votes of a candidate.
+MAX_VOTES = 15
+#: Votes that a suffix of the shortest length needs before it is used. A longer suffix needs one vote.
+MIN_VOTES = 2
 
 
 class SuffixTable:
@@ -31,7 +35,7 @@ class SuffixTable:
 
     def __init__(self, max_suffixes: int = MAX_SUFFIXES) -> None:
         self._max_suffixes = max_suffixes
-        # By key of the suffix: candidate token * (MAX_VOTES + 1) + votes.
+        # Maps the key of a suffix to candidate token * (MAX_VOTES + 1) + votes.
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
@@ -39,7 +43,7 @@ class SuffixTable:
         return len(self._young) + len(self._old)
 
     def learn(self, salt: str, tokens: Sequence[int], first: int) -> None:
-        """Counts tokens[first:], each as the next token after those before it."""
+        """Counts each token of tokens[first:] as the next token of the suffixes that end before it."""
         for end in range(first, len(tokens)):
             for length in LENGTHS:
                 if length <= end:
@@ -48,19 +52,19 @@ class SuffixTable:
             self._old, self._young = self._young, {}
 
     def predict(self, salt: str, tail: Sequence[int], limit: int) -> tuple[int, list[int]]:
-        """Length of the suffix that gives the first draft, 0 if none is known, and up to `limit` drafts."""
-        context, known = list(tail[-LENGTHS[0] :]), 0
+        """Returns up to `limit` drafts, after the length of the suffix that gave the first one; 0 if none is known."""
+        context, first_length = list(tail[-LENGTHS[0] :]), 0
         start = len(context)
         while len(context) - start < limit:
             length, token = self._next(salt, context)
             if not length:
                 break
-            known = known or length
+            first_length = first_length or length
             context.append(token)
-        return known, context[start:]
+        return first_length, context[start:]
 
     def _next(self, salt: str, context: list[int]) -> tuple[int, int]:
-        """Length of the longest known suffix and its candidate; 0 and -1 if none is known."""
+        """Returns the length of the longest known suffix and its candidate; 0 and -1 if no suffix is known."""
         for length in LENGTHS:
             if length <= len(context):
                 key = _key(salt, context[-length:])
@@ -86,22 +90,22 @@ class SuffixTable:
 
 
 def _key(salt: str, suffix: Sequence[int]) -> int:
-    """Key of a suffix, valid in this process only. A collision costs a wrong draft."""
+    """Returns the key of a suffix, valid in this process only. A collision costs a wrong draft."""
     return hash((salt, *suffix))
 
 
 @dataclass(slots=True)
 class _SuffixState:
-    """State of one sequence."""
+    """The state of one sequence."""
 
-    #: n-grams of its own tokens.
+    #: The n-grams of the sequence's own tokens.
     index: NgramIndex
-    #: Number of its tokens that the table has counted.
+    #: Number of the sequence's tokens that the table has counted.
     num_learnt: int
 
 
 class SuffixProposer:
-    """Proposes from the shared table, or from the sequence itself where that matches a longer suffix."""
+    """A proposer that uses the shared table, or the sequence itself if that matches a longer suffix."""
 
     name = "suffix"
 
@@ -117,14 +121,14 @@ class SuffixProposer:
         drafts = DraftBatch.empty(len(seqs), max(limits))
         for row, (seq, state, limit) in enumerate(zip(seqs, states, limits, strict=True)):
             self._update(seq, state)
-            known, found = state.index.match(limit)
+            own_length, own_drafts = state.index.match(limit)
             shared, guesses = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], limit)
-            if shared > known:
+            if shared > own_length:
                 drafts.tokens[row, : len(guesses)] = guesses
                 drafts.lengths[row] = len(guesses)
             else:
-                drafts.tokens[row, : len(found)] = found
-                drafts.lengths[row] = len(found)
+                drafts.tokens[row, : len(own_drafts)] = own_drafts
+                drafts.lengths[row] = len(own_drafts)
         return drafts
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:

@@ -37,9 +37,9 @@ class HfSpec(ModelShape):
     attention_paths: tuple[str, ...]
     #: Factor on the queries of each layer. Not 1 if the layer's scale differs from the shape's.
     query_scales: tuple[float, ...]
-    #: The model has experts that run as grouped products.
+    #: Whether the model has experts that run as grouped products.
     grouped: bool
-    #: A forward pass copies from the host.
+    #: Whether a forward pass copies from the host.
     host_traffic: bool
     #: Class that the decoder returns.
     output_class: type = field(repr=False, compare=False)
@@ -77,7 +77,7 @@ def explain_refusal(name: str) -> Iterator[None]:
 
 
 def read_hf_config(model_dir: Path) -> Any:
-    """Reads the configuration of a causal decoder. ConfigError for unsupported kinds of layers or rope.
+    """Reads the configuration of a causal decoder. Raises ConfigError for unsupported kinds of layers or rope.
 
     Code in the directory is not run, and transformers does not ask for permission to run it.
     """
@@ -132,10 +132,12 @@ def canonical_config(config: Any) -> str:
 def build_model(config: Any, attention: str, dtype: torch.dtype) -> Any:
     """Builds a causal language model with uninitialised or random parameters.
 
-    attention: the name of the attention function in transformers' registry.
+    Args:
+        attention: name of the attention function in transformers' registry.
     """
-    own = copy.deepcopy(config)  # from_config writes the choice of attention into the configuration
-    return AutoModelForCausalLM.from_config(own, attn_implementation=attention, dtype=dtype).eval()
+    # A copy, because from_config writes the choice of attention into the configuration.
+    config_copy = copy.deepcopy(config)
+    return AutoModelForCausalLM.from_config(config_copy, attn_implementation=attention, dtype=dtype).eval()
 
 
 def replace_decoder(causal: Any, decoder_path: str, output_class: type) -> None:

@@ -1,4 +1,4 @@
-"""Runs a decoder of transformers over our paged KV pool: an attention function of ours replaces the model's attention.
+"""Runs a decoder of transformers over our paged KV pool: our attention function replaces the model's attention.
 
 `engine.models.hf.trace` has found the shape of the layers. `load_hf_model` reads the weights, connects each attention
 module to its layer of the pool, and verifies the result: two interleaved sequences of a few tokens, computed in chunks,
@@ -33,7 +33,7 @@ from engine.progress import progress
 #: Name of our attention function in transformers' registry.
 ATTENTION_NAME = "baton"
 VERIFY_TOKENS, VERIFY_BLOCK_SIZE = 24, 4
-#: Largest relative error of a token's state; the median over the tokens is compared.
+#: Largest median over the tokens of the relative error of a token's state, by dtype.
 VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
@@ -59,9 +59,11 @@ class _PagedLayer:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls.
+    """Computes attention over the KV pool. transformers calls this function. Returns [1, T, heads, D].
 
-    query: [1, heads, T, D]; key, value: [1, kv_heads, T, D]. Returns [1, T, heads, D].
+    Args:
+        query: [1, heads, T, D].
+        key, value: [1, kv_heads, T, D].
     """
     layer: _PagedLayer = module.paged
     context = layer.context
@@ -139,7 +141,11 @@ class HfModel:
 def load_hf_model(
     spec: HfSpec, model_dir: Path, device: torch.device, dtype: torch.dtype, *, seed: int | None
 ) -> HfModel:
-    """Loads and verifies a model. Its weights are random if a seed is given. ConfigError if it is not supported."""
+    """Loads and verifies a model. Raises ConfigError if it is not supported.
+
+    Args:
+        seed: seed of random weights. None: the weights are read from model_dir.
+    """
     AttentionInterface.register(ATTENTION_NAME, _attend)
     config = read_hf_config(model_dir)
     with explain_refusal(spec.architecture):
@@ -193,7 +199,7 @@ def _random(config: Any, device: torch.device, dtype: torch.dtype, seed: int) ->
 def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
     """Compares two interleaved sequences, computed in chunks, with transformers' own attention.
 
-    ConfigError if the states differ by more than VERIFY_TOLERANCE.
+    Raises ConfigError if the states differ by more than VERIFY_TOLERANCE.
     """
     spec = model.spec
     length = min(VERIFY_TOKENS, spec.max_position)

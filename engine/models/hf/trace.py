@@ -1,6 +1,6 @@
 """Finds the shape of a transformers model by running its code once on the meta device, without weights.
 
-Attention and mask functions of ours record the calls of each layer: heads, scale, softcap, and the mask, which gives
+Our attention and mask functions record the calls of each layer: heads, scale, softcap, and the mask, which gives
 the sliding window. So the shape comes from the model's own code. Models that ask for unsupported attention are refused.
 """
 
@@ -43,7 +43,7 @@ _tracing = threading.Lock()
 class _Mask:
     """A mask function that the model passed to the mask interface."""
 
-    #: (batch, head, query, key) to whether the query sees the key.
+    #: Maps (batch, head, query, key) to whether the query sees the key.
     visible: Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
@@ -126,7 +126,7 @@ class _HostTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace_spec(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
-    """Returns the spec of a model directory, which needs no weights. ConfigError if the model is not supported."""
+    """Returns the spec of a model directory. Raises ConfigError if the model is not supported. Needs no weights."""
     config = read_hf_config(model_dir)
     name = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
     trace, traffic = _Trace(), _HostTraffic()
@@ -176,7 +176,7 @@ def trace_spec(model_dir: Path, eos_token_ids: tuple[int, ...]) -> HfSpec:
 
 
 def _checked(calls: list[_Call], num_layers: int) -> list[_Call]:
-    """Returns the calls. ConfigError unless there is one for each layer and all have the same heads and softcap."""
+    """Returns the calls. Raises ConfigError unless each layer has one, all with the same heads and softcap."""
     if len({call.module for call in calls}) != num_layers or len(calls) != num_layers:
         raise ConfigError(
             f"{len(calls)} of its {num_layers} layers use the attention interface of transformers once; the other "
@@ -193,7 +193,7 @@ def _checked(calls: list[_Call], num_layers: int) -> list[_Call]:
 def _window(call: _Call, max_position: int) -> int | None:
     """Returns the sliding window of a call, None for full attention.
 
-    The window is read from the last row of the mask and checked against other rows. ConfigError if they differ.
+    The window is read from the last row of the mask and checked against other rows. Raises ConfigError if they differ.
     """
     mask = call.mask
     if mask is None:
