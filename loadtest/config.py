@@ -206,10 +206,10 @@ def _url(text: str, protocol: str) -> str:
 
 
 def _keys(typed: Sequence[str] | None) -> tuple[str, ...]:
-    found = tuple(typed or ())
-    if any(not key.isascii() or not key.isprintable() or not key for key in found):
+    keys = tuple(typed or ())
+    if any(not key.isascii() or not key.isprintable() or not key for key in keys):
         raise ConfigError("--api-key: a key is printable ASCII", field="api-key")
-    return found
+    return keys
 
 
 def _vocab(text: str) -> tuple[int, int]:

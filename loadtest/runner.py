@@ -7,7 +7,7 @@ max_concurrency is reached, the request is sent late and its record holds the la
 Closed loop: each user sends the next request after the previous answer and a think time.
 
 `stop()` ends the run early. The runner then sends no more requests, cancels the requests in flight
-and counts them as unfinished.
+and counts them only as unfinished.
 """
 
 from __future__ import annotations

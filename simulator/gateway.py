@@ -235,9 +235,9 @@ class SimulatedGateway:
 
     def _mark_lost(self, pod: SimulatedPod) -> None:
         """Marks a pod as lost after a failed call. It is not used until a poll finds it alive."""
-        known = self._known[pod.name]
-        if known.alive:
-            known.alive = False
+        known_pod = self._known[pod.name]
+        if known_pod.alive:
+            known_pod.alive = False
             self._refresh()
 
     def retry(self, request: SimulatedRequest) -> None:

@@ -163,11 +163,11 @@ def fit_rates(base: HardwareRates, metrics: Mapping[str, Any], *, name: str, car
 
 
 def _points(metrics: Mapping[str, Any], pattern: str) -> list[tuple[tuple[int, ...], float]]:
-    found = []
+    points = []
     for key, value in metrics.items():
         if (match := re.fullmatch(pattern, key)) and isinstance(value, int | float) and value > 0:
-            found.append((tuple(int(part) for part in match.groups()), value / 1e3))
-    return found
+            points.append((tuple(int(part) for part in match.groups()), value / 1e3))
+    return points
 
 
 def _fit(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
@@ -188,12 +188,12 @@ def _overridden(raw: Mapping[str, Any], path: Path) -> HardwareRates:
     base = raw.get("preset", H100_8B.name)
     if base not in PRESETS:
         raise ConfigError(f"--rates: preset must be one of {', '.join(PRESETS)}, not {base!r}", field="rates")
-    known = {f.name for f in fields(HardwareRates)} - {"name"}
+    field_names = {f.name for f in fields(HardwareRates)} - {"name"}
     values: dict[str, Any] = {"name": path.stem, "source": f"{path.name} over: {PRESETS[base].source}"}
     for key, value in raw.items():
         if key == "preset":
             continue
-        if key not in known:
+        if key not in field_names:
             raise ConfigError(f"--rates: {path.name} has an unknown field {key!r}", field="rates")
         if key in ("prefill_tok_s", "decode_row_s"):
             values[key] = _checked_points(key, value, path)

@@ -164,10 +164,10 @@ class SimReader:
                 name: kept[name, generation].total_blocks for name, generation in pods if (name, generation) in kept
             }
         self._require()
-        found = self._index.blocks.lookup(chain, pods)
-        matched = {pod: PrefixHits(blocks, blocks) for pod, blocks in found.items()}
+        held_blocks = self._index.blocks.lookup(chain, pods)
+        matched = {pod: PrefixHits(blocks, blocks) for pod, blocks in held_blocks.items()}
         self._cache.put(_SCOPE, chain[-1], len(chain), pods, matched, self._index.clock.now)
-        return {pod: blocks for (pod, _), blocks in found.items()}
+        return {pod: blocks for (pod, _), blocks in held_blocks.items()}
 
     def reserve(self, request_id: str, candidates: Sequence[BookingCandidate]) -> BookingResult:
         """Books a request on the cheapest candidate, atomically among gateways. Raises IndexUnavailable."""

@@ -38,19 +38,22 @@ class IndexModel:
     """
 
     def __init__(self, time: Callable[[], float]) -> None:
-        """`time` returns seconds of any clock."""
+        """
+        Args:
+            time: Returns seconds of any clock.
+        """
         self._time = time
         self._pods: dict[str, _Entry] = {}
 
     def register(self, pod: str, generation: int) -> bool:
         """Registers a generation and forgets the blocks of an earlier one. Returns False if a later one is known."""
         now = self._time()
-        known = self._pods.get(pod)
-        if known is not None and known.generation > generation:
+        entry = self._pods.get(pod)
+        if entry is not None and entry.generation > generation:
             return False
-        if known is None or known.generation != generation:
-            known = self._pods[pod] = _Entry(generation, 0.0, now + HELD_TTL_S)
-        known.lease_until = now + LEASE_S
+        if entry is None or entry.generation != generation:
+            entry = self._pods[pod] = _Entry(generation, 0.0, now + HELD_TTL_S)
+        entry.lease_until = now + LEASE_S
         return True
 
     def heartbeat(self, pod: str, generation: int) -> int:
@@ -106,18 +109,18 @@ class IndexModel:
 
         Pods that hold none are left out.
         """
-        found: dict[tuple[str, int], int] = {}
+        matched: dict[tuple[str, int], int] = {}
         if not chain:
-            return found
+            return matched
         names = [h[:STORED_HASH_BYTES] for h in chain]
-        first, now = names[0], self._time()
+        first_name, now = names[0], self._time()
         for pod, generation in pods:
             entry = self._pods.get(pod)
-            if entry is None or first not in entry.own or entry.generation != generation:
+            if entry is None or first_name not in entry.own or entry.generation != generation:
                 continue
             if now < entry.lease_until and now < entry.set_until:
-                found[pod, generation] = _matched(names, entry.own)
-        return found
+                matched[pod, generation] = _matched(names, entry.own)
+        return matched
 
     def _live(self, pod: str, generation: int) -> _Entry | None:
         entry = self._pods.get(pod)
@@ -154,7 +157,10 @@ class BookingModel:
     """The bookings that all gateways share, by pod, oldest first; prefix_index/lua/reserve.lua in memory."""
 
     def __init__(self, time: Callable[[], float]) -> None:
-        """`time` returns seconds of any clock."""
+        """
+        Args:
+            time: Returns seconds of any clock.
+        """
         self._time = time
         self._booked: dict[str, OrderedDict[str, tuple[float, int]]] = {}
 

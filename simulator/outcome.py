@@ -111,7 +111,7 @@ class Slo:
     @classmethod
     def parse(cls, text: str, attainment: float = 0.9) -> Slo:
         """Parses "ttft=2s,itl=50ms". Raises ConfigError."""
-        found = parse_slo(text, ("ttft", "itl"))
-        if missing := [name for name in ("ttft", "itl") if name not in found]:
+        objectives = parse_slo(text, ("ttft", "itl"))
+        if missing := [name for name in ("ttft", "itl") if name not in objectives]:
             raise ConfigError(f"--slo: {missing[0]} is missing; expected both, as in ttft=2s,itl=50ms", field="slo")
-        return cls(found["ttft"], found["itl"], attainment)
+        return cls(objectives["ttft"], objectives["itl"], attainment)

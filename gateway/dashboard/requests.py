@@ -24,12 +24,12 @@ class DashboardRequests:
     def list(self, caller: Caller, *, limit: int, since: float) -> Json:
         """Returns the caller's requests that run or changed after the cursor `since`, newest first."""
         now = time.monotonic()
-        found = [
+        timelines = [
             timeline
             for timeline in self._gateway.timelines.newest()
             if _may_see(caller, timeline) and (timeline.changed_at > since or not timeline.ended)
         ]
-        return {"cursor": now, "requests": [self._json(timeline, now) for timeline in found[:limit]]}
+        return {"cursor": now, "requests": [self._json(timeline, now) for timeline in timelines[:limit]]}
 
     def find(self, caller: Caller, request_id: str) -> Json | None:
         """Returns one of the caller's recent requests, None if there is none with this id."""

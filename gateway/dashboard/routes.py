@@ -51,10 +51,10 @@ def routes(gateway: Gateway, history: MetricsHistory, version: str) -> list[Rout
         return _json(requests.list(caller_of(request.scope), limit=limit, since=since))
 
     async def request_route(request: Request) -> Response:
-        found = requests.find(caller_of(request.scope), request.path_params["request_id"])
-        if found is None:
+        details = requests.find(caller_of(request.scope), request.path_params["request_id"])
+        if details is None:
             return _error(ObjectNotFound("this request is not among the recent ones", field="request_id"))
-        return _json(found)
+        return _json(details)
 
     return [
         Route("/dashboard/state", state_route),

@@ -146,17 +146,17 @@ def _cache(window: MetricsWindow) -> Json:
 
 
 def _speculation(window: MetricsWindow) -> Json | None:
-    found = [(key[0], drafts) for key in window.end.pods if (drafts := window.drafts(key)) is not None]
-    if not found:
+    pods = [(key[0], drafts) for key in window.end.pods if (drafts := window.drafts(key)) is not None]
+    if not pods:
         return None
     total = DraftCounts(
-        ",".join(sorted({drafts.proposer for _, drafts in found})),
-        sum(drafts.chains for _, drafts in found),
-        sum(drafts.proposed for _, drafts in found),
-        sum(drafts.accepted for _, drafts in found),
+        ",".join(sorted({drafts.proposer for _, drafts in pods})),
+        sum(drafts.chains for _, drafts in pods),
+        sum(drafts.proposed for _, drafts in pods),
+        sum(drafts.accepted for _, drafts in pods),
         False,
     )
-    return {**speculation_json(total), "useless": [pod for pod, drafts in found if drafts.useless]}
+    return {**speculation_json(total), "useless": [pod for pod, drafts in pods if drafts.useless]}
 
 
 def _series(samples: Sequence[MetricsSample]) -> Json:

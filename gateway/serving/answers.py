@@ -105,7 +105,7 @@ class _BeamSearch:
     async def run(self) -> list[CompleteAnswer]:
         """Searches, records the result in the choice and returns the answers."""
         choice, sampling = self._choice, self._choice.request.sampling
-        found = await beam_search(
+        beams = await beam_search(
             self._expand,
             self._params,
             max_tokens=sampling.max_tokens,
@@ -113,7 +113,7 @@ class _BeamSearch:
             stops=self._stops,
             num_top=choice.spec.logprobs or 0,
         )
-        answers = [self._answer(beam) for beam in found[: choice.spec.n]]
+        answers = [self._answer(beam) for beam in beams[: choice.spec.n]]
         choice.record_search(self._usage, self._generated, answers[0].finish)
         return answers
 

@@ -82,7 +82,8 @@ class Choice:
         self._echoed_chars = 0
         self._echoed = not spec.echo
         self._prompt_logprobs_taken = False
-        self._search_usage: Usage | None = None  # of a beam search, which uses neither `_output` nor `_dispatch`
+        #: Usage of a beam search, which uses neither `_output` nor `_dispatch`.
+        self._search_usage: Usage | None = None
         self._generated = 0
 
     @property

@@ -110,12 +110,12 @@ class Gateway:
         self._idle.set()
 
     def _pods_by_state(self) -> list[tuple[tuple[str, ...], float]]:
-        found = Counter(
+        counts = Counter(
             (model.name, "unknown" if pod.info is None else pod.info.role.value, pod.state)
             for model in self.models
             for pod in model.pod_table.pods.values()
         )
-        return [(labels, float(number)) for labels, number in found.items()]
+        return [(labels, float(number)) for labels, number in counts.items()]
 
     async def start(self) -> None:
         """Starts to look for pods and API keys."""
@@ -255,10 +255,10 @@ class Gateway:
         """
         ours = self._requests.get(request_id)
         named = [t for t in self._requests.values() if t.timeline.client_id == request_id] if ours is None else [ours]
-        found = [context for context in named if caller.admin or caller.tenant == context.caller.tenant]
-        for context in found:
+        contexts = [context for context in named if caller.admin or caller.tenant == context.caller.tenant]
+        for context in contexts:
             context.abort(Cancelled("the request was aborted"))
-        return bool(found)
+        return bool(contexts)
 
     async def reset_prefix_cache(self) -> list[CacheResetResult]:
         """Empties the prefix caches of all pods, and forgets the local index of their contents. Raises Unavailable."""

@@ -68,8 +68,10 @@ class ChoiceOutput:
         #: Pieces hold text and nothing else: no stop strings, no log-probabilities and no parser.
         self.text_only = not stops and not logprobs and parser_config is None
         self._pending: deque[ReportedToken] = deque()
-        self._length = 0  # characters detokenized
-        self._released = 0  # characters returned
+        #: Characters detokenized.
+        self._length = 0
+        #: Characters returned.
+        self._released = 0
         self.num_tokens = 0
         self.finish: FinishReason | None = None
 

@@ -83,9 +83,12 @@ class ReasoningParser:
     def __init__(self, reasoning_format: ReasoningFormat, initial_section: ReasoningSection) -> None:
         self._format = reasoning_format
         self._section = initial_section
-        self._starting = initial_section is not ReasoningSection.AFTER  # the start marker may still come
-        self._trim = False  # drop white space until other text comes
-        self._space = ""  # white space that belongs to the section if more of it follows
+        #: The start marker may still come.
+        self._starting = initial_section is not ReasoningSection.AFTER
+        #: Drop white space until other text comes.
+        self._trim = False
+        #: White space that belongs to the section if more of it follows.
+        self._space = ""
         self._buffer = ""
         #: Characters of the latest text that follow the section; all of them if the answer has no section.
         self.chars_after_section = 0

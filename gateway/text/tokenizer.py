@@ -136,8 +136,8 @@ class TextTokenizer:
     async def encode_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of words, at the start of a text and after a space."""
         forms = [form for text in texts for bare in (text.removeprefix(" "),) for form in (text, bare, f" {bare}")]
-        found = await self.encode_all(forms, add_special_tokens=False)
-        return tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
+        sequences = await self.encode_all(forms, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(ids) for ids in sequences if ids))
 
     async def decode_async(self, ids: list[int]) -> str:
         """Returns the text of token ids, special tokens included, in a thread if there are many."""

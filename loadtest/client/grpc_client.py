@@ -153,9 +153,9 @@ def _earlier_answer(message: PromptMessage, draft: RequestDraft) -> ModelAnswer 
 
 
 def _metadata(key: str, affinity: str = "") -> tuple[tuple[str, str], ...]:
-    found = []
+    metadata = []
     if key:
-        found.append(("authorization", f"Bearer {key}"))
+        metadata.append(("authorization", f"Bearer {key}"))
     if affinity:
-        found.append(("x-session-affinity", affinity))
-    return tuple(found)
+        metadata.append(("x-session-affinity", affinity))
+    return tuple(metadata)

@@ -353,13 +353,13 @@ class SseParser:
                 b"\r" if cr_at_end else b""
             )
         *events, self._rest = data.split(b"\n\n")
-        found = []
+        payloads = []
         for event in events:
             if event.startswith(b"data: ") and b"\n" not in event:  # the usual case
-                found.append(event[6:])
+                payloads.append(event[6:])
             elif lines := [_value(line) for line in event.split(b"\n") if line.startswith(b"data:")]:
-                found.append(b"\n".join(lines))
-        return found
+                payloads.append(b"\n".join(lines))
+        return payloads
 
 
 def _value(line: bytes) -> bytes:

@@ -110,29 +110,29 @@ def build_document(run: LoadRun, version: str) -> dict[str, Any]:
 
 def warnings(document: Mapping[str, Any]) -> list[str]:
     """Returns warnings about the validity of the figures, for example a busy generator."""
-    found = []
+    messages = []
     requests, config, lag = document["requests"], document["config"], document["latencies_ms"]["lag"]
     if document["stopped"]:
-        found.append(f"Stopped early: {requests['unfinished']} requests were in flight and are not counted.")
+        messages.append(f"Stopped early: {requests['unfinished']} requests were in flight and are not counted.")
     if requests["left_out"]:
-        found.append(
+        messages.append(
             f"{requests['left_out']} requests of the trace are longer than --max-input-tokens and were not sent."
         )
     if requests["skipped"]:
-        found.append(f"{requests['skipped']} later turns were not sent, because their conversation had failed.")
+        messages.append(f"{requests['skipped']} later turns were not sent, because their conversation had failed.")
     if document["generator"]["cpu_share"] > BUSY:
-        found.append(
+        messages.append(
             f"The generator used {document['generator']['cpu_share']:.0%} of its core: it may have been the limit."
         )
     if (lag["p99"] or 0.0) > LATE_MS:
         reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
-        found.append(
+        messages.append(
             f"One request in a hundred left {lag['p99']:.0f} ms late or more{reason}: read the rows 'intended'."
         )
     short = document["tokens"]["short_answers"]
     if short and config["ignore_eos"]:
-        found.append(f"{short} answers have fewer tokens than were asked for.")
-    return found
+        messages.append(f"{short} answers have fewer tokens than were asked for.")
+    return messages
 
 
 def _counts(run: LoadRun, records: Sequence[RequestRecord], answered: Sequence[RequestRecord]) -> dict[str, int]:

@@ -112,9 +112,9 @@ def describe_load(config: Mapping[str, Any]) -> str:
 
 
 def _warnings(document: Mapping[str, Any], name: str) -> str:
-    found = warnings(document)
-    items = "".join(f"<li>{escape(name + ': ' if name else '')}{escape(text)}</li>" for text in found)
-    return f"<ul class=warn>{items}</ul>" if found else ""
+    messages = warnings(document)
+    items = "".join(f"<li>{escape(name + ': ' if name else '')}{escape(text)}</li>" for text in messages)
+    return f"<ul class=warn>{items}</ul>" if messages else ""
 
 
 def _tiles(document: Mapping[str, Any]) -> str:
@@ -236,14 +236,14 @@ def _binned(
     runs: Sequence[Mapping[str, Any]], names: Sequence[str], key: str, *, each: bool = False, colour: int = 0
 ) -> list[Series]:
     """Returns (middle of the bin, rate) points, or the plain values if `each` is set. Omits the incomplete last bin."""
-    found = []
+    lines = []
     for i, (document, name) in _each(runs, names):
         series = document["series"]
         bin_s, values = series["bin_s"], series[key]
         shown = values[:-1] if len(values) > 1 else values
         points = [((n + 0.5) * bin_s, value if each else value / bin_s) for n, value in enumerate(shown)]
-        found.append(Series(name, points, colour or i + 1))
-    return found
+        lines.append(Series(name, points, colour or i + 1))
+    return lines
 
 
 def _dots(document: Mapping[str, Any], column: str) -> list[tuple[float, float]]:

@@ -34,15 +34,15 @@ class LengthDistribution:
     @classmethod
     def parse(cls, flag: str, text: str) -> LengthDistribution:
         """Parses `512`, `128:1024` or `~512`. Raises ConfigError that names the flag."""
-        found = _TEXT.fullmatch(text.strip())
-        if found is None or (found[1] and found[3]):
+        match = _TEXT.fullmatch(text.strip())
+        if match is None or (match[1] and match[3]):
             raise ConfigError(f"--{flag}: {text!r} is not a length like 512, 128:1024 or ~512", field=flag)
-        low, high = int(found[2]), int(found[3] or found[2])
+        low, high = int(match[2]), int(match[3] or match[2])
         if not 1 <= low <= high <= MAX_TOKENS:
             raise ConfigError(
                 f"--{flag}: invalid length {text!r}: expected 1 <= low <= high <= {MAX_TOKENS}", field=flag
             )
-        return cls(low, high, bool(found[1]))
+        return cls(low, high, bool(match[1]))
 
     def __str__(self) -> str:
         if self.around:

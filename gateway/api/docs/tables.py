@@ -20,14 +20,14 @@ _GRPC_ONLY = {"request_id": "what X-Request-Id says"}
 
 def tables() -> str:
     """Returns all tables as Markdown."""
-    rest = [path for path in BODIES if path not in ("/v1/chat/completions", "/v1/completions")]
+    other_paths = [path for path in BODIES if path not in ("/v1/chat/completions", "/v1/completions")]
     parts = [
         "## Endpoints\n\n" + _table(("endpoint", "what it does", "errors"), map(_operation_row, OPERATIONS)),
         "## Headers\n\n" + _table(("header", "meaning"), ((f"`{name}`", meaning) for name, meaning, _ in HEADERS)),
         "## Parameters of chat and completions\n\n" + _parameters(COMMON, grpc=True),
         "## Parameters of /v1/chat/completions only\n\n" + _parameters(CHAT, grpc=True),
         "## Parameters of /v1/completions only\n\n" + _parameters(COMPLETION, grpc=True),
-        *(f"## Parameters of {path}\n\n" + _parameters(BODIES[path], grpc=False) for path in rest),
+        *(f"## Parameters of {path}\n\n" + _parameters(BODIES[path], grpc=False) for path in other_paths),
         "## Fields of Generate (gRPC)\n\n" + _table(("field", "says the same as"), map(_grpc_row, GRPC_FIELDS)),
     ]
     return "\n".join(parts)

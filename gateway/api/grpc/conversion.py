@@ -40,10 +40,10 @@ def shared_fields(request: inference_pb2.GenerateRequest) -> Json:
     if request.HasField("skip_special_tokens"):
         fields["skip_special_tokens"] = request.skip_special_tokens
     if request.HasField("structured_output"):
-        wanted = request.structured_output
-        forms: Json = {_FORMS[f.name]: value for f, value in wanted.ListFields()}
+        structured_output = request.structured_output
+        forms: Json = {_FORMS[f.name]: value for f, value in structured_output.ListFields()}
         if "choice" in forms:
-            forms["choice"] = list(wanted.choice.texts)
+            forms["choice"] = list(structured_output.choice.texts)
         fields["structured_outputs"] = forms
     return fields
 

@@ -235,9 +235,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._gateway.admit(
             "tokenize", None, context.time_remaining(), caller=self._caller(context)
         ) as request_context:
-            found = await self._texts.tokens(parse_tokenize(body), request_context)
+            tokenized = await self._texts.tokens(parse_tokenize(body), request_context)
         return inference_pb2.TokenizeResponse(
-            ids=found.ids, max_model_len=found.max_model_len or 0, token_strings=found.token_strings or ()
+            ids=tokenized.ids, max_model_len=tokenized.max_model_len or 0, token_strings=tokenized.token_strings or ()
         )
 
     async def Detokenize(

@@ -108,10 +108,10 @@ async def _require_max_parts(raw: bytes, max_parts: int) -> None:
     at, turned, parts, strings, inside = 0, 0, 0, 0, False
     for step in itertools.count(1):
         if inside:
-            found = _IN_STRING.match(raw, at)
-            assert found is not None, "it matches nothing as well"
-            inside = found.end() > at and raw[found.end() : found.end() + 1] != b'"'
-            at = found.end() + (not inside)
+            match = _IN_STRING.match(raw, at)
+            assert match is not None, "it matches nothing as well"
+            inside = match.end() > at and raw[match.end() : match.end() + 1] != b'"'
+            at = match.end() + (not inside)
         else:
             quote = raw.find(b'"', at)
             parts += _count_parts(raw[at:quote] if quote >= 0 else raw[at:])

@@ -37,7 +37,8 @@ class WriteBatcher:
 
     def __init__(self) -> None:
         self._pieces: list[tuple[asyncio.Transport, bytes]] = []
-        self._due = False  # a flush is scheduled
+        #: A flush is scheduled.
+        self._due = False
 
     def put(self, transport: asyncio.Transport, piece: bytes) -> None:
         """Writes a chunk by the end of the current event loop turn."""

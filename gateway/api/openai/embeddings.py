@@ -94,7 +94,8 @@ class EmbeddingsHandler:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._tokens_sent: Counter[str] = Counter()  # prompt tokens of running calls, by pod address
+        #: Prompt tokens of running calls, by pod address.
+        self._tokens_sent: Counter[str] = Counter()
 
     async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one body; a RequestHandler."""

@@ -125,18 +125,18 @@ class CompletionEncoder:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_json(finish)}
 
     def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
-        own = [TokenLogprob(r.token.id, _number(r.token.logprob)) for r in reported]
+        entries = [TokenLogprob(r.token.id, _number(r.token.logprob)) for r in reported]
         # The first token of an echoed prompt has no log-probability.
         return {
-            "tokens": [self._text(entry.token) for entry in own],
+            "tokens": [self._text(entry.token) for entry in entries],
             "token_logprobs": [
-                None if r.token.logprob is None else entry.logprob for entry, r in zip(own, reported, strict=True)
+                None if r.token.logprob is None else entry.logprob for entry, r in zip(entries, reported, strict=True)
             ],
             "top_logprobs": [
                 None
                 if r.token.logprob is None
                 else {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(r.token.top))}
-                for entry, r in zip(own, reported, strict=True)
+                for entry, r in zip(entries, reported, strict=True)
             ],
             "text_offset": [r.offset for r in reported],
         }

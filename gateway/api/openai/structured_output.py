@@ -29,11 +29,11 @@ _UNSUPPORTED_MEMBERS: dict[str, object] = {
 
 def parse_structured_output(fields: JsonFields) -> Grammar | None:
     """Returns the grammar of a generating request, None without one. Raises InvalidRequest, which names the field."""
-    found = [(name, grammar) for name, grammar in _grammars(fields) if grammar is not None]
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise InvalidRequest(f"{names} exclude each other", field=found[1][0])
-    return found[0][1] if found else None
+    grammars = [(name, grammar) for name, grammar in _grammars(fields) if grammar is not None]
+    if len(grammars) > 1:
+        names = " and ".join(name for name, _ in grammars)
+        raise InvalidRequest(f"{names} exclude each other", field=grammars[1][0])
+    return grammars[0][1] if grammars else None
 
 
 def _grammars(fields: JsonFields) -> Iterator[tuple[str, Grammar | None]]:

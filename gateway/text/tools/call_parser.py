@@ -38,8 +38,10 @@ class ToolDeltaBuilder:
         self._max_calls = max_calls
         self._new_id = new_id
         self._out: list[MessageDelta] = []
-        self._space = ""  # white space that is content unless a call follows
-        self._space_before_call = ""  # white space before the open call; content if the call is rejected
+        #: White space that is content unless a call follows.
+        self._space = ""
+        #: White space before the open call; content if the call is rejected.
+        self._space_before_call = ""
         self._next_index = 0
         self._named = False
         #: Calls completed so far.

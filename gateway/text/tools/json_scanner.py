@@ -43,10 +43,12 @@ class JsonScanner:
     def __init__(self) -> None:
         self.done = False
         self.invalid = False
-        self._stack: list[str] = []  # closing brackets of the open containers
+        #: Closing brackets of the open containers.
+        self._stack: list[str] = []
         self._at = _Expected.VALUE
         self._in_key = False
-        self._atom = ""  # the part read so far of a number, a literal or an escape
+        #: The part read so far of a number, a literal or an escape.
+        self._atom = ""
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
         """Reads text[at:], at most to the value's end. Returns where it stopped, and the text read as strict JSON."""
@@ -205,10 +207,13 @@ class JsonCallScanner:
         self._part = _CallState.OPEN
         self._scanner = JsonScanner()
         self._key = ""
-        self._read = ""  # text of the current key or value, unless it is passed on
-        self._passing = False  # the current value is the arguments' object
+        #: Text of the current key or value, unless it is passed on.
+        self._read = ""
+        #: The current value is the arguments' object.
+        self._passing = False
         self._has_arguments = False
-        self._pending = ""  # arguments not taken yet
+        #: Arguments not taken yet.
+        self._pending = ""
 
     def feed(self, text: str, at: int) -> int:
         """Reads text[at:], at most to the object's end, and returns where it stopped."""

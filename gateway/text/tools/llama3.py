@@ -20,7 +20,8 @@ class Llama3Parser(BufferedParser):
 
     def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
         super().__init__(function_names, max_calls)
-        self._lead = ""  # the tag or separator of a call that has not begun
+        #: The tag or separator of a call that has not begun.
+        self._lead = ""
         self._may_begin = True
         self._call: JsonCallReader | None = None
 

@@ -64,7 +64,8 @@ class MistralParser(BufferedParser):
 
     def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
         super().__init__(function_names, max_calls, mistral_call_id)
-        self._lead = ""  # BEGIN, or a list's bracket or comma, of a call that has not begun
+        #: BEGIN, or a list's bracket or comma, of a call that has not begun.
+        self._lead = ""
         self._in_list = False
         self._call: JsonCallReader | _NamedCallReader | None = None
 

@@ -104,7 +104,8 @@ class PythonicParser(BufferedParser):
 
     def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
         super().__init__(function_names, max_calls)
-        self._raw = ""  # text of the open call, or text before the first call
+        #: Text of the open call, or text before the first call.
+        self._raw = ""
         self._state = self._start
         self._value = PythonLiteralScanner()
         self._keyword = ""

@@ -33,7 +33,8 @@ class ResponseWriter:
         self._echoed_fields = echoed_fields
         self._sequence_number = 0
         self._open: ResponseItem | None = None
-        self._text: list[str] = []  # deltas of the open item
+        #: Deltas of the open item.
+        self._text: list[str] = []
         self._logprobs: list[Json] = []
 
     def start(self, *, store: bool) -> bytes:
