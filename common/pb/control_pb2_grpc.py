@@ -47,8 +47,8 @@ class ControlServicer:
     """
 
     def ResetPrefixCache(self, request, context):
-        """Forgets the KV of ended requests, so that later prompts are computed anew; what running requests and
-        readers use stays. Answers when the prefix index says so too, or after a second without it.
+        """Drops the KV of ended requests from the prefix cache, so that later prompts are computed again. Blocks of running
+        requests and readers stay. Answers once the prefix index has the change, or after one second without it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

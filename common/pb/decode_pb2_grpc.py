@@ -57,8 +57,8 @@ class DecodeServicer:
     """
 
     def Reserve(self, request, context):
-        """Finds room for a request, at once: matches the pod's prefix cache and leases blocks for the rest.
-        Rejections that concern load are an outcome, not an error, so that the gateway can go elsewhere.
+        """Reserves capacity for a request, without waiting: matches the prefix cache and leases blocks for the rest.
+        Rejections because of load are an outcome, not an error, so that the gateway can try another pod.
         Errors: INVALID_ARGUMENT (can never be served: too long, bad field), UNAVAILABLE (draining).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -66,16 +66,16 @@ class DecodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request on this pod whatever its state. Idempotent, unknown ids are fine.
+        """Ends a request on this pod, in any state. Idempotent; unknown ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokens(self, request_iterator, context):
-        """One long-lived stream per gateway and pod: the gateway says hello once and acknowledges what it
-        consumed; the pod sends one message per engine step for all of the gateway's sequences. When the
-        stream ends, the pod aborts the sequences that belong to it.
+        """One long-lived stream per gateway and pod. The gateway sends its id once, then acknowledgements. The pod sends one
+        message per engine step with the output of all sequences of the gateway. When the stream ends, the pod aborts
+        these sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,8 +47,8 @@ class EmbeddingServicer:
     """
 
     def Embed(self, request, context):
-        """Computes the prompt like any other, its prefix from the cache where it is there, and answers with the last
-        token's state behind the final norm. Nothing is handed over. Cancelling the call aborts it.
+        """Computes the prompt, with its prefix from the cache if possible, and answers with the last token's state after the
+        final norm. There is no hand-off. Cancelling the call aborts the request.
         Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

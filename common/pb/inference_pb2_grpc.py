@@ -67,11 +67,11 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates n completions as a stream: deltas of all of them as they come, and for each a message with its finish
-        reason; the last message of all has the usage. With best_of beyond n whole completions come at the end.
-        The call's deadline ends the work where it is; cancelling the call aborts it.
-        Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (no API key, or a wrong one: it
-        comes as metadata, `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
+        """Generates n completions as a stream: deltas of all completions, one message with a finish reason per completion,
+        and the usage in the last message. With best_of above n, whole completions come at the end. The request ends at the
+        call's deadline; cancelling the call aborts it.
+        Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown model), UNAUTHENTICATED (missing or wrong API key:
+        metadata `authorization: Bearer KEY`), PERMISSION_DENIED (the key does not allow it), RESOURCE_EXHAUSTED
         (overload or a limit of the key, retry later), UNAVAILABLE (no pod), DEADLINE_EXCEEDED. The status's details hold
         google.rpc.ErrorInfo, BadRequest with the field, and RetryInfo.
         """
@@ -80,7 +80,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request by its id. Unknown ids are not an error: the request may just have ended.
+        """Ends a running request by its id. Unknown ids are no error, because the request may have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

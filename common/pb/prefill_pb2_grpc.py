@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PrefillStub:
-    """Prefill of prompts whose KV has a home on a decode pod.
+    """Prefill of prompts for a KV target on a decode pod.
     """
 
     def __init__(self, channel):
@@ -53,13 +53,13 @@ class PrefillStub:
 
 
 class PrefillServicer:
-    """Prefill of prompts whose KV has a home on a decode pod.
+    """Prefill of prompts for a KV target on a decode pod.
     """
 
     def Prefill(self, request, context):
-        """Computes the prompt in chunks, pushes finished blocks to the target while later chunks compute,
-        samples the first token of each of the request's n sequences. Events: Progress per chunk, FirstToken once per
-        sequence in order of child, HandedOff last.
+        """Computes the prompt in chunks, pushes finished blocks to the target while later chunks are computed, and samples
+        the first token of each of the request's n sequences. Events: Progress per chunk, FirstToken once per sequence
+        in order of child, HandedOff last.
         Cancelling the call before HandedOff aborts the request on this pod.
         Errors (as status before the first token, as a Failed event after it): INVALID_ARGUMENT,
         FAILED_PRECONDITION (layouts differ), UNAVAILABLE (draining, decode unreachable), DEADLINE_EXCEEDED.
@@ -69,16 +69,16 @@ class PrefillServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetTarget(self, request, context):
-        """Says where the KV of a request goes whose Prefill came without a target, and may overtake it. Until then its blocks
-        stay here; a Prefill that does not get one within a few seconds fails. Idempotent. Errors: UNAVAILABLE (no such request here),
-        INVALID_ARGUMENT (another target was given before), FAILED_PRECONDITION (layouts differ).
+        """Sets the KV target of a request whose Prefill had none. The call may arrive before Prefill. Until then the blocks
+        stay on this pod; a Prefill without a target for some seconds fails. Idempotent. Errors: UNAVAILABLE (unknown
+        request), INVALID_ARGUMENT (the request has another target), FAILED_PRECONDITION (layouts differ).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request on this pod; posted writes are drained first. Idempotent, unknown ids are fine.
+        """Ends a request on this pod, after its posted writes have ended. Idempotent; unknown ids are no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +111,7 @@ def add_PrefillServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Prefill:
-    """Prefill of prompts whose KV has a home on a decode pod.
+    """Prefill of prompts for a KV target on a decode pod.
     """
 
     @staticmethod

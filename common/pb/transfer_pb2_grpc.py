@@ -84,22 +84,22 @@ class TransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Handshake(self, request, context):
-        """Exchanges NIXL metadata. Errors: UNAUTHENTICATED (signature), FAILED_PRECONDITION (layouts differ;
-        names the field). Repeating it with the same generation is harmless.
+        """Exchanges NIXL metadata. Idempotent for one generation. Errors: UNAUTHENTICATED (signature), FAILED_PRECONDITION
+        (layouts differ; names the field).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """After a probe block was written: did it arrive intact? Ends the handshake.
+        """Asks whether the probe block, written before, has arrived intact. Ends the handshake.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Prefill announces that it is about to write. Acknowledged before the first write. Idempotent.
+        """The writer announces its writes. Acknowledged before the first write. Idempotent.
         Errors: NOT_FOUND (unknown, expired or aborted transfer; nothing may be written).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -107,23 +107,23 @@ class TransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Prefill is done: all writes are posted or about to be. Answered once their bytes are there. Idempotent.
+        """All writes are posted or will be soon. Answered once all bytes have arrived. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Decode gave up a transfer: answers once every handle of it is terminal and no further one can be
-        posted. Answers at once for a transfer that was never opened, and refuses a later open.
+        """The receiver gives a transfer up. The writer answers once every write of it has ended and no further write can be
+        posted. It answers at once for a transfer that was never opened, and refuses a later Open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """A pod asks a holder for cached blocks. The holder answers at once what it lends and pushes it to the target, by
-        Open and Commit as after a prefill. A refusal is an outcome, not an error: the puller computes instead.
+        """A pod asks another pod for cached blocks. The holder answers at once which blocks it sends, and pushes them to the
+        target by Open and Commit, as after a prefill. A refusal is an outcome, not an error: the puller then computes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
