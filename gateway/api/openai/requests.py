@@ -155,6 +155,7 @@ def _spec(
     max_tokens_field: str = "max_tokens",
     best_of: int | None = None,
 ) -> GenerationSpec:
+    """Parses the fields that chats and completions share. Raises InvalidRequest, which names the field."""
     model = fields.string("model", 1024)
     if not model:
         raise InvalidRequest("model is missing", field="model")
