@@ -12,11 +12,16 @@ from common.errors import ConfigError
 from common.kv_layout import FP8_DTYPE
 
 PROPOSERS = ("none", "ngram", "suffix", "draft_model", "eagle")
-MODEL_PROPOSERS = ("draft_model", "eagle")  # proposers with a model of their own
-MAX_DRAFTS = 7  # with the token before them the eight tokens of a row in the decode kernel
-GPU_CHUNK_TOKENS = 2048  # a decode waits for 50 ms at most, with an 8B model
-GPU_PROMPT_STEP_TOKENS = 8192  # fewer steps, and attention of long chunks is faster
-DEFAULT_KV_MEMORY = 512 << 20  # bytes; on a CPU, if neither num_blocks nor kv_memory is given
+#: Proposers with a model of their own.
+MODEL_PROPOSERS = ("draft_model", "eagle")
+#: Drafts and the token before them are at most the eight tokens of a row in the decode kernel.
+MAX_DRAFTS = 7
+#: A decode waits for 50 ms at most, with an 8B model.
+GPU_CHUNK_TOKENS = 2048
+#: Larger steps are fewer, and attention of long chunks is faster.
+GPU_PROMPT_STEP_TOKENS = 8192
+#: Bytes on a CPU, if neither num_blocks nor kv_memory is given.
+DEFAULT_KV_MEMORY = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +40,9 @@ class EngineConfig:
     kv_dtype: str = "auto"
     #: Tokens of a KV block.
     block_size: int = 16
-    #: Blocks of the KV pool, or its bytes. Both 0: 512 MiB on a CPU, the rest of gpu_memory_utilization on CUDA.
+    #: Blocks of the KV pool; 0 if kv_memory decides.
     num_blocks: int = 0
+    #: Bytes of the KV pool. If both are 0: 512 MiB on a CPU, the rest of gpu_memory_utilization on CUDA.
     kv_memory: int = 0
     #: Bytes of host memory for evicted blocks; 0 for no host tier.
     host_cache: int = 0
@@ -57,8 +63,8 @@ class EngineConfig:
     max_seqs: int = 0
     #: Decode steps, and steps with few prompt tokens, run as CUDA graphs.
     cuda_graphs: bool = True
-    #: Also chunks of 1024 or chunk_tokens tokens that are alone in their step and end within the first `chunk_graphs`
-    #: tokens of a prompt; 0 for none.
+    #: Chunks that also run as CUDA graphs: 1024 or chunk_tokens tokens, alone in their step, that end within the first
+    #: `chunk_graphs` tokens of a prompt; 0 for none.
     chunk_graphs: int = 0
     #: Launch a step before the result of the last one is known; None: on CUDA.
     overlap: bool | None = None
@@ -68,10 +74,11 @@ class EngineConfig:
     speculation_model: Path | None = None
     #: Most drafts of a sequence in a step.
     speculation_tokens: int = 4
-    #: coupled: the output is equal token for token to that without drafts. rejection: only its distribution is.
+    #: coupled: the output is token for token the output without drafts. rejection: only its distribution is equal.
     speculation_accept: str = "coupled"
-    #: dummy: random weights from weights_seed instead of the directory's.
+    #: auto, or dummy: random weights from weights_seed instead of the directory's.
     load_format: str = "auto"
+    #: Seed of the random weights.
     weights_seed: int = 0
     #: CPU threads of a rank; 0 for all cores.
     threads: int = 0
@@ -92,8 +99,10 @@ class EngineConfig:
                 f"load_format {self.load_format!r} is not supported: use auto or dummy", field="load_format"
             )
         if self.speculation not in PROPOSERS:
-            known = ", ".join(PROPOSERS)
-            raise ConfigError(f"speculation {self.speculation!r} is not supported: use {known}", field="speculation")
+            proposers = ", ".join(PROPOSERS)
+            raise ConfigError(
+                f"speculation {self.speculation!r} is not supported: use {proposers}", field="speculation"
+            )
         if (self.speculation in MODEL_PROPOSERS) != (self.speculation_model is not None):
             need = "needs" if self.speculation in MODEL_PROPOSERS else "does not use"
             raise ConfigError(f"speculation {self.speculation} {need} a speculation_model", field="speculation_model")
@@ -171,7 +180,7 @@ class EngineConfig:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
 
     def resolve_device(self) -> torch.device:
-        """The torch device; a GPU has its index, which is 0 for `cuda`. ConfigError if the device does not exist."""
+        """Returns the torch device; `cuda` is GPU 0. ConfigError if the device does not exist."""
         if self.device == "auto":
             return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         try:
@@ -188,13 +197,13 @@ class EngineConfig:
         return torch.device("cuda", index)
 
     def resolve_dtype(self, device: torch.device) -> str:
-        """The dtype of the model: float32 or bfloat16."""
+        """Returns the dtype of the model: float32 or bfloat16."""
         if self.dtype != "auto":
             return self.dtype
         return "bfloat16" if device.type == "cuda" else "float32"
 
     def resolve_kv_dtype(self, device: torch.device) -> str:
-        """The dtype of the KV layout: the model's, or float8_e4m3. ConfigError if the GPU cannot convert e4m3."""
+        """Returns the dtype of the KV layout, the model's or float8_e4m3. ConfigError if the GPU cannot convert it."""
         if self.kv_dtype == "auto":
             return self.resolve_dtype(device)
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -203,7 +212,7 @@ class EngineConfig:
         return FP8_DTYPE
 
     def resolve_limits(self, device: torch.device) -> tuple[int, int | None, int]:
-        """chunk_tokens, prompt_step_tokens and max_seqs, with the defaults of the device."""
+        """Returns chunk_tokens, prompt_step_tokens and max_seqs, with the defaults of the device."""
         on_gpu = device.type == "cuda"
         default = GPU_PROMPT_STEP_TOKENS if on_gpu and not self.chunk_tokens else None
         budget = self.chunk_tokens or (GPU_CHUNK_TOKENS if on_gpu else 256)
@@ -217,7 +226,7 @@ class EngineConfig:
         return "kv_memory" if self.kv_memory else "gpu_memory_utilization"
 
     def cuda_graph_advice(self, *beside: str) -> str:
-        """A remedy when CUDA graphs find no memory: names `beside` and the settings that bound the graphs."""
+        """Returns a remedy for CUDA graphs without memory: it names `beside` and the settings that bound the graphs."""
         bounds = {
             "max_seqs": True,
             "chunk_graphs": self.chunk_graphs > 0,
@@ -227,5 +236,8 @@ class EngineConfig:
         return f"lower {' or '.join(options)}, or do without cuda_graphs"
 
     def resolve_overlap(self, device: torch.device) -> bool:
-        """Whether steps overlap. On a CPU a launch returns when the step is over, so overlap only delays the result."""
+        """Returns whether steps overlap.
+
+        On a CPU a launch returns when the step has ended, so overlap only delays the result.
+        """
         return device.type == "cuda" if self.overlap is None else self.overlap

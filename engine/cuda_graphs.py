@@ -49,12 +49,13 @@ class CudaGraphs(Generic[Shape, Output]):
             compute: Queues the computation of a shape from static buffers. A bound method of the owner; only a weak
                 reference is kept, because a cycle would keep an engine's memory: its objects are frozen (`gc.freeze`).
             keep: Removes the ownership of memory from an output (`unowned_view`), so that smaller graphs reuse it.
-            describe: A shape as text.
+            describe: Returns a shape as text.
         """
         self._name, self._device, self._keep, self._describe = name, device, keep, describe
         self._method = weakref.WeakMethod(compute)
-        #: The memory of the graphs, and the stream they are captured on; None before the first capture.
+        #: The memory of the graphs; None before the first capture.
         self._pool: Any = None
+        #: The stream that graphs are captured on; None before the first capture.
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Output]] = {}
 
@@ -139,7 +140,7 @@ class _UnownedMemory:
 
 
 def unowned_view(tensor: Tensor) -> Tensor:
-    """A view of the tensor's memory without ownership; valid as long as the graph that allocated the memory."""
+    """Returns a view of the tensor's memory without ownership; valid as long as the graph that allocated the memory."""
     assert tensor.is_contiguous()
     interface = {
         "shape": tuple(tensor.shape),

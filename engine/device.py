@@ -20,14 +20,15 @@ from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-START_LOCK_S = 600.0  # longest wait for other engines that start on the same GPU
+#: Longest wait for other engines that start on the same GPU.
+START_LOCK_S = 600.0
 LOCK_POLL_S = 0.1
 
 
 def make_current(device: torch.device) -> None:
     """Makes the device current on the calling thread; each thread that computes calls this once.
 
-    Triton kernels, events and graphs go to the current device, by default the first GPU, not to that of their tensors.
+    Triton kernels, events and graphs go to the current device, by default the first GPU, not to their tensors' device.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -79,12 +80,12 @@ def _locked(file: IO[str]) -> bool:
     return True
 
 
-#: Texts of out-of-memory errors without a class of their own: of the CUDA driver, of cuBLAS, of the CPU allocator.
+#: Texts of out-of-memory errors of the CUDA driver, cuBLAS and the CPU allocator, which have no class of their own.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 def out_of_memory_message(error: RuntimeError) -> str | None:
-    """The first line of an out-of-memory error; None for other errors."""
+    """Returns the first line of an out-of-memory error; None for other errors."""
     message = str(error)
     if isinstance(error, torch.OutOfMemoryError) or any(text in message for text in OUT_OF_MEMORY_TEXTS):
         return message.strip().split("\n")[0]
@@ -93,7 +94,7 @@ def out_of_memory_message(error: RuntimeError) -> str | None:
 
 @contextmanager
 def require_memory(what: str, field: str, remedy: str = "") -> Iterator[None]:
-    """Turns an out-of-memory error of the block into a ConfigError: no room for `what`; `remedy`."""
+    """Turns an out-of-memory error of the block into a ConfigError that says "no room for `what`" and `remedy`."""
     try:
         yield
     except RuntimeError as error:
@@ -106,17 +107,18 @@ def require_memory(what: str, field: str, remedy: str = "") -> Iterator[None]:
 
 
 def format_bytes(size: int) -> str:
-    """A number of bytes as text, in GiB or MiB."""
+    """Returns a number of bytes as text, in GiB or MiB."""
     return f"{size / (1 << 30):.2f} GiB" if size >= 10 << 20 else f"{size / (1 << 20):.3g} MiB"
 
 
-ALIGNMENT = 16  # bytes; Triton compiles a kernel again for pointers with a smaller alignment
+#: Bytes. Triton compiles a kernel again for pointers with a smaller alignment.
+ALIGNMENT = 16
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Arrays of one dtype as contiguous tensors on the device, transferred in the order of the current stream.
+    """Copies arrays of one dtype to contiguous tensors on the device, in the order of the current stream.
 
-    torch's allocator keeps the pinned copy until the transfer is over.
+    torch's allocator keeps the pinned copy until the transfer has ended.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
@@ -136,6 +138,6 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def pinned_copy(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy in pinned memory (on a CPU: a plain copy), for a transfer that runs while the array changes."""
+    """Returns a copy in pinned memory (a plain copy on a CPU), for a transfer that runs while the array changes."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor.clone()

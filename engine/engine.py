@@ -60,8 +60,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HOST_COPY_BYTES = 32 << 20  # of one copy to the host: 0.6 ms over PCIe; a load may wait that long
-MAX_DRAFTING_SEQS = 128  # that verify drafts in one step on a GPU; larger steps are compute-bound, so drafts cost
+#: Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.
+HOST_COPY_BYTES = 32 << 20
+#: Most sequences that verify drafts in one step on a GPU. Larger steps are compute-bound, so drafts cost time there.
+MAX_DRAFTING_SEQS = 128
 
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
@@ -168,7 +170,7 @@ class Engine:
         on_host_stored: Callable[[list[bytes]], None],
         on_host_evicted: Callable[[list[bytes]], None],
     ) -> None:
-        """Loads the weights and makes the KV pool, block pool, scheduler and runner. `dtype` is that of the model."""
+        """Loads the weights as `dtype` and makes the KV pool, block pool, scheduler and runner."""
         config, device, spec = self.config, self.device, self.spec
         model = self._builder.load(max_len, dtype)
         make_draft = None if draft is None else draft.load(model, max_len, device, TORCH_DTYPES[dtype])
@@ -213,7 +215,7 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine cannot compute any more (a rank was lost), else None. Any thread."""
+        """Why the engine cannot compute any more (a rank was lost); None while it can. Any thread may read it."""
         return None if self.rank_group is None else self.rank_group.failure
 
     @property
@@ -222,11 +224,11 @@ class Engine:
 
     @property
     def speculator(self) -> Speculator | None:
-        """Proposes drafts, and has statistics; None without speculation."""
+        """The object that proposes drafts and has their statistics; None without speculation."""
         return self._speculator
 
     def configured_proposer(self) -> Proposer:
-        """A new proposer of the kind in the configuration."""
+        """Makes a new proposer of the kind in the configuration."""
         kind = self.config.speculation
         if self.runner.draft_loop is not None:
             return ModelProposer(self.runner.draft_loop, self.scheduler.reserve_for_drafts)
@@ -251,7 +253,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """A step is on the device, or a sequence wants to run."""
+        """Whether a step is on the device, or a sequence wants to run."""
         return self._stepper.has_work
 
     def new_sequence(
@@ -262,7 +264,7 @@ class Engine:
         output: abc.Sequence[int] = (),
         **kwargs: Any,
     ) -> Sequence:
-        """A sequence for this engine; `kwargs` are those of Sequence. Any thread.
+        """Makes a sequence for this engine; passes `kwargs` to Sequence. Any thread may call it.
 
         `grammar` is the request's grammar, compiled; without it this method compiles it, which may take a second.
         Raises InvalidRequest if it cannot be compiled, BatonError if `output` does not match it.
@@ -295,7 +297,7 @@ class Engine:
             raise
 
     def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
-        """Ends the sequences of a request, or one child; returns those that were in the engine."""
+        """Ends the sequences of a request, or one child; returns the ended ones."""
         ended = self.scheduler.abort(request_id, child)
         for seq in ended:
             if seq.lease is not None:
@@ -303,7 +305,9 @@ class Engine:
         return ended
 
     def step(self, on_step: OnStep | None = None, inbox: Inbox | None = None) -> StepResult:
-        """The result of one step; empty if nothing can run now. With overlap the next step is launched before.
+        """Runs one step and returns its result, which is empty if nothing can run now.
+
+        With overlap, the next step is launched before the result is read.
 
         `on_step` gets the result before the leases of ended sequences finish, so it may pin their blocks. `inbox` runs
         messages while the device computes; sequences that it adds are in the next step if that is not launched yet.
@@ -329,9 +333,9 @@ class Engine:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
     def warm_up(self) -> None:
-        """Builds the cuDNN plans of long prompts, which belong to the calling thread: the one that will run steps.
+        """Builds the cuDNN plans of long prompts. Does nothing on a CPU.
 
-        Call before the first request. Does nothing on a CPU.
+        Call it before the first request, on the thread that will run the steps: plans belong to a thread.
         """
         if self.device.type == "cuda":
             limits = self.scheduler.config
@@ -362,7 +366,10 @@ class Engine:
         torch.cuda.synchronize(self.device)
 
     def _num_blocks(self, build: Callable[[KVPool], ModelRunner], limits: SchedulerConfig, *, graphs: bool) -> int:
-        """Number of blocks of the pool; called with the weights loaded. `build` makes a runner, to measure memory."""
+        """Returns the number of blocks of the pool. Called after the weights are loaded.
+
+        `build` makes a runner, to measure memory.
+        """
         config, layout = self.config, self.layout
         if config.num_blocks:
             return config.num_blocks
@@ -435,7 +442,7 @@ class Engine:
         )
 
     def _draft_limits(self) -> tuple[int, int]:
-        """Most drafts of a sequence in a step, and of all sequences of a step."""
+        """Returns most drafts of a sequence in a step, and of all sequences of a step."""
         config = self.config
         if config.speculation == "none":
             return 0, 0

@@ -32,8 +32,10 @@ from engine.schedule.sequence import Sequence as EngineSequence
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-LIVENESS_POLL_S = 1.0  # between two checks that the loop's thread is alive
-STOP_S = 60.0  # longest wait for its end
+#: Time between two checks that the loop's thread is alive.
+LIVENESS_POLL_S = 1.0
+#: Longest wait for the end of the loop's thread.
+STOP_S = 60.0
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Completion:
     #: Text of the prompt; None if it was given as token ids.
     prompt: str | None
     prompt_ids: tuple[int, ...]
+    #: Returns the text of token ids.
     decode: Callable[[list[int]], str] = field(repr=False)
     #: Output tokens, with log-probabilities if the params ask for them.
     tokens: list[Token] = field(default_factory=list)
@@ -106,11 +109,11 @@ class LLM:
         return ChatTemplate(self.model_dir, read_json(self.model_dir / "tokenizer_config.json", required=False))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text, by default with the special tokens that the tokenizer adds."""
+        """Returns token ids of a text, by default with the special tokens that the tokenizer adds."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Returns the text of token ids, without special tokens."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
@@ -157,10 +160,10 @@ class LLM:
         cache_salt: str = "",
         show_progress: bool = True,
     ) -> list[Completion]:
-        """`generate` for one conversation or a list of them, rendered by the model's chat template.
+        """Generates completions for one conversation or a list of them, rendered by the model's chat template.
 
-        A message is a mapping with `role` and `content`. Also raises InvalidRequest if the model has no chat template
-        or the template rejects a conversation.
+        A message is a mapping with `role` and `content`. The other arguments are the arguments of `generate`. Also
+        raises InvalidRequest if the model has no chat template or the template rejects a conversation.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         rendered = [self.template.render(conversation) for conversation in conversations]
@@ -214,7 +217,7 @@ class LLM:
 
 
 def for_throughput(config: EngineConfig) -> EngineConfig:
-    """The config with chunk_tokens raised to prompt_step_tokens, unless it sets chunk_tokens itself."""
+    """Returns the config with chunk_tokens raised to prompt_step_tokens, unless it sets chunk_tokens itself."""
     _, prompt_step_tokens, _ = config.resolve_limits(config.resolve_device())
     if config.chunk_tokens or prompt_step_tokens is None:
         return config

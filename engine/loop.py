@@ -28,17 +28,19 @@ from engine.schedule.sequence import Sequence
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-IDLE_S = 1.0  # longest sleep without a message
-NO_BLOCKS_SLEEP_S = 0.002  # sleep while all sequences wait for blocks that are leased or pinned elsewhere
+#: Longest sleep without a message.
+IDLE_S = 1.0
+#: Sleep while all sequences wait for blocks that are leased or pinned elsewhere.
+NO_BLOCKS_SLEEP_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message to the engine's thread; exactly one of the two is called."""
+    """A message to the engine's thread; exactly one of `run` and `refuse` is called."""
 
     #: Called on the engine's thread.
     run: Callable[[], None]
-    #: Called if the loop has ended before.
+    #: Called if the loop has ended before it could call `run`.
     refuse: Callable[[BatonError], None]
 
 
@@ -64,12 +66,12 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """The thread is running. Any thread."""
+        """Whether the thread is running. Any thread may read it."""
         return self._thread.is_alive()
 
     @property
     def failure(self) -> str | None:
-        """Why the engine cannot compute any more, else None. Any thread."""
+        """Why the engine cannot compute any more; None while it can. Any thread may read it."""
         return self._engine.failure
 
     def stop(self, timeout_s: float) -> None:
@@ -103,7 +105,7 @@ class EngineLoop:
         self._send(_Message(run, refuse))
 
     def abort(self, request_id: str, child: int | None = None) -> None:
-        """Ends the sequences of a request, or one child; on_step gets ABORT for those that had not ended before."""
+        """Ends the sequences of a request, or one child; on_step gets ABORT for each that had not ended before."""
         self._send(_Message(lambda: self._abort(request_id, child), _ignore_refusal))
 
     def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
@@ -160,17 +162,17 @@ class EngineLoop:
             self._close()
 
     def _read_inbox(self, until: float) -> bool:
-        """Runs messages until a time of `time.perf_counter()` or until `stop`; True if there were any."""
+        """Runs messages until a time of `time.perf_counter()` or until `stop`. Returns whether there were any."""
         self._wake.clear()
         had_messages = self._run_messages()
-        while not self._stopping and (left := until - time.perf_counter()) > 0:
-            if self._wake.wait(left):
+        while not self._stopping and (remaining_s := until - time.perf_counter()) > 0:
+            if self._wake.wait(remaining_s):
                 self._wake.clear()
                 had_messages |= self._run_messages()
         return had_messages
 
     def _run_messages(self) -> bool:
-        """Runs all messages in the inbox; True if there were any."""
+        """Runs all messages in the inbox. Returns whether there were any."""
         had_messages = False
         while True:
             try:
@@ -184,7 +186,7 @@ class EngineLoop:
                 log.exception("a message to the engine failed")
 
     def _step(self) -> bool:
-        """Runs one step; False if nothing could run."""
+        """Runs one step. Returns False if nothing could run."""
         try:
             return bool(self._engine.step(self._on_step, self._read_inbox).outputs)
         except Exception:

@@ -40,7 +40,7 @@ class BlockTables:
         self._num_current = [0] * slots
 
     def row(self, seq: RunningSequence) -> np.ndarray:
-        """The blocks of a running sequence's lease, int32."""
+        """Returns the blocks of a running sequence's lease, int32."""
         slot, lease = seq.slot, seq.lease
         assert lease is not None
         count = len(lease.blocks)

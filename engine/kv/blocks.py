@@ -86,7 +86,7 @@ class _BlockLedger:
         return len(self.free) + self.cache.num_evictable
 
     def can_allocate(self, count: int) -> bool:
-        """Whether `count` blocks can be allocated now. If not, the host tier is asked to make more evictable."""
+        """Returns whether `count` blocks can be allocated now. If not, asks the host tier to make more evictable."""
         if self.num_available >= count:
             return True
         if self.host_tier is not None:
@@ -157,9 +157,12 @@ class _BlockLedger:
             self.release(blocks, self.requests)
 
     def is_shared(self, block: int) -> bool:
-        """Whether a second lease or a reader uses a leased block; steps that copy from the block do not count."""
-        passing = self.copy_sources.count(block) + sum(fence.blocks.count(block) for fence in self.fences)
-        return self.requests[block] - passing > 1 or self.readers[block] > 0
+        """Returns whether a second lease or a reader uses a leased block.
+
+        Steps that copy from the block do not count.
+        """
+        step_users = self.copy_sources.count(block) + sum(fence.blocks.count(block) for fence in self.fences)
+        return self.requests[block] - step_users > 1 or self.readers[block] > 0
 
     def counts(self) -> PoolCounts:
         free, cached = len(self.free), self.cache.num_idle
@@ -167,7 +170,7 @@ class _BlockLedger:
         return PoolCounts(free=free, cached=cached, leased=leased, quarantined=self.quarantined)
 
     def inconsistencies(self) -> list[str]:
-        """Defects, one sentence each; recomputes everything from the live leases, pins and fences."""
+        """Returns the defects, one sentence each; recomputes everything from the live leases, pins and fences."""
         expected = {
             "request": [0] * self._num_blocks,
             "writer": [0] * self._num_blocks,
@@ -181,11 +184,11 @@ class _BlockLedger:
         ):
             for block in blocks:
                 expected[kind][block] += 1
-        found = self.cache.inconsistencies()
+        defects = self.cache.inconsistencies()
         if self.host_tier is not None:
-            found += self.host_tier.inconsistencies()
+            defects += self.host_tier.inconsistencies()
         for kind, actual in (("request", self.requests), ("writer", self.writers), ("reader", self.readers)):
-            found += [
+            defects += [
                 f"block {b} has a {kind} count of {n}, not {expected[kind][b]}"
                 for b, n in enumerate(actual)
                 if n != expected[kind][b]
@@ -196,16 +199,16 @@ class _BlockLedger:
             used = self.requests[b] or self.readers[b]
             hashed = self.cache.hash_of(b) is not None
             if self.writers[b] and hashed:
-                found.append(f"block {b} is published and being written")
+                defects.append(f"block {b} is published and being written")
             states[2 if used else 3 if self.writers[b] else 1 if hashed else 0] += 1
             if (b in free) != (not used and not self.writers[b] and not hashed):
-                found.append(f"block {b} is wrongly {'' if b in free else 'not '}free")
+                defects.append(f"block {b} is wrongly {'' if b in free else 'not '}free")
             if self.cache.is_idle(b) != (hashed and not used):
-                found.append(f"block {b} is wrongly {'' if self.cache.is_idle(b) else 'not '}idle")
+                defects.append(f"block {b} is wrongly {'' if self.cache.is_idle(b) else 'not '}idle")
         counts = self.counts()
         if len(free) != len(self.free) or states != [counts.free, counts.cached, counts.leased, counts.quarantined]:
-            found.append(f"free, cached, leased, quarantined are {states}, reported {counts}")
-        return found
+            defects.append(f"free, cached, leased, quarantined are {states}, reported {counts}")
+        return defects
 
 
 class BlockPin:
@@ -225,7 +228,7 @@ class BlockPin:
         ledger.pins.add(self)
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Releases physical blocks (None for all); skips those released before. InternalError for other blocks."""
+        """Releases physical blocks (None for all); skips blocks released before. InternalError for other blocks."""
         with self._ledger.lock:
             if blocks is not None and not set(blocks).issubset(self.blocks):
                 raise InternalError(f"blocks {sorted(set(blocks).difference(self.blocks))} do not belong to this pin")
@@ -310,7 +313,7 @@ class Lease:
         self.blocks = blocks
         #: Lead blocks that came with their KV, from the pool or from the host.
         self.cached_blocks = num_registered + host_blocks
-        #: Those of `cached_blocks` that came from the host, the last ones.
+        #: The last blocks of `cached_blocks`, which came from the host.
         self.host_blocks = host_blocks
         #: Index of the last block shared by a fork, which must not be written before `copy_on_write`; -1 for none.
         self.cow_index = -1
@@ -329,7 +332,7 @@ class Lease:
 
     @property
     def host_loading(self) -> bool:
-        """Blocks are still being copied from the host."""
+        """Whether blocks are still being copied from the host."""
         return self.host_load is not None and not self.host_load.done
 
     def finish_host_load(self) -> BatonError | None:
@@ -364,9 +367,9 @@ class Lease:
             ledger.release_after_steps(surplus)
 
     def fork(self, shared: int, *, spare: int = 0) -> Lease:
-        """Another lease that shares the first `shared` blocks and takes the last `spare` blocks of this one.
+        """Returns another lease that shares the first `shared` blocks and takes the last `spare` blocks of this one.
 
-        The KV of the shared blocks is complete, except that of the last one. If not all shared blocks are published,
+        The KV of the shared blocks is complete, except in the last one. If not all shared blocks are published,
         both leases must `copy_on_write` the last one before they write to it.
         """
         ledger = self._ledger
@@ -449,7 +452,7 @@ class Lease:
     def rematch(self, hashes: Sequence[bytes]) -> int:
         """Replaces lead blocks by blocks that were registered after the lease was made; returns cached_blocks.
 
-        `hashes` are those of the sequence's matchable blocks. Nothing may have been computed in the lease yet.
+        `hashes` are the hashes of the sequence's matchable blocks. Nothing may have been computed in the lease yet.
         """
         ledger = self._ledger
         with ledger.lock:
@@ -563,7 +566,7 @@ class BlockPool:
 
     @property
     def lock(self) -> threading.Lock:
-        """Guards the pool, its leases and pins, the prefix cache and the host tier; its copiers take it."""
+        """The lock of the pool, its leases and pins, the prefix cache and the host tier; the host copier takes it."""
         return self._ledger.lock
 
     def lease(
@@ -614,7 +617,7 @@ class BlockPool:
             return lease
 
     def match_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Number of blocks of the longest cached prefix of `hashes`, in the pool and then in the host tier."""
+        """Returns the length of the longest cached prefix of `hashes` in blocks, in the pool and then the host tier."""
         with self._ledger.lock:
             count = len(self._ledger.cache.match(hashes))
             return count if self._ledger.host_tier is None else count + self._ledger.host_tier.match(hashes[count:])
@@ -626,8 +629,8 @@ class BlockPool:
         """
         ledger = self._ledger
         with ledger.lock:
-            found = ledger.cache.match(hashes)[first:]
-            return BlockPin(ledger, found, is_writer=False) if found else None
+            matched = ledger.cache.match(hashes)[first:]
+            return BlockPin(ledger, matched, is_writer=False) if matched else None
 
     def save_partial_block(self, lease: Lease, computed: int) -> SavedPartialBlock | None:
         """Starts to copy the last, partial block of `computed` tokens to the host, before the lease is given up.
@@ -655,43 +658,43 @@ class BlockPool:
                 self._ledger.host_tier.drop_partial_block(saved.key)
 
     def begin_step(self) -> StepFence:
-        """Call before the launch of a step that may still run when leases change; `end` the fence when it has ended."""
+        """Makes the fence of a step; call before the launch, and `end` the fence when the step has ended."""
         with self._ledger.lock:
             return StepFence(self._ledger)
 
     def num_available(self) -> int:
-        """Blocks that a lease could get, if need be after copies to the host."""
+        """Returns the number of blocks that a lease could get, if need be after copies to the host."""
         with self._ledger.lock:
             cache, now = self._ledger.cache, self._ledger.num_available
             return now if self.host_tier is None else now + cache.num_unsaved + cache.num_saving
 
     def num_deferred(self) -> int:
-        """Block references that are released when the steps in flight end."""
+        """Returns the number of block references that are released when the steps in flight end."""
         with self._ledger.lock:
             return sum(len(fence.blocks) for fence in self._ledger.fences)
 
     def copies_pending(self) -> bool:
-        """Copies to the host will make blocks available, without any other event."""
+        """Returns whether copies to the host will make blocks available, without any other event."""
         with self._ledger.lock:
             return self._ledger.host_tier is not None and self._ledger.host_tier.busy
 
     def counts(self) -> PoolCounts:
-        """Number of blocks in each state."""
+        """Returns the number of blocks in each state."""
         with self._ledger.lock:
             return self._ledger.counts()
 
     def cached_hashes(self) -> list[bytes]:
-        """All hashes that a match can find in the pool, parents before children."""
+        """Returns all hashes that a match can find in the pool, parents before children."""
         with self._ledger.lock:
             return self._ledger.cache.hashes()
 
     def host_hashes(self) -> list[bytes]:
-        """All hashes of full blocks in the host tier."""
+        """Returns all hashes of full blocks in the host tier."""
         with self._ledger.lock:
             return [] if self._ledger.host_tier is None else self._ledger.host_tier.hashes()
 
     def host_stats(self) -> HostTierStats | None:
-        """Counts of the host tier; None without one."""
+        """Returns the counts of the host tier; None without one."""
         with self._ledger.lock:
             return None if self._ledger.host_tier is None else self._ledger.host_tier.stats()
 
@@ -708,6 +711,6 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Checks all blocks; raises InternalError with the first five defects."""
         with self._ledger.lock:
-            found = self._ledger.inconsistencies()
-        if found:
-            raise InternalError("block pool is inconsistent: " + "; ".join(found[:5]))
+            defects = self._ledger.inconsistencies()
+        if defects:
+            raise InternalError("block pool is inconsistent: " + "; ".join(defects[:5]))

@@ -18,7 +18,8 @@ from engine.kv.host_tier import HostCopy, HostTier
 
 log = logging.getLogger(__name__)
 
-STOP_S = 10.0  # longest wait of `stop` for the copy under way
+#: Longest wait of `stop` for the copy under way.
+STOP_S = 10.0
 
 
 class HostCopier:
@@ -28,7 +29,7 @@ class HostCopier:
         """Starts the thread. With `checksums` it compares a CRC-32 of each block before and after its time there."""
         self._host_tier = host_tier
         self._memory = memory
-        #: By host block.
+        #: CRC-32 of each host block in use; None without checksums.
         self._checksums: dict[int, int] | None = {} if checksums else None
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
         self._thread.start()

@@ -1,7 +1,7 @@
 """Host memory for evicted KV blocks: uint8 [num_host_blocks, block_bytes], page-locked if the pool is on a GPU.
 
-Copies run on a stream of their own and are not ordered with the steps. Until `wait` has returned, the caller must keep
-target blocks from being read, and source and target blocks from being written.
+Copies run on a stream of their own and are not ordered with the steps. Until `wait` returns, no step and no thread may
+read the target blocks or write to the source and target blocks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HostKVPool:
         self._copy(self.data, host_blocks, self.kv.data, blocks)
 
     def wait(self) -> None:
-        """Waits until all copies so far have ended; other threads may run meanwhile."""
+        """Blocks this thread until all started copies have ended; torch releases the GIL."""
         if self._stream is not None and self._done is not None:
             self._done.record(self._stream)
             self._done.synchronize()
@@ -70,12 +70,14 @@ class HostKVPool:
     @torch.inference_mode()
     def _copy(self, source: torch.Tensor, sources: Sequence[int], target: torch.Tensor, targets: Sequence[int]) -> None:
         with torch.cuda.stream(self._stream):  # None on a CPU
-            for first, to, count in _contiguous_runs(sources, targets):
-                target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+            for first_source, first_target, count in _contiguous_ranges(sources, targets):
+                target[first_target : first_target + count].copy_(
+                    source[first_source : first_source + count], non_blocking=True
+                )
 
 
-def _contiguous_runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs that are adjacent in source and target: first source, first target and length of each."""
+def _contiguous_ranges(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields (first source, first target, length) of each range that is contiguous in both."""
     pairs = np.array([sources, targets])
     pairs = pairs[:, np.argsort(pairs[0])]
     starts = np.flatnonzero(np.concatenate([[True], (np.diff(pairs) != 1).any(axis=0)]))

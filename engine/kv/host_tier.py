@@ -28,18 +28,21 @@ from common.errors import BatonError
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
 NO_PARENT = b""
-CLEAR_S = 1.0  # longest wait of `clear` for the copy under way
+#: Longest wait of `clear` for the copy under way.
+CLEAR_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostTierStats:
     """Counts of the host tier, in blocks."""
 
-    #: Blocks that fit, and those of them in use.
+    #: Blocks that fit.
     host_blocks: int
+    #: Blocks in use.
     used: int
-    #: Blocks copied to the host and back since the start.
+    #: Blocks copied to the host since the start.
     saved: int
+    #: Blocks copied back since the start.
     loaded: int
     #: Blocks that the host forgot because others needed their place.
     dropped: int
@@ -148,13 +151,13 @@ class HostTier:
 
     @property
     def closed(self) -> bool:
-        """No copies are made any more."""
+        """Whether the tier has ended: no copies are made any more."""
         return self._closed
 
     # -- called by the block pool -------------------------------------------------------------------------------------
 
     def mark_used(self, block_hash: bytes) -> bool:
-        """A block of the pool became idle. Returns whether it needs no copy before eviction."""
+        """Records that a block of the pool became idle. Returns whether it needs no copy before eviction."""
         if self._closed:
             return True
         if block_hash not in self._index:
@@ -163,14 +166,14 @@ class HostTier:
         return True
 
     def on_evicted_from_pool(self, block_hash: bytes) -> None:
-        """The pool evicts a block; it has evicted all blocks that continue it before."""
+        """Called when the pool evicts a block; it has evicted all blocks that continue it before."""
         if block_hash in self._index:
             self._index.move_to_end(block_hash)
         else:
             self._drop(self._children.get(block_hash, ()))
 
     def request_free(self, count: int) -> None:
-        """An allocation of `count` blocks failed; copies are made until that many are available."""
+        """Called when an allocation of `count` blocks failed; copies are made until that many are available."""
         self._requested_free = max(self._requested_free, count)
         self.wake_copier()
 
@@ -183,7 +186,7 @@ class HostTier:
     # -- called for leases --------------------------------------------------------------------------------------------
 
     def match(self, hashes: Iterable[bytes]) -> int:
-        """Length of the longest prefix of `hashes` in the host."""
+        """Returns the length of the longest prefix of `hashes` in the host."""
         return sum(1 for _ in itertools.takewhile(self._index.__contains__, hashes))
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int], release: Callable[[], None]) -> HostLoad:
@@ -226,7 +229,7 @@ class HostTier:
             return None
 
     def start_next_copy(self) -> HostCopy | None:
-        """The next copy to make, which counts as under way from now on; None if there is none."""
+        """Returns the next copy to make, which counts as under way from now on; None if there is none."""
         assert self._copying is None, "two copies at a time"
         if not self._queue and self._needs_saves():
             self._queue_saves()
@@ -235,7 +238,10 @@ class HostTier:
         return self._copying
 
     def finish_copy(self, copy: HostCopy, error: BatonError | None = None) -> None:
-        """The copy was made. With `error` its blocks are damaged, and the host forgets them. Takes the lock."""
+        """Records that the copy was made. Takes the lock.
+
+        With `error` the blocks of the copy are damaged, and the host forgets them.
+        """
         with self._changed:
             assert copy is self._copying
             self._copying = None
@@ -269,11 +275,11 @@ class HostTier:
         Called by the copier once it touches no memory any more. Idempotent. Takes the lock.
         """
         with self._changed:
-            left = [*([] if self._copying is None else [self._copying]), *self._queue]
+            unfinished = [*([] if self._copying is None else [self._copying]), *self._queue]
             self._queue.clear()
             self._copying = None
             self._closed = True
-            for copy in left:
+            for copy in unfinished:
                 if copy.host_load is not None:
                     copy.host_load.finish(error)
                 else:
@@ -285,15 +291,15 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """A copy is under way or queued, or has to be made because the pool has too few available blocks."""
+        """Whether a copy is under way or queued, or has to be made because the pool has too few available blocks."""
         return self._copying is not None or bool(self._queue) or self._needs_saves()
 
     def hashes(self) -> list[bytes]:
-        """The hashes of all full blocks in the host."""
+        """Returns the hashes of all full blocks in the host."""
         return [key for key in self._index if len(key) == HASH_BYTES]
 
     def clear(self) -> int:
-        """Forgets all blocks, and that idle blocks need copies; returns the number of host blocks that were used."""
+        """Forgets all blocks, and lets the pool evict idle blocks without copies. Returns the former number in use."""
         self._cache.skip_unsaved()
         self._changed.wait_for(lambda: not self._cache.num_saving, CLEAR_S)
         count = len(self._index)
@@ -317,23 +323,23 @@ class HostTier:
         )
 
     def inconsistencies(self) -> list[str]:
-        """Violations of the invariants, one sentence each."""
-        found: list[str] = []
+        """Returns violations of the invariants, one sentence each."""
+        defects: list[str] = []
         host_blocks = [*self._index.values(), *self._free]
         if sorted(host_blocks) != list(range(self.num_host_blocks)):
-            found.append("blocks of the host tier are lost or used twice")
+            defects.append("blocks of the host tier are lost or used twice")
         for key in self._index:
             parent = self._parents[key]
             if key not in self._children.get(parent, ()):
-                found.append("a block of the host tier is not known to its parent")
+                defects.append("a block of the host tier is not known to its parent")
             if parent != NO_PARENT and self._cache.lookup(parent) is None and parent not in self._index:
-                found.append("a block of the host tier outlived its parent")
+                defects.append("a block of the host tier outlived its parent")
         if sum(map(len, self._children.values())) != len(self._index) or len(self._parents) != len(self._index):
-            found.append("parents and children in the host tier differ")
-        return found
+            defects.append("parents and children in the host tier differ")
+        return defects
 
     def _needs_saves(self) -> bool:
-        """Whether idle blocks have to be copied to the host now."""
+        """Returns whether idle blocks have to be copied to the host now."""
         if not self._cache.num_unsaved:
             self._requested_free = 0
             return False
@@ -361,7 +367,7 @@ class HostTier:
         self._queue.append(HostCopy(keys, blocks, [host_blocks[block] for block in blocks]))
 
     def _allocate(self, count: int) -> list[int]:
-        """`count` host blocks, ascending; the least recently used contents are forgotten for them."""
+        """Returns `count` host blocks, ascending; the least recently used contents are forgotten for them."""
         while len(self._free) < count:
             self._drop([next(iter(self._index))])
         return sorted(self._free.pop() for _ in range(count))
@@ -373,7 +379,7 @@ class HostTier:
         self._children.setdefault(parent, set()).add(key)
 
     def _drop(self, keys: Iterable[bytes]) -> None:
-        """Forgets blocks, and also what continues those of them that the pool does not have."""
+        """Forgets blocks; of each block that the pool does not have, also the blocks that continue it."""
         dropped: list[bytes] = []
         pending = list(keys)
         while pending:

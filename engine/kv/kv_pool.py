@@ -22,7 +22,8 @@ from engine.kv.layer_kv import LayerKV
 #: e4m3 numbers are bytes: few operations of torch accept its 8-bit floats, and the kernels know the format.
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, FP8_DTYPE: torch.uint8}
 
-COPY_BATCH = 16  # blocks that one launch copies; bounds the temporary memory
+#: Blocks that one launch copies; bounds the temporary memory.
+COPY_BATCH = 16
 
 
 class KVPool:
@@ -36,7 +37,7 @@ class KVPool:
         size = (num_blocks + 2, layout.block_bytes)
         with require_memory(f"{num_blocks} KV blocks of {layout.block_bytes} bytes", "kv_memory"):
             self.data = torch.zeros(size, dtype=torch.uint8, device=device)
-        # For reads and writes of single blocks by other threads, which must not wait for the engine's steps.
+        # Other threads read and write single blocks on this stream: they must not wait for the engine's steps.
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -48,7 +49,7 @@ class KVPool:
         return self.layout.block_bytes
 
     def layers(self, prefix: str = "") -> tuple[LayerKV, ...]:
-        """Views of the layers, in order; with the prefix "draft_" those of the draft model."""
+        """Returns views of the layers, in order; with the prefix "draft_" the layers of the draft model."""
         names = [segment.name for segment in self.layout.segments]
         kv = self.segment_view(prefix + "kv").unbind(1)
         scaled = prefix + "scales" in names
@@ -56,7 +57,7 @@ class KVPool:
         return tuple(LayerKV(*layer) for layer in zip(kv, scales, strict=True))
 
     def segment_view(self, name: str) -> Tensor:
-        """A view of one segment of the KV layout, [num_blocks + 2, *shape]."""
+        """Returns a view of one segment of the KV layout, [num_blocks + 2, *shape]."""
         for segment in self.layout.segments:
             if segment.name == name:
                 raw = self.data[:, segment.offset : segment.offset + segment.nbytes]
@@ -78,18 +79,18 @@ class KVPool:
                 self.data[target].copy_(self.data[source])
             return
         moved = [copy for copy in copies if copy.source != copy.target]
-        for at in range(0, len(moved), COPY_BATCH):
-            sources, targets = zip(*moved[at : at + COPY_BATCH], strict=True)
+        for start in range(0, len(moved), COPY_BATCH):
+            sources, targets = zip(*moved[start : start + COPY_BATCH], strict=True)
             index = upload([np.array(sources), np.array(targets)], self.data.device)
             self.data.index_copy_(0, index[1], self.data.index_select(0, index[0]))
 
     def read_block(self, block: int) -> bytes:
-        """The bytes of one block. Any thread."""
+        """Returns the bytes of one block. Any thread may call it."""
         with torch.cuda.stream(self._side_stream):
             return self.data[block].cpu().numpy().tobytes()
 
     def write_block(self, block: int, content: bytes) -> None:
-        """Replaces one block by `content` of block_bytes bytes. Any thread."""
+        """Replaces one block by `content` of block_bytes bytes. Any thread may call it."""
         if len(content) != self.block_bytes:
             raise InternalError(f"cannot write {len(content)} bytes to a block of {self.block_bytes}")
         with torch.cuda.stream(self._side_stream):

@@ -1,12 +1,14 @@
 """Keys and values of one layer in all blocks of the pool, in the model's dtype or in 8 bits with scales.
 
-The 8-bit format is e4m3 (OCP, no infinities) with one scale per token, kv head and K or V, for head_dim numbers:
+The 8-bit format is e4m3 (OCP, no infinities). One scale covers the head_dim numbers of one token, one kv head, and K
+or V:
 
-- A token is quantised once, when it is written. The bytes of a block thus do not depend on the steps that wrote it.
+- A token is quantized once, when it is written. The bytes of a block thus do not depend on the steps that wrote it.
 - The scale is the power of two that brings the largest number into [128, 256). It multiplies without rounding, so all
-  readers see the same numbers; a finer scale gains nothing, because e4m3 is a floating-point format.
-- Scales are bfloat16, those of K and V side by side, so one 32-bit load reads both.
-- A vector with a NaN, an infinity or a number past 2^127 has a NaN scale and reads as NaN. Zero bytes are zeros.
+  readers see the same numbers. A finer scale would not be more accurate, because e4m3 has an exponent of its own.
+- Scales are bfloat16. The scales of K and V are side by side, so one 32-bit load reads both.
+- A vector with a NaN, an infinity or a number past 2^127 has a NaN scale and reads as NaN.
+- A code and a scale of zero bytes read as 0.0, so a zeroed pool is valid.
 
 `engine/kernels/e4m3.py` computes the same bits on the GPU.
 """
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+#: A float32 NaN.
 NAN_BITS = 0x7FC00000
 
 
@@ -49,9 +52,11 @@ class LayerKV:
 
 
 def quantize_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantises x [..., D] to e4m3 bytes, uint8 [..., D], and scales, bfloat16 [...]."""
+    """Quantizes x [..., D] to e4m3 bytes, uint8 [..., D], and scales, bfloat16 [...]."""
     wide = x.float()
     exponent = wide.abs().amax(-1).view(torch.int32) >> 23
+    # Exponents are biased by 127. The scale's exponent, e = exponent - 7, brings the largest number into [128, 256);
+    # 254 - e is the exponent of the inverse power of two.
     bits = torch.where(exponent >= 254, NAN_BITS, (exponent - 7).clamp_(min=1) << 23)
     inverse = ((254 << 23) - bits).view(torch.float32)
     code = (wide * inverse[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -59,7 +64,7 @@ def quantize_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_e4m3(code: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of e4m3 bytes [..., D] with scales [...]; exact in bfloat16 and float32.
+    """Returns the numbers of e4m3 bytes [..., D] with scales [...]; exact in bfloat16 and float32.
 
     The bits of an e4m3 number, shifted, are a float16 that is 256 times smaller. torch's conversion is ten times slower
     on a CPU.

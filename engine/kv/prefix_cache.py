@@ -73,38 +73,38 @@ class PrefixCache:
         return len(self._unsaved)
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block that is registered under the hash."""
+        """Returns the block that is registered under the hash."""
         return self._block_by_hash.get(block_hash)
 
     def hash_of(self, block: int) -> bytes | None:
-        """The hash of a registered block, None for other blocks."""
+        """Returns the hash of a registered block, None for other blocks."""
         return self._hash_by_block[block]
 
     def parent_hash(self, block: int) -> bytes | None:
-        """The hash of the block before a registered one, None for the first block of a prompt."""
+        """Returns the hash of the block before a registered block; None for the first block of a prompt."""
         parent = self._parent[block]
         return None if parent < 0 else self._hash_by_block[parent]
 
     def hashes(self) -> list[bytes]:
-        """All registered hashes, parents before children."""
+        """Returns all registered hashes, parents before children."""
         return list(self._block_by_hash)
 
     def is_idle(self, block: int) -> bool:
         return bool(self._idle[block])
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest registered prefix of `hashes`."""
-        found: list[int] = []
+        """Returns the blocks of the longest registered prefix of `hashes`."""
+        matched: list[int] = []
         get = self._block_by_hash.get
         for h in hashes:
             block = get(h)
             if block is None:
                 break
-            found.append(block)
-        return found
+            matched.append(block)
+        return matched
 
     def count_evictable(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` are evictable."""
+        """Returns how many of `blocks` are evictable."""
         evictable = self._evictable
         return sum(block in evictable for block in blocks)
 
@@ -123,7 +123,7 @@ class PrefixCache:
             self._num_pinned_children[parent] += 1
 
     def pin_all(self, blocks: Sequence[int]) -> None:
-        """Marks blocks as in use; those of them that were idle, and their ancestors, are not evictable any more."""
+        """Marks blocks as in use; the idle blocks among them, and their ancestors, are not evictable any more."""
         idle, evictable, parent, pins = self._idle, self._evictable, self._parent, self._num_pinned_children
         unsaved = self._unsaved
         for block in blocks:
@@ -204,13 +204,13 @@ class PrefixCache:
             pins[block] -= 1
 
     def inconsistencies(self) -> list[str]:
-        """Violations of the invariants, one sentence each; walks over all blocks."""
-        found: list[str] = []
+        """Returns violations of the invariants, one sentence each; walks over all blocks."""
+        defects: list[str] = []
         registered = [b for b, h in enumerate(self._hash_by_block) if h is not None]
         if sorted(self._block_by_hash.values()) != registered or any(
             self._hash_by_block[b] != h for h, b in self._block_by_hash.items()
         ):
-            found.append("index and block hashes differ")
+            defects.append("index and block hashes differ")
         pins = [0] * len(self._hash_by_block)
         order = {b: i for i, b in enumerate(self._evictable)}
         for b in registered:
@@ -218,20 +218,20 @@ class PrefixCache:
             if parent < 0:
                 continue
             if self._hash_by_block[parent] is None:
-                found.append(f"block {b} outlived its parent {parent}")
+                defects.append(f"block {b} outlived its parent {parent}")
             elif b not in order:
                 pins[parent] += 1
             elif parent in order and order[parent] < order[b]:
-                found.append(f"block {parent} would be evicted before its child {b}")
+                defects.append(f"block {parent} would be evicted before its child {b}")
         for b in registered:
             if pins[b] != self._num_pinned_children[b]:
-                found.append(f"block {b} has {pins[b]} pinned children, not {self._num_pinned_children[b]}")
+                defects.append(f"block {b} has {pins[b]} pinned children, not {self._num_pinned_children[b]}")
             if (b in order) != (bool(self._idle[b]) and bool(self._saved[b]) and not pins[b]):
-                found.append(f"block {b} is wrongly {'' if b in order else 'not '}evictable")
+                defects.append(f"block {b} is wrongly {'' if b in order else 'not '}evictable")
             if (b in self._unsaved) != (bool(self._idle[b]) and not self._saved[b] and b not in self._saving):
-                found.append(f"block {b} is wrongly {'' if b in self._unsaved else 'not '}waiting to be saved")
+                defects.append(f"block {b} is wrongly {'' if b in self._unsaved else 'not '}waiting to be saved")
         if self._num_idle != sum(self._idle) or any(
             self._hash_by_block[b] is None for b in (*order, *self._unsaved, *self._saving)
         ):
-            found.append("idle, evictable or unsaved blocks are not all registered")
-        return found
+            defects.append("idle, evictable or unsaved blocks are not all registered")
+        return defects

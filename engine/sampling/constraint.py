@@ -29,7 +29,7 @@ Mask = np.ndarray
 
 
 def needs_constraint(request: ValidRequest) -> bool:
-    """Whether the request needs a Constraint."""
+    """Returns whether the request needs a Constraint."""
     sampling = request.sampling
     return request.grammar is not None or bool(sampling.allowed_token_ids or sampling.bad_words)
 
@@ -38,12 +38,12 @@ class Constraint:
     """The constraint of one sequence.
 
     Args:
-        vocab_size: of the logits.
-        grammar: the compiled grammar of the request; None if it has none.
-        output: output of the sequence so far.
+        vocab_size: Vocabulary size of the logits.
+        grammar: The compiled grammar of the request; None if it has none.
+        output: Output of the sequence so far.
 
     Raises:
-        InvalidRequest: the output does not follow the constraint.
+        InvalidRequest: The output does not follow the constraint.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Constraint:
             self.advance(token)
 
     def copy(self) -> Constraint:
-        """A Constraint in the same state, for a sequence that continues differently from here."""
+        """Returns a Constraint in the same state, for a sequence that continues differently from here."""
         other = copy.copy(self)
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         other._recent = self._recent.copy()
         return other
 
     def mask(self) -> Mask:
-        """Mask of the next token; the caller does not write to it.
+        """Returns the mask of the next token; the caller does not write to it.
 
         Never raises. If the matcher failed or no token is allowed, the next `advance` raises.
         """
@@ -88,7 +88,7 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """The grammar can only end here."""
+        """Whether the grammar can only end here."""
         if self._matcher is None:
             return False
         self.mask()
@@ -98,7 +98,7 @@ class Constraint:
         """Appends the next token.
 
         Raises:
-            InvalidRequest: the mask forbids the token, because no token is allowed, or the matcher failed.
+            InvalidRequest: The mask forbids the token, because no token is allowed, or the matcher failed.
         """
         if not _allows(self.mask(), token):
             raise self._error()
@@ -109,7 +109,7 @@ class Constraint:
         self._mask = None
 
     def masks(self, drafts: Sequence[int]) -> tuple[list[int], np.ndarray]:
-        """The longest prefix of the drafts that may be accepted, and the masks of its positions and of the next one.
+        """Returns the longest prefix of the drafts that may be accepted, and masks of its positions and the next one.
 
         The masks are int32 [n + 1, num_words] for n drafts. No token follows a stop token or one that completes the
         grammar; the last mask then allows all tokens, and the token sampled there is not used.
@@ -140,7 +140,7 @@ class Constraint:
         return accepted, np.stack(masks)
 
     def _compute(self, recent: Sequence[int], num_output: int) -> tuple[Mask, bool]:
-        """The mask for the current state of the matcher, and whether the grammar can only end."""
+        """Returns the mask for the current state of the matcher, and whether the grammar can only end."""
         matcher = self._matcher
         mask = self._always
         if matcher is not None:
@@ -164,7 +164,7 @@ class Constraint:
         return mask, False
 
     def _mask_of(self, tokens: Sequence[int]) -> Mask:
-        """Mask that allows these tokens only."""
+        """Returns the mask that allows only these tokens."""
         mask = np.zeros(self.num_words, dtype=np.uint32)
         for token in tokens:
             mask[token >> 5] |= np.uint32(1 << (token & 31))

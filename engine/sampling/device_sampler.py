@@ -27,16 +27,17 @@ from engine.kernels.sampling import (
 )
 from engine.sampling.sampler import SampleRow, has_penalties
 
-_MAX_BIAS = 3e38  # biases of clients stay finite: -inf marks a stop token that is banned before min_tokens
+#: Biases of clients stay finite: -inf marks a stop token that is banned before min_tokens.
+_MAX_BIAS = 3e38
 
 
 class DeviceSampler:
     """Samples on one device, on one stream.
 
     Args:
-        max_rows: number of slots, 0 ... max_rows - 1, and most sequences of a run.
-        vocab: vocabulary size of the logits.
-        max_drafts: most drafts of a run.
+        max_rows: Number of slots, 0 ... max_rows - 1, and most sequences of a run.
+        vocab: Vocabulary size of the logits.
+        max_drafts: Most drafts of a run.
     """
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, *, max_drafts: int = 0) -> None:
@@ -113,8 +114,8 @@ class DeviceSampler:
             packed = np.zeros((len(self._entries), 2, max(len(t) for t, _ in self._entries.values())), dtype=np.int32)
             for line, (tokens, biases) in zip(packed, self._entries.values(), strict=True):
                 line[0, : len(tokens)], line[1, : len(tokens)] = tokens, biases.view(np.int32)
-            at = self._upload(np.fromiter(self._entries, dtype=np.int64))
-            self._tensors.entries[:, :, : packed.shape[2]].index_copy_(0, at, self._upload(packed))
+            entry_slots = self._upload(np.fromiter(self._entries, dtype=np.int64))
+            self._tensors.entries[:, :, : packed.shape[2]].index_copy_(0, entry_slots, self._upload(packed))
         if self._history:
             slots = np.fromiter(self._history, dtype=np.int64)
             self._tensors.counts.index_fill_(0, self._upload(slots), 0)
@@ -142,7 +143,9 @@ class DeviceSampler:
             logits: [B, vocab]
             slots: integer [B]
             positions: integer [B], the position in its request of the token that is sampled.
-            allowed, drafts, results: see SamplingKernels.sample. With drafts a call of `accept_drafts` must follow.
+            allowed: See SamplingKernels.sample.
+            drafts: See SamplingKernels.sample. A call of `accept_drafts` must follow.
+            results: See SamplingKernels.sample.
         """
         return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results)
 
@@ -161,13 +164,13 @@ class DeviceSampler:
         accept_drafts(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
 
     def uncount_tokens(self, slots: Tensor, tokens: Tensor) -> None:
-        """Removes tokens that `sample` counted. slots, tokens: int64 [B]; -1 where no token was sampled."""
+        """Removes tokens that `sample` counted; both are int64 [B], with token -1 where none was sampled."""
         penalised = self._tensors.words[slots, NUM_FLOATS // 2 + sampling.PENALISED] > 0
         gone = (penalised & (tokens >= 0)).to(torch.int32)
         self._tensors.counts.index_put_((slots, tokens.clamp(min=0)), -gone, accumulate=True)
 
     def _pinned(self, array: np.ndarray) -> Tensor:
-        """A copy that a transfer can read after the array has changed."""
+        """Returns a copy that a transfer can read after the array has changed."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._device.type == "cuda" else tensor.clone()
 

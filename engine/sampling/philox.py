@@ -17,11 +17,12 @@ from torch import Tensor
 _WORD = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_LARGEST = 1.0 - 2.0**-24  # the largest float32 below 1
+#: The largest float32 below 1.
+_LARGEST = 1.0 - 2.0**-24
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The four output words as int64 tensors of 32-bit words. Counter and key words broadcast."""
+    """Returns the four output words as int64 tensors of 32-bit words. Counter and key words broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -34,31 +35,31 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _words(seed: Tensor, child: Tensor, position: Tensor, group: Tensor, stream: int = 0) -> Tensor:
-    """int64 [R, G, 4], the output words for counter words group [R or 1, G]."""
+    """Returns the output words, int64 [R, G, 4], for counter words `group` [R or 1, G]."""
     counter = (group, position[:, None], child[:, None], torch.full_like(position, stream)[:, None])
     key = ((seed & _WORD)[:, None], ((seed >> 32) & _WORD)[:, None])
     return torch.stack(philox(counter, key), dim=-1)
 
 
 def _gumbel(word: Tensor) -> Tensor:
-    """Standard Gumbel noise from 32-bit words."""
+    """Returns standard Gumbel noise from 32-bit words."""
     uniform = (word.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp_(max=_LARGEST)))
 
 
 def uniform(seed: Tensor, child: Tensor, position: Tensor, *, stream: int) -> Tensor:
-    """float32 [R] in [0, 1), one number per row."""
+    """Returns one number in [0, 1) per row, float32 [R]."""
     words = _words(seed, child, position, torch.zeros(1, 1, dtype=torch.int64, device=seed.device), stream)
     return (words[:, 0, 0] >> 8).to(torch.float32) * 2.0**-24
 
 
 def gumbel(seed: Tensor, child: Tensor, position: Tensor, vocab_size: int, *, stream: int = 0) -> Tensor:
-    """float32 [R, vocab_size], standard Gumbel noise. seed, child, position: int64 [R]."""
+    """Returns standard Gumbel noise, float32 [R, vocab_size], for int64 [R] seeds, children and positions."""
     group = torch.arange(-(-vocab_size // 4), device=seed.device)[None]
     return _gumbel(_words(seed, child, position, group, stream).flatten(1)[:, :vocab_size])
 
 
 def gumbel_at(seed: Tensor, child: Tensor, position: Tensor, index: Tensor) -> Tensor:
-    """The same noise at the vocabulary indices [R, K] only: `gumbel(...).gather(1, index)`."""
+    """Returns `gumbel(...).gather(1, index)` for vocabulary indices [R, K]; computes no other noise."""
     words = _words(seed, child, position, index // 4)
     return _gumbel(words.gather(2, (index % 4)[..., None]).squeeze(2))

@@ -1,10 +1,10 @@
 """Sampling in torch, for all rows of a step at once. The token of a row depends on that row alone.
 
-The order is that of transformers: penalties and bias, temperature, top-k, top-p, min-p. The token is drawn by
+The order is as in transformers: penalties and bias, temperature, top-k, top-p, min-p. The token is drawn by
 Gumbel-max (argmax of logits + noise, Gumbel 1954) with noise keyed by (seed, child, position). So a request samples the
 same tokens in any batch, on any pod, and after a preemption. Penalties are recomputed from the token ids, so no state
-remains. Masks (constraint.py) apply before temperature. Log-probabilities are those of the raw logits. Operations that
-no row needs are skipped.
+remains. Masks (constraint.py) apply before temperature. Log-probabilities are computed from the raw logits. Operations
+that no row needs are skipped.
 
 top-k, top-p and min-p are thresholds on the logit: all tokens exactly at the threshold stay.
 """
@@ -21,8 +21,10 @@ from torch import Tensor
 from common.types import SamplingParams
 from engine.sampling.philox import gumbel, gumbel_at
 
-CANDIDATES = 1024  # most likely tokens to try before the whole vocabulary of a row is sorted
-MIN_TEMPERATURE = 1e-5  # lower values overflow the division, and sampling is greedy here already
+#: Most likely tokens to try before the whole vocabulary of a row is sorted.
+CANDIDATES = 1024
+#: Lower values overflow the division, and sampling is greedy here already.
+MIN_TEMPERATURE = 1e-5
 NEG_INF = float("-inf")
 
 
@@ -98,7 +100,7 @@ def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
 
 
 def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """float32 [R, vocab], the distribution that `sample` draws the token of each row from."""
+    """Returns the distribution that `sample` draws the token of each row from, float32 [R, vocab]."""
     logits = _apply_penalties(raw, rows)
     temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
     scaled = logits / temperature[:, None]
@@ -116,7 +118,7 @@ def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probability of the token of each row, and values and ids of the num_top most likely tokens, best first.
+    """Returns log-probabilities of the rows' tokens, and values and ids of the num_top most likely tokens, best first.
 
     Values and ids are None for num_top 0.
     """
@@ -138,9 +140,9 @@ def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if penalised:
         logits[penalised] = _penalise(logits[penalised], [rows[r] for r in penalised])
     if biased:
-        at = [(r, token, bias) for r in biased for token, bias in rows[r].params.logit_bias]
-        where = (_longs([r for r, _, _ in at], raw), _longs([t for _, t, _ in at], raw))
-        logits.index_put_(where, _floats([b for _, _, b in at], raw), accumulate=True)
+        biases = [(r, token, bias) for r in biased for token, bias in rows[r].params.logit_bias]
+        indices = (_longs([r for r, _, _ in biases], raw), _longs([t for _, t, _ in biases], raw))
+        logits.index_put_(indices, _floats([b for _, _, b in biases], raw), accumulate=True)
     if before_min_tokens:
         stops = [(r, token) for r in before_min_tokens for token in rows[r].params.stop_token_ids]
         logits[_longs([r for r, _ in stops], raw), _longs([t for _, t in stops], raw)] = NEG_INF
@@ -156,12 +158,12 @@ def _apply_penalties(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether the logits depend on the tokens so far."""
+    """Returns whether the logits depend on the tokens so far."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Repetition penalty (Keskar et al. 2019) over prompt and output, then presence and frequency over the output."""
+    """Applies the repetition penalty (Keskar et al. 2019) to prompt and output, the other two to the output."""
     seen = _counts(logits, [[*row.tokens, *row.drafts] for row in rows]) > 0
     repetition = _floats([row.params.repetition_penalty for row in rows], logits)[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -172,7 +174,7 @@ def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """float32 [R, vocab], occurrences of each token."""
+    """Returns the occurrences of each token, float32 [R, vocab]."""
     counts = torch.zeros_like(logits)
     row_of = torch.repeat_interleave(torch.tensor([len(t) for t in tokens])).to(logits.device)
     flat = _longs([token for row in tokens for token in row], logits)
@@ -181,7 +183,7 @@ def _counts(logits: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _gumbel_max(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Gumbel-max for rows with temperature > 0."""
+    """Samples rows with temperature > 0 by Gumbel-max."""
     noise = NoiseKeys.for_rows(rows, logits)
     temperature = _floats([max(row.params.temperature, MIN_TEMPERATURE) for row in rows], logits)
     logits = logits / temperature[:, None]
@@ -214,7 +216,7 @@ def _draw_cut(logits: Tensor, params: Sequence[SamplingParams], noise: NoiseKeys
 
 
 def _draw_among(values: Tensor, indices: Tensor, threshold: Tensor, noise: NoiseKeys) -> Tensor:
-    """Gumbel-max over candidates [R, K], descending by value, without those below the threshold of the row."""
+    """Samples by Gumbel-max among the candidates [R, K], descending by value, at or above the threshold of the row."""
     kept = max(int((values >= threshold).sum(dim=-1).max()), 1)
     values, indices = values[:, :kept], indices[:, :kept]
     best = (_cut(values, threshold) + noise.at(indices)).argmax(dim=-1)
@@ -222,7 +224,7 @@ def _draw_among(values: Tensor, indices: Tensor, threshold: Tensor, noise: Noise
 
 
 def _truncates(params: SamplingParams) -> bool:
-    """Whether the request uses top-k, top-p or min-p."""
+    """Returns whether the request uses top-k, top-p or min-p."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
@@ -231,9 +233,9 @@ def _cut(values: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _threshold(logits: Tensor, ordered: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """The smallest logit that stays, [R, 1], and whether no token outside `ordered` can reach it, bool [R].
+    """Returns the smallest logit that stays, [R, 1], and whether no token outside `ordered` can reach it, bool [R].
 
-    ordered: the largest logits of each row, descending; possibly not all.
+    `ordered` has the largest logits of each row, descending; possibly not all.
     """
     size, vocab = ordered.shape[1], logits.shape[1]
     ks = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
@@ -261,7 +263,7 @@ def _threshold(logits: Tensor, ordered: Tensor, params: Sequence[SamplingParams]
 
 
 def _signed(seed: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit seed."""
+    """Returns the int64 with the bits of an unsigned 64-bit seed."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 

@@ -13,7 +13,7 @@ from engine.schedule.sequence import Sequence
 
 
 class ChunkPolicy:
-    """Splits the tokens of a step; `chunk_tokens` and `prompt_step_tokens` are those of SchedulerConfig."""
+    """Splits the tokens of a step; SchedulerConfig declares `chunk_tokens` and `prompt_step_tokens`."""
 
     def __init__(self, chunk_tokens: int, prompt_step_tokens: int | None, block_size: int) -> None:
         self._chunk_tokens, self._has_prompt_steps, self._block_size = (
@@ -25,7 +25,7 @@ class ChunkPolicy:
         self._half = max(chunk_tokens // 2 // block_size, 1) * block_size if self._has_prompt_steps else 1
 
     def split(self, prompts: abc.Sequence[Sequence], budget: int) -> dict[Sequence, int]:
-        """The number of tokens of each prompt that is in the step. `prompts` are in rank, and `budget` >= 1."""
+        """Returns the number of tokens of each prompt that is in the step. `prompts` are in rank, and `budget` >= 1."""
         first, *others = prompts
         first_chunk = self._first_chunk(first, budget)
         if not others:
@@ -37,19 +37,19 @@ class ChunkPolicy:
         }
         first_chunk = self._first_chunk(first, room[first])
         chunks, taken = {first: first_chunk}, first_chunk
-        left = {seq: seq.remaining for seq in prompts} | {first: first.remaining - first_chunk}
-        for seq in sorted(prompts, key=lambda seq: left[seq]):
-            had = chunks.get(seq, 0)
-            chunk = max(had, self._aligned(seq, had + room[seq] - taken))
-            if not had and chunk < self._longest_chunk(seq) and self._chunk_tokens <= budget:
+        remaining = {seq: seq.remaining for seq in prompts} | {first: first.remaining - first_chunk}
+        for seq in sorted(prompts, key=lambda seq: remaining[seq]):
+            given = chunks.get(seq, 0)
+            chunk = max(given, self._aligned(seq, given + room[seq] - taken))
+            if not given and chunk < self._longest_chunk(seq) and self._chunk_tokens <= budget:
                 chunk = chunk // self._half * self._half  # a later chunk is slower if it starts elsewhere
             if chunk:
                 chunks[seq] = chunk
-                taken += chunk - had
+                taken += chunk - given
         return chunks
 
     def _first_chunk(self, seq: Sequence, budget: int) -> int:
-        """The shortest aligned chunk of half the budget or more; not aligned if the budget is too small for one."""
+        """Returns the shortest aligned chunk of half the budget or more, or one that is not aligned if none fits."""
         half, size, longest = (budget + 1) // 2, self._block_size, self._longest_chunk(seq)
         if longest <= half:
             return longest
@@ -60,14 +60,14 @@ class ChunkPolicy:
         return below if below >= half else min(budget, longest)
 
     def _aligned(self, seq: Sequence, limit: int) -> int:
-        """The longest chunk of at most `limit` tokens that ends with a block or is the longest chunk."""
+        """Returns the longest chunk of at most `limit` tokens that ends with a block or is the longest chunk."""
         longest = self._longest_chunk(seq)
         if longest <= limit:
             return longest
         return max(0, (seq.start + limit) // self._block_size * self._block_size - seq.start)
 
     def _longest_chunk(self, seq: Sequence) -> int:
-        """The tokens that remain, or those before the last chunk of a prompt that is handed off."""
+        """Returns the number of tokens left, or the tokens before the last chunk of a prompt that is handed off."""
         remaining = seq.remaining
         if not seq.hand_off or not self._has_prompt_steps or remaining <= self._chunk_tokens:
             return remaining

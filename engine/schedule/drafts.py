@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class DraftTokens(NamedTuple):
-    """Guesses of the tokens that follow a sequence; each assumes that those before it are right."""
+    """Guesses of the tokens that follow a sequence; each assumes that all guesses before it are right."""
 
     tokens: tuple[int, ...]
     #: float32 [len(tokens) or more, vocab], the distributions that a model drew them from; None for other proposers.
@@ -19,12 +19,13 @@ class DraftTokens(NamedTuple):
 
 @dataclass(slots=True)
 class DraftState:
-    """What the speculator remembers of a sequence between two steps."""
+    """The speculator's state of one sequence between two steps."""
 
     #: Made and read by the proposer.
     proposer_state: Any
-    #: Accepted drafts and verified drafts; older ones have less weight.
+    #: Accepted drafts; older ones have less weight.
     accepted: float
+    #: Verified drafts; older ones have less weight.
     tested: float
     #: Number of output tokens from which the sequence drafts again, although drafts did not pay before.
     probe_at: int = 0
@@ -37,5 +38,5 @@ class DraftState:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of drafts that are right if those before them are."""
+        """Share of drafts that are right if all drafts before them are right."""
         return self.accepted / self.tested

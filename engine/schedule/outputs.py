@@ -21,7 +21,7 @@ class SequenceOutput:
     chunk_done: bool = False
     #: New tokens; several if drafts were accepted.
     tokens: tuple[Token, ...] = ()
-    #: Why the request is over; None while it is not.
+    #: Why the request has ended; None before its end.
     finish_reason: FinishReason | None = None
     #: A `hand_off` sequence ended with its first token. Another pod continues it unless `finish_reason` is set too.
     handed_off: bool = False
@@ -35,7 +35,7 @@ class SequenceOutput:
 
     @property
     def ended(self) -> bool:
-        """The sequence has left the engine."""
+        """Whether the sequence has left the engine."""
         return self.finish_reason is not None or self.handed_off
 
 

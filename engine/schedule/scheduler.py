@@ -86,7 +86,7 @@ class ScheduledSequence(NamedTuple):
     samples: bool
     #: The sequence decodes; else the tokens are a chunk of a prompt.
     is_decode: bool = False
-    #: Those of the tokens that had KV before a preemption.
+    #: New tokens that had KV before a preemption.
     num_recomputed: int = 0
     #: Guesses of the tokens after the newest one; the last of the `num_new` tokens.
     drafts: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Numbers of sequences and tokens; those from `preemptions` on count since the start."""
+    """Numbers of sequences and tokens; `preemptions` and the fields below it count since the start."""
 
     running: int
     waiting: int
@@ -123,22 +123,22 @@ class SchedulerStats:
     recomputed_tokens: int
     #: Preempted sequences that got back all KV that they had.
     fully_restored: int = 0
-    #: Preempted sequences that did not.
+    #: Preempted sequences that lost a part of their KV.
     partly_recomputed: int = 0
 
 
 def _priority_key(seq: Sequence) -> tuple[int, int, int]:
-    """Rank: priority, then arrival, then child."""
+    """Returns the rank: priority, then arrival, then child."""
     return -seq.priority, seq.arrival, seq.child
 
 
 def _admission_key(seq: Sequence) -> tuple[bool, bool, int, int, int]:
-    """Order of admission: sequences with a lease, then preempted ones, then by rank."""
+    """Returns the order of admission: sequences with a lease, then preempted ones, then by rank."""
     return seq.lease is None, seq.preemptions == 0, *_priority_key(seq)
 
 
 def _num_future_forks(seq: Sequence) -> int:
-    """Children that `fork` will make of the sequence and that will need blocks of their own in this pod."""
+    """Returns how many children `fork` will make of the sequence that need blocks of their own in this pod."""
     return 0 if seq.hand_off or seq.request.sampling.max_tokens == 1 else seq.num_samples - 1
 
 
@@ -148,11 +148,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self._pool = pool
-        #: By request id and child.
+        #: All sequences, by request id and child.
         self._by_request: dict[str, dict[int, Sequence]] = {}
-        #: In rank.
+        #: Sequences with a slot, in rank.
         self._running: list[Sequence] = []
-        #: In the order of admission.
+        #: Sequences without a slot, in the order of admission.
         self._waiting: list[Sequence] = []
         #: Free slots, a heap.
         self._slots = list(range(config.max_seqs))
@@ -211,11 +211,11 @@ class Scheduler:
         self._enqueue(other)
 
     def sequences_of(self, request_id: str) -> list[Sequence]:
-        """The sequences of a request; one until its prompt is computed."""
+        """Returns the sequences of a request; it has one until its prompt is computed."""
         return list(self._by_request.get(request_id, {}).values())
 
     def request_ids(self) -> list[str]:
-        """The ids of all requests with waiting or running sequences."""
+        """Returns the ids of all requests with waiting or running sequences."""
         return list(self._by_request)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
@@ -231,25 +231,28 @@ class Scheduler:
         seq.finish_reason = reason
 
     def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
-        """Removes the sequences of a request, or one child, and returns those that were in the scheduler.
+        """Removes the sequences of a request, or one child, and returns the removed ones.
 
         A child cannot be aborted before the prompt is computed, when one sequence stands for all children.
         """
-        found = [seq for seq in self.sequences_of(request_id) if child in (None, seq.child)]
+        aborted = [seq for seq in self.sequences_of(request_id) if child in (None, seq.child)]
         if child is not None:
-            found = [seq for seq in found if seq.num_samples == 1]
-        for seq in found:
+            aborted = [seq for seq in aborted if seq.num_samples == 1]
+        for seq in aborted:
             self.finish(seq, FinishReason.ABORT)
-        return found
+        return aborted
 
     @property
     def has_work(self) -> bool:
-        """A sequence wants to run. The next batch may still be empty while blocks are leased or pinned elsewhere."""
+        """Whether a sequence wants to run.
+
+        The next batch may still be empty while blocks are leased or pinned elsewhere.
+        """
         return any(not seq.paused for seq in (*self._running, *self._waiting))
 
     @property
     def waits_for_blocks(self) -> bool:
-        """A sequence waits for blocks; new requests from other pods should not lease any before it has them."""
+        """Whether a sequence waits for blocks; new requests from other pods should not lease any before it has them."""
         return any(seq.lease is None and not seq.paused for seq in tuple(self._waiting))
 
     def stats(self) -> SchedulerStats:
@@ -275,7 +278,7 @@ class Scheduler:
         return seq.allocated
 
     def draft_candidates(self) -> list[Sequence]:
-        """Running sequences that decode in the next step and have all their tokens on the host.
+        """Returns the running sequences that decode in the next step and have all their tokens on the host.
 
         Admits sequences that wait with their blocks first.
         """
@@ -285,7 +288,7 @@ class Scheduler:
     def schedule(self, drafts: Mapping[Sequence, DraftTokens] = NO_DRAFTS) -> ScheduledBatch:
         """Plans the next step and allocates its blocks. The caller launches it before the next call.
 
-        `drafts` are those of draft candidates; as many as fit are verified.
+        `drafts` has the proposed drafts of draft candidates; as many as fit are verified.
         """
         scheduled = self._schedule_once(drafts)
         while not scheduled and any(not seq.paused for seq in self._waiting) and not self._blocks_will_be_freed():
@@ -308,7 +311,7 @@ class Scheduler:
             self._reserved_for_drafts = []
 
     def _num_growing(self) -> int:
-        """Running sequences that may need one more block."""
+        """Returns the number of running sequences that may need one more block."""
         return sum(not seq.hand_off for seq in self._running)
 
     def _schedule_once(self, drafts: Mapping[Sequence, DraftTokens]) -> list[ScheduledSequence]:
@@ -320,17 +323,17 @@ class Scheduler:
         return decodes + self._schedule_chunks(self._prompt_token_limit(decodes))
 
     def _prompt_token_limit(self, decodes: list[ScheduledSequence]) -> int:
-        """Most prompt tokens of the step."""
+        """Returns most prompt tokens of the step."""
         config = self.config
         if decodes or config.prompt_step_tokens is None:
-            left = config.chunk_tokens - sum(entry.num_new for entry in decodes)
-            return min(left, config.local_chunk_tokens) if decodes and config.local_chunk_tokens else left
+            spare = config.chunk_tokens - sum(entry.num_new for entry in decodes)
+            return min(spare, config.local_chunk_tokens) if decodes and config.local_chunk_tokens else spare
         prompts = sum(not (seq.paused or seq.decoding) for seq in self._running)
         alone = prompts == 1 and all(seq.paused for seq in self._waiting)
         return config.max_step_tokens if alone else config.prompt_step_tokens
 
     def _admit(self, *, new: bool) -> None:
-        """Moves waiting sequences into free slots, in order; without `new` only those that have a lease."""
+        """Moves waiting sequences into free slots, in order; without `new` only sequences that have a lease."""
         index = 0
         while index < len(self._waiting) and len(self._running) < self.config.max_seqs:
             seq = self._waiting[index]
@@ -493,7 +496,7 @@ class Scheduler:
         return granted
 
     def _blocks_will_be_freed(self) -> bool:
-        """Blocks become available when a step in flight or a copy to the host ends."""
+        """Returns whether blocks become available when a step in flight or a copy to the host ends."""
         return (
             self._pool.num_deferred() > 0
             or self._pool.copies_pending()
@@ -501,7 +504,7 @@ class Scheduler:
         )
 
     def _victim(self, seq: Sequence) -> Sequence | None:
-        """The last sequence in rank below `seq`, else the last of those that are paused or wait for a slot."""
+        """Returns the last sequence in rank below `seq`, else the last one that is paused or waits for a slot."""
         holders = self._sequences_with_lease()
         below = [other for other in holders if _priority_key(other) > _priority_key(seq)]
         stopped = [other for other in holders if other is not seq and (other.paused or other in self._waiting)]

@@ -90,13 +90,13 @@ class Sequence:
         """Makes a sequence.
 
         Args:
-            fingerprint: Of the KV layout; the block hashes depend on it.
+            fingerprint: Fingerprint of the KV layout; the block hashes depend on it.
             lease: Blocks with the KV of `computed` tokens, if the KV came from another pod.
             output: Tokens that this pod or another has generated before; generation continues after them.
             hand_off: The sequence ends after its first token, and another pod continues it.
-            wants_embedding: `embedding` is wanted.
+            wants_embedding: The request asks for `embedding`.
             child: Number among the request's n sequences.
-            hashes: Hashes of lead blocks, if they are known already.
+            hashes: Hashes of lead blocks, if the caller has computed them.
         """
         assert computed == 0 or lease is not None
         self.request = request
@@ -123,8 +123,9 @@ class Sequence:
         self.draft_state: DraftState | None = None
         #: Number below the scheduler's max_seqs while the sequence runs, else -1.
         self.slot = -1
-        #: Prompt tokens that the prefix cache supplied, and those of them that came from host memory.
+        #: Prompt tokens that the prefix cache supplied.
         self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
+        #: Prompt tokens in `cached_tokens` that came from host memory.
         self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
         self.hand_off = hand_off
         #: Tokens computed in chunks before the sequence decodes: the prompt; with `hand_off` also the given output.
@@ -158,7 +159,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens, including those that only the device knows."""
+        """Number of tokens, including tokens that only the device knows."""
         return len(self.tokens) + self.pending
 
     @property
@@ -173,28 +174,31 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Its next step is one token: all but the newest have KV or are being computed, and the newest is an output."""
+        """Whether its next step is one token.
+
+        Then all tokens but the newest have KV or are being computed, and the newest is an output.
+        """
         start = self.computed + self.launched
         return start >= self.prefill_len and start == len(self.tokens) + self.pending - 1
 
     @property
     def reaches_limit(self) -> bool:
-        """The pending tokens are its last, whatever they are."""
+        """Whether the pending tokens are its last, whatever they are."""
         return self.pending > 0 and self.length >= self.max_len
 
     @property
     def complete_len(self) -> int:
-        """Tokens with KV in all layers, including those of the draft model."""
+        """Tokens with KV in all layers, including the layers of the draft model."""
         return self.computed - self.draft_lag
 
     @property
     def num_samples(self) -> int:
-        """Tokens to sample from its next logits: the first ones of all children, or one."""
+        """Number of tokens to sample from its next logits: the first tokens of all children, or one."""
         return 1 if self.num_output else self.request.sampling.n
 
     @property
     def forking(self) -> bool:
-        """The first tokens of all children are being sampled; the next step waits until the host has them."""
+        """Whether the first tokens of all children are being sampled; the next step waits until the host has them."""
         return self.pending > 0 and self.num_samples > 1
 
     @property
@@ -204,21 +208,23 @@ class Sequence:
 
     @property
     def max_len(self) -> int:
-        """Most tokens that it can have; the last of them never gets KV."""
+        """Largest number of tokens that it can have; the last of them never gets KV."""
         return self.prefill_len + (1 if self.hand_off else self.request.sampling.max_tokens)
 
     @property
     def recompute_until(self) -> int:
-        """KV of the tokens before this one existed and was lost in a preemption or with another pod."""
+        """Position up to which the tokens had KV that was lost in a preemption or with another pod."""
         return self._recompute_until
 
     @property
     def recomputing(self) -> bool:
-        """KV that it lost has not been computed again yet."""
+        """Whether KV that it lost has not been computed again yet."""
         return self.computed < self._recompute_until
 
     def launch(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
-        """A step was launched that computes num_new tokens from `start` on and samples the next one if `sample`.
+        """Records the launch of a step that computes num_new tokens from `start` on.
+
+        With `sample` it samples the next one.
 
         The last `drafts` of the tokens are drafts; no further step is launched while there are any.
         """
@@ -227,14 +233,14 @@ class Sequence:
         self.pending += sample
 
     def finish_step(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
-        """The oldest launched step has ended; the caller appends the tokens that it sampled."""
+        """Records that the oldest launched step has ended; the caller appends the tokens that it sampled."""
         self.launched -= num_new - drafts
         self.num_drafted -= drafts
         self.pending -= sample
         self.computed += num_new - drafts
 
     def accept_draft(self) -> None:
-        """The newest token was a draft in the step that has just ended, so it has KV."""
+        """Records that the newest token was a draft in the step that has just ended, so it has KV."""
         self.computed += 1
         assert self.computed <= len(self.tokens)
 
@@ -243,7 +249,7 @@ class Sequence:
         self.tokens.append(token)
 
     def fork(self, child: int) -> Sequence:
-        """Another child of the request, without output, lease and KV. This sequence must have no output yet."""
+        """Makes another child of the request, without output, lease and KV. This sequence must have no output yet."""
         other = Sequence(
             self.request,
             fingerprint=self._fingerprint,
@@ -258,7 +264,7 @@ class Sequence:
         return other
 
     def matchable_hashes(self) -> list[bytes]:
-        """Hashes of the lead blocks that a cache may supply.
+        """Returns the hashes of the lead blocks that a cache may supply.
 
         At least one token is left to compute, and so is the token before each one with a wanted log-probability.
         """
@@ -268,7 +274,7 @@ class Sequence:
         return self._hasher.extend(self.tokens)[:limit] if limit else []
 
     def publishable_hashes(self) -> list[bytes]:
-        """Hashes of the blocks with complete KV in all layers."""
+        """Returns the hashes of the blocks with complete KV in all layers."""
         return self._hasher.extend(self.tokens)[: self.complete_len // self.block_size]
 
     def publish(self) -> None:
@@ -283,8 +289,7 @@ class Sequence:
         self.lease.finish("preempted")
         self.lease = None
         self._recompute_until = max(self._recompute_until, self.computed)
-        self.draft_lag = min(
-            self.draft_lag, self.computed % self.block_size
-        )  # of the saved partial block, if it comes back
+        # Only the tokens of the saved partial block can come back without KV of the draft model.
+        self.draft_lag = min(self.draft_lag, self.computed % self.block_size)
         self.computed = self.launched = self.pending = self.num_drafted = 0
         self.preemptions += 1

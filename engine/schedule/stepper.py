@@ -35,16 +35,19 @@ from engine.schedule.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
-LAUNCH_LEAD_S = 0.001  # a step is launched this long before the device is free, beside the time of the launch
-POLL_S = 0.0003  # between two looks at the device
-TIMED_STEPS = 8  # the stepper keeps the times of this many steps
+#: A step is launched this long before the device is free, beside the time of the launch.
+LAUNCH_LEAD_S = 0.001
+#: Between two looks at the device.
+POLL_S = 0.0003
+#: The stepper keeps the times of this many steps.
+TIMED_STEPS = 8
 
 L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:
-    """What the runner computed for one scheduled sequence."""
+    """The runner's output for one scheduled sequence."""
 
     #: The logits have no NaN and no infinity.
     finite: bool
@@ -52,11 +55,11 @@ class RunnerOutput:
     tokens: tuple[Token, ...] = ()
     #: Log-probabilities of prompt tokens, if wanted.
     prompt_logprobs: PromptLogprobs | None = None
-    #: With the first token of a request: the first tokens of its other children.
+    #: The first tokens of the other children; set with the first token of a request.
     child_tokens: tuple[Token, ...] = ()
 
 
-#: Called by the runner now and then during a long launch.
+#: The runner calls it now and then during a long launch.
 LaunchCallback = Callable[[], None]
 
 
@@ -73,11 +76,11 @@ class StepRunner(Protocol[L]):
     def sample_deferred(self, launched: L, /) -> L:
         """Ends the launch of a step after the step before it has been accounted for.
 
-        Only now is it known which tokens the constraints of the sequences allow.
+        Before that, the tokens that the constraints of the sequences allow are unknown.
         """
 
     def is_done(self, launched: L, /) -> bool:
-        """Whether `collect` would return without waiting."""
+        """Returns whether `collect` would return without waiting."""
 
     def collect(self, launched: L, /) -> list[RunnerOutput]:
         """Waits for the oldest step and returns one output per scheduled sequence, in order."""
@@ -87,16 +90,16 @@ class StepSpeculator(Protocol):
     """Proposes drafts; see engine/speculation."""
 
     def draft(self, seqs: abc.Sequence[Sequence], /) -> Mapping[Sequence, DraftTokens]:
-        """Drafts of sequences that decode in the next step."""
+        """Returns drafts of sequences that decode in the next step."""
 
     def wants_drafts(self, seqs: abc.Sequence[Sequence], /) -> bool:
-        """Whether some of the sequences of the step in flight should draft for the next one."""
+        """Returns whether some of the sequences of the step in flight should draft for the next one."""
 
     def on_verified(self, seq: Sequence, num_drafts: int, num_accepted: int, /) -> None:
-        """A step has verified drafts of the sequence."""
+        """Called when a step has verified drafts of the sequence."""
 
     def on_step(self, scheduled: abc.Sequence[ScheduledSequence], seconds: float, /, *, waited: bool) -> None:
-        """A step has ended. `waited` says that it was launched after the result of the step before."""
+        """Called when a step has ended; with `waited`, it was launched after the result of the step before."""
 
 
 @dataclass(slots=True)
@@ -116,7 +119,7 @@ class InFlightStep(Generic[L]):
     launched_late: bool = False
     #: Set if the step was accounted for during the launch of the next one.
     early_result: StepResult | None = None
-    #: What `on_step` raised for `early_result`.
+    #: The exception that `on_step` raised for `early_result`.
     early_error: Exception | None = None
 
 
@@ -137,7 +140,7 @@ class Stepper(Generic[L]):
         """Makes a stepper.
 
         Args:
-            max_model_len: A sequence ends at this length, whatever it asked for.
+            max_model_len: A sequence ends at this length, also if its max_tokens allows more.
             speculator: Proposes drafts; None for no drafts.
             draft_model_lags: Steps in which a sequence decodes without drafts compute no KV of the draft model.
         """
@@ -158,11 +161,11 @@ class Stepper(Generic[L]):
 
     @property
     def has_work(self) -> bool:
-        """A step is on the device, or a sequence wants to run."""
+        """Whether a step is on the device, or a sequence wants to run."""
         return self._in_flight is not None or self._scheduler.has_work
 
     def step(self, on_step: OnStep | None = None, inbox: Inbox | None = None) -> StepResult:
-        """The result of one step; empty if nothing can run now. See Engine.step."""
+        """Runs one step and returns its result, which is empty if nothing can run now. See Engine.step."""
         while True:
             current = self._in_flight or self._launch_next()
             self._in_flight = None
@@ -205,7 +208,7 @@ class Stepper(Generic[L]):
                     output.seq.lease.finish("handed off" if output.finish_reason is None else str(output.finish_reason))
 
     def _needs_result_first(self, current: InFlightStep[L]) -> bool:
-        """The next step must be planned with the result of this one."""
+        """Returns whether the next step must be planned with the result of this one."""
         if self.speculator is None:
             return False
         return any(entry.drafts for entry in current.scheduled) or self.speculator.wants_drafts(
@@ -232,14 +235,14 @@ class Stepper(Generic[L]):
         return following
 
     def _launch_deadline(self, current: InFlightStep[L]) -> float:
-        """The latest time of the next launch at which the device does not wait; 0 if `current` has prompts."""
+        """Returns the latest time of the next launch so that the device does not wait; 0 if `current` has prompts."""
         if not self._decode_s or not all(entry.is_decode for entry in current.scheduled):
             return 0.0
         ends = max(current.began_at, self._ended_at) + min(self._decode_s)
         return ends - LAUNCH_LEAD_S - 2 * max(self._launch_s, default=0.0)
 
     def _has_ended(self, step: InFlightStep[L]) -> bool:
-        """The step has ended on the device, or its launch failed."""
+        """Returns whether the step has ended on the device, or its launch failed."""
         return isinstance(step.launched, InternalError) or self._runner.is_done(step.launched)
 
     def _launch_next(
@@ -277,9 +280,9 @@ class Stepper(Generic[L]):
     def _launch_callback(
         self, current: InFlightStep[L], on_step: OnStep | None, launching: list[ScheduledSequence]
     ) -> LaunchCallback | None:
-        """Accounts for `current` and reports it once it has ended, while `launching` are being launched.
+        """Returns a callback that accounts for `current` and reports it, if it ends while `launching` are launched.
 
-        Returns None if `current` samples no token or shares a request with `launching`.
+        Returns None with a speculator, or if `current` samples no token or shares a request with `launching`.
         """
         request_ids = {entry.seq.request_id for entry in launching}
         is_apart = all(entry.seq.request_id not in request_ids for entry in current.scheduled)
@@ -427,7 +430,7 @@ class Stepper(Generic[L]):
         return SequenceOutput(child, seq.prompt_len, tokens=(token,), finish_reason=finish, handed_off=seq.hand_off)
 
     def _finish_reason(self, seq: Sequence, token: int) -> FinishReason | None:
-        """Why the sequence ends with the token; BatonError if its constraint does not allow the token."""
+        """Returns why the sequence ends with the token. BatonError if its constraint does not allow the token."""
         params = seq.request.sampling
         if seq.constraint is not None:
             seq.constraint.advance(token)
@@ -449,10 +452,8 @@ class Stepper(Generic[L]):
     def _fail_all(self, cause: Exception, error: InternalError) -> list[SequenceOutput]:
         """Ends all sequences: the state of the scheduler is unreliable."""
         log.error("the scheduler failed", exc_info=cause)
-        known = [
-            seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.sequences_of(request_id)
-        ]
-        return [self._fail(seq, error) for seq in known]
+        seqs = [seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.sequences_of(request_id)]
+        return [self._fail(seq, error) for seq in seqs]
 
     def _result(self, kept: list[ScheduledSequence], outputs: list[SequenceOutput], seconds: float) -> StepResult:
         recomputed = sum(entry.num_recomputed for entry in kept)
@@ -470,6 +471,6 @@ class Stepper(Generic[L]):
 
 
 def _num_new_prompt_tokens(entry: ScheduledSequence) -> int:
-    """Prompt tokens of a step that get KV for the first time."""
+    """Returns how many prompt tokens of a step get KV for the first time."""
     end = min(entry.start + entry.num_new, entry.seq.prompt_len)
     return max(0, end - max(entry.start, entry.seq.recompute_until))

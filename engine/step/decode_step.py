@@ -35,14 +35,14 @@ from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel
 
 
 def batch_buckets(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes to capture graphs for, ascending; the last is max_rows."""
+    """Returns batch sizes to capture graphs for, ascending; the last is max_rows."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
     return (*(size for size in steps if size < max_rows), max_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutput:
-    """Output of one step, in buffers of the step: the next step overwrites it."""
+    """The output of one step in buffers that the next step overwrites."""
 
     #: int64 [T], the token sampled after each token of the rows in order; -1 where the logits were not finite.
     results: Tensor
@@ -54,12 +54,12 @@ class DecodeStep:
     """Steps in which every sequence decodes.
 
     Args:
-        tables: block tables of all slots.
+        tables: Block tables of all slots.
         last_tokens: int64 [slots + 1], the token that was sampled last in each slot; shared with all other steps.
-        max_rows: most sequences of a step.
-        max_seq_drafts: most drafts of a sequence; 0: none.
-        max_drafts: most drafts of a step. It bounds the number of sequences of a step with drafts.
-        draft_model: every step computes the layers of an EAGLE head; those of a draft model that lags are left out.
+        max_rows: Most sequences of a step.
+        max_seq_drafts: Most drafts of a sequence; 0 for no drafts.
+        max_drafts: Most drafts of a step. It bounds the number of sequences of a step with drafts.
+        draft_model: The layers of an EAGLE head are part of every step, the layers of a draft model that lags are not.
     """
 
     def __init__(
@@ -109,7 +109,10 @@ class DecodeStep:
         return self._buckets[self._max_query]
 
     def fits(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        """Whether the step can run here: every sequence has one new token beside its drafts, and samples after each."""
+        """Returns whether the step can run here.
+
+        Every sequence must have one new token beside its drafts and sample after each token.
+        """
         query = self._query(scheduled)
         return (
             query in self._buckets
@@ -128,7 +131,7 @@ class DecodeStep:
         starts = np.array([entry.start for entry in scheduled])
         num_new = np.array([entry.num_new for entry in scheduled])
         ends = np.cumsum(num_new)
-        # The blocks of the new tokens travel with the row. Those before them are on the device, or are copied first.
+        # The blocks of the new tokens travel with the row. All blocks before are on the device, or are copied first.
         base, last = starts // size, (starts + num_new - 1) // size
         missing = self._tables.num_on_device[slots] < base
         if missing.any():
@@ -152,11 +155,11 @@ class DecodeStep:
         return rows, query
 
     def run(self, rows: int, query: int) -> DecodeOutput:
-        """Queues the staged step; rows and query are its bucket."""
+        """Queues the staged step. `rows` and `query` are its bucket, as returned by `stage`."""
         return self._graphs.run((rows, query))
 
     def capture(self, shapes: Sequence[tuple[int, int]] | None = None) -> None:
-        """Captures the graphs of these shapes (None: all), the largest first. The model must be capturable."""
+        """Captures the graphs of these shapes (None for all), the largest first. The model must be capturable."""
         self._graphs.capture(shapes or self.shapes, lambda shape: self._send(self._padding(*shape)))
 
     def _compute(self, shape: tuple[int, int]) -> DecodeOutput:
@@ -185,7 +188,7 @@ class DecodeStep:
         return DecodeOutput(results, logits)
 
     def _forward(self, inputs: DecodeInputs, metadata: TritonMetadata) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of all tokens, and their states for an EAGLE head, if there is one."""
+        """Returns hidden states of all tokens, and their states for an EAGLE head, if there is one."""
         if self._draft is None or self._draft.lags:
             return self._model.forward(inputs.tokens, inputs.positions, self._cache, self._backend, metadata), None
         # A padding row has no tokens. Its "first token" is a padding token, and the state of that is not used.
@@ -214,8 +217,8 @@ class DecodeStep:
 
     def _copy_table_rows(self, slots: np.ndarray, width: int) -> None:
         """Copies the first `width` entries of these slots' block tables to the device."""
-        rows, at = upload([self._tables.blocks[slots, :width], slots.astype(np.int32)], self._device)
-        self._slot_tables[:, :width].index_copy_(0, at.long(), rows)
+        rows, device_slots = upload([self._tables.blocks[slots, :width], slots.astype(np.int32)], self._device)
+        self._slot_tables[:, :width].index_copy_(0, device_slots.long(), rows)
 
     def _padding(self, rows: int, query: int) -> np.ndarray:
         packed = np.zeros((rows, packed_width(query, self._block_size)), dtype=np.int32)
@@ -224,7 +227,7 @@ class DecodeStep:
 
 
 def _token(tokens: Sequence[int], index: int) -> int:
-    """The token, or -1 if only the device knows it."""
+    """Returns the token, or -1 if only the device knows it."""
     return tokens[index] if index < len(tokens) else -1
 
 
@@ -234,5 +237,8 @@ def _describe(shape: tuple[int, int]) -> str:
 
 
 def _without_ownership(output: DecodeOutput) -> DecodeOutput:
-    """The output without ownership of the graph's memory. `results` is a buffer of DecodeStep, not of the graph."""
+    """Returns the output without ownership of the graph's memory.
+
+    `results` is a buffer of DecodeStep, not of the graph.
+    """
     return DecodeOutput(output.results, unowned_view(output.logits))

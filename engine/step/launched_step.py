@@ -35,9 +35,10 @@ class LaunchedStep:
     results: Tensor
     #: Results with log-probabilities, ascending.
     logprob_rows: Sequence[int]
-    #: Of `logprob_rows`: float32 [n] of the sampled tokens, float32 and int64 [n, N] of the N most likely tokens. Empty
-    #: without `logprob_rows`; the last two are None for N = 0.
+    #: Log-probabilities of the n `logprob_rows`: float32 [n] of the sampled tokens, float32 and int64 [n, N] of the N
+    #: most likely tokens. Empty without `logprob_rows`; the last two are None for N = 0.
     logprobs: tuple[Tensor | None, ...]
+    #: First tokens of the children of requests with n > 1.
     forked: Sequence[ForkedSamples]
     #: Recorded behind the copies to the host; None on a CPU.
     copy_event: torch.cuda.Event | None
@@ -54,11 +55,11 @@ class PromptLogprobTensors:
     index: int
     #: Position of the first of these tokens.
     first: int
-    #: float32 [n], of the prompt's own tokens.
+    #: float32 [n], log-probabilities of the prompt's tokens.
     chosen: Tensor
-    #: int64 [n], rank of the prompt's own tokens; the most likely token has rank 1.
+    #: int64 [n], ranks of the prompt's tokens; the most likely token has rank 1.
     ranks: Tensor
-    #: float32 [n, N], of the most likely tokens.
+    #: float32 [n, N], log-probabilities of the most likely tokens.
     top: Tensor
     #: int64 [n, N], the most likely tokens.
     top_ids: Tensor
@@ -70,9 +71,9 @@ class DeferredSampling:
 
     #: Sequences to sample again; none of them has drafts.
     scheduled: Sequence[ScheduledSequence]
-    #: Result of each of them.
+    #: The result of each of these sequences.
     result_rows: Sequence[int]
-    #: float32 [rows, vocab] of the step.
+    #: float32 [rows, vocab], the logits of the step.
     logits: Tensor
     #: Row of `logits` of each result of the step.
     logit_rows: np.ndarray
@@ -86,25 +87,25 @@ class ForkedSamples:
     index: int
     #: int64 [n - 1]
     tokens: Tensor
-    #: As in LaunchedStep; empty if the request wants none.
+    #: See LaunchedStep.logprobs; empty if the request asks for none.
     logprobs: tuple[Tensor | None, ...]
 
 
 def first_result_rows(scheduled: Sequence[ScheduledSequence]) -> np.ndarray:
-    """First result of each scheduled sequence."""
+    """Returns the first result of each scheduled sequence."""
     return np.cumsum([0, *(1 + len(entry.drafts) for entry in scheduled)])[:-1]
 
 
 def rows_with_logprobs(scheduled: Sequence[ScheduledSequence]) -> list[int]:
-    """Results of the requests that ask for log-probabilities."""
-    found: list[int] = []
+    """Returns the results of the requests that ask for log-probabilities."""
+    logprob_rows: list[int] = []
     row = 0
     for entry in scheduled:
         rows = 1 + len(entry.drafts)
         if entry.samples and entry.seq.request.sampling.logprobs is not None:
-            found += range(row, row + rows)
+            logprob_rows += range(row, row + rows)
         row += rows
-    return found
+    return logprob_rows
 
 
 def send_to_host(
@@ -140,12 +141,12 @@ def _logprobs(
     logit_rows: np.ndarray,
     results: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Log-probabilities of these results, with as many alternatives as the largest request asks for."""
+    """Returns log-probabilities of these results, with as many alternatives as the largest request asks for."""
     if not logprob_rows:
         return ()
     num_top = max(entry.seq.request.sampling.logprobs or 0 for entry in scheduled)
-    at, rows = upload([np.array(logprob_rows), logit_rows[list(logprob_rows)]], logits.device)
-    return token_logprobs(logits.index_select(0, rows), results.index_select(0, at).clamp(min=0), num_top)
+    result_rows, rows = upload([np.array(logprob_rows), logit_rows[list(logprob_rows)]], logits.device)
+    return token_logprobs(logits.index_select(0, rows), results.index_select(0, result_rows).clamp(min=0), num_top)
 
 
 def _to_host(tensor: Tensor | None) -> Tensor | None:
@@ -153,12 +154,12 @@ def _to_host(tensor: Tensor | None) -> Tensor | None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """The copy of a GPU tensor is pinned memory: torch allocates it so for a non-blocking copy."""
+    """Starts a copy to host memory; torch pins the memory of a non-blocking copy from a GPU."""
     return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def collect(launched: LaunchedStep) -> list[RunnerOutput]:
-    """The output of each scheduled sequence, in order. Waits for the device."""
+    """Returns the output of each scheduled sequence, in order. Waits for the device."""
     if launched.copy_event is not None:
         launched.copy_event.synchronize()
     results: list[int] = launched.results.tolist()
@@ -179,8 +180,8 @@ def collect(launched: LaunchedStep) -> list[RunnerOutput]:
             seq = entry.seq
             tokens = [Token(i, token, child=seq.child) for i, token in enumerate(accepted, seq.num_output)]
             if row in logprob_index:
-                at = logprob_index[row]
-                tokens = [_with_logprobs(t, seq, at + i, launched.logprobs) for i, t in enumerate(tokens)]
+                first = logprob_index[row]
+                tokens = [_with_logprobs(t, seq, first + i, launched.logprobs) for i, t in enumerate(tokens)]
             outputs.append(RunnerOutput(True, tuple(tokens), prompt_logprobs.get(index), child_tokens.get(index, ())))
     return outputs
 
@@ -203,7 +204,7 @@ def _first_tokens(seq: EngineSequence, forked: ForkedSamples) -> tuple[Token, ..
 
 
 def _with_logprobs(token: Token, seq: EngineSequence, row: int, logprobs: Sequence[Tensor | None]) -> Token:
-    """The token with row `row` of the log-probabilities, cut to as many alternatives as the request asks for."""
+    """Returns the token with the log-probabilities of `row`, and as many alternatives as the request asks for."""
     chosen, values, ids = logprobs
     assert chosen is not None
     count = seq.request.sampling.logprobs or 0

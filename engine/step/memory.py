@@ -30,8 +30,10 @@ from engine.step.warm_up import StepRows
 
 S = TypeVar("S")
 
-RESERVED_BYTES = 256 << 20  # stays free: for later allocations of the driver, and for fragmentation
-EXTRA_BLOCKS = 2  # blocks of a pool that hold no sequence, see KVPool
+#: Stays free for later allocations of the driver and for fragmentation.
+RESERVED_BYTES = 256 << 20
+#: Blocks of a pool that hold no sequence, see KVPool.
+EXTRA_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +47,16 @@ class MemoryUse:
     share: float
     #: Weights and all buffers of the engine beside them.
     weights: int
-    #: Of the largest step, at its peak.
+    #: Peak of the largest step.
     activations: int
-    #: Of all captured graphs.
+    #: All captured graphs.
     graphs: int
 
     @property
     def available(self) -> int:
         """Bytes for the KV pool; negative if nothing is left."""
-        own = self.weights + self.activations + self.graphs
-        return min(int(self.total * self.share), self.total - self.other_processes - RESERVED_BYTES) - own
+        used = self.weights + self.activations + self.graphs
+        return min(int(self.total * self.share), self.total - self.other_processes - RESERVED_BYTES) - used
 
     def summary(self) -> str:
         parts = {
@@ -79,13 +81,13 @@ def measure_memory(
     """Measures the memory of an engine with loaded weights on a CUDA device.
 
     Args:
-        build: makes a runner over a pool.
-        trial_pool: makes a pool of one block.
-        graphs: advice for the error if graphs do not fit; None: the engine captures none.
-        step: the largest step.
+        build: Makes a runner over a pool.
+        trial_pool: Makes a pool of one block.
+        graphs: Advice for the error if graphs do not fit; None if the engine captures none.
+        step: The largest step.
 
     Raises:
-        ConfigError: the activations or the graphs do not fit.
+        ConfigError: The activations or the graphs do not fit.
     """
     trial = trial_pool()
     runner = build(trial)
@@ -114,16 +116,19 @@ def measure_memory(
 
 
 def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
-    """Number of blocks of the KV pool. Raises ConfigError with the use of the memory if fewer than two fit."""
+    """Returns the number of blocks of the KV pool.
+
+    Raises ConfigError with the use of the memory if fewer than two blocks fit.
+    """
     blocks = use.available // layout.block_bytes - EXTRA_BLOCKS
     if blocks < 2:
-        left = (
+        balance = (
             f"{format_bytes(max(0, use.available))} left"
             if use.available > 0
             else f"{format_bytes(-use.available)} too much"
         )
         raise ConfigError(
-            f"no room for KV blocks ({format_bytes(layout.block_bytes)} each): {use.summary()}; {left}",
+            f"no room for KV blocks ({format_bytes(layout.block_bytes)} each): {use.summary()}; {balance}",
             field="gpu_memory_utilization",
         )
     return blocks
@@ -142,8 +147,8 @@ def _all_graph_bytes(runner: ModelRunner, device: torch.device) -> int:
 def _graph_bytes(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], device: torch.device) -> int:
     """Estimates the bytes of all graphs from three captures.
 
-    The first graph, the largest, allocates the memory that all share. Each later graph adds a little. That is the
-    smaller of the next two measurements, because another process may allocate memory during one of them.
+    The first graph, the largest, allocates the memory that all share. Each later graph adds a little. The smaller of
+    the next two measurements is used for it, because another process may allocate memory during one of them.
     """
     free = [_free(device)]
     for shape in (*shapes, shapes[-1], shapes[-1])[:3]:
@@ -154,7 +159,7 @@ def _graph_bytes(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], de
 
 
 def _free(device: torch.device) -> int:
-    """Free bytes of the GPU, after this process has returned all unused memory to the driver."""
+    """Returns free bytes of the GPU, after this process has returned all unused memory to the driver."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

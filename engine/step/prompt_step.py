@@ -29,16 +29,19 @@ from engine.kv.kv_pool import KVPool
 from engine.models.base import Model
 from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel, state_links_of
 
-TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
-MAX_ROWS = 8  # rows of a step, and tokens with requested hidden states
-MAX_SCORES = 2 << 20  # new tokens x keys; above it the dense kernels save more time than the launches take
+#: Numbers of tokens of the captured small steps.
+TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+#: Most rows of a step, and most tokens with requested hidden states.
+MAX_ROWS = 8
+#: New tokens x keys of a step; above it the dense kernels save more time than the launches take.
+MAX_SCORES = 2 << 20
 
 
 class PromptBucket(NamedTuple):
     """Shape of one graph: a step of up to `tokens` tokens, or one chunk of exactly `tokens` tokens."""
 
     tokens: int
-    #: Of a chunk, the number of cached tokens before it; -1 for a padded step.
+    #: Number of cached tokens before a chunk; -1 for a padded step.
     start: int = -1
 
     @property
@@ -53,11 +56,11 @@ class PromptStep:
     """The layers of steps with prompt tokens.
 
     Args:
-        max_step_tokens: most tokens of a step.
-        max_blocks: most blocks of a lease.
-        draft_model: its layers are computed in the same graph; None without one.
-        chunk_graphs: cached and new tokens of the chunks to capture. A chunk without a cuDNN plan is left out, and with
-            a draft model all are.
+        max_step_tokens: Most tokens of a step.
+        max_blocks: Most blocks of a lease.
+        draft_model: A draft model, whose layers are computed in the same graph.
+        chunk_graphs: Cached and new tokens of the chunks to capture. Chunks without a cuDNN plan are left out; with a
+            draft model all chunks are.
     """
 
     def __init__(
@@ -90,13 +93,14 @@ class PromptStep:
         self._cu_q = self._zeros(MAX_ROWS + 1, dtype=torch.int32)
         self._seq_lens = self._zeros(MAX_ROWS, dtype=torch.int32)
         self._tables = self._zeros(MAX_ROWS, max_blocks, dtype=torch.int32)
-        # For a draft model that lags: the slots it writes to. For an EAGLE head: the states it continues from.
+        #: The slots that a draft model that lags writes to.
         self._draft_slots = self._zeros(max_tokens, dtype=torch.int32)
+        #: The states that an EAGLE head continues from.
         self._state_links = StateLinks(self._zeros(MAX_ROWS), self._zeros(MAX_ROWS))
         self._graphs = CudaGraphs("prompt", self._device, self._compute, keep=_without_ownership, describe=str)
 
     def fits(self, shape: StepShape, rows: int) -> bool:
-        """Whether the step can run here. rows: number of tokens with requested hidden states."""
+        """Returns whether the step can run here; `rows` is the number of tokens with requested hidden states."""
         return self._bucket(shape, rows) is not None
 
     def _bucket(self, shape: StepShape, rows: int) -> PromptBucket | None:
@@ -111,14 +115,15 @@ class PromptStep:
     def run(
         self, shape: StepShape, tokens: Tensor, positions: Tensor, rows: Tensor, prompts: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of the tokens `rows`, and states of all tokens for an EAGLE head, if there is one. The next
-        step overwrites both.
+        """Returns hidden states of the tokens `rows`, and states of all tokens for an EAGLE head, if there is one.
+
+        The next step overwrites both.
 
         Args:
             tokens: int64 [T]
             positions: int64 [T]
             rows: int64 [R], indices of tokens.
-            prompts: rows of the step that do not decode.
+            prompts: Rows of the step that do not decode.
         """
         count, num_rows = len(tokens), len(shape.num_new)
         bucket = self._bucket(shape, len(rows))
@@ -167,11 +172,11 @@ class PromptStep:
         return hidden[: len(rows)], None if states is None else states[:count]
 
     def capture(self, shapes: Sequence[PromptBucket] | None = None) -> None:
-        """Captures the graphs of these shapes (None: all), the largest first. The model must be capturable."""
+        """Captures the graphs of these shapes (None for all), the largest first. The model must be capturable."""
         self._graphs.capture(shapes or self.shapes, self._empty)
 
     def _compute(self, bucket: PromptBucket) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of MAX_ROWS tokens, and states of all tokens for an EAGLE head."""
+        """Returns hidden states of MAX_ROWS tokens, and states of all tokens for an EAGLE head."""
         model, cache, _ = self._target
         size = bucket.tokens
         tokens, positions = self._tokens[:size], self._positions[:size]
@@ -208,6 +213,6 @@ class PromptStep:
 
 
 def _without_ownership(output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """The output without ownership of the graph's memory."""
+    """Returns the output without ownership of the graph's memory."""
     hidden, states = output
     return unowned_view(hidden), None if states is None else unowned_view(states)

@@ -34,7 +34,7 @@ from engine.schedule.stepper import LaunchCallback, RunnerOutput
 from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_loop import DraftLoop
 from engine.speculation.draft_model import DraftModel, TargetModel, state_links_of, store_step_states
-from engine.step.inputs import PromptLogprobRange, StepInputs, partly_filled_blocks, step_inputs, token_positions
+from engine.step.inputs import PromptLogprobRange, StepInputs, make_step_inputs, partly_filled_blocks, token_positions
 from engine.step.launched_step import (
     DeferredSampling,
     LaunchedStep,
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from engine.step.decode_step import DecodeStep
     from engine.step.prompt_step import PromptStep
 
-LOGPROB_CHUNK = 64  # prompt tokens for which logits exist at one time
+#: Most prompt tokens with logits in memory at one time.
+LOGPROB_CHUNK = 64
 
 
 class ModelRunner:
@@ -61,16 +62,16 @@ class ModelRunner:
     It writes KV only to blocks of the leases of the scheduled sequences.
 
     Args:
-        max_seqs: slots of the scheduler.
-        max_blocks: most blocks of a lease.
-        max_step_tokens: most tokens of a step.
-        sampler: samples on the device; None samples with torch.
-        use_cuda_graphs: make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend.
-        max_seq_drafts: most drafts of a sequence.
-        max_drafts: most drafts of a step.
-        rejection: accept drafts by rejection sampling.
-        draft_model: over the same pool; None without one.
-        chunk_graphs: cached and new tokens of the chunks to capture.
+        max_seqs: Number of slots of the scheduler.
+        max_blocks: Most blocks of a lease.
+        max_step_tokens: Most tokens of a step.
+        sampler: Samples on the device; None for sampling with torch.
+        use_cuda_graphs: Make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend.
+        max_seq_drafts: Most drafts of a sequence.
+        max_drafts: Most drafts of a step.
+        rejection: Accept drafts by rejection sampling.
+        draft_model: A draft model with its KV in the same pool; None for no draft model.
+        chunk_graphs: Cached and new tokens of the chunks to capture.
     """
 
     def __init__(
@@ -90,6 +91,12 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         chunk_graphs: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """Makes the steps and buffers.
+
+        use_cuda_graphs            -> decode_step, prompt_step
+        draft_model                -> draft_loop
+        both, without `rejection`  -> draft_graphs as well
+        """
         self._model, self._kv, self._backend = model, kv, backend
         self._cache = kv.layers()
         self._device = kv.data.device
@@ -98,7 +105,8 @@ class ModelRunner:
         self._sampling = StepSampler(
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
         )
-        self._last_bucket: tuple[int, int] | None = None  # of the last launched step, if that was a DecodeStep
+        #: Bucket of the last launched step, if that was a DecodeStep.
+        self._last_bucket: tuple[int, int] | None = None
         self._max_seq_drafts, self._draft = max_seq_drafts, draft_model
         self._target_model = TargetModel(model, self._cache, backend)
         self.decode_step: DecodeStep | None = None
@@ -148,7 +156,7 @@ class ModelRunner:
 
     @property
     def draft_model_lags(self) -> bool:
-        """See DraftModel.lags."""
+        """Whether there is a draft model that lags, see DraftModel.lags."""
         return self._draft is not None and self._draft.lags
 
     def capture(self) -> None:
@@ -228,15 +236,15 @@ class ModelRunner:
         )
 
     def is_done(self, launched: LaunchedStep) -> bool:
-        """Whether `collect` would return without waiting."""
+        """Returns whether `collect` would return without waiting."""
         return launched.copy_event is None or bool(launched.copy_event.query())  # type: ignore[no-untyped-call]
 
     def collect(self, launched: LaunchedStep) -> list[RunnerOutput]:
-        """The output of each scheduled sequence, in order. Waits for the device."""
+        """Returns the output of each scheduled sequence, in order. Waits for the device."""
         return collect(launched)
 
     def time_replay(self, count: int) -> float | None:
-        """Seconds of the last launched step when its graph is replayed `count` times back to back.
+        """Returns seconds of the last launched step when its graph is replayed `count` times back to back.
 
         None if that step was not a `DecodeStep` on a GPU. For measurements only: the replays overwrite KV and sampling
         state of the step's sequences.
@@ -292,7 +300,7 @@ class ModelRunner:
         Returns the results, the logits, the row of logits of each sampled result, and the prompt log-probabilities.
         """
         self._zero_new_blocks(scheduled)
-        step = step_inputs(scheduled, self._tables, self._last_tokens)
+        step = make_step_inputs(scheduled, self._tables, self._last_tokens)
         hidden, states, prompt_logprobs = self._hidden_states(step, on_layer)
         for entry, end in zip(scheduled, np.cumsum(step.num_results), strict=True):
             if entry.seq.wants_embedding and entry.samples:
@@ -305,7 +313,7 @@ class ModelRunner:
         if not sampling:
             self._store_states(states, step, results)
             return results, hidden, np.zeros(0), prompt_logprobs
-        rows, indices = step.sampled_rows, step.logits_indices
+        rows, indices = step.sampled_results, step.logits_indices
         logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows))
         previous = None
         if len(step.samples) > len(scheduled):  # some sequences have drafts
@@ -322,17 +330,20 @@ class ModelRunner:
     def _hidden_states(
         self, step: StepInputs, on_layer: LaunchCallback | None
     ) -> tuple[Tensor, Tensor | None, list[PromptLogprobTensors]]:
-        """Hidden states of the results [results, hidden], states for an EAGLE head, and prompt log-probabilities."""
+        """Runs the layers of the step, then computes the log-probabilities of prompt tokens.
+
+        Returns the hidden states of the results [R, hidden], the states for an EAGLE head, and the log-probabilities.
+        """
         num_results, ranges = len(step.logits_indices), step.logprob_ranges
         if self.prompt_step is not None and self.prompt_step.fits(step.shape, len(step.hidden_indices)):
             hidden, states = self.prompt_step.run(
-                step.shape, step.ids, step.positions, step.hidden_indices, step.prompts
+                step.shape, step.ids, step.positions, step.hidden_indices, step.prefill_rows
             )
         else:
             all_tokens = num_results == len(step.ids) and not ranges
             rows = None if all_tokens else step.hidden_indices
             hidden, states = self._forward(step.shape, step.ids, step.positions, rows, on_layer)
-            self._write_draft_kv(step.shape, step.ids, step.positions, step.prompts)
+            self._write_draft_kv(step.shape, step.ids, step.positions, step.prefill_rows)
         prompt_logprobs = self._prompt_logprobs(ranges, hidden[num_results:]) if ranges else []
         return hidden[:num_results], states, prompt_logprobs
 
@@ -344,9 +355,10 @@ class ModelRunner:
         rows: Tensor | None,
         on_layer: LaunchCallback | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of the tokens `rows` (None: all), and states of all tokens for an EAGLE head, if there is one.
+        """Runs the layers; calls `on_layer` before each one.
 
-        callback: called before each layer.
+        Returns hidden states of the tokens `rows` (None for all), and states of all tokens for an EAGLE head, if there
+        is one.
         """
         metadata = self._backend.prepare(shape)
         if self._draft is None or self._draft.lags:
@@ -364,10 +376,10 @@ class ModelRunner:
             return
         if len(rows) < len(shape.num_new):
             ends = np.cumsum(shape.num_new)
-            (at,) = upload(
+            (indices,) = upload(
                 [np.concatenate([np.arange(ends[r] - shape.num_new[r], ends[r]) for r in rows])], self._device
             )
-            ids, positions = ids.index_select(0, at), positions.index_select(0, at)
+            ids, positions = ids.index_select(0, indices), positions.index_select(0, indices)
             shape = StepShape(
                 [shape.starts[r] for r in rows], [shape.num_new[r] for r in rows], [shape.blocks[r] for r in rows]
             )
@@ -389,12 +401,12 @@ class ModelRunner:
             )
 
     def _prompt_logprobs(self, ranges: Sequence[PromptLogprobRange], hidden: Tensor) -> list[PromptLogprobTensors]:
-        """Log-probabilities of prompt tokens, LOGPROB_CHUNK at a time: logits of all would take too much memory.
+        """Computes log-probabilities of prompt tokens, LOGPROB_CHUNK at a time: all logits would take too much memory.
 
-        hidden: states of the token before each of them, range after range.
+        `hidden` has the state of the token before each prompt token, range after range.
         """
-        found: list[PromptLogprobTensors] = []
-        for row, entry, first, end in ranges:
+        logprobs: list[PromptLogprobTensors] = []
+        for index, entry, first, end in ranges:
             num_top = entry.seq.request.sampling.prompt_logprobs or 0
             (targets,) = upload([np.array(entry.seq.tokens[first:end])], self._device)
             previous, hidden = hidden[: end - first], hidden[end - first :]
@@ -406,8 +418,8 @@ class ModelRunner:
                 if top is None or top_ids is None:
                     top, top_ids = chosen.new_empty(len(ids), 0), ids.new_empty(len(ids), 0)
                 parts.append((chosen, ranks, top, top_ids))
-            found.append(PromptLogprobTensors(row, first, *(torch.cat(part) for part in zip(*parts, strict=True))))
-        return found
+            logprobs.append(PromptLogprobTensors(index, first, *(torch.cat(part) for part in zip(*parts, strict=True))))
+        return logprobs
 
     def _send(
         self,
@@ -422,7 +434,7 @@ class ModelRunner:
         return send_to_host(scheduled, results, logprob_rows, logits, logit_rows, prompt_logprobs, forked)
 
     def _zero_new_blocks(self, scheduled: Sequence[ScheduledSequence]) -> None:
-        """Zeroes the blocks that this step begins and does not fill.
+        """Zeroes the last block of each sequence, if this step writes its first token and leaves it partly filled.
 
         A hand-off sends a prompt's last block whole, so its unwritten slots must be defined. The block of a sequence
         that decodes needs zeroes only if the attention backend reads unwritten slots. The draft loop of a model that

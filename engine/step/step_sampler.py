@@ -26,18 +26,19 @@ from engine.step.launched_step import DeferredSampling, ForkedSamples, first_res
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
-MAX_LOGPROBS = 20  # most alternatives that SamplingParams allows
+#: Most alternatives that SamplingParams allows.
+MAX_LOGPROBS = 20
 
 
 class StepSampler:
     """Samples the tokens of all steps of a runner.
 
     Args:
-        sampler: samples on the device; None samples with torch, which waits for the device.
+        sampler: Samples on the device; None for sampling with torch, which waits for the device.
         last_tokens: int64 [slots + 1], the token that was sampled last in each slot.
-        slots: slots of the scheduler.
-        max_seq_drafts: most drafts of a sequence.
-        rejection: accept drafts by rejection sampling, in torch. On a GPU this holds only for drafts with
+        slots: Number of slots of the scheduler.
+        max_seq_drafts: Most drafts of a sequence.
+        rejection: Accept drafts by rejection sampling, in torch. On a GPU this holds only for drafts with
             probabilities: for other drafts coupled acceptance has the same distribution.
     """
 
@@ -62,7 +63,7 @@ class StepSampler:
         sampler.flush()
 
     def uses_rejection(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        """Whether the step is sampled by rejection sampling."""
+        """Returns whether the step is sampled by rejection sampling."""
         if not self._rejection:
             return False
         return any(entry.drafts if self._sampler is None else entry.draft_probs is not None for entry in scheduled)
@@ -81,7 +82,7 @@ class StepSampler:
             logits: float32 [R, vocab], `1 + drafts` rows of each sequence.
             slots: int64 [R], the slot of the sequence of each row.
             positions: int64 [R], the position of the token that is sampled.
-            previous: int64 [R], the token before it; None if no sequence has drafts.
+            previous: int64 [R], the token before the sampled one; None if no sequence has drafts.
         """
         rejects = self.uses_rejection(scheduled)
         if self._sampler is not None and previous is not None and not rejects:
@@ -97,8 +98,8 @@ class StepSampler:
             return Sampled(drawn, finite)
         rows: list[SampleRow] = []
         for entry in scheduled:
-            seq, known = entry.seq, entry.start + entry.num_new - len(entry.drafts)
-            tokens = seq.tokens if len(seq.tokens) == known else [*seq.tokens, int(self._last_tokens[seq.slot])]
+            seq, num_tokens = entry.seq, entry.start + entry.num_new - len(entry.drafts)
+            tokens = seq.tokens if len(seq.tokens) == num_tokens else [*seq.tokens, int(self._last_tokens[seq.slot])]
             masks = _masks(entry) if seq.constraint is not None and not seq.pending else None
             for num_taken in range(1 + len(entry.drafts)):
                 rows.append(_row(entry, tokens, entry.drafts[:num_taken], None if masks is None else masks[num_taken]))
@@ -111,7 +112,8 @@ class StepSampler:
         if self._sampler is None:
             self._last_tokens.index_copy_(0, slots, sampled.tokens)
         else:
-            for entry in scheduled:  # the device sampler has not counted these tokens: stage the sequence again
+            # The device sampler has not counted these tokens: stage the sequences again.
+            for entry in scheduled:
                 self._staged[entry.seq.slot] = None
         return sampled
 
@@ -128,7 +130,10 @@ class StepSampler:
     ) -> Sampled:
         """Samples after the known token and after each draft of each sequence, and accepts drafts.
 
-        entry_slots, num_results: slot and number of rows of each sequence. Other arguments as for `sample`.
+        Args:
+            entry_slots: Slot of each sequence.
+            num_results: Number of rows of each sequence.
+            logits: See `sample`, also for all other arguments.
         """
         ends = np.cumsum(num_results)
         offsets = np.arange(ends[-1]) - np.repeat(ends - num_results, num_results)
@@ -142,7 +147,7 @@ class StepSampler:
         return Sampled(tokens, finite)
 
     def _allowed(self, scheduled: Sequence[ScheduledSequence]) -> Tensor | None:
-        """int32 [R, words], masks of all rows of these sequences; None if no mask applies."""
+        """Returns int32 [R, words], masks of all rows of these sequences; None if no mask applies."""
         masks: list[np.ndarray] = []
         indices: list[int] = []
         row = 0
@@ -160,9 +165,12 @@ class StepSampler:
         return allowed.index_copy_(0, index.long(), device_words)
 
     def warm_up(self, num_results: np.ndarray, logits: Tensor, positions: np.ndarray) -> None:
-        """`sample` and log-probabilities in the padding slot. Does nothing if torch samples.
+        """Runs `sample` and computes log-probabilities in the padding slot. Does nothing if torch samples.
 
-        num_results: rows of each sequence; positions: of all rows.
+        Args:
+            num_results: Number of rows of each sequence.
+            logits: float32 [R, vocab]
+            positions: int64 [R], host: the position of each row.
         """
         if self._sampler is None:
             return
@@ -242,17 +250,16 @@ class StepSampler:
 
 
 def mask_unknown(seq: EngineSequence) -> bool:
-    """Whether the mask of the next token depends on a token that only the device knows."""
+    """Returns whether the mask of the next token depends on a token that only the device knows."""
     return seq.constraint is not None and seq.pending > 0
 
 
 def _masks(entry: ScheduledSequence) -> np.ndarray:
-    """int32 [1 + drafts, words], the masks after the known tokens and after each draft."""
+    """Returns int32 [1 + drafts, words], the masks after the known tokens and after each draft."""
     assert entry.seq.constraint is not None
     masks = entry.seq.constraint.masks(entry.drafts)[1]
-    missing = (
-        1 + len(entry.drafts) - len(masks)
-    )  # the matcher failed; the error is raised once the token is accounted for
+    # Masks are missing if the matcher failed; the error is raised once the token is accounted for.
+    missing = 1 + len(entry.drafts) - len(masks)
     return np.concatenate([masks, np.zeros((missing, masks.shape[1]), dtype=np.int32)]) if missing else masks
 
 

@@ -11,21 +11,24 @@ from collections.abc import Sequence
 #: Cached and new tokens of each row of a step.
 StepRows = Sequence[tuple[int, int]]
 
-MAX_PLAN_TOKENS = 16384  # longest prompt with plans: one for each chunk length and prefix length
-PLAN_QUANTUM = 1024  # lengths with plans are multiples of this
-MAX_EQUAL_PROMPTS = 8  # 2, 4, ... up to this many whole prompts of one length have a plan
+#: Longest prompt with plans: one for each chunk length and prefix length.
+MAX_PLAN_TOKENS = 16384
+#: Lengths with plans are multiples of this.
+PLAN_QUANTUM = 1024
+#: 2, 4, ... up to this many whole prompts of one length have a plan.
+MAX_EQUAL_PROMPTS = 8
 
 
 def largest_step(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0, max_drafts: int = 0) -> StepRows:
-    """The step with the largest activations: all slots sample, and as many as possible have drafts.
+    """Returns the step with the largest activations: all slots sample, and as many as possible have drafts.
 
     The remaining tokens are a chunk that ends the longest sequence, and then prompts in the other slots.
 
     Args:
-        most_tokens: most tokens of a step.
-        max_len: longest sequence.
-        drafts: most drafts of a sequence.
-        max_drafts: most drafts of a step.
+        most_tokens: Most tokens of a step.
+        max_len: Most tokens of a sequence.
+        drafts: Most drafts of a sequence.
+        max_drafts: Most drafts of a step.
     """
     rows, drafting = min(max_seqs, most_tokens), 0
     if 0 < drafts < max_len:
@@ -42,7 +45,7 @@ def largest_step(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0,
 
 
 def kernel_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0) -> list[StepRows]:
-    """One step of each kind within the limits; running them compiles all kernels."""
+    """Returns one step of each kind within the limits; running them compiles all kernels."""
     steps: list[StepRows] = [
         [(0, 1), (5, 1)],
         # Rows with drafts and ends of prompts, one step for each padded query length.
@@ -62,13 +65,14 @@ def kernel_steps(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0)
 def cudnn_plan_steps(
     most_tokens: int, shared_tokens: int, max_seqs: int, max_len: int, last_tokens: int = 0
 ) -> list[StepRows]:
-    """Long prompts, chunks of longer prompts, and equal prompts side by side within the limits; running them builds all
-    cuDNN plans.
+    """Returns the steps within the limits that build all cuDNN plans when they run.
+
+    They are long prompts, chunks of longer prompts, and equal prompts side by side.
 
     Args:
-        most_tokens: most tokens of a step with a single prompt.
-        shared_tokens: most tokens of a step with several prompts.
-        last_tokens: most tokens of the last chunk of a prompt that is handed off.
+        most_tokens: Most tokens of a step with a single prompt.
+        shared_tokens: Most tokens of a step with several prompts.
+        last_tokens: Most tokens of the last chunk of a prompt that is handed off.
     """
     lengths = range(PLAN_QUANTUM, min(most_tokens, MAX_PLAN_TOKENS) + 1, PLAN_QUANTUM)
     steps: list[StepRows] = [[(0, length)] for length in lengths]
@@ -89,8 +93,10 @@ def cudnn_plan_steps(
 
 
 def chunk_graph_shapes(within: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Cached and new tokens of the chunks to capture: chunks of `chunk_tokens` and of the shortest length with a plan,
-    which end within the first `within` tokens of a prompt.
+    """Returns cached and new tokens of the chunks to capture.
+
+    They are chunks of `chunk_tokens` tokens and of the shortest length with a plan. Each ends within the first `within`
+    tokens of a prompt.
     """
     lengths = {PLAN_QUANTUM, chunk_tokens} if chunk_tokens % PLAN_QUANTUM == 0 else set[int]()
     return [(start, new) for new in sorted(lengths) for start in range(0, within - new + 1, PLAN_QUANTUM)]
