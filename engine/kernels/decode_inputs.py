@@ -15,19 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-#: Words of a packed row; HEADER is their number.
+#: The first words of a packed row. HEADER is their number.
 SLOT, START, FIRST, NUM_NEW, HEADER = range(5)
 #: Block table entries that the kernel copies at once.
 TABLE_TILE = 256
 
 
 def packed_width(query: int, block_size: int) -> int:
-    """Returns the int32 words of a packed row with up to `query` tokens."""
+    """Returns the number of int32 words of a packed row with up to `query` tokens."""
     return HEADER + query + blocks_touched(query, block_size)
 
 
 def blocks_touched(query: int, block_size: int) -> int:
-    """Returns the most blocks that `query` consecutive tokens lie in."""
+    """Returns the largest number of blocks in which `query` consecutive tokens can lie."""
     return (query + block_size - 2) // block_size + 1
 
 
@@ -80,7 +80,8 @@ def _decode_inputs_kernel(
     tl.store(token_slots + first + j, tl.zeros([QP], tl.int64) + slot, mask=live)
     tl.store(sampled_at + first + j, position + 1, mask=live)
     tl.store(offsets + first + j, j, mask=live)
-    # Padding tokens after the last row's: they are computed, but slot -1 and the pad slot discard their results.
+    # Padding tokens follow the tokens of the last row. They are computed, but slot -1 and the pad slot discard their
+    # results.
     spare = row * Q + j
     unowned = (j < Q) & (spare >= total)
     tl.store(tokens + spare, tl.zeros([QP], tl.int64), mask=unowned)
@@ -111,14 +112,14 @@ def _decode_inputs_kernel(
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Device inputs of a decode step with B rows and T = B * query tokens.
+    """The device inputs of a decode step with B rows and T = B * query tokens.
 
-    The rows' tokens are concatenated. Padding tokens follow them up to T.
+    The tokens of the rows are concatenated, then padding tokens fill T.
     """
 
-    #: int64 [T]
+    #: int64 [T], the token ids.
     tokens: torch.Tensor
-    #: int32 [T]
+    #: int32 [T], the position of each token.
     positions: torch.Tensor
     #: int32 [T], block * block_size + offset of each token's KV; -1 for padding tokens.
     slot_mapping: torch.Tensor
@@ -158,7 +159,7 @@ class DecodeInputs:
         )
 
     def slice_for(self, rows: int, query: int) -> DecodeInputs:
-        """Returns views for a smaller step."""
+        """Returns views of these inputs for a smaller step."""
         tokens = rows * query
         return DecodeInputs(
             tokens=self.tokens[:tokens],
@@ -189,7 +190,7 @@ def decode_inputs(
         packed: contiguous int32 [B, packed_width(query, block_size)].
         slot_tables: int32 [slots, n]. The last slot is the pad slot, which no sequence uses.
         last_tokens: int64 [slots], the token sampled last in each slot.
-        query: most tokens of a row.
+        query: largest number of tokens in a row.
     """
     rows, width = packed.shape
     assert width == packed_width(query, block_size)

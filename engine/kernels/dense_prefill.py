@@ -1,8 +1,8 @@
 """Prefill attention over contiguous keys and values: a Triton kernel on TMA descriptors, and cuDNN.
 
 Both compute causal attention of the last S tokens of a sequence over its L >= S keys. cuDNN is faster, but it builds a
-plan for every new (S, L), which takes 50 to 130 ms. So `TritonAttention` gives it only shapes that recur. cuDNN runs
-twice, over the new keys (causal) and over the prefix (no mask), and `merge_attention` combines the two results.
+plan for every new (S, L), which takes 50 to 130 ms. So `TritonAttention` gives it only a few shapes, which repeat.
+cuDNN runs twice, over the new keys (causal) and over the prefix (no mask), and `merge_attention` combines the results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.kv.layer_kv import LayerKV
 
 #: Head dims that `dense_prefill` supports.
 DENSE_DIMS = (64, 128)
-#: Query rows and keys of a tile.
+#: Number of query rows and number of keys in a tile.
 BLOCK_M, BLOCK_N = 128, 128
 
 
@@ -117,13 +117,13 @@ def dense_prefill(
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention in the Triton kernel. Returns out, [S, heads, D].
+    """Computes causal attention in the Triton kernel. Returns out, [S, heads, D].
 
     Args:
         q: [S, heads, D], D in DENSE_DIMS.
         keys, values: contiguous [L, kv_heads, D], L >= S.
-        softcap: 0 for none.
-        out: any row and head strides; None allocates it.
+        softcap: bound of the scores. 0: unbounded.
+        out: result, any row and head strides. None allocates it.
     """
     length, kv_heads, dim = keys.shape
     group = q.shape[1] // kv_heads
@@ -163,14 +163,14 @@ def cudnn_prefill(
     count: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention in cuDNN. Returns out, [S, heads, D].
+    """Computes causal attention in cuDNN. Returns out, [S, heads, D].
 
     Args:
         q: [S, heads, D], any row and head strides.
         new_keys, new_values: [S, kv_heads, D], any row and head strides.
-        prefix: keys and values [P, kv_heads, D] before the new ones. None: there are none.
+        prefix: keys and values [P, kv_heads, D] before the new keys and values. None: no prefix.
         count: number of concatenated sequences of S / count tokens each; above 1 only without a prefix.
-        out: None allocates it.
+        out: result. None allocates it.
     """
     assert prefix is None or count == 1
 
@@ -236,7 +236,7 @@ def gather_kv(
 
     Args:
         block_table: int32 [max_blocks].
-        dtype: of the result: the cache's dtype, or the model's dtype if the cache has 8 bits.
+        dtype: dtype of the result: the dtype of the cache, or of the model if the cache has 8 bits.
     """
     kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
     heads, dim = layer.num_kv_heads, layer.head_dim

@@ -18,7 +18,7 @@ NAN = tl.constexpr(NAN_BITS)
 
 @triton.jit
 def magnitude(x):
-    """Returns the largest |x| of fp32 x [.., D] as int32 bits. They order like the numbers, with NaN above all."""
+    """Returns the largest |x| of fp32 x [.., D] as int32 bits. The bits order like the numbers, with NaN above all."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
 
 
@@ -44,7 +44,7 @@ def encode(x, scale):
 
 @triton.jit
 def decode(code, dtype: tl.constexpr):
-    """Decodes uint8 to numbers without their scale. Goes through fp32 to bfloat16, which converts two at a time."""
+    """Decodes uint8 to numbers without their scale. The path through fp32 converts two numbers at a time."""
     x = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return x.to(tl.float32).to(dtype)
 
@@ -54,7 +54,10 @@ def unpack(pairs, NATIVE: tl.constexpr):
     """Decodes int16 pairs of e4m3 [.., D / 2] to two fp16 tensors without scales: the even and the odd elements.
 
     A tile stays in 16-bit elements up to here, because shared memory can transpose an operand of a matrix product only
-    in 16-bit elements; bytes would be read one by one. NATIVE: use the conversion of sm_89 and later.
+    in 16-bit elements; bytes would be read one by one.
+
+    Args:
+        NATIVE: use the conversion of sm_89 and later.
     """
     if NATIVE:
         even, odd = tl.inline_asm_elementwise(
@@ -72,7 +75,7 @@ def unpack(pairs, NATIVE: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    else:  # shifted, the bits of an e4m3 are those of a float16 that is 256 times smaller
+    else:  # shifted, the bits of an e4m3 are the bits of a float16 that is 256 times smaller
         even = ((((pairs << 8) >> 1) & -16385).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
         odd = ((((pairs & -256) >> 1) & -16385).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
     return even, odd
@@ -91,7 +94,7 @@ def value_scale(pair):
 
 
 def scale_halves(layer: LayerKV) -> tuple[torch.Tensor, int, int, int]:
-    """Returns the arguments of a kernel that writes scales: int16 bits of bfloat16, and strides of block, head, token.
+    """Returns the arguments of a kernel that writes scales: int16 bits of bfloat16, strides of block, head and token.
 
     The scale of V follows the scale of K. Without scales, the pointer is a placeholder that the kernel does not use.
     """
@@ -102,7 +105,7 @@ def scale_halves(layer: LayerKV) -> tuple[torch.Tensor, int, int, int]:
 
 
 def scale_pairs(layer: LayerKV) -> tuple[torch.Tensor, int, int, int]:
-    """Returns the arguments of a kernel that reads scales: an int32 for K and V, and strides of block, head, token."""
+    """Returns the arguments of a kernel that reads scales: an int32 for K and V, strides of block, head and token."""
     if layer.scales is None:
         return layer.kv, 0, 0, 0
     pairs = layer.scales.view(torch.int32)

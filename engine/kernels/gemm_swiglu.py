@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-#: With fewer rows, cuBLAS followed by `silu_mul` is as fast.
+#: Smallest number of rows for this kernel. With fewer rows, cuBLAS followed by `silu_mul` is as fast.
 MIN_ROWS = 2048
+#: Rows, columns and depth of a tile, pipeline stages, and tile rows of a band.
 BM, BN, BK, STAGES, GROUP = 128, 128, 64, 4, 16
 
 
@@ -53,7 +54,7 @@ def _swiglu_kernel(
 
 @cache
 def supports_gemm_swiglu(device: torch.device) -> bool:
-    """`gemm_swiglu` is faster than cuBLAS on this device. Cached, because a device does not change."""
+    """Returns whether `gemm_swiglu` is faster than cuBLAS on this device. Cached: a device does not change."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -66,8 +67,8 @@ def gemm_swiglu(
         x: [rows, K], contiguous rows of a multiple of 16 bytes.
         weight: [2 * N, K], the N rows of gate, then the N rows of up; contiguous rows of a multiple of 16 bytes. A row
             of N outputs must be a multiple of 16 bytes too.
-        tile: BM, BN and BK.
-        group: tile rows of a band.
+        tile: values of BM, BN and BK.
+        group: number of tile rows in a band.
     """
     rows, k = x.shape
     n = weight.shape[0] // 2

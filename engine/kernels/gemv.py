@@ -13,6 +13,7 @@ import triton.language as tl
 
 from engine.kernels.pdl import pdl_flags, supports_pdl
 
+#: Largest number of columns in a tile of the weight.
 BLOCK_K = 2048
 
 
@@ -112,7 +113,7 @@ def gemv(
         norm_offset: added to the norm's weight.
         residual: [1, N], added to the result. Not with `gated`.
         gated: the first half of weight's rows is gate, the second is up; the result is silu(gate) * up.
-        out: None allocates it; may be residual.
+        out: result. None allocates it; may be residual.
     """
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     assert x.shape == (1, k)

@@ -55,14 +55,14 @@ def rms_norm(
     weight_offset: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """RMSNorm of x; with a residual, of residual + x, which is also stored to residual.
+    """Returns the RMSNorm of x. With a residual, returns the RMSNorm of residual + x and stores the sum to residual.
 
     Args:
         x: [rows, N].
         weight: [N].
         residual: [rows, N].
         weight_offset: added to weight; 1 for Gemma.
-        out: None allocates it; may be x.
+        out: result. None allocates it; may be x.
     """
     rows, n = x.shape
     assert x.stride(1) == 1
@@ -105,7 +105,12 @@ def _silu_mul_kernel(x, out, x_row, out_row, N: tl.constexpr, BN: tl.constexpr, 
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes silu(gate) * up, [rows, N]. gate_up: [rows, 2 * N], the gate in the first half."""
+    """Computes silu(gate) * up, [rows, N].
+
+    Args:
+        gate_up: [rows, 2 * N], the gate in the first half.
+        out: result. None allocates it.
+    """
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device) if out is None else out

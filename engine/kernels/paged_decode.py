@@ -7,7 +7,7 @@
 The tiles of BLOCK_N keys are split evenly among a fixed number of programs, so every SM reads the same number of bytes
 for any batch (the work split of Stream-K, Osama et al. 2023, applied to FlashDecoding). If a (sequence, head) pair is
 split, each part is stored normalised with its log-sum-exp, and a second kernel merges the parts. If the rows (query
-heads of a group x new tokens) exceed a tile, several programs take the same share, each for one tile of rows.
+heads of a group x new tokens) exceed a tile, several programs take one share, each for one tile of rows.
 `DecodePlan` holds the split. It depends on the lengths only, so it is computed once per step for all layers. The host
 reads no length, so a captured graph serves any lengths.
 """
@@ -24,24 +24,24 @@ from engine.kernels.e4m3 import key_scale, scale_pairs, unpack, value_scale
 from engine.kernels.pdl import has_native_e4m3, pdl_flags, supports_pdl
 from engine.kv.layer_kv import LayerKV
 
-#: Most new tokens of a sequence.
+#: Largest number of new tokens of a sequence.
 MAX_QUERY = 8
-#: Most rows of a tile of queries; half of it for head dims above 128.
+#: Largest number of rows in a tile of queries. Head dims above 128 use half of it.
 MAX_ROWS = 64
-#: Shared memory of a program for keys and values in flight. Two programs share an SM.
+#: Bytes of shared memory of a program for keys and values in flight. Two programs share an SM.
 SHARED_BYTES = 96 * 1024
-#: Numbers of partial results that one program of the merge holds at once.
+#: How many numbers of partial results one program of the merge holds at once.
 MERGE_TILE = 2048
-#: Programs of a merge, if its work can be split that far.
+#: Number of programs of a merge, if its work can be split into this many.
 MERGE_PROGRAMS = 512
 LOG2E = 1.4426950408889634
-#: Log-sum-exp of no keys. Finite, so that differences are never NaN.
+#: Log-sum-exp over an empty set of keys. Finite, so that differences are never NaN.
 EMPTY = tl.constexpr(-1e30)
 
 
 @triton.jit
 def scaled_tanh(s, cap):
-    """tanh(s * cap). The absolute error is 1e-7; the softcap multiplies it into the error of a score."""
+    """Returns tanh(s * cap). The absolute error is 1e-7; the softcap multiplies it into the error of a score."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(s * (cap * 2.8853900817779268)))
 
 
@@ -77,7 +77,7 @@ def _plan_kernel(
 
 @triton.jit
 def _softmax(s, best, total):
-    """One step of online softmax over a tile of scores in units of log2.
+    """Makes one step of online softmax over a tile of scores in units of log2.
 
     Returns the tile's weights, the new maxima, the new sums, and the factor on earlier results.
     """
@@ -126,7 +126,9 @@ def _tiles_e4m3(
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """`_tiles` over e4m3 as int16 pairs. Even and odd dims are multiplied separately, in fp16 (fp32 if q is fp32).
+    """Does what `_tiles` does, over e4m3 as int16 pairs.
+
+    Even and odd dims are multiplied separately, in fp16 (fp32 if q is fp32).
 
     The range of fp16 is too small for scales: each row of q is divided by a power of two, and the scales of V are
     divided by the largest of the tile.
@@ -296,11 +298,11 @@ class DecodePlan:
     cum: torch.Tensor
     #: int32 [programs], the sequence in which each program's share starts.
     first_seq: torch.Tensor
-    #: Tokens that a query sees, itself included; 0: all.
+    #: Number of tokens that a query sees, itself included. 0: all.
     window: int
-    #: Keys of a tile.
+    #: Number of keys in a tile.
     block_n: int
-    #: Stages of the software pipeline.
+    #: Number of stages of the software pipeline.
     stages: int
 
 
@@ -308,18 +310,18 @@ class DecodePlan:
 class DecodeWorkspace:
     """Buffers for the partial results of one launch, reused by all layers."""
 
-    #: Shares of a launch.
+    #: Number of shares of a launch.
     num_programs: int
-    #: Rows of a tile of queries; divides `rows`.
+    #: Number of rows in a tile of queries; divides `rows`.
     row_tile: int
-    #: fp32 [2 * num_programs, rows, padded head dim]
+    #: fp32 [2 * num_programs, rows, padded head dim], normalised weighted sums of values.
     part: torch.Tensor
     #: fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
     part_lse: torch.Tensor
 
 
 def _padded(head_dim: int) -> int:
-    """Returns the head dim of a tile: a power of two, half of which tl.dot accepts."""
+    """Returns the head dim of a tile: a power of two. tl.dot accepts half of it as well."""
     return max(32, int(triton.next_power_of_2(head_dim)))
 
 
@@ -329,8 +331,8 @@ def decode_workspace(
     """Allocates the workspace.
 
     Args:
-        num_programs: programs that run concurrently. If there are several tiles of rows, they are divided among them.
-        max_query: most new tokens of a sequence.
+        num_programs: number of programs that run concurrently. Several tiles of rows divide the programs among them.
+        max_query: largest number of new tokens of a sequence.
     """
     assert 1 <= max_query <= MAX_QUERY
     rows, dim = num_heads // num_kv_heads * max_query, _padded(head_dim)
@@ -346,9 +348,11 @@ def decode_workspace(
 
 
 def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Returns keys of a tile and pipeline stages.
+    """Returns keys of a tile and pipeline stages, the fastest on an H100 that fit the shared memory of half an SM.
 
-    They are the fastest on an H100 that fit the shared memory of half an SM. itemsize: bytes of a cache element.
+    Args:
+        rows: number of rows in a tile of queries.
+        itemsize: bytes of a cache element.
     """
 
     def tile_bytes(keys: int) -> int:
@@ -361,7 +365,7 @@ def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
 
 
 def concurrent_programs(device: torch.device) -> int:
-    """Returns the programs of a launch: the number that runs concurrently, rounded down to a power of two.
+    """Returns the size of a launch: how many programs run concurrently, rounded down to a power of two.
 
     The power of two gains more than the unused SMs lose: with a uniform batch, shares then end where a pair ends.
     """
@@ -386,10 +390,10 @@ def plan_decode(
     reads the plan before it waits for the kernel before it.
 
     Args:
-        cu_q: int32 [B + 1], rows of q before each sequence.
-        seq_lens: int32 [B], keys with the new tokens.
+        cu_q: int32 [B + 1], number of rows of q before each sequence.
+        seq_lens: int32 [B], number of keys, new tokens included.
         itemsize: bytes of an element of the KV cache.
-        window: keys that a token sees, itself included; 0: all.
+        window: number of keys that a token sees, itself included. 0: all.
     """
     num_seqs = seq_lens.shape[0]
     # With one sequence the shares are so short that filling the pipeline takes noticeable time: halve their number.
@@ -419,19 +423,19 @@ def paged_decode(
     first: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the last tokens of each sequence over its paged keys and values, new ones included.
+    """Computes causal attention of the last tokens of each sequence over its paged keys and values.
 
-    Returns out, [rows, heads, D]. Rows of no sequence are not written.
+    The keys include the new tokens. Returns out, [rows, heads, D]. Rows that belong to no sequence are not written.
 
     Args:
         q: [rows, heads, D], any row and head strides.
         block_tables: int32 [B, max_blocks].
-        cu_q: int32 [B + 1], rows of q before each sequence.
-        seq_lens: int32 [B], keys with the new tokens.
-        max_query: most rows of a sequence, 1..8.
-        softcap: 0: none.
-        first: first key that is seen.
-        out: None allocates it.
+        cu_q: int32 [B + 1], number of rows of q before each sequence.
+        seq_lens: int32 [B], number of keys, new tokens included.
+        max_query: largest number of rows of a sequence, 1..8.
+        softcap: bound of the scores. 0: unbounded.
+        first: position of the first key that queries see.
+        out: result. None allocates it.
     """
     num_heads, dim = q.shape[1], q.shape[2]
     fp8, (scales, *scale_strides) = layer.scales is not None, scale_pairs(layer)
@@ -468,7 +472,7 @@ def _merge_shape(programs: int, pairs: int, rows: int, dim: int) -> tuple[int, i
     """Returns parts, rows and dims of a tile of the merge.
 
     A tile has all parts of a pair (if pairs are equally long) and few rows, so that one warp computes it. With few
-    pairs the tiles are smaller, so that more programs share the reading.
+    pairs the tiles are smaller, so that more programs read the parts.
     """
     parts = min(64, max(2, int(triton.next_power_of_2(triton.cdiv(programs, pairs)))))
     tile, dims = int(triton.next_power_of_2(rows)), dim

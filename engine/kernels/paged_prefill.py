@@ -133,7 +133,11 @@ def _tile_shape(rows: int, kv_heads: int, row_bytes: int, block_m: int | None) -
     """Returns query rows of a tile, keys of a tile, and warps.
 
     With few query tiles, each gets larger tiles of keys and more warps. fp32 does not use tensor cores and gets small
-    tiles. rows: query rows of a sequence; row_bytes: bytes of a padded query row.
+    tiles.
+
+    Args:
+        rows: query rows of a sequence.
+        row_bytes: bytes of a padded query row.
     """
     if row_bytes > 512:
         return block_m or 32, 32, 8
@@ -157,20 +161,20 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     block_m: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of the last cu_q[b + 1] - cu_q[b] tokens of each sequence over all its paged keys.
+    """Computes causal attention of the last cu_q[b + 1] - cu_q[b] tokens of each sequence over all its paged keys.
 
-    Returns out, [rows, heads, D]. Rows of no sequence are not written.
+    Returns out, [rows, heads, D]. Rows that belong to no sequence are not written.
 
     Args:
         q: [rows, heads, D].
         block_tables: int32 [B, max_blocks].
-        cu_q: int32 [B + 1], rows of q before each sequence.
-        seq_lens: int32 [B], keys with the new tokens.
-        max_query: most rows of a sequence.
-        window: keys that a token sees, itself included; 0: all.
-        softcap: 0: none.
-        out: None allocates it.
-        block_m: query rows of a tile. None selects it.
+        cu_q: int32 [B + 1], number of rows of q before each sequence.
+        seq_lens: int32 [B], number of keys, new tokens included.
+        max_query: largest number of rows of a sequence.
+        window: number of keys that a token sees, itself included. 0: all.
+        softcap: bound of the scores. 0: unbounded.
+        out: result. None allocates it.
+        block_m: number of query rows in a tile. None selects it.
     """
     num_heads, dim = q.shape[1], q.shape[2]
     kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)

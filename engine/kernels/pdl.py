@@ -1,8 +1,8 @@
 """Programmatic dependent launch (PDL, Hopper): a kernel is launched while the kernel before it finishes.
 
-It loads constant data early and waits (griddepcontrol.wait) before it reads the output of the kernel before it. Every
-kernel waits before it allows the next launch. So all kernels older than the direct predecessor are complete when a
-kernel starts.
+The kernel loads constant data early and waits (griddepcontrol.wait) before it reads the output of the kernel before it.
+Every kernel waits before it allows the next launch. So all kernels older than the direct predecessor are complete when
+a kernel starts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 
 @cache
 def supports_pdl(device: torch.device) -> bool:
-    """The device supports PDL. Cached, because a device does not change."""
+    """Returns whether the device supports PDL. Cached, because a device does not change."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -25,5 +25,5 @@ def pdl_flags(pdl: bool) -> dict[str, bool]:
 
 
 def has_native_e4m3() -> bool:
-    """Kernels may use the e4m3 conversions of PTX. False in the interpreter."""
+    """Returns whether kernels may use the e4m3 conversions of PTX. Returns False in the interpreter."""
     return torch.version.hip is None and not triton.knobs.runtime.interpret

@@ -3,10 +3,10 @@
 The first kernel applies penalties, bias, mask and temperature, adds Gumbel noise and keeps the best token of each tile.
 The second takes the best token of a row. With top-k, top-p or min-p it counts the more likely tokens and their mass. If
 the token is cut, all tokens at or below its logit are cut too, because all three cuts are thresholds on the logit. So
-the best token above is tried next. An accepted token has the best score of all tokens that are not cut: the result is
-that of sorting. On average each rejection halves the candidates (FlashInfer, Ye et al. 2025, there with new noise).
-The k-th largest maximum of short segments and min-p exclude most tokens without counting. top-k with top-p needs the
-mass of the top k, so bisection finds the k-th logit.
+the best token above is tried next. An accepted token has the best score of all tokens that are not cut, so sorting
+would give the same token. On average each rejection halves the candidates (FlashInfer, Ye et al. 2025, which draws new
+noise each time). The k-th largest maximum of short segments and min-p exclude most tokens without counting. top-k with
+top-p needs the mass of the top k, so bisection finds the k-th logit.
 
 The kernels read a row's parameters on the device, from its slot, so a captured graph serves any mix of requests. A
 greedy row costs the maximum of its logits only. The noise is Philox4x32-10 with the same words as
@@ -23,29 +23,29 @@ import triton.language as tl
 
 from engine.kernels.pdl import pdl_flags, supports_pdl
 
-#: Vocabulary entries of a tile of the first kernel.
+#: Number of vocabulary entries in a tile of the first kernel.
 TILE = 2048
-#: Vocabulary entries that the second kernel reads at once.
+#: Number of vocabulary entries that the second kernel reads at once.
 SCAN = 8192
-#: Segments of a tile. The first kernel keeps the maximum of each segment.
+#: Number of segments in a tile. The first kernel keeps the maximum of each segment.
 SEGMENTS = 8
-#: Bit of a token's count: the token occurs in the prompt.
+#: Bit of a token's count that is set if the token occurs in the prompt.
 IN_PROMPT = 1 << 30
 MIN_TEMPERATURE = 1e-5
-#: Most logit biases and banned tokens of a slot.
+#: Largest number of logit biases and banned tokens of a slot.
 MAX_ENTRIES = 2048
 
-#: The float32 parameters of a slot.
+#: Places of the float32 parameters of a slot, then their number.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = range(7)
-#: The int64 parameters of a slot. BAN_UNTIL is the position from which banned tokens are allowed.
+#: Places of the int64 parameters of a slot, then their number. Banned tokens are allowed from position BAN_UNTIL on.
 TOP_K, SEED, CHILD, BAN_UNTIL, NUM_ENTRIES, PENALISED, NUM_INTS = range(7)
-#: int64 words of a slot: the floats, two per word, then the integers.
+#: Number of int64 words of a slot: the floats, two per word, then the integers.
 SLOT_WORDS = NUM_FLOATS // 2 + NUM_INTS
 
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """Sampling parameters and state of S slots, on the device."""
+    """The sampling parameters and the state of S slots, on the device."""
 
     #: int64 [S, SLOT_WORDS], the parameters. Temperature 0 is greedy; top_k 0 is off; PENALISED is 1 if the slot has
     #: penalties.
@@ -53,13 +53,13 @@ class SamplingTensors:
     #: int32 [S, 2, MAX_ENTRIES]: tokens in ascending order, and the bits of their float32 biases. -inf bans a token at
     #: positions before BAN_UNTIL.
     entries: torch.Tensor
-    #: int32 [S, vocab], occurrences of each token in the output, plus IN_PROMPT. Maintained for slots with penalties.
+    #: int32 [S, vocab], occurrences of each token in the output, plus IN_PROMPT. Used by slots with penalties only.
     counts: torch.Tensor
 
 
 @triton.jit
 def _gumbel(word):
-    """Gumbel noise from a random uint32."""
+    """Returns Gumbel noise from a random uint32."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     # -log1p(-u). For small u a series, because 1 - u would lose the bits that decide the largest noise.
     u = uniform
@@ -69,7 +69,7 @@ def _gumbel(word):
 
 @triton.jit
 def _noise(seed, child, position, first, BV: tl.constexpr):
-    """Gumbel noise at vocabulary indices first .. first + BV; first is a multiple of 4."""
+    """Returns Gumbel noise at vocabulary indices first .. first + BV; first is a multiple of 4."""
     group = (first // 4 + tl.arange(0, BV // 4)).to(tl.uint32)
     zero = group * 0
     w0, w1, w2, w3 = tl.philox(
@@ -367,7 +367,7 @@ class SamplingKernels:
                 it may occur in one row only, except with `drafts`.
             positions: integer [R], the position of the token to sample.
             allowed: int32 [R, ceil(vocab / 32)]; bit i % 32 of word i // 32 allows token i. None: all.
-            drafts: (inputs int64 [R], offsets int32 [R]) of a verify step: the input token of each row, and the number
+            drafts: (inputs int64 [R], offsets int32 [R]) in a verify step: the input token of each row, and the number
                 of drafts up to this token, which lie before it in memory. Penalties treat these drafts as output.
                 A slot may occur in several rows, and no token is counted; `accept_drafts` counts them.
             results: int64 [R], receives each row's token, -1 if it is meaningless.
@@ -539,7 +539,7 @@ def accept_drafts(
         cu_q: int32 [B + 1], the first token of each row.
         row_slots: int64 [B].
         last_tokens: int64 [slots].
-        query: most tokens of a row.
+        query: largest number of tokens in a row.
     """
     assert params.words.is_contiguous()
     pdl = supports_pdl(sampled.device)

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from engine.kernels.pdl import pdl_flags, supports_pdl
 
-#: Most rows: the smallest tile of a tensor core.
+#: Largest number of rows: the smallest tile of a tensor core.
 MAX_ROWS = 16
-#: Programs that run at once if each needs more than half of an SM's shared memory.
+#: Number of programs that run at once if each needs more than half of an SM's shared memory.
 ONE_WAVE = 132
 
 
@@ -114,7 +114,7 @@ def skinny_gemm(
         bias: [N].
         residual: [R, N], added to the result. Not with `gated`.
         gated: the first half of weight's rows is gate, the second is up; the result is silu(gate) * up.
-        out: None allocates it; may be residual.
+        out: result. None allocates it; may be residual.
         shape: BN, BK and pipeline stages. None selects them.
     """
     rows, k = x.shape
