@@ -29,13 +29,14 @@ MAX_SKEW_S = 30.0
 
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
-_HEAD = struct.Struct(f"<QQ{_NONCE_BYTES}s")  # generation, timestamp in ms, nonce; the pod's name follows
+#: Generation, timestamp in ms, nonce; the pod's name follows.
+_HEAD = struct.Struct(f"<QQ{_NONCE_BYTES}s")
 
 MetadataItem = tuple[str, str | bytes]
 
 
 class Signer:
-    """Signs the messages of one pod (`pod`, `generation`) and verifies those of others. Used by one thread."""
+    """Signs the messages of one pod (`pod`, `generation`) and verifies other pods' messages. Used by one thread."""
 
     def __init__(self, secret: bytes, pod: str, generation: int) -> None:
         if not secret:
@@ -46,7 +47,7 @@ class Signer:
         self._seen: dict[int, set[bytes]] = {}
 
     def sign(self, method: str, message: Message) -> tuple[MetadataItem, ...]:
-        """Metadata with the signature of `message` for a call of `method`, a name that both sides use."""
+        """Returns metadata with the signature of `message` for a call of `method`, a name that both sides use."""
         now_ms = int(time.time() * 1000)
         head = _HEAD.pack(self._generation, now_ms, os.urandom(_NONCE_BYTES)) + self._pod.encode()
         return ((AUTH_KEY, self._mac(method, head, message) + head),)

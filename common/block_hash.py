@@ -30,9 +30,8 @@ class BlockHasher:
     def __init__(
         self, fingerprint: str, block_size: int, salt: str = "", adapter: str = "", known: Sequence[bytes] = ()
     ) -> None:
-        self._keyed = blake2b(
-            digest_size=HASH_BYTES, key=bytes.fromhex(fingerprint)
-        )  # copying it is faster than keying a second one
+        # Copying this is faster than keying a second one.
+        self._keyed = blake2b(digest_size=HASH_BYTES, key=bytes.fromhex(fingerprint))
         self._block_size = block_size
         parts = [part.encode() for part in ((salt, adapter) if adapter else (salt,))]
         self._extra = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
@@ -62,5 +61,5 @@ def hash_blocks(
 
 
 def matchable_blocks(num_tokens: int, block_size: int) -> int:
-    """Blocks of a prompt that may come from a cache. At least one token is computed, in a block that is not shared."""
+    """Returns how many blocks of a prompt may come from a cache. The last token is always computed."""
     return max(0, (num_tokens - 1) // block_size)

@@ -1,28 +1,28 @@
 """The tree of errors. Each class has a gRPC code (by name), an HTTP status and says whether a retry may help.
 
-BatonError
- +- InvalidRequest        the client's request is wrong; `field` names where           400
+BatonError                                                                            HTTP
+ +- InvalidRequest        the client's request is wrong; `field` names where          400
  |   +- ModelNotFound     no such model                                               404
  |   +- ObjectNotFound    no stored object has this id                                404
  |   +- RequestTooLarge   the body exceeds the gateway's limit                        413
  |   +- RequestTooSlow    the body does not arrive in time                            408
  |   +- InvalidApiKey     the API key is missing, unknown, revoked or expired         401
  |   +- PermissionDenied  the API key does not allow this                             403
- |   `- NotServed         these pods, or this model, do not support it                501
- +- Overloaded            no capacity now; retry after `retry_after_s`                 429
+ |   `- NotServed         these pods or this model do not support it                  501
+ +- Overloaded            no capacity now; retry after `retry_after_s`                429
  |   +- RateLimited       the API key's rate is used up for now                       429
  |   `- QuotaExceeded     the API key's budget is used up until the next period       429
- +- Unavailable           a pod or peer is unreachable or draining                     503
- +- DeadlineExceeded      the deadline of the request has passed                       504
- +- Cancelled             the client disconnected or called Abort                      499
- +- LayoutMismatch        two pods hold KV of different shape; `field` names which     500
- +- Unauthenticated       a peer without the cluster's secret                          401
- +- UnknownTransfer       the transfer is unknown or over; nothing may be written      503
- +- TransferFailed        a hand-off failed; the prompt can be computed again          503
- |   `- BlockDamaged      the checksum of moved KV is wrong                            503
- +- IndexUnavailable      the prefix index does not answer; routing works without it   503
- +- ConfigError           wrong configuration; the process ends with exit code 2       --
- `- InternalError         a bug, or a failure of the machine                           500
+ +- Unavailable           a pod or peer is unreachable or draining                    503
+ +- DeadlineExceeded      the deadline of the request has passed                      504
+ +- Cancelled             the client disconnected or called Abort                     499
+ +- LayoutMismatch        two pods hold KV of different shape; `field` names which    500
+ +- Unauthenticated       a peer without the cluster's secret                         401
+ +- UnknownTransfer       the transfer is unknown or ended; nothing may be written    503
+ +- TransferFailed        a hand-off failed; the prompt can be computed again         503
+ |   `- BlockDamaged      the checksum of moved or stored KV is wrong                 503
+ +- IndexUnavailable      the prefix index does not answer; routing works without it  503
+ +- ConfigError           wrong configuration; at start: exit code 2                  --
+ `- InternalError         a bug, or a failure of the machine                          500
 
 Any other exception that reaches an RPC or HTTP boundary is logged with its traceback and reported as InternalError.
 """
@@ -59,7 +59,7 @@ class BatonError(Exception):
 
 
 class InvalidRequest(BatonError):
-    """The request itself is wrong; a retry fails again."""
+    """The request itself is wrong; a retry normally fails again."""
 
     grpc_code = "INVALID_ARGUMENT"
     http_status = 400
@@ -109,7 +109,10 @@ class PermissionDenied(InvalidRequest):
 
 
 class NotServed(InvalidRequest):
-    """The API has the requested feature, but this model or these pods do not support it."""
+    """The API has the requested feature, but this model or these pods do not support it.
+
+    It is an InvalidRequest, so clients do not retry.
+    """
 
     grpc_code = "UNIMPLEMENTED"
     http_status = 501
@@ -187,7 +190,7 @@ class TransferFailed(BatonError):
 
 
 class BlockDamaged(TransferFailed):
-    """Moved KV has another checksum than at its source; no token was computed from it."""
+    """KV that was moved or kept in host memory has a wrong checksum; no token was computed from it."""
 
 
 class IndexUnavailable(BatonError):
@@ -199,7 +202,7 @@ class IndexUnavailable(BatonError):
 
 
 class ConfigError(BatonError):
-    """Wrong configuration. It is printed as one line, and the process ends with exit code 2."""
+    """Wrong configuration. At start it is printed as one line, and the process ends with exit code 2."""
 
     grpc_code = "FAILED_PRECONDITION"
 
@@ -236,11 +239,12 @@ _BY_KIND: dict[str, type[BatonError]] = {
     )
 }
 
-#: Kinds of errors that a client gets although its request is right.
+#: Kinds of errors with a 5xx status that the client did not cause.
 SERVER_FAULTS = frozenset(
     kind for kind, cls in _BY_KIND.items() if cls.http_status >= 500 and not issubclass(cls, InvalidRequest)
 )
 
+#: Class for a status that names no kind. Several classes share a code (see `grpc_code`); one of them is chosen.
 _BY_CODE: dict[str, type[BatonError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
     "NOT_FOUND": ModelNotFound,
@@ -257,10 +261,10 @@ _BY_CODE: dict[str, type[BatonError]] = {
 
 
 def error_class(kind: str) -> type[BatonError]:
-    """The class of an error kind from the wire; InternalError for an unknown kind (of a newer peer)."""
+    """Returns the class of an error kind from the wire; InternalError for an unknown kind (of a newer peer)."""
     return _BY_KIND.get(kind, InternalError)
 
 
 def error_from_grpc_status(code: str, message: str) -> BatonError:
-    """The error for a gRPC status without an error kind in its details (from another implementation)."""
+    """Returns the error for a gRPC status without an error kind in its details (another implementation)."""
     return _BY_CODE.get(code, InternalError)(message)

@@ -29,10 +29,14 @@ from common.errors import BatonError, InvalidRequest
 from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
-MAX_GBNF_CHARS = 1 << 15  # 2 us each to read
-MAX_CACHED = 256  # compiled grammars
-MAX_CACHED_CHARS = 8 << 20  # of their texts together
-MAX_SPACE = 40  # characters of white space in a row, so that a model that indents for ever ends
+#: Each character takes 2 us to read.
+MAX_GBNF_CHARS = 1 << 15
+#: Most compiled grammars in the cache.
+MAX_CACHED = 256
+#: Most characters of their texts together.
+MAX_CACHED_CHARS = 8 << 20
+#: Most characters of white space in a row, so that a model that indents for ever ends.
+MAX_SPACE = 40
 
 # What a schema may not switch by "x-guidance": a keyword that is ignored is a constraint that is broken.
 _JSON_OPTIONS: dict[str, Any] = {
@@ -43,7 +47,8 @@ _JSON_OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-_STACK_SIZE = threading.Lock()  # held while threading.stack_size(), which holds for all new threads, is changed
+#: Held while threading.stack_size() is changed, because it applies to all new threads.
+_STACK_SIZE = threading.Lock()
 _T = TypeVar("_T")
 
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
@@ -51,7 +56,7 @@ _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 
 
 def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> Grammar:
-    """Of a JSON schema, given as JSON text or parsed. Raises InvalidRequest, with that field, when it is neither."""
+    """Builds the grammar of a JSON schema, as JSON text or parsed. Raises InvalidRequest with that field if invalid."""
     if isinstance(schema, str):
         _require_short(schema, field)
         try:
@@ -63,9 +68,9 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
     parsed = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     parsed.pop("x-guidance", None)
     try:
-        wanted = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
-        _require_short(wanted, field)
-        text = LLMatcher.grammar_from_json_schema(wanted, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+        schema_text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
+        _require_short(schema_text, field)
+        text = LLMatcher.grammar_from_json_schema(schema_text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         grammar_limits.check_schema(parsed, field)  # its error names the limit if the schema is nested too deeply
         raise InvalidRequest(f"{field} is not a usable JSON schema: {error}", field=field) from None
@@ -73,31 +78,31 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
 
 
 def json_object(*, field: str) -> Grammar:
-    """Any JSON object."""
+    """Builds the grammar of any JSON object."""
     return from_json_schema({"type": "object"}, field=field)
 
 
 def from_regex(pattern: str, *, field: str) -> Grammar:
-    """Text that matches the whole pattern, in the syntax of Rust's regex crate."""
+    """Builds the grammar of text that matches the whole pattern, in the syntax of Rust's regex crate."""
     _require_short(pattern, field)
     return _grammar(LLMatcher.grammar_from_regex(pattern), field)
 
 
 def from_choice(choices: Sequence[str], *, field: str) -> Grammar:
-    """One of these strings. Raises InvalidRequest when there are none, or one is empty."""
+    """Builds the grammar of one of these strings. Raises InvalidRequest if there are none, or one is empty."""
     if not choices or not all(choices):
         raise InvalidRequest(f"{field} must have at least one choice, and none that is empty", field=field)
     return from_lark("start: " + " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices)), field=field)
 
 
 def from_lark(text: str, *, field: str) -> Grammar:
-    """llguidance's dialect of Lark: rules, terminals, %json {schema}, special tokens as <|name|>."""
+    """Builds a grammar from llguidance's dialect of Lark: rules, terminals, %json {schema}, <|special token|>."""
     _require_short(text, field)
     return _grammar(LLMatcher.grammar_from_lark(text), field)
 
 
 def from_lark_or_gbnf(text: str, *, field: str) -> Grammar:
-    """A grammar as clients write it: Lark, or llama.cpp's GBNF. Raises InvalidRequest when it is neither."""
+    """Builds a grammar from Lark or llama.cpp's GBNF. Raises InvalidRequest if the text is neither."""
     _require_short(text, field, MAX_GBNF_CHARS if "::=" in text else MAX_GRAMMAR_CHARS)
     try:
         return _grammar(grammar_from("grammar", text), field)
@@ -111,7 +116,7 @@ def _grammar(text: str, field: str) -> Grammar:
 
 
 def _require_short(text: str, field: str, most: int = MAX_GRAMMAR_CHARS) -> None:
-    """Of what a client wrote as well as of what becomes of it: to turn one into the other takes time by itself."""
+    """Checks the length. Used before and after a conversion, because the conversion takes time by itself."""
     if len(text) > most:
         raise InvalidRequest(f"{field} is longer than {most} characters", field=field)
 
@@ -119,7 +124,9 @@ def _require_short(text: str, field: str, most: int = MAX_GRAMMAR_CHARS) -> None
 class GrammarTokenizer:
     """A model directory's tokens, as matchers need them; built on first use, by any thread.
 
-    eos_ids: end a grammar that may end. vocab_size: bits of a mask; at least those of the tokenizer.
+    Args:
+        eos_ids: tokens that end a grammar that may end.
+        vocab_size: bits of a mask; at least the tokenizer's size.
     """
 
     def __init__(self, model_dir: Path, *, eos_ids: Sequence[int], vocab_size: int = 0) -> None:
@@ -157,7 +164,7 @@ class CompiledGrammar:
         self._prototype = prototype
 
     def matcher(self) -> LLMatcher:
-        """A new one, at its start."""
+        """Returns a new matcher at the start of the grammar."""
         return self._prototype.deep_copy()
 
 
@@ -173,12 +180,12 @@ class GrammarCompiler:
         self._compiling: dict[str, threading.Event] = {}
 
     def get_cached(self, grammar: Grammar) -> CompiledGrammar | None:
-        """What `compile` would return at once."""
+        """Returns the result of `compile` if it is cached, else None."""
         with self._lock:
-            found = self._cached.get(grammar.text)
-            if found is not None:
+            compiled = self._cached.get(grammar.text)
+            if compiled is not None:
                 self._cached.move_to_end(grammar.text)
-            return found
+            return compiled
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises InvalidRequest that names the grammar's field and, in a JSON schema, the keyword that is refused."""
@@ -210,7 +217,7 @@ class GrammarCompiler:
 
 
 def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar) -> CompiledGrammar:
-    """As GrammarCompiler.compile, without a cache."""
+    """Compiles a grammar like GrammarCompiler.compile, without a cache."""
     _require_short(grammar.text, grammar.field)
     grammar_limits.check(grammar.text, grammar.field)
     try:
@@ -257,7 +264,7 @@ def _on_large_stack(work: Callable[[], _T]) -> _T:
 
 
 def _refusal(grammar: Grammar, reason: str) -> str:
-    """llguidance's reason in words that name the keyword."""
+    """Returns llguidance's reason in words that name the keyword."""
     where = grammar.field
     if (keys := _UNKNOWN_KEYS.search(reason)) is not None:
         return f"{where}: the JSON schema keyword {keys[1]} is not supported"

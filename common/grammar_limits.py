@@ -40,8 +40,10 @@ MAX_PATTERNS = 128
 _KEYS = frozenset({"$ref", "$id", "id", "$schema", "patternProperties"})
 _DEFINITIONS = ("$defs", "definitions")
 
-_OLD_DRAFT = re.compile("draft-0[34]")  # these identify a part by `id`, later ones by `$id`
-_ENCODED_SYNTAX = re.compile("%2f|%7e", re.IGNORECASE)  # whether it separates names depends on when it is decoded
+#: These drafts identify a part by `id`, later drafts by `$id`.
+_OLD_DRAFT = re.compile("draft-0[34]")
+#: Encoded characters that separate names or not, depending on when they are decoded.
+_ENCODED_SYNTAX = re.compile("%2f|%7e", re.IGNORECASE)
 
 # Lark's literals, in which brackets and names mean nothing: strings, regular expressions, comments, special tokens.
 _LITERAL = r"""
@@ -57,7 +59,8 @@ _TOKEN = re.compile(
     re.X,
 )
 _CLOSING = frozenset(")]}")
-_MARKS = frozenset(":([{") | _CLOSING | {""}  # all other tokens are names; a literal is found as ""
+#: All other tokens are names; a literal is found as "".
+_MARKS = frozenset(":([{") | _CLOSING | {""}
 _JSON = json.JSONDecoder()
 
 
@@ -133,9 +136,9 @@ class _Walk:
 
     def __init__(self, schema: dict[str, Any] | list[Any], field: str) -> None:
         self.nodes: list[Any] = [schema]
-        #: For each node, the number of the node around it.
+        #: The number of the node around each node.
         self.parents = [0]
-        #: For each node, how many nodes are around it, itself included.
+        #: How many nodes are around each node, itself included.
         self.depths = [1]
         #: Each `$ref`: the number of the object that has it, and its value.
         self.references: list[tuple[int, str]] = []
@@ -170,7 +173,7 @@ class _Walk:
 
 
 def _targets(walk: _Walk, references: Iterable[str]) -> dict[str, int | None] | None:
-    """The node that each reference leads to, or None where it leads to true, false or the like.
+    """Returns the node that each reference leads to, or None where it leads to true, false or the like.
 
     Returns None if one of the references is not a pointer to a place in the schema.
     """
@@ -222,7 +225,7 @@ class _ReferenceGraph:
         self.weights += [1 if node is None else heights[self._places[node]] for node in targets.values()]
 
     def edges(self) -> list[list[int]]:
-        """For each vertex, the vertices that it leads to."""
+        """Returns for each vertex the vertices that it leads to."""
         walk, places = self._walk, self._places
         found: list[list[int]] = [[] for _ in places]
         for node, place in places.items():
@@ -235,7 +238,7 @@ class _ReferenceGraph:
         return found
 
     def _is_definition(self, node: int) -> bool:
-        """True for an entry of the whole schema's `$defs`, to which only references lead."""
+        """Returns whether the node is an entry of the whole schema's `$defs`, to which only references lead."""
         container = self._walk.parents[node]
         if container == 0 or self._walk.parents[container] != 0 or container in self._places:
             return False
@@ -321,8 +324,10 @@ def _require_short_chain(weights: Sequence[int], edges: Sequence[Sequence[int]],
 
 
 def heaviest_path(weights: Sequence[int], edges: Sequence[Sequence[int]]) -> int:
-    """The weight of a graph's heaviest path, where vertices that reach each other count as one vertex with the sum of
-    their weights (strongly connected components, by Tarjan's algorithm).
+    """Returns the weight of a graph's heaviest path.
+
+    Vertices that reach each other count as one vertex with the sum of their weights (strongly connected components, by
+    Tarjan's algorithm).
     """
     unseen, count = 0, 0
     order, low = [unseen] * len(weights), [0] * len(weights)

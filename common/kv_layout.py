@@ -59,12 +59,13 @@ class KVLayout:
     #: Ranks that the kv heads are split over. Every rank has its part of every block.
     tensor_parallel: int = field(default=1, kw_only=True)
     num_layers: int
-    #: Of one rank.
+    #: KV heads of one rank.
     num_kv_heads: int
     head_dim: int
     #: Tokens.
     block_size: int
-    #: Of keys and values: float32, bfloat16, or float8_e4m3, which has one scale per layer, head, token and K or V.
+    #: Type of keys and values: float32, bfloat16 or float8_e4m3. float8_e4m3 has one scale per layer, head, token and K
+    #: or V.
     dtype: str
     version: int = LAYOUT_VERSION
     #: Layers of the draft model or EAGLE head; 0: none.
@@ -78,14 +79,14 @@ class KVLayout:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        found = self._kv("", self.num_layers, self.num_kv_heads, self.head_dim, 0)
+        segments = self._kv("", self.num_layers, self.num_kv_heads, self.head_dim, 0)
         if self.draft_layers:
             sizes = (self.draft_layers, self.draft_kv_heads, self.draft_head_dim)
-            found += self._kv("draft_", *sizes, found[-1].end)
+            segments += self._kv("draft_", *sizes, segments[-1].end)
         if self.draft_state:
             dtype = SCALE_DTYPE if self.dtype == FP8_DTYPE else self.dtype
-            found += (Segment("draft_state", (self.draft_state,), dtype, found[-1].end),)
-        return found
+            segments += (Segment("draft_state", (self.draft_state,), dtype, segments[-1].end),)
+        return segments
 
     def _kv(self, prefix: str, layers: int, heads: int, dim: int, offset: int) -> tuple[Segment, ...]:
         kv = Segment(prefix + "kv", (layers, 2, heads, self.block_size, dim), self.dtype, offset)
@@ -105,10 +106,10 @@ class KVLayout:
         It covers draft_* fields only with a draft model and tensor_parallel only above 1, so that layouts without them
         keep the fingerprint of older versions.
         """
-        known = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
+        covered = [f.name for f in fields(self) if self.draft_layers or not f.name.startswith("draft_")]
         if self.tensor_parallel == 1:
-            known.remove("tensor_parallel")
-        text = "\n".join(f"{name}={getattr(self, name)}" for name in known)
+            covered.remove("tensor_parallel")
+        text = "\n".join(f"{name}={getattr(self, name)}" for name in covered)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -117,7 +118,7 @@ class KVLayout:
         return self.fingerprint[:8]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold num_tokens tokens."""
+        """Returns the number of blocks that hold num_tokens tokens."""
         return -(-num_tokens // self.block_size)
 
     def require_equal(self, other: KVLayout) -> None:

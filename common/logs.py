@@ -72,12 +72,12 @@ def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict)
 
 
 def _dumps(line: Any, **_options: Any) -> str:
-    """JSON; values that JSON has no type for are written as their repr."""
+    """Returns the event as JSON; values that JSON has no type for are written as their repr."""
     return orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A structlog logger. Before setup_logs it uses structlog's defaults."""
+    """Returns a structlog logger. Before setup_logs it uses structlog's defaults."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
 

@@ -31,7 +31,8 @@ from common.wire import error_from_pb, error_to_pb
 ERROR_KEY = "baton-error-bin"
 STATUS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 64 << 20
-_MAX_ERROR_CHARS, _MAX_FIELD_CHARS = 500, 200  # sent three times; peers accept 8 KiB of trailers
+#: The message is in the status, the trailer and the details; peers accept 8 KiB of trailers.
+_MAX_ERROR_CHARS, _MAX_FIELD_CHARS = 500, 200
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +46,10 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-#: Raised by a servicer's send after the caller cancelled, or its deadline passed, until gRPC cancels the servicer.
+#: gRPC raises it when a servicer sends after the caller cancelled or its deadline passed, until gRPC cancels the
+#: servicer.
 CALLER_DISCONNECTED = grpc.aio.InternalError
-#: Name of the process in the health service: SERVING from start to stop. If it does not answer, a restart helps.
+#: Health service name for liveness probes. It is SERVING from start to stop.
 LIVENESS_SERVICE = "live"
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
@@ -67,7 +69,7 @@ _SERVER_OPTIONS = (
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port, which the caller closes.
+    """Opens a channel to host:port, which the caller closes.
 
     Running calls to a dead or frozen peer end with UNAVAILABLE within 15 s. The channel reconnects within 2 s after
     the peer is back.
@@ -76,7 +78,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 def trace_context_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
-    """The caller's span; None if the metadata has no valid traceparent."""
+    """Returns the caller's trace context; None if the metadata has no valid traceparent."""
     traceparent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
     if not isinstance(traceparent, str):
         return None
@@ -84,13 +86,13 @@ def trace_context_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None
 
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default: float) -> float:
-    """Seconds until the caller's deadline, never negative; `default` if the caller set none."""
+    """Returns the seconds until the caller's deadline, never negative; `default` if the caller set none."""
     left = context.time_remaining()
     return default if left is None else max(0.0, left)
 
 
 def timeout_until(deadline: float) -> float:
-    """The gRPC timeout, in seconds, that ends at `deadline` (time.monotonic()). Raises DeadlineExceeded if past."""
+    """Returns the gRPC timeout in seconds until `deadline` (time.monotonic()). Raises DeadlineExceeded if past."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise DeadlineExceeded("the request's time is over")
@@ -98,9 +100,9 @@ def timeout_until(deadline: float) -> float:
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
-    """The error that the peer's servicer raised; for a status without one, the error class of its code.
+    """Returns the BatonError in the trailers of a failed call; without one, an error by the gRPC status code.
 
-    CANCELLED without a BatonError means that the peer ended the call: a local cancel raises CancelledError.
+    CANCELLED without a BatonError means that the peer ended the call, because a local cancel raises CancelledError.
     """
     trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     for key, value in trailer:
@@ -200,15 +202,15 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if handler is None:
             return None
         if handler.request_streaming and handler.response_streaming:
-            make, behavior = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+            make_handler, method = grpc.stream_stream_rpc_method_handler, handler.stream_stream
         elif handler.request_streaming:
-            make, behavior = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+            make_handler, method = grpc.stream_unary_rpc_method_handler, handler.stream_unary
         elif handler.response_streaming:
-            make, behavior = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+            make_handler, method = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         else:
-            make, behavior = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        return make(
-            _wrap(behavior, handler_call_details.method),
+            make_handler, method = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        return make_handler(
+            _wrap(method, handler_call_details.method),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
@@ -259,7 +261,7 @@ async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
 
 
 def _details(code: grpc.StatusCode, error: types_pb2.Error) -> status_pb2.Status:
-    """The error as google.rpc details: its kind, the wrong field, the retry time."""
+    """Returns the error as google.rpc details: its kind, the wrong field, the retry time."""
     number: int = code.value[0]
     status = status_pb2.Status(code=number, message=error.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.kind, domain="baton"))

@@ -72,7 +72,7 @@ class MetricsServer:
 class MetricDeclaration:
     """A metric as scrapers see it."""
 
-    #: With prefix and suffix.
+    #: The full name with prefix and suffix.
     name: str
     #: counter, gauge or histogram.
     kind: str
@@ -88,26 +88,26 @@ class Metrics:
         self.declarations: list[MetricDeclaration] = []
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
-        """A count that only grows; its name gets the suffix `_total`."""
+        """Creates a count that only grows; its name gets the suffix `_total`."""
         self._declare(f"{name}_total", "counter", help, labels)
         return Counter(PREFIX + name, help, labels, registry=self.registry)
 
     def gauge(self, name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
-        """A value that goes up and down."""
+        """Creates a value that goes up and down."""
         self._declare(name, "gauge", help, labels)
         return Gauge(PREFIX + name, help, labels, registry=self.registry)
 
     def histogram(
         self, name: str, help: str, labels: Sequence[str] = (), buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> Histogram:
-        """A distribution; the default buckets are seconds of latency."""
+        """Creates a distribution; the default buckets are seconds of latency."""
         self._declare(name, "histogram", help, labels)
         return Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
 
     def unlabeled_histogram(
         self, name: str, help: str, buckets: Sequence[float] = LATENCY_BUCKETS
     ) -> UnlabeledHistogram:
-        """A distribution without labels and locks, for one thread that observes every token."""
+        """Creates a distribution without labels and locks, for one thread that observes every token."""
         self._declare(name, "histogram", help, ())
         tally = UnlabeledHistogram(PREFIX + name, help, buckets)
         self.registry.register(tally)
@@ -116,14 +116,14 @@ class Metrics:
     def sampled_gauge(
         self, name: str, help: str, read: Callable[[], Iterable[MetricSample]], labels: Sequence[str] = ()
     ) -> None:
-        """A gauge that is read when scraped. `read` returns the samples; it runs in the scraping thread."""
+        """Creates a gauge that is read when scraped. `read` returns the samples in the scraping thread."""
         self._declare(name, "gauge", help, labels)
         self._sampled(lambda: GaugeMetricFamily(PREFIX + name, help, labels=labels), read)
 
     def sampled_counter(
         self, name: str, help: str, read: Callable[[], Iterable[MetricSample]], labels: Sequence[str] = ()
     ) -> None:
-        """A counter that is read when scraped. `read` returns the samples; it runs in the scraping thread."""
+        """Creates a counter that is read when scraped. `read` returns the samples in the scraping thread."""
         self._declare(f"{name}_total", "counter", help, labels)
         self._sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read)
 
@@ -153,13 +153,13 @@ class Metrics:
         )
 
     def exposition(self, accept: str = "") -> bytes:
-        """All metrics: as OpenMetrics (with exemplars) if the Accept header allows it, else as Prometheus text."""
+        """Returns all metrics: OpenMetrics (with exemplars) if the Accept header allows it, else Prometheus text."""
         encode, _ = choose_encoder(accept)
         return encode(self.registry)
 
     @staticmethod
     def content_type(accept: str = "") -> str:
-        """The content type of `exposition(accept)`."""
+        """Returns the content type of `exposition(accept)`."""
         return choose_encoder(accept)[1]
 
     def start_metrics_server(self, port: int, host: str = "127.0.0.1") -> MetricsServer:
@@ -232,7 +232,7 @@ class MemoryUsage:
 
 
 def memory_usage(cgroup: Path = CGROUP) -> MemoryUsage:
-    """The current memory usage. Inactive file cache does not count as used, as in Kubernetes' working set."""
+    """Returns the current memory usage. Inactive file cache does not count as used, as in Kubernetes' working set."""
     import psutil
 
     machine = psutil.virtual_memory()

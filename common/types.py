@@ -32,7 +32,16 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are sampled. The gateway has validated every field."""
+    """How the tokens of one request are sampled. The gateway has validated every field.
+
+    To add a parameter, change these places too (`git grep -w min_p` shows them):
+    - the messages in proto/baton/v1/types.proto and inference.proto, and their conversion in common/wire.py;
+    - sampling: engine/sampling/sampler.py, engine/sampling/device_sampler.py and engine/kernels/sampling.py;
+    - the accepted range: pod/limits.py;
+    - requests: gateway/serving/request.py, gateway/api/openai/requests.py, gateway/api/openai/responses/request.py and
+      gateway/api/grpc/servicer.py;
+    - the documentation of the API: gateway/api/docs/parameters/shared.py and responses.py.
+    """
 
     #: 0: greedy.
     temperature: float = 1.0
@@ -64,7 +73,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     #: Token sequences that are never generated: the last token is banned where the tokens before it match.
     bad_words: tuple[tuple[int, ...], ...] = ()
-    #: As `logprobs`, for the prompt's tokens. The whole prompt is then computed, even if a cache holds its KV.
+    #: Like `logprobs`, for the prompt's tokens. The whole prompt is then computed, even if a cache holds its KV.
     prompt_logprobs: int | None = None
 
     @property
@@ -120,7 +129,7 @@ class ValidRequest:
         return range(self.child, self.child + self.sampling.n)
 
     def resumed(self, child: int, output: Iterable[int]) -> ValidRequest:
-        """The request that continues sequence `child` after `output`; it no longer asks for prompt_logprobs."""
+        """Returns the request that continues sequence `child` after `output`; it has no prompt_logprobs."""
         sampling = replace(self.sampling, n=1, prompt_logprobs=None)
         return replace(self, sampling=sampling, child=child, output_ids=tuple(output))
 
@@ -138,20 +147,20 @@ class PromptLogprobs:
     """Log-probabilities of the prompt tokens at positions first, first + 1, ... Token 0 has none."""
 
     first: int
-    #: Of the prompt's own tokens.
+    #: Log-probabilities of the prompt's own tokens.
     logprobs: tuple[float, ...]
     #: Rank of each prompt token among the vocabulary; 1 is the likeliest.
     ranks: tuple[int, ...]
     #: Alternatives, likeliest first: k for the first position, then k for the next, and so on.
     top_ids: tuple[int, ...] = ()
-    #: Of `top_ids`.
+    #: Log-probabilities of `top_ids`.
     top_logprobs: tuple[float, ...] = ()
 
     def top(self, index: int) -> tuple[TokenLogprob, ...]:
-        """The alternatives at position first + index."""
+        """Returns the alternatives at position first + index."""
         count = len(self.top_ids) // len(self.logprobs)
-        at = slice(index * count, (index + 1) * count)
-        return tuple(map(TokenLogprob, self.top_ids[at], self.top_logprobs[at]))
+        alternatives = slice(index * count, (index + 1) * count)
+        return tuple(map(TokenLogprob, self.top_ids[alternatives], self.top_logprobs[alternatives]))
 
 
 @dataclass(slots=True)  # never changed, but not frozen: creating a frozen instance takes three times as long
@@ -247,7 +256,7 @@ class PodLoad:
 
     @classmethod
     def from_json(cls, raw: str) -> PodLoad:
-        """The load from `to_json`. Unknown fields, of a newer pod, are ignored. Raises ValueError, TypeError."""
+        """Parses the load from `to_json`. Unknown fields, of a newer pod, are ignored. Raises ValueError, TypeError."""
         values = json.loads(raw)
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 

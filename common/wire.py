@@ -48,7 +48,7 @@ _ROLE_FROM_PB = {pb: role for role, pb in _ROLE_TO_PB.items()}
 
 
 def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
-    """The message of a validated request."""
+    """Returns the message of a validated request."""
     grammar = request.grammar
     return types_pb2.ValidRequest(
         request_id=request.request_id,
@@ -64,7 +64,7 @@ def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
 
 
 def request_from_pb(pb: types_pb2.ValidRequest) -> ValidRequest:
-    """The validated request of a message. Raises InvalidRequest if its id, prompt or sampling is missing."""
+    """Returns the validated request of a message. Raises InvalidRequest if its id, prompt or sampling is missing."""
     if not pb.request_id:
         raise InvalidRequest("request_id is missing", field="request_id")
     if not pb.prompt_ids:
@@ -129,29 +129,29 @@ def _sampling_from_pb(pb: types_pb2.SamplingParams) -> SamplingParams:
 
 
 def finish_reason_to_pb(reason: FinishReason | None) -> types_pb2.FinishReason.ValueType:
-    """The enum value of a finish reason; None means that the sequence has not ended."""
+    """Returns the enum value of a finish reason; None means that the sequence has not ended."""
     return _FINISH_TO_PB[reason]
 
 
 def finish_reason_from_pb(pb: types_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """The finish reason of an enum value. An unknown one, of a newer peer, ends the sequence as STOP."""
+    """Returns the finish reason of an enum value. An unknown one, of a newer peer, ends the sequence as STOP."""
     return _FINISH_FROM_PB.get(pb, FinishReason.STOP)
 
 
 def role_to_pb(role: Role) -> transfer_pb2.Role.ValueType:
-    """The enum value of a role."""
+    """Returns the enum value of a role."""
     return _ROLE_TO_PB[role]
 
 
 def role_from_pb(pb: transfer_pb2.Role.ValueType) -> Role:
-    """The role of an enum value. Raises InvalidRequest if it is unset or unknown."""
+    """Returns the role of an enum value. Raises InvalidRequest if it is unset or unknown."""
     if pb not in _ROLE_FROM_PB:
         raise InvalidRequest(f"unknown role {pb}", field="role")
     return _ROLE_FROM_PB[pb]
 
 
 def token_to_pb(token: Token) -> types_pb2.Token:
-    """The message of a generated token."""
+    """Returns the message of a generated token."""
     return types_pb2.Token(
         index=token.index,
         id=token.id,
@@ -162,29 +162,28 @@ def token_to_pb(token: Token) -> types_pb2.Token:
 
 
 def token_from_pb(pb: types_pb2.Token) -> Token:
-    """The generated token of a message."""
+    """Returns the generated token of a message."""
     logprob = pb.logprob if pb.HasField("logprob") else None
     top = tuple([TokenLogprob(t.token, t.logprob) for t in pb.top]) if pb.top else ()
     return Token(pb.index, pb.id, logprob, top, pb.child)
 
 
 def tokens_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
-    """The generated tokens of messages."""
+    """Returns the generated tokens of messages."""
     return [token_from_pb(pb) for pb in pbs]
 
 
 def tokens_without_logprobs_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
-    """The generated tokens of messages, for requests with n = 1 and without log-probabilities."""
-    if (
-        len(pbs) == 1
-    ):  # the usual case; iterating a repeated field ends with an IndexError, which costs more than a token
+    """Returns the generated tokens of messages, for requests with n = 1 and without log-probabilities."""
+    # One token is the usual case. Iterating a repeated field ends with an IndexError, which costs more than a token.
+    if len(pbs) == 1:
         pb = pbs[0]
         return [Token(pb.index, pb.id)]
     return [Token(pb.index, pb.id) for pb in pbs]
 
 
 def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:
-    """The message of prompt log-probabilities."""
+    """Returns the message of prompt log-probabilities."""
     return types_pb2.PromptLogprobs(
         first=found.first,
         logprobs=found.logprobs,
@@ -195,22 +194,22 @@ def prompt_logprobs_to_pb(found: PromptLogprobs) -> types_pb2.PromptLogprobs:
 
 
 def prompt_logprobs_from_pb(pb: types_pb2.PromptLogprobs) -> PromptLogprobs:
-    """The prompt log-probabilities of a message."""
+    """Returns the prompt log-probabilities of a message."""
     return PromptLogprobs(pb.first, tuple(pb.logprobs), tuple(pb.ranks), tuple(pb.top_ids), tuple(pb.top_logprobs))
 
 
 def transfer_id_to_pb(transfer_id: TransferId) -> types_pb2.TransferId:
-    """The message of a transfer id."""
+    """Returns the message of a transfer id."""
     return types_pb2.TransferId(generation=transfer_id.generation, number=transfer_id.number)
 
 
 def transfer_id_from_pb(pb: types_pb2.TransferId) -> TransferId:
-    """The transfer id of a message."""
+    """Returns the transfer id of a message."""
     return TransferId(generation=pb.generation, number=pb.number)
 
 
 def kv_target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
-    """The message of a KV target."""
+    """Returns the message of a KV target."""
     return types_pb2.KvTarget(
         transfer_id=transfer_id_to_pb(target.transfer_id),
         pod=target.pod,
@@ -222,7 +221,7 @@ def kv_target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
 
 
 def kv_target_from_pb(pb: types_pb2.KvTarget) -> KvTarget:
-    """The KV target of a message. Raises InvalidRequest if its transfer id is missing."""
+    """Returns the KV target of a message. Raises InvalidRequest if its transfer id is missing."""
     if not pb.HasField("transfer_id"):
         raise InvalidRequest("transfer_id is missing", field="target.transfer_id")
     return KvTarget(
@@ -236,7 +235,7 @@ def kv_target_from_pb(pb: types_pb2.KvTarget) -> KvTarget:
 
 
 def error_to_pb(error: BatonError) -> types_pb2.Error:
-    """The message of an error: class, message, field and retry time."""
+    """Returns the message of an error: class, message, field and retry time."""
     return types_pb2.Error(
         kind=error.kind,
         message=error.message,
@@ -247,12 +246,12 @@ def error_to_pb(error: BatonError) -> types_pb2.Error:
 
 
 def error_from_pb(pb: types_pb2.Error) -> BatonError:
-    """The error of a message; an unknown kind, of a newer peer, becomes InternalError."""
+    """Returns the error of a message; an unknown kind, of a newer peer, becomes InternalError."""
     return error_class(pb.kind)(pb.message, field=pb.field or None, retry_after_s=pb.retry_after_s or None)
 
 
 def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
-    """The message of a KV layout."""
+    """Returns the message of a KV layout."""
     return transfer_pb2.Layout(
         version=layout.version,
         model=layout.model,
@@ -273,7 +272,7 @@ def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
 
 
 def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
-    """The KV layout of a message. block_bytes is ignored: it follows from the other fields."""
+    """Returns the KV layout of a message. block_bytes is ignored: it follows from the other fields."""
     return KVLayout(
         model=pb.model,
         revision=pb.revision,
@@ -293,7 +292,7 @@ def layout_from_pb(pb: transfer_pb2.Layout) -> KVLayout:
 
 
 def pool_counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
-    """The message of block counts. An inconsistent pool may have negative counts; they become 0."""
+    """Returns the message of block counts. An inconsistent pool may have negative counts; they become 0."""
     return transfer_pb2.PoolCounts(
         free=max(0, counts.free),
         cached=max(0, counts.cached),
@@ -303,7 +302,7 @@ def pool_counts_to_pb(counts: PoolCounts) -> transfer_pb2.PoolCounts:
 
 
 def load_to_pb(load: PodLoad) -> transfer_pb2.Load:
-    """The message of a pod's load, without `draining`, which is a field beside it. Negative counts become 0."""
+    """Returns the message of a pod's load. `draining` is a field beside it. Negative counts become 0."""
     return transfer_pb2.Load(
         queued_tokens=max(0, load.queued_tokens),
         running=load.running,
@@ -321,7 +320,7 @@ def load_to_pb(load: PodLoad) -> transfer_pb2.Load:
 
 
 def load_from_pb(pb: transfer_pb2.Load, *, draining: bool = False) -> PodLoad:
-    """The load of a message."""
+    """Returns the load of a message."""
     return PodLoad(
         queued_tokens=pb.queued_tokens,
         running=pb.running,

@@ -28,7 +28,7 @@ class Admitted:
     lease: Lease | None
     cached_tokens: int
     decision: PrefillDecision
-    #: Of the full blocks that a cache may supply.
+    #: Hashes of the full blocks that a cache may supply.
     hashes: Sequence[bytes] = ()
 
 
@@ -81,9 +81,8 @@ class Admission:
             block_size=size,
             salt=request.cache_salt,
         )
-        scored = (
-            request.sampling.prompt_logprobs is not None
-        )  # every prompt token is computed, none is taken from cache
+        # With prompt_logprobs every prompt token is computed, and none is taken from the cache.
+        scored = request.sampling.prompt_logprobs is not None
         if self._always_local and not remote_only:
             return Admitted(
                 None, 0 if scored else pool.match_prefix(hashes) * size, PrefillDecision(True, PrefillReason.AGGREGATED)

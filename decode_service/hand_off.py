@@ -155,7 +155,7 @@ class DecodeHandOff:
             self._run([self._sequence(lease=lease, computed=computed, child=self.request.child)])
 
     def on_transfer_ready(self, commit: Commit) -> None:
-        """Every block and the first tokens arrived: children that go on join the running batch. Transfer thread."""
+        """Adds the sequences that go on to the batch: every block and the first tokens arrived. Transfer thread."""
         with self._lock:
             if self._state is not HandOffState.RESERVED:
                 return
@@ -212,7 +212,11 @@ class DecodeHandOff:
         return seqs
 
     def _sequence(self, *, first: abc.Sequence[int] = (), **kwargs: Any) -> Sequence:
-        """A sequence for the engine. first: its first token, where a prefill pod sampled it."""
+        """Builds a sequence for the engine.
+
+        Args:
+            first: its first token, if a prefill pod sampled it.
+        """
         output = [*self.request.output_ids, *first]
         return self._pod.engine.new_sequence(
             self.request, grammar=self._grammar, hashes=self._hashes, output=output, **kwargs
@@ -236,18 +240,18 @@ class DecodeHandOff:
             self._pod.engine_loop.set_paused([self.request.request_id], True)
 
     def on_transfer_failed(self, error: BatonError) -> None:
-        """The KV will not arrive, or its first tokens cannot be used. Transfer thread."""
+        """Fails the request: the KV will not arrive, or its first tokens cannot be used. Transfer thread."""
         if self._state is not HandOffState.ENDED:  # a failure after an abort is expected
             _log.info("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
         self.fail(error)
 
     def on_refused(self, seq: Sequence, error: BatonError) -> None:
-        """The engine did not accept the sequence: the request ends. Any thread."""
+        """Ends the request, because the engine did not accept the sequence. Any thread."""
         self.fail(error)
         self.on_engine_released(seq)
 
     def on_engine_released(self, seq: Sequence) -> None:
-        """The engine released a sequence. Any thread."""
+        """Handles that the engine released a sequence. Any thread."""
         with self._lock:
             self._in_engine -= seq.num_samples  # before its first token one sequence stands for all children
             last = self._in_engine <= 0
@@ -312,7 +316,7 @@ class DecodeHandOff:
                 self._pod.engine_loop.set_paused([self.request.request_id], paused)
 
     def on_output(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
-        """The gateway's message for one sequence's output of a step. Event loop.
+        """Returns the gateway's message for one sequence's output of a step. Event loop.
 
         None when there is nothing to send, or the gateway knows already that the child ended.
         """

@@ -1,14 +1,16 @@
-"""Policy: a decode pod computes the uncached rest of a prompt itself, or a prefill pod computes the prompt. Pure.
+"""Decides whether a decode pod computes the uncached rest of a prompt, or a prefill pod computes the prompt. Pure.
 
     local cost:  queued local prompts + own steps + the delay that these add to every decoding sequence
     remote cost: queue of the prefill pod + computing + end of the hand-off
 
-All figures are measured: step times with and without a chunk by this pod, queue and rate of the prefill pod by the
-gateway, ends of hand-offs by the prefill pod. One second of delay of a neighbour counts like one second of waiting, so
-a busy decode pod sends prompts away.
+All times are measured:
+- this pod measures its step times with and without a chunk;
+- the gateway measures the queue and the rate of the prefill pod;
+- the prefill pod measures the ends of hand-offs.
 
-Independent of the costs a prompt without a cached token goes to a prefill pod, and so does a rest of more than
-MAX_LOCAL_STEPS steps: a wrong estimate never makes a decode pod compute whole prompts.
+One second of delay of another sequence counts like one second of waiting, so a busy decode pod leaves prompts to
+prefill pods. In mode "auto", a prompt without a cached token goes to a prefill pod at any cost, and so does a rest of
+more than MAX_LOCAL_STEPS steps: a wrong estimate never makes a decode pod compute whole prompts.
 """
 
 from __future__ import annotations
@@ -24,16 +26,24 @@ MAX_LOCAL_STEPS = 4
 
 
 class PrefillReason(enum.StrEnum):
-    """Reason of a decision; labels of a metric. local: this pod computes. remote: a prefill pod computes."""
+    """Reason of a decision; label of a metric. "Local" means this pod computes, "remote" a prefill pod."""
 
-    AGGREGATED = "aggregated"  # local: the pod has both roles
-    CHEAPER = "cheaper"  # local or remote
-    THRESHOLD = "threshold"  # local or remote, by the length of the rest
-    OFF = "off"  # remote
-    ASKED = "asked"  # remote: the request demands it
-    NOTHING_CACHED = "nothing_cached"  # remote
-    TOO_LONG = "too_long"  # remote
-    UNKNOWN = "unknown"  # remote: a figure is missing
+    #: Local: the pod has both roles.
+    AGGREGATED = "aggregated"
+    #: Local or remote, by the predicted costs.
+    CHEAPER = "cheaper"
+    #: Local or remote, by the length of the uncached rest.
+    THRESHOLD = "threshold"
+    #: Remote: the setting is "off".
+    OFF = "off"
+    #: Remote: the request has remote_only.
+    REMOTE_ONLY = "asked"
+    #: Remote: the cache holds no token of the prompt.
+    NOTHING_CACHED = "nothing_cached"
+    #: Remote: the uncached rest takes more than MAX_LOCAL_STEPS steps.
+    TOO_LONG = "too_long"
+    #: Remote: a time has not been measured yet.
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,7 @@ class DecodePodState:
     chunk_tokens: int
     #: Seconds of a step without a chunk.
     step_s: float
-    #: Seconds that a chunk of so many tokens adds to a step; 0 while unknown.
+    #: Seconds that a chunk of this many tokens adds to a step; 0 while unknown.
     chunk_s: Callable[[int], float]
 
 
@@ -68,7 +78,7 @@ class PrefillDecision:
 class LocalPrefillPolicy:
     """The local_prefill setting."""
 
-    #: "off", "auto", or a number: rests of up to so many tokens are computed locally.
+    #: "off", "auto", or a number: an uncached rest of at most this many tokens is computed locally.
     mode: str
 
     def decide(
@@ -80,11 +90,16 @@ class LocalPrefillPolicy:
         *,
         remote_only: bool,
     ) -> PrefillDecision:
-        """uncached: prompt tokens that this pod would compute. cached: prompt tokens that its cache holds."""
+        """Decides which pod computes the prompt.
+
+        Args:
+            uncached: prompt tokens that this pod would compute.
+            cached: prompt tokens that its cache holds.
+        """
         if self.mode == "off":
             return PrefillDecision(False, PrefillReason.OFF)
         if remote_only:
-            return PrefillDecision(False, PrefillReason.ASKED)
+            return PrefillDecision(False, PrefillReason.REMOTE_ONLY)
         if self.mode != "auto":
             return PrefillDecision(uncached <= int(self.mode), PrefillReason.THRESHOLD)
         if not cached:
@@ -100,7 +115,7 @@ class LocalPrefillPolicy:
 
 
 def _local_cost_s(uncached: int, state: DecodePodState, remote_cost: RemotePrefillCost) -> float | None:
-    """Seconds; None if no pod has measured the time of a chunk."""
+    """Returns the predicted cost of local prefill in seconds; None if no pod has measured the time of a chunk."""
 
     def chunk_delay_s(tokens: int) -> float:
         measured = state.chunk_s(min(tokens, state.chunk_tokens))
@@ -111,8 +126,9 @@ def _local_cost_s(uncached: int, state: DecodePodState, remote_cost: RemotePrefi
     delay_s = chunk_delay_s(uncached)
     if delay_s <= 0:
         return None
-    own = math.ceil(uncached / state.chunk_tokens)
-    ahead = math.ceil(state.queued_tokens / state.chunk_tokens)
+    own_steps = math.ceil(uncached / state.chunk_tokens)
+    steps_ahead = math.ceil(state.queued_tokens / state.chunk_tokens)
     step_s = state.step_s if state.running else 0.0
-    waiting_s = own * (step_s + delay_s) + ahead * (step_s + chunk_delay_s(state.queued_tokens))
-    return waiting_s + state.running * own * delay_s
+    waiting_s = own_steps * (step_s + delay_s) + steps_ahead * (step_s + chunk_delay_s(state.queued_tokens))
+    # The chunks of this prompt delay every running sequence.
+    return waiting_s + state.running * own_steps * delay_s

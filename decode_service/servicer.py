@@ -30,7 +30,8 @@ from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
+#: Deadline of callers without a gRPC timeout.
+DEFAULT_DEADLINE_S = 600.0
 HELLO_TIMEOUT_S = 10.0
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
 
@@ -46,7 +47,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """
         Args:
             window: unacknowledged token batches of a gateway at which its sequences are paused.
-            pause_limit_s: a gateway that is paused for so many seconds loses its sequences.
+            pause_limit_s: a gateway that is paused for this many seconds loses its sequences.
         """
         self._pod = pod
         self._window = window
@@ -67,7 +68,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveResponse:
-        """See decode.proto."""
+        """Implements Reserve of decode.proto."""
         pod = self._pod
         deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
         valid = request_from_pb(request.request)
@@ -137,7 +138,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def Abort(
         self, request: decode_pb2.DecodeAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.DecodeAbortResponse:
-        """See decode.proto."""
+        """Implements Abort of decode.proto."""
         if hand_off := self._requests.get(request.request_id):
             if request.HasField("child"):
                 hand_off.close_child(request.child)
@@ -150,7 +151,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[decode_pb2.TokensRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
-        """See decode.proto. The response headers say that the hello arrived: Reserve works from then on."""
+        """Implements Tokens of decode.proto. Reserve works after the response headers, which confirm the hello."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await anext(request_iterator, None)
@@ -173,7 +174,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             async for message in requests:
                 stream.ack(message.acked)
         finally:
-            stream.close()  # the gateway half-closed or went away
+            stream.close()  # the gateway half-closed or disconnected
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +247,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     # -- PodService ---------------------------------------------------------------------------------------------------
 
     def on_step(self, result: StepResult) -> None:
-        """Engine thread. Runs after each step and calls the event loop once for all outputs of the step."""
+        """Calls the event loop once for all outputs of a step. Engine thread, after each step."""
         outputs = [
             (hand_off, output)
             for output in result.outputs

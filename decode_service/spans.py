@@ -16,7 +16,7 @@ from decode_service.hand_off import DecodeHandOff
 
 
 def record_spans(tracer: Tracer, parent: TraceContext, hand_off: DecodeHandOff) -> None:
-    """parent: the caller's span."""
+    """Records the spans of a hand-off below `parent`, the caller's span."""
     now = time.monotonic()
     request, running = hand_off.request, hand_off.running_since
     named: Attributes = {"baton.request_id": request.request_id, "baton.local": hand_off.local}

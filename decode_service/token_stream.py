@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from common.pb import decode_pb2
 
-MAX_UNACKED_BATCHES = 256  # 2.5 s of output at 10 ms per step
+#: 2.5 s of output at 10 ms per step.
+MAX_UNACKED_BATCHES = 256
 PAUSE_LIMIT_S = 10.0
 
 

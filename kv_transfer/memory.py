@@ -25,11 +25,11 @@ class PinnedBlocks(Protocol):
     def blocks(self) -> Sequence[int]: ...
 
     def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Releases the pins of these physical blocks (None: of all that are left). Idempotent."""
+        """Releases the pins of these physical blocks (None: of all remaining blocks). Idempotent."""
 
 
 def release_pin(pin: PinnedBlocks, blocks: Sequence[int] | None = None) -> None:
-    """Releases a pin. An error is logged and not raised, because the caller has other pins to release."""
+    """Releases a pin. Logs an error and does not raise it, because the caller has other pins to release."""
     try:
         pin.release(blocks)
     except Exception:
@@ -38,28 +38,28 @@ def release_pin(pin: PinnedBlocks, blocks: Sequence[int] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """This process's pool: total_blocks blocks of block_bytes bytes, contiguous from address `base` on.
+    """This process's pool: total_blocks blocks of block_bytes bytes, contiguous from address `base`.
 
     The object keeps the memory alive.
     """
 
     base: int
     block_bytes: int
-    #: Includes the probe block and, in an engine's pool, the dummy block.
+    #: Includes the probe block and, in an engine's pool, the dummy block (engine/kv/kv_pool.py).
     total_blocks: int
     #: CUDA device index; 0 for DRAM.
     device: int
     kind: MemoryKind
     #: Connections are probed with writes from and to this block.
     probe_block: int
-    #: Copy one whole block. The transfer thread may call both.
+    #: Copy one whole block out of the pool or into it. The transfer thread may call both.
     read_block: Callable[[int], bytes]
     write_block: Callable[[int, bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """A peer's pool, from the peer's handshake. The fields are those of PoolMemory."""
+    """A peer's pool, from the peer's handshake. The fields have the meaning that they have in PoolMemory."""
 
     base: int
     block_bytes: int
@@ -69,7 +69,7 @@ class PeerMemory:
 
 
 def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
-    """A zeroed pool of num_blocks + 1 blocks in host memory, the last one for probes. For tests and benchmarks."""
+    """Builds a zeroed pool of num_blocks + 1 blocks in host memory, the last for probes. For tests and benchmarks."""
     total = num_blocks + 1
     area = mmap.mmap(-1, total * block_bytes)
     base = ctypes.addressof(ctypes.c_char.from_buffer(area))
@@ -86,20 +86,20 @@ def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
 
 
 def device_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
-    """A zeroed pool of num_blocks + 1 blocks on the first visible GPU, the last one for probes. Raises RuntimeError."""
+    """Builds a zeroed pool of num_blocks + 1 blocks on the first GPU, the last for probes. Raises RuntimeError."""
     import torch  # lazy: kv_transfer itself must not load torch
 
-    data = torch.zeros((num_blocks + 1, block_bytes), dtype=torch.uint8, device="cuda:0")
+    pool = torch.zeros((num_blocks + 1, block_bytes), dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
 
     def read_block(block: int) -> bytes:
-        content: bytes = data[block].cpu().numpy().tobytes()
-        return content
+        data: bytes = pool[block].cpu().numpy().tobytes()
+        return data
 
-    def write_block(block: int, content: bytes) -> None:
-        if len(content) != block_bytes:
-            raise ValueError(f"a block has {block_bytes} bytes, got {len(content)}")
-        data[block].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    def write_block(block: int, data: bytes) -> None:
+        if len(data) != block_bytes:
+            raise ValueError(f"a block has {block_bytes} bytes, got {len(data)}")
+        pool[block].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         torch.cuda.synchronize()
 
-    return PoolMemory(data.data_ptr(), block_bytes, num_blocks + 1, 0, "VRAM", num_blocks, read_block, write_block)
+    return PoolMemory(pool.data_ptr(), block_bytes, num_blocks + 1, 0, "VRAM", num_blocks, read_block, write_block)

@@ -50,14 +50,15 @@ from kv_transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
-START_S = 60.0  # the first agent of a machine loads libraries and initialises devices
+#: The first agent of a machine loads libraries and initializes devices.
+START_S = 60.0
 DRAIN_CALL_S = 2.0
 JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
 
 def _lend_nothing(hashes: Sequence[bytes], first: int) -> PinnedBlocks | None:
-    """For a pod without a prefix cache."""
+    """Lends no blocks: the pod has no prefix cache."""
     return None
 
 
@@ -197,14 +198,17 @@ class TransferNode:
     ) -> OutgoingTransfer:
         """Starts a transfer to `target` in the background. Event loop. Failures are raised by done().
 
-        num_prompt_blocks: blocks of the whole prompt, with the partial last one. deadline_s: seconds from now.
+        Args:
+            num_prompt_blocks: blocks of the whole prompt, with the partial last one.
+            deadline_s: seconds from now.
+
         Raises Unavailable before start() and after stop().
         """
         self._require_running()
         return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
 
     async def connect(self, address: str, timeout_s: float = 30.0, generation: int | None = None) -> PeerStats:
-        """Handshake and probe with the pod at `address` (None: any generation). Returns at once if connected."""
+        """Connects to and probes the pod at `address` (None: any generation). Returns at once if connected."""
         connection = await self._connector.connect(address, timeout_s, generation)
         return connection.stats
 
@@ -238,7 +242,7 @@ class TransferNode:
         return transfer_id
 
     def release(self, transfer_id: TransferId) -> None:
-        """The request is over on this pod. Any thread; idempotent; unknown ids are ignored.
+        """Tells the node that the request has ended on this pod. Any thread; idempotent; ignores unknown ids.
 
         Before READY this aborts the transfer: on_failed gets Cancelled, and the blocks stay quarantined while they may
         be written.
@@ -286,7 +290,7 @@ class TransferNode:
         )
 
     def pair_stats(self) -> tuple[PairStats, ...]:
-        """This pod's traffic with every other pod. Any thread; cheap."""
+        """Returns this pod's traffic with every other pod. Any thread; cheap."""
         return self._pairs.stats(self._connector.stats())
 
     def _require_running(self) -> None:

@@ -15,7 +15,8 @@ from kv_transfer.messages import Commit
 
 _RANGE = struct.Struct(">4sQQII")
 _COMMIT = struct.Struct(">4sQQH")
-_FIRST = struct.Struct(">IB")  # first token, finish reason
+#: First token, finish reason.
+_FIRST = struct.Struct(">IB")
 _COMMITTED = struct.Struct(">4sQQI")
 _RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN1", b"BTN2", b"BTN3"
 

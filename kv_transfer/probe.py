@@ -23,9 +23,11 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import PeerMemory, PoolMemory, device_pool, host_pool
 
 HOST = "cpu"
-BLOCK_BYTES = 1 << 20  # doubled on a GPU: a block of an 8B model
+#: A block of an 8B model; doubled on a GPU.
+BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 64
-GPU_ROUNDS = 16  # a single write of all blocks is too short to be timed well
+#: A single write of all blocks is too short to be timed well.
+GPU_ROUNDS = 16
 DEADLINE_S = 60.0
 
 
@@ -75,7 +77,7 @@ def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
 
 
 def _pool(where: str) -> PoolMemory:
-    """Blocks in host memory or on a GPU, which becomes the only visible GPU of this process."""
+    """Builds blocks in host memory or on a GPU, which becomes the only visible GPU of this process."""
     if where == HOST:
         return host_pool(NUM_BLOCKS, BLOCK_BYTES)
     os.environ["CUDA_VISIBLE_DEVICES"] = where
@@ -112,7 +114,7 @@ def _closed(descriptor: int) -> bool:
 
 
 def _write(backend: NixlBackend, peer: str, blocks: range) -> float:
-    """Seconds of one write. Raises TransferFailed."""
+    """Returns the seconds of one write. Raises TransferFailed."""
     began, these = time.perf_counter(), list(blocks)
     handle = backend.write(peer, these, these, b"")
     deadline = time.monotonic() + DEADLINE_S
@@ -142,7 +144,7 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point. Returns the exit code."""
+    """Runs the probe with these command-line arguments. Returns the exit code."""
     try:
         if argv[:1] == ["receive"]:
             receive(*argv[1:])

@@ -44,7 +44,8 @@ from kv_transfer.transfer_thread import TransferThread
 MAX_WRITERS = 1024
 #: Seconds after a handshake in which writes are expected.
 EXPECT_WRITES_S = 5.0
-_CALL_S = 10.0  # for callers without a deadline
+#: Time limit of callers without a deadline.
+_CALL_S = 10.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -96,13 +97,17 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         mine = self._info()
         require_compatible(mine, request.info)
         pod = request.info.pod
-        known = self._writers.get(pod)
-        if known is not None and known.generation > request.info.generation:
+        last_writer = self._writers.get(pod)
+        if last_writer is not None and last_writer.generation > request.info.generation:
             self._dropped.count("old_generation")
             raise TransferFailed(
-                f"{pod} shook hands with generation {known.generation}, newer than {request.info.generation}"
+                f"{pod} shook hands with generation {last_writer.generation}, newer than {request.info.generation}"
             )
-        gone = [] if known is None or known.generation == request.info.generation else [agent_name(known)]
+        gone = (
+            []
+            if last_writer is None or last_writer.generation == request.info.generation
+            else [agent_name(last_writer)]
+        )
         self._mark_recent(pod, request.info)
         while len(self._writers) > MAX_WRITERS:
             gone.append(agent_name(self._writers.pop(next(iter(self._writers)))))
@@ -204,7 +209,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             raise Unauthenticated(message)
 
     def _writer(self, pod: str, generation: int) -> transfer_pb2.InfoResponse:
-        """The writer's handshake. Raises UnknownTransfer; its field is `pod` if a new handshake would help."""
+        """Returns the writer's handshake. Raises UnknownTransfer; its field is `pod` if a new handshake would help."""
         info = self._writers.get(pod)
         if info is None or info.generation < generation:
             self._dropped.count("unknown_pod")

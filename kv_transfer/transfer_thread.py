@@ -104,7 +104,7 @@ class TransferThread:
         self._wake.set()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Like submit. The future has the result."""
+        """Runs the function like `submit` and returns a future with its result."""
         future: Future[T] = Future()
 
         def run() -> None:

@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 
 
 def _draft_dir(config: PodConfig) -> Path | None:
-    """Directory of the draft model, which may be a known name, or of the EAGLE head."""
+    """Returns the directory of the draft model, which may be a known name, or of the EAGLE head."""
     name = config.speculation_model
     if name is None:
         return None
@@ -26,7 +26,7 @@ def _draft_dir(config: PodConfig) -> Path | None:
 
 
 def engine_config(config: PodConfig) -> EngineConfig:
-    """The engine's part of a pod's configuration. Decode pods compute local prompts in small chunks."""
+    """Builds the engine's part of a pod's configuration. Decode pods compute local prompts in small chunks."""
     made = EngineConfig(
         model_dir=resolve_model(config.model, tokenizer=False, weights=config.load_format == "auto"),
         device=config.device,

@@ -72,7 +72,7 @@ class GpuMonitor:
         self._failing = False
 
     def reading(self) -> GpuReading | None:
-        """A reading of the last READING_TTL_S seconds. None while the driver does not answer."""
+        """Returns a reading of the last READING_TTL_S seconds. None while the driver does not answer."""
         with self._lock:
             if self._clock() - self._at >= READING_TTL_S:
                 self._kept, self._at = self._try(), self._clock()
@@ -91,7 +91,7 @@ class GpuMonitor:
 
 
 def gpu_monitor(device: torch.device) -> GpuMonitor | None:
-    """Monitor of a torch device; None for a device that is not a GPU."""
+    """Returns the monitor of a torch device; None for a device that is not a GPU."""
     if device.type != "cuda":
         return None
     index = device.index

@@ -36,7 +36,7 @@ class QuarantineWatch:
         self._since: float | None = None
 
     def overdue(self, counts: PoolCounts, now: float) -> bool:
-        """Call about once a second. now: monotonic seconds."""
+        """Returns whether the limit has passed. Call about once a second; `now` is monotonic seconds."""
         if counts.quarantined <= self._share * counts.total:
             self._since = None
             return False
@@ -74,7 +74,7 @@ class PodHealth:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Idempotent. No effect if never started."""
+        """Stops the checks. Idempotent. Has no effect if they were never started."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -24,7 +24,7 @@ class PodLimits:
     #: Prompt plus output tokens.
     max_model_len: int
     block_size: int
-    #: Of the whole pool.
+    #: Blocks of the whole pool.
     num_blocks: int
 
     def check(self, request: ValidRequest, *, generates: bool) -> None:
@@ -70,11 +70,14 @@ class PodLimits:
             )
 
     def max_blocks(self, request: ValidRequest) -> int:
-        """Most blocks that the request can fill. The KV of the last token is never computed."""
+        """Returns the most blocks that the request can fill. The KV of the last token is never computed."""
         return self._blocks(request.prompt_len + request.sampling.max_tokens - 1)
 
     def initial_blocks(self, request: ValidRequest, n: int | None = None) -> int:
-        """Blocks with which n sequences can start: the prompt's, and one more per sequence that has tokens to write."""
+        """Returns the blocks with which n sequences can start.
+
+        These are the prompt's blocks, and one more per sequence that has tokens to write.
+        """
         alone = min(self._blocks(request.context_len) + 1, self.max_blocks(request))
         more = 0 if request.sampling.max_tokens == 1 else (n or request.sampling.n) - 1
         return alone + more

@@ -1,4 +1,8 @@
-"""Metrics of a pod: step times, batch sizes, tokens, KV blocks, transfers, outcomes; and their form on the wire."""
+"""Metrics of a pod: step times, batch sizes, tokens, KV blocks, transfers, outcomes; and their form on the wire.
+
+To add a metric: declare it in PodMetrics, or in an add_..._metrics function if it is read at each scrape, and add its
+row to the table in docs/operations.md. tests/integration/test_metric_names.py compares both.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats
 from pod.gpu import GpuReading
 
-# Seconds. KV is pushed during the prefill, so the wait at its end is a few milliseconds.
+#: Seconds. KV is pushed during the prefill, so the wait at its end is a few milliseconds.
 HAND_OFF_BUCKETS = (
     0.0005,
     0.001,
@@ -192,16 +196,16 @@ class PodMetrics:
         )
 
     def count_pull(self, outcome: str, reason: str) -> None:
-        """A pull hint was handled. outcome: done, skipped, refused or failed."""
+        """Counts a pull hint. outcome: done, skipped, refused or failed."""
         self._pulls.labels(outcome, reason).inc()
 
     def observe_pull(self, seconds: float, *, predicted_s: float) -> None:
-        """A pull succeeded. predicted_s: the seconds that routing expected."""
+        """Records a pull that succeeded. predicted_s: the seconds that routing expected."""
         self._pull_seconds.observe(seconds)
         self._pull_predicted.observe(predicted_s)
 
     def count_decision(self, *, local: bool, reason: str) -> None:
-        """A request was admitted. local: this pod computes its prompt."""
+        """Counts an admitted request. local: this pod computes its prompt."""
         outcome = "local" if local else "remote"
         self.reserved.labels(outcome).inc()
         self._decided.labels(outcome, reason).inc()

@@ -51,7 +51,7 @@ class _RankPool:
 
 
 def _run_transfer_backend(channel: RankChannel, make: Callable[[], Backend], pool: _RankPool) -> None:
-    """Thread of the agent. Ends the process if the agent fails."""
+    """Runs the agent's thread. Ends the process if the agent fails."""
     code = EXIT_ABANDONED
     try:
         serve_rank_backend(channel, make, pool.memory)

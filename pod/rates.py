@@ -1,7 +1,7 @@
-"""Speed of this pod by its own measurements. Routing multiplies them with its work.
+"""The measured speed of this pod. Routing predicts times from it.
 
-Each figure is a straight line through recent points (least squares with exponential forgetting), so it follows the
-current load and lengths:
+Each rate except the pull time is a straight line through recent points (least squares with exponential forgetting), so
+it follows the current load and lengths:
 - a prefill step: fixed time plus time per token;
 - a decode step: fixed time plus time per sequence;
 - a chunk in a step that decodes: the time that it adds to the step;
@@ -13,12 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-DECAY = 0.97  # a point loses this factor of its weight with each new point
-# A decode step reads all weights for any batch size, so steps of one size say little about smaller ones. Yet a further
-# sequence is never free.
+#: A point loses this factor of its weight with each new point.
+DECAY = 0.97
+#: Fixed share of a decode step while the steps have one size. A decode step reads all weights for any batch size, so
+#: steps of equal size do not show the fixed part. A second sequence is assumed to cost something, too.
 DECODE_FIXED_SHARE = 0.5
-PULL_SHARE = 0.2  # weight of the newest pull in the mean
-# The measured pull time expires: a long one stops all pulls, and no new pull would correct it.
+#: Weight of the newest pull in the mean.
+PULL_SHARE = 0.2
+#: The measured pull time expires, because a long one stops all pulls, and no new pull would correct it.
 PULL_TTL_S = 120.0
 
 
@@ -50,7 +52,8 @@ class LinearFit:
     def fit(self, fixed: float = 0.0) -> tuple[float, float]:
         """Returns base and slope. Call only if `known`.
 
-        fixed: the share of y that does not grow with x, used if x hardly varies or y falls with x.
+        Args:
+            fixed: the share of y that does not grow with x, used if x hardly varies or y falls with x.
         """
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
@@ -65,15 +68,17 @@ class LinearFit:
 
 
 class PodRates:
-    """Written by one thread, read by any. A reader sees a recent state.
+    """Measured rates of one pod. One thread writes; any thread reads, possibly a slightly older state.
 
-    full_step: tokens of a full prefill step. clock: monotonic seconds.
+    Args:
+        full_step: tokens of a full prefill step.
+        clock: monotonic seconds.
     """
 
     def __init__(self, full_step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._full_step = full_step
-        self._filled = False
+        self._saw_half_full_step = False
         self._prefill = LinearFit()
         self._decode = LinearFit()
         self._chunk = LinearFit()
@@ -82,54 +87,51 @@ class PodRates:
         self._pulled_at = float("-inf")
 
     def observe_step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
-        """One engine step. prompt_tokens include recomputed ones."""
+        """Records one engine step. prompt_tokens include recomputed tokens."""
         if seconds <= 0:
             return
         if prompt_tokens and decode_tokens and self._decode.known:
             base, slope = self.decode_fit()
             self._chunk.add_point(prompt_tokens, max(0.0, seconds - base - slope * decode_tokens))
         if prompt_tokens:
-            self._filled = self._filled or 2 * prompt_tokens >= self._full_step
+            self._saw_half_full_step = self._saw_half_full_step or 2 * prompt_tokens >= self._full_step
             self._prefill.add_point(prompt_tokens + decode_tokens, seconds)
         elif decode_tokens:
             self._decode.add_point(decode_tokens, seconds)
 
     def observe_hand_off(self, tokens: int, seconds: float) -> None:
-        """The end of a hand-off: the KV of `tokens` prompt tokens moved and was acknowledged `seconds` after the last
-        chunk.
-        """
+        """Records a hand-off of `tokens` prompt tokens: `seconds` from the last chunk to the acknowledgement."""
         if tokens > 0 and seconds > 0:
             self._transfer.add_point(tokens, seconds)
 
     def prefill_fit(self) -> tuple[float, float]:
-        """Prompt tokens per second of full steps, and seconds of an empty step; zeros while unknown."""
+        """Returns the prompt tokens per second of full steps and the seconds of an empty step; zeros while unknown."""
         if not self._prefill.known:
             return 0.0, 0.0
         base, slope = self._prefill.fit()
-        if (
-            not self._filled
-        ):  # a small step has the fixed time of any step: its time per token says little of a full one
+        # A small step has the fixed time of any step, so its time per token says little about a full step.
+        if not self._saw_half_full_step:
             base = max(base, self._prefill.mean / 2)
             slope = min(slope, base / self._full_step)
         return self._full_step / (base + slope * self._full_step), base
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds for so many prompt tokens; 0 until a step was at least half full, because small steps say little."""
-        return self.prefill_estimate_s(tokens) if self._filled else 0.0
+        """Returns the seconds for `tokens` prompt tokens; 0 before the first step that was at least half full."""
+        return self.prefill_estimate_s(tokens) if self._saw_half_full_step else 0.0
 
     def prefill_estimate_s(self, tokens: int) -> float:
-        """The same from steps of any size, too short if all were small; 0 before the first step."""
+        """Returns `prefill_s` from steps of any size: too low if all were small; 0 before the first step."""
         rate, base = self.prefill_fit()
         return base + tokens / rate if rate else 0.0
 
     def decode_fit(self) -> tuple[float, float]:
-        """Seconds of a decode step: fixed part, and part per sequence; zeros while unknown."""
+        """Returns the seconds of a decode step, the fixed part and the part per sequence; zeros while unknown."""
         return self._decode.fit(DECODE_FIXED_SHARE) if self._decode.known else (0.0, 0.0)
 
     def chunk_s(self, tokens: int) -> float:
-        """Seconds that so many prompt tokens add to a step that decodes; 0 while unknown.
+        """Returns the seconds that `tokens` prompt tokens add to a step that decodes; 0 while unknown.
 
-        Until it was measured with decodes, the figure of steps without decodes is used.
+        Until such a step was measured, the time of steps without decodes is used.
         """
         fit = self._chunk if self._chunk.known else self._prefill
         if not fit.known:
@@ -138,18 +140,22 @@ class PodRates:
         return base + slope * tokens
 
     def transfer_fit(self) -> tuple[float, float]:
-        """Prompt tokens per second that a hand-off moves, and fixed seconds of its end; zeros while unknown."""
+        """Returns the prompt tokens per second of a hand-off and the fixed seconds at its end; zeros while unknown."""
         if not self._transfer.known:
             return 0.0, 0.0
         base, slope = self._transfer.fit()
         return (1 / slope if slope > 0 else 0.0), base
 
     def observe_pull(self, seconds: float, moving_s: float) -> None:
-        """A pull took `seconds`, or was given up after them. moving_s: time for its bytes at the pair's rate."""
-        beyond, known = max(seconds - moving_s, 1e-6), self.pull_s()
-        self._pull_s = known + (beyond - known) * (PULL_SHARE if known else 1.0)
+        """Records a pull that took `seconds`, or was given up after `seconds`.
+
+        Args:
+            moving_s: time for its bytes at the pair's rate.
+        """
+        fixed_s, mean_s = max(seconds - moving_s, 1e-6), self.pull_s()
+        self._pull_s = mean_s + (fixed_s - mean_s) * (PULL_SHARE if mean_s else 1.0)
         self._pulled_at = self._clock()
 
     def pull_s(self) -> float:
-        """Recent seconds of a pull without moving its bytes; 0 while unknown."""
+        """Returns the mean seconds of recent pulls without the time for their bytes; 0 while unknown."""
         return self._pull_s if self._clock() - self._pulled_at < PULL_TTL_S else 0.0

@@ -239,7 +239,7 @@ class PodRuntime:
                     raise output.error
 
     async def run(self, service: PodService) -> None:
-        """Starts, serves until a signal, drains, stops.
+        """Starts the pod, serves until a signal, drains and stops.
 
         Ends without a signal, with SystemExit, if a quarantine lasts too long (3) or a thread of the pod has ended (4).
         """
@@ -309,11 +309,11 @@ class PodRuntime:
     # -- for services and peers ---------------------------------------------------------------------------------------
 
     def caller_span(self, context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext | None:
-        """The caller's span, if this pod and the caller record spans."""
+        """Returns the caller's span, if this pod and the caller record spans."""
         if self.tracer is None:
             return None
-        found = trace_context_of(dict(context.invocation_metadata() or ()))
-        return found if found is not None and found.sampled else None
+        context_of_caller = trace_context_of(dict(context.invocation_metadata() or ()))
+        return context_of_caller if context_of_caller is not None and context_of_caller.sampled else None
 
     def require_ready(self) -> None:
         """Raises Unavailable unless the pod accepts new work."""
@@ -329,7 +329,7 @@ class PodRuntime:
         self.require_deadline(others + queued_tokens + request.prompt_len, deadline_s)
 
     def require_deadline(self, queued_tokens: int, deadline_s: float) -> None:
-        """Raises Overloaded if so many prompt tokens take longer than deadline_s at the measured rate."""
+        """Raises Overloaded if `queued_tokens` prompt tokens take longer than deadline_s at the measured rate."""
         if (need_s := self.rates.prefill_s(queued_tokens)) > deadline_s:
             raise Overloaded(
                 f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work, and the request has "
@@ -348,7 +348,7 @@ class PodRuntime:
         return grammars.get_cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
 
     def info(self) -> transfer_pb2.InfoResponse:
-        """The authoritative description of this pod. Any thread."""
+        """Returns the authoritative description of this pod. Any thread."""
         state = self.lifecycle.state
         return transfer_pb2.InfoResponse(
             protocol_version=PROTOCOL_VERSION,
@@ -381,7 +381,7 @@ class PodRuntime:
         )
 
     def load(self) -> PodLoad:
-        """The figures that routing weighs."""
+        """Returns the load and the rates that routing weighs."""
         stats, service = self.engine.scheduler.stats(), self._service
         prefill_rate, prefill_overhead_s = self.rates.prefill_fit()
         step_s, step_slope_s = self.rates.decode_fit()

@@ -26,7 +26,8 @@ from engine.schedule.sequence import Sequence
 from pod.requests import RequestRegistry
 from prefix_index.publisher import IndexPublisher
 
-DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
+#: Deadline of callers without a gRPC timeout.
+DEFAULT_DEADLINE_S = 600.0
 
 
 class _EmbeddingRequest:
@@ -55,7 +56,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
     async def Embed(
         self, request: embedding_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> embedding_pb2.EmbedResponse:
-        """See embedding.proto."""
+        """Implements Embed of embedding.proto."""
         valid, left = request_from_pb(request.request), remaining_s(context, DEFAULT_DEADLINE_S)
         self._check(valid, self.queued_tokens, left)
         if valid.request_id in self._requests:
@@ -75,11 +76,11 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         return embedding_pb2.EmbedResponse(values=vector, cached_tokens=pending.seq.cached_tokens)
 
     def _on_refused(self, pending: _EmbeddingRequest, error: BatonError) -> None:
-        """The engine did not accept the sequence. Any thread."""
+        """Handles that the engine did not accept the sequence. Any thread."""
         self._aio.call_soon_threadsafe(self._end, pending, None, error)
 
     def on_step(self, result: StepResult) -> None:
-        """Engine thread, after each step."""
+        """Ends the embedding requests that ended in a step. Engine thread."""
         for output in result.outputs:
             if output.seq.wants_embedding and output.ended:
                 vector, error = self._outcome(output)
@@ -130,7 +131,8 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
             self._end(pending, None, error)
 
 
-INDEX_POLLS, POLL_S = 100, 0.01  # an answer waits at most 1 s for the index
+#: An answer waits at most 1 s for the index.
+INDEX_POLLS, POLL_S = 100, 0.01
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
@@ -143,7 +145,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> control_pb2.ResetPrefixCacheResponse:
-        """See control.proto."""
+        """Implements ResetPrefixCache of control.proto."""
         cleared = await asyncio.to_thread(self._pool.reset_prefix_cache)  # it may wait for a copy to the host
         kept = len(self._pool.cached_hashes())
         index = self._index()

@@ -18,13 +18,14 @@ from kv_transfer.backend.rank_backend import RankBackendClient
 from kv_transfer.backend.sharded import ShardedBackend
 from kv_transfer.memory import PoolMemory
 
-TRANSFER_CHANNEL = "transfers"  # kind of a rank's second channel
+#: Kind of a rank's second channel.
+TRANSFER_CHANNEL = "transfers"
 
 BackendFactory = Callable[[PodConfig], Backend]
 
 
 def make_backend(transport: str, net_devices: str | None) -> Backend:
-    """The backend of one process. Loopback has a fabric of its own, so only an aggregated pod can use it."""
+    """Returns the backend of one process. Loopback has a fabric of its own, so only an aggregated pod can use it."""
     return NixlBackend(net_devices) if transport == "nixl" else LoopbackBackend(LoopbackFabric())
 
 
@@ -39,7 +40,7 @@ def start_ranks(config: PodConfig, engine: EngineConfig) -> RankGroup:
 
 
 def rank_command(config: PodConfig | WorkerConfig, rank: int, master: str, ready_fd: int | None = None) -> list[str]:
-    """Command line of a rank of a pod (pod/rank.py). ready_fd: gets a byte once the rank is ready."""
+    """Returns the command line of a rank of a pod (pod/rank.py). ready_fd gets a byte once the rank is ready."""
     settings = {
         "ready_fd": ready_fd,
         "transport": config.transport,
@@ -51,7 +52,7 @@ def rank_command(config: PodConfig | WorkerConfig, rank: int, master: str, ready
 
 
 def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
-    """The backend of a pod: this process's agent, and those of the other ranks."""
+    """Returns the backend of a pod: this process's agent and the other ranks' agents."""
     own = make_backend(config.transport, config.net_devices)
     if members is None:
         return own
@@ -61,7 +62,7 @@ def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
 
 
 def pool_memory(kv: KVPool) -> PoolMemory:
-    """The engine's KV pool for registration with a transfer agent."""
+    """Returns the engine's KV pool for registration with a transfer agent."""
     return PoolMemory(
         base=kv.data_ptr,
         block_bytes=kv.block_bytes,

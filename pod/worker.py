@@ -86,7 +86,7 @@ class Worker:
         return process, reads
 
     async def _ready(self, fds: list[int]) -> None:
-        """Health reports SERVING once every rank is ready."""
+        """Makes health report SERVING once every rank is ready."""
         ready = await asyncio.gather(*(_first_byte(fd) for fd in fds))
         if all(ready) and not self._lifecycle.draining:
             _log.info("ranks %s are ready", list(self._config.ranks))

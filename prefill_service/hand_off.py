@@ -79,7 +79,7 @@ class _PushPin:
         return self._pin.blocks
 
     def release(self, blocks: abc.Sequence[int] | None = None) -> None:
-        """Any thread."""
+        """Releases the pins of these blocks (None: of all remaining blocks). Any thread."""
         self._pin.release(blocks)
         if not self._pin.pinned:
             self._on_released()
@@ -267,22 +267,22 @@ class PrefillHandOff:
                     self._held_pushes.append((first, pin))
 
     def on_engine_released(self) -> None:
-        """The engine released the sequence. Any thread."""
+        """Handles that the engine released the sequence. Any thread."""
         self._aio.call_soon_threadsafe(self._engine_ended.set)
 
     def on_refused(self, error: BatonError) -> None:
-        """The engine did not accept the sequence. Any thread."""
+        """Handles that the engine did not accept the sequence. Any thread."""
         self._post(error)
         self.on_engine_released()
 
     # -- transfer thread ----------------------------------------------------------------------------------------------
 
     def on_progress(self, delivered: int) -> None:
-        """`delivered` blocks have reached the target so far."""
+        """Handles that `delivered` blocks have reached the target."""
         self.history.append(HandOffEvent("delivered", delivered, time.monotonic()))
 
     def _on_push_released(self, first: int) -> None:
-        """No write of the push that starts at block `first` is left."""
+        """Handles that no write of the push that starts at block `first` is left."""
         self.pushes[first].end = time.monotonic()
 
         def end() -> None:
@@ -442,6 +442,6 @@ class PrefillHandOff:
         )
 
     def delivered_before_last_chunk(self) -> int:
-        """Blocks that were delivered before the last chunk was computed, by the order of `history`."""
+        """Returns the blocks delivered before the last chunk was computed, by the order of `history`."""
         last = max((i for i, entry in enumerate(self.history) if entry.kind == "chunk"), default=0)
         return max((entry.value for entry in self.history[:last] if entry.kind == "delivered"), default=0)

@@ -36,7 +36,7 @@ SMALL_STEP_FACTOR = 4.0
 
 
 def pull_time_limit_s(rates: PodRates, tokens: int) -> float:
-    """Seconds that a pull of `tokens` tokens may take: as long as computing them."""
+    """Returns the seconds that a pull of `tokens` tokens may take: as long as computing them."""
     if compute_s := rates.prefill_s(tokens):
         return min(MAX_TIME_S, max(MIN_TIME_S, compute_s))
     estimate_s = rates.prefill_estimate_s(tokens)
@@ -58,12 +58,12 @@ class PrefixPuller:
             metrics.count_pull("skipped", "off")
             return False
         layout = self._pod.engine.layout
-        wanted = min(hint.blocks, matchable_blocks(request.context_len, layout.block_size))
-        if not wanted or request.sampling.prompt_logprobs is not None:
+        num_blocks = min(hint.blocks, matchable_blocks(request.context_len, layout.block_size))
+        if not num_blocks or request.sampling.prompt_logprobs is not None:
             metrics.count_pull("skipped", "useless")
             return False
         hashes = hash_blocks(
-            request.context_ids[: wanted * layout.block_size],
+            request.context_ids[: num_blocks * layout.block_size],
             fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             salt=request.cache_salt,
@@ -80,7 +80,7 @@ class PrefixPuller:
     async def _pull_accounted(
         self, request_id: str, hashes: list[bytes], hint: prefill_pb2.PullHint, deadline_s: float
     ) -> bool:
-        """One pull with its metrics. Returns whether the holder was asked."""
+        """Pulls once and counts it in the metrics. Returns whether the holder was asked."""
         began, metrics = time.monotonic(), self._pod.metrics
         try:
             outcome, reason = await self._pull(request_id, hashes, hint, deadline_s)

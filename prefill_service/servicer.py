@@ -29,7 +29,8 @@ from prefill_service.spans import record_spans
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_DEADLINE_S = 600.0  # for callers without a gRPC timeout
+#: Deadline of callers without a gRPC timeout.
+DEFAULT_DEADLINE_S = 600.0
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -51,7 +52,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        """See prefill.proto."""
+        """Implements Prefill of prefill.proto."""
         valid = request_from_pb(request.request)
         grammar = await self._pod.compile_grammar(valid)
         hint = request.pull if request.HasField("pull") else None
@@ -69,7 +70,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def SetTarget(
         self, request: prefill_pb2.SetTargetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.SetTargetResponse:
-        """See prefill.proto. SetTarget may overtake the Prefill that it belongs to, so it waits for it."""
+        """Implements SetTarget of prefill.proto. Waits for the Prefill that it belongs to, which it may overtake."""
         target = kv_target_from_pb(request.target)
         hand_off = await retry_until(lambda: self._requests.get(request.request_id), lambda found: found is None)
         if hand_off is None:
@@ -80,7 +81,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Abort(
         self, request: prefill_pb2.PrefillAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PrefillAbortResponse:
-        """See prefill.proto."""
+        """Implements Abort of prefill.proto."""
         if hand_off := self._requests.get(request.request_id):
             hand_off.fail(Cancelled("the request was aborted"))
         return prefill_pb2.PrefillAbortResponse()
@@ -112,9 +113,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             request, hand_off=True, grammar=grammar, output=request.output_ids, child=request.child
         )
         hand_off = PrefillHandOff(pod, seq, deadline_s, puller=self._puller, caller_span=caller_span)
-        self._requests.add(
-            request.request_id, hand_off
-        )  # first: the engine may run a step as soon as it has the prompt
+        # Added first, because the engine may run a step as soon as it has the prompt.
+        self._requests.add(request.request_id, hand_off)
         try:
             hand_off.start(target, hint)
         except BaseException:
@@ -134,7 +134,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     # -- PodService ---------------------------------------------------------------------------------------------------
 
     def on_step(self, result: StepResult) -> None:
-        """Engine thread. Runs after each step, before the leases of ended sequences are finished."""
+        """Handles the outputs of a step. Engine thread, before the leases of ended sequences are finished."""
         for output in result.outputs:
             hand_off = self._requests.get(output.seq.request_id)
             if hand_off is None or hand_off.seq.request is not output.seq.request:

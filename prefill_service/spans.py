@@ -20,26 +20,28 @@ from prefill_service.hand_off import PrefillHandOff
 
 
 def record_spans(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff) -> None:
-    """parent: the caller's span."""
-    own, seq, outcome = parent.new_child(), hand_off.seq, hand_off.outcome
+    """Records the spans of a hand-off below `parent`, the caller's span."""
+    request_span, seq, outcome = parent.new_child(), hand_off.seq, hand_off.outcome
     end_at = next((entry.at for entry in hand_off.history if entry.kind == "end"), time.monotonic())
     chunks = [entry for entry in hand_off.history if entry.kind == "chunk"]
     queued = hand_off.arrived_at
     if hand_off.pulled_from is not None:
         pod, queued = hand_off.pulled_from
-        tracer.record_span("prefill.pull", own.new_child(), own, hand_off.arrived_at, queued, {"baton.pod": pod})
+        tracer.record_span(
+            "prefill.pull", request_span.new_child(), request_span, hand_off.arrived_at, queued, {"baton.pod": pod}
+        )
     if chunks:
-        tracer.record_span("prefill.queue", own.new_child(), own, queued, chunks[0].start)
+        tracer.record_span("prefill.queue", request_span.new_child(), request_span, queued, chunks[0].start)
     done = seq.cached_tokens
     for chunk in chunks:
         counted = {"baton.tokens": chunk.value - done, "baton.computed_tokens": chunk.value}
-        tracer.record_span("prefill.chunk", own.new_child(), own, chunk.start, chunk.at, counted)
+        tracer.record_span("prefill.chunk", request_span.new_child(), request_span, chunk.start, chunk.at, counted)
         done = chunk.value
     if hand_off.pushes or isinstance(outcome, TransferReport):
-        _record_transfer(tracer, own, hand_off, end_at)
+        _record_transfer(tracer, request_span, hand_off, end_at)
     tracer.record_span(
         "prefill.request",
-        own,
+        request_span,
         parent,
         hand_off.arrived_at,
         end_at,
@@ -55,17 +57,28 @@ def record_spans(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff)
 
 
 def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: PrefillHandOff, end_at: float) -> None:
-    own, outcome = parent.new_child(), hand_off.outcome
+    transfer_span, outcome = parent.new_child(), hand_off.outcome
     pushes = sorted(hand_off.pushes.items())
     computed = max((entry.at for entry in hand_off.history if entry.kind in ("chunk", "first_token")), default=end_at)
     start = min([computed, *(push.start for _, push in pushes)])
     for first, push in pushes:
         blocks = {"baton.first_block": first, "baton.blocks": push.blocks}
-        tracer.record_span("transfer.push", own.new_child(), own, push.start, push.end or end_at, blocks)
+        tracer.record_span(
+            "transfer.push", transfer_span.new_child(), transfer_span, push.start, push.end or end_at, blocks
+        )
     to = "" if hand_off.target is None else hand_off.target.pod
-    found: dict[str, str | int | float] = {"baton.decode_pod": to}
+    attributes: dict[str, str | int | float] = {"baton.decode_pod": to}
     if isinstance(outcome, TransferReport):
-        found |= {"baton.blocks": outcome.blocks, "baton.bytes": outcome.bytes, "baton.transport": outcome.transport}
-        found |= {"baton.exposed_s": outcome.exposed_s, "baton.blocks_early": hand_off.delivered_before_last_chunk()}
+        attributes |= {
+            "baton.blocks": outcome.blocks,
+            "baton.bytes": outcome.bytes,
+            "baton.transport": outcome.transport,
+        }
+        attributes |= {
+            "baton.exposed_s": outcome.exposed_s,
+            "baton.blocks_early": hand_off.delivered_before_last_chunk(),
+        }
     error = outcome.message if isinstance(outcome, BatonError) else None
-    tracer.record_span("transfer.hand_off", own, parent, start, end_at, found, kind="client", error=error)
+    tracer.record_span(
+        "transfer.hand_off", transfer_span, parent, start, end_at, attributes, kind="client", error=error
+    )

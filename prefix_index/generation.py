@@ -17,7 +17,7 @@ _TIMEOUT_S = 1.0
 
 
 def decode_hash(raw: Mapping[str | bytes, str | bytes]) -> dict[str, str]:
-    """A Redis hash with text in place of bytes."""
+    """Returns a Redis hash with text in place of bytes."""
     return {_text(name): _text(value) for name, value in raw.items()}
 
 
@@ -26,7 +26,7 @@ def _text(raw: str | bytes) -> str:
 
 
 async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
-    """The record of the pod that holds the lease of a name; None if no pod does, or if Redis does not answer in 1 s."""
+    """Returns the record of the pod that holds a name's lease; None without one, or if Redis takes over 1 s."""
     keys = IndexKeys(scope)
     client = connect_redis(url, timeout_s=_TIMEOUT_S)
     try:
@@ -42,7 +42,7 @@ async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
 
 
 async def mint_generation(url: str | None, scope: str, pod: str) -> int:
-    """The generation of a starting pod: max(now in ms, last generation + 1).
+    """Returns the generation of a starting pod: max(now in ms, last generation + 1).
 
     Without an index, or if Redis does not answer in 1 s, it is the clock alone.
     """

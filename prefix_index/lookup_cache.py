@@ -46,7 +46,7 @@ class LookupCache:
         self._booked: OrderedDict[str, float] = OrderedDict()  # pod -> time of the last booking event; oldest first
 
     def get(self, scope: str, last: bytes, pods: Sequence[PodGeneration]) -> Mapping[PodGeneration, PrefixHits] | None:
-        """The hits of these pods (pods without hits may be missing), or None if there is no valid answer."""
+        """Returns the hits of these pods (pods without hits may be missing), or None if there is no valid answer."""
         answer = self._answers.get((scope, last))
         if answer is None or answer.asked_at < self._clock() - CACHE_S or not set(answer.pods).issuperset(pods):
             return None
@@ -73,7 +73,10 @@ class LookupCache:
             self._answers.popitem(last=False)
 
     def invalidate_pod(self, pod: str) -> None:
-        """A booking begins or ends on the pod: older answers miss the blocks that the pod is about to hold."""
+        """Makes older answers invalid for the pod on which a booking begins or ends.
+
+        They miss the blocks that the pod is about to hold.
+        """
         now = self._clock()
         self._booked[pod] = now
         self._booked.move_to_end(pod)

@@ -48,7 +48,7 @@ class PendingChanges:
             return first
 
     def mark_stale(self) -> None:
-        """The content of the index is unknown: drops all changes until the next snapshot."""
+        """Drops all changes until the next snapshot, because the content of the index is unknown."""
         with self._lock:
             self._drop()
 

@@ -116,7 +116,7 @@ class PipelinedConnection:
         return self._task.done() and self._clock() - self._started_at >= RETRY_S
 
     async def call(self, packed: bytes) -> Any:
-        """The answer to a packed command. Raises REDIS_FAILURES; all but ResponseError close the connection."""
+        """Returns the answer to a packed command. Raises REDIS_FAILURES; all but ResponseError close the connection."""
         if self._protocol is None or self._protocol.closed.done():
             raise ConnectionError("the connection is closed")
         return await self._protocol.call(packed)
@@ -152,7 +152,7 @@ class PipelinedConnection:
 
 
 async def _connection(client: RedisClient, scope: str) -> AbstractConnection:
-    """A connected connection to the server of the scope; it ends with the client."""
+    """Returns a connected connection to the server of the scope; it ends with the client."""
     connection: AbstractConnection
     if not isinstance(client, RedisCluster):
         connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
@@ -175,7 +175,7 @@ class PipelinedConnections:
         self._connections: dict[str, PipelinedConnection] = {}
 
     def get(self, scope: str) -> PipelinedConnection | None:
-        """The scope's connection if it is open. If there is none, a new one starts to connect in the background."""
+        """Returns the scope's open connection. Without one, starts to connect in the background and returns None."""
         connection = self._connections.get(scope)
         if connection is None or connection.may_reconnect:
             connection = self._connections[scope] = PipelinedConnection(self._url, scope, self._clock)

@@ -117,11 +117,11 @@ class IndexPublisher:
         return self._connected and not (self._sending or self._changes or self._changes.stale)
 
     def stored(self, hashes: Sequence[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
-        """The cache now holds these complete blocks. Any thread, O(n), never waits for Redis."""
+        """Records that the cache now holds these complete blocks. Any thread, O(n), never waits for Redis."""
         self._queue_change(tier, hashes, True)
 
     def evicted(self, hashes: Sequence[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
-        """The cache no longer holds these blocks. Call it before reuse. Any thread, O(n), never waits for Redis."""
+        """Records that the cache dropped these blocks; call before reuse. Any thread, O(n), never waits for Redis."""
         self._queue_change(tier, hashes, False)
 
     def _queue_change(self, tier: CacheTier, hashes: Sequence[bytes], held: bool) -> None:
@@ -184,7 +184,7 @@ class IndexPublisher:
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
     async def _sleep(self, seconds: float) -> None:
-        """Sleeps until the time is over or stop() is called."""
+        """Sleeps for `seconds` or until stop() is called."""
         deadline = time.monotonic() + seconds
         while not self._stopping and (left := deadline - time.monotonic()) > 0:
             self._wake.clear()
@@ -265,14 +265,14 @@ class IndexPublisher:
         )
 
     async def _registration_lost(self, what: str) -> _RegistrationLost:
-        """The reason why the pod is not registered; names the pod that took over the name, if any."""
+        """Returns why the pod is not registered; names the pod that took over the name, if any."""
         assert self._client is not None
         r = self._record
-        known = decode_hash(await self._client.hgetall(self._keys.info(r.pod)))
-        generation = known.get("generation", "")
+        current_record = decode_hash(await self._client.hgetall(self._keys.info(r.pod)))
+        generation = current_record.get("generation", "")
         if generation.isdecimal() and int(generation) > r.generation:
             return _RegistrationLost(
-                f"pod {r.pod} at {r.address} was replaced by {known.get('address')} under the same name"
+                f"pod {r.pod} at {r.address} was replaced by {current_record.get('address')} under the same name"
             )
         return _RegistrationLost(what)
 
@@ -338,7 +338,7 @@ class IndexPublisher:
         return any(h in held for held in self._held.values())
 
     def _sampled(self, hashes: Iterable[bytes]) -> list[bytes]:
-        """The hashes that have postings."""
+        """Returns the hashes that have postings."""
         return [h for h in hashes if h[0] in self._sampled_bytes]
 
     def _posting_args(self) -> tuple[RedisArg, RedisArg]:

@@ -55,9 +55,9 @@ MAX_CONCURRENT_CALLS = 8
 class _ScopeState:
     """The last poll of one scope. Pods are identified by (name, generation)."""
 
-    #: Of the slots; a new epoch gives every slot a new meaning.
+    #: Epoch of the slots; a new epoch gives every slot a new meaning.
     epoch: bytes = b""
-    #: Of the records; the next poll reads them only if it changed.
+    #: Version of the records; the next poll reads them only if it changed.
     version: bytes = b""
     #: None: the record is unreadable.
     records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class IndexReader:
             await self._client.aclose()
 
     async def pods(self) -> list[PodStatus]:
-        """The live pods of all scopes, in two round trips. Raises IndexUnavailable.
+        """Returns the live pods of all scopes, in two round trips. Raises IndexUnavailable.
 
         For a background poll: it may take POLL_TIMEOUT_S.
         """
@@ -167,12 +167,15 @@ class IndexReader:
         return found
 
     def is_only_gateway(self, scope: str) -> bool:
-        """The last poll, at most ONLY_GATEWAY_S ago, found no other gateway in the scope, so no other one books."""
-        known = self._scopes.get(scope)
-        return known is not None and known.gateways == 1 and self._clock() - known.asked_at < ONLY_GATEWAY_S
+        """Returns whether no other gateway books in the scope.
+
+        It is true if the last poll, at most ONLY_GATEWAY_S ago, found no other gateway.
+        """
+        state = self._scopes.get(scope)
+        return state is not None and state.gateways == 1 and self._clock() - state.asked_at < ONLY_GATEWAY_S
 
     async def lookup(self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[str, int]:
-        """Number of leading blocks of `hashes` (16 bytes each) that each (pod, generation) holds in any tier.
+        """Returns how many leading blocks of `hashes` (16 bytes each) each (pod, generation) holds in any tier.
 
         0 for a pod that is gone or has another generation. Raises IndexUnavailable. Otherwise as lookup_tiers.
         """
@@ -182,7 +185,7 @@ class IndexReader:
     async def lookup_tiers(
         self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
     ) -> dict[str, PrefixHits]:
-        """The leading blocks of `hashes` that each (pod, generation) holds, in one round trip. Raises IndexUnavailable.
+        """Looks up the leading blocks of `hashes` per (pod, generation) in one round trip. Raises IndexUnavailable.
 
         Exact for up to MAX_EXACT_PODS pods. With more pods, only the best ones are exact, and none if too many are
         equally good. The others count up to their last sampled block in any tier, about 64 tokens too few.
@@ -212,19 +215,19 @@ class IndexReader:
         few = len(pods) <= MAX_EXACT_PODS
         if scope not in self._scopes and not few:
             await self._read_pods(client)
-        known = self._scopes.get(scope, _ScopeState())
+        state = self._scopes.get(scope, _ScopeState())
         keys, chain = IndexKeys(scope), pack_hashes(hashes)
         args: list[RedisArg] = [keys.prefix, chain]
-        args += [b"", *(x for pod in pods for x in pod)] if few else [pack_sampled_positions(chain, known.sampling)]
+        args += [b"", *(x for pod in pods for x in pod)] if few else [pack_sampled_positions(chain, state.sampling)]
         epoch, levels, rows = await self._run(client, scope, self._lookup, (keys.postings, keys.slots), args)
         if few:
             return {
                 pod: PrefixHits(*held) for pod, held in zip(pods, zip(rows[::2], rows[1::2], strict=True), strict=True)
             }
         matched: dict[tuple[str, int], PrefixHits] = {}
-        if epoch == known.epoch:  # otherwise the slots belong to other pods than at the last poll
+        if epoch == state.epoch:  # otherwise the slots belong to other pods than at the last poll
             for blocks, slots in zip(levels[::2], levels[1::2], strict=True):
-                owners = filter(None, map(known.owners.get, unpack_slots(slots)))
+                owners = filter(None, map(state.owners.get, unpack_slots(slots)))
                 matched.update(dict.fromkeys(owners, PrefixHits(blocks, blocks)))
         for owner, device, blocks in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
             name, _, generation = owner.decode().rpartition(":")
@@ -271,7 +274,7 @@ class IndexReader:
     async def _run(
         self, client: RedisClient, scope: str, script: LuaScript, keys: Sequence[str], args: Sequence[RedisArg]
     ) -> Any:
-        """The script's answer, over the scope's pipelined connection if one is open. All scripts may run twice."""
+        """Returns the script's answer, over the scope's pipelined connection if open. All scripts may run twice."""
         connection = None if self._connections is None else self._connections.get(scope)
         if connection is not None:
             try:
@@ -302,7 +305,7 @@ class IndexReader:
 
 
 def _record(pod: str, generation: int, info: Sequence[bytes]) -> PodRecord | None:
-    """The record of a pod; None, with a warning in the log, if it is unreadable."""
+    """Returns the record of a pod; None, with a warning in the log, if it is unreadable."""
     values = [part.decode() for part in info]
     try:
         return PodRecord.from_fields(dict(zip(values[::2], values[1::2], strict=True)))

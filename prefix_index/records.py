@@ -38,7 +38,7 @@ class PodRecord:
     model: str
     #: First 8 hex digits of `fingerprint`: the key space in the index.
     scope: str
-    #: Of the pod's KV layout.
+    #: Fingerprint of the pod's KV layout.
     fingerprint: str
     #: Tokens.
     block_size: int
@@ -52,7 +52,7 @@ class PodRecord:
 
     @classmethod
     def from_fields(cls, raw: Mapping[str, str]) -> PodRecord:
-        """The record from `to_fields`. Unknown fields, of a newer pod, are ignored. Raises KeyError, ValueError."""
+        """Parses the record of `to_fields`; ignores unknown fields (of a newer pod). Raises KeyError, ValueError."""
         return cls(
             pod=raw["pod"],
             generation=int(raw["generation"]),

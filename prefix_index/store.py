@@ -95,12 +95,12 @@ class IndexKeys:
 
 
 def pack_hashes(hashes: Iterable[bytes]) -> bytes:
-    """The first 8 bytes of each 16-byte block hash, concatenated: the format of the scripts."""
+    """Returns the first 8 bytes of each 16-byte block hash, concatenated: the format of the scripts."""
     return memoryview(b"".join(hashes)).cast("Q")[::2].tobytes()
 
 
 def sampling_interval(block_size: int) -> int:
-    """One block in this many has a posting, chosen by its hash: about one per SAMPLED_TOKENS tokens of a prompt."""
+    """Returns n, where one block in n has a posting, chosen by its hash: about one per SAMPLED_TOKENS prompt tokens."""
     return max(1, SAMPLED_TOKENS // block_size)
 
 
@@ -115,12 +115,12 @@ def pack_sampled_positions(packed: bytes, every: int) -> bytes:
 
 @cache
 def _chooser(every: int) -> bytes:
-    """Translation table from the first byte of a hash to 1 (the block is sampled) or 0."""
+    """Returns a translation table from the first byte of a hash to 1 (the block is sampled) or 0."""
     return bytes(value % every == 0 for value in range(256))
 
 
 def unpack_slots(posting: bytes) -> Sequence[int]:
-    """The slots in a posting: uint16, little-endian."""
+    """Returns the slots in a posting: uint16, little-endian."""
     slots = array("H", posting)
     if sys.byteorder == "big":
         slots.byteswap()

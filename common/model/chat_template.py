@@ -35,7 +35,7 @@ def _strftime_now(form: str) -> str:
 
 
 def special_token_text(config: Mapping[str, Any], name: str) -> str:
-    """Text of a special token (bos_token, eos_token, ...) in a tokenizer_config.json; "" if it has none."""
+    """Returns the text of a special token (bos_token, ...) in a tokenizer_config.json; "" if it has none."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")
@@ -95,7 +95,7 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for the assistant's next message. Raises InvalidRequest if the template refuses the messages."""
+        """Returns the prompt for the assistant's next message. Raises InvalidRequest if the template refuses."""
         template = self._with_tools if tools else self._template
         if template is None:
             raise InvalidRequest(

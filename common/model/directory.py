@@ -21,23 +21,23 @@ SMOLLM2_DIR = "SmolLM2-135M-Instruct-0.1.2"
 
 
 def cache_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """The directory in BATON_CACHE, else ~/.cache/baton."""
+    """Returns the directory in BATON_CACHE, else ~/.cache/baton."""
     root = env.get("BATON_CACHE")
     return Path(root) if root else Path.home() / ".cache" / "baton"
 
 
 def smollm2_dir(env: Mapping[str, str] = os.environ) -> Path:
-    """Directory of the converted demo model; it may not exist yet."""
+    """Returns the directory of the converted demo model; it may not exist yet."""
     return cache_dir(env) / "models" / SMOLLM2_DIR
 
 
 def default_served_name(model: str) -> str:
-    """The model's name for clients if none is configured: the known name, or the name of the directory."""
+    """Returns the model's name for clients if none is configured: the known name, or the directory's name."""
     return model if model == SMOLLM2 else Path(model).resolve().name
 
 
 def decoder_architecture(config: Mapping[str, Any]) -> str:
-    """The architecture in a config.json. Raises ConfigError (field "model") if it is not a decoder."""
+    """Returns the architecture in a config.json. Raises ConfigError (field "model") if it is not a decoder."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else f"(none; model_type {config.get('model_type')!r})"
     if not name.endswith(DECODERS):
@@ -46,12 +46,12 @@ def decoder_architecture(config: Mapping[str, Any]) -> str:
 
 
 def expected_model_path(model: str) -> Path:
-    """Directory of `model` (smollm2 or a path); that of smollm2 may not exist yet."""
+    """Returns the directory of `model` (smollm2 or a path). The directory of smollm2 may not exist yet."""
     return smollm2_dir().resolve() if model == SMOLLM2 else Path(model).resolve()
 
 
 def resolve_model(model: str, *, tokenizer: bool = True, weights: bool = True) -> Path:
-    """The directory of `model`, which is smollm2 or a path.
+    """Returns the directory of `model`, which is smollm2 or a path.
 
     Args:
         tokenizer: The directory must have tokenizer.json.
@@ -71,7 +71,7 @@ def resolve_model(model: str, *, tokenizer: bool = True, weights: bool = True) -
 
 
 def check_model_dir(path: Path, *, tokenizer: bool = True, weights: bool = True) -> Path:
-    """The absolute path of a directory with the config.json of a decoder, and the required files of resolve_model.
+    """Returns the absolute path of a directory with a decoder's config.json and the files resolve_model requires.
 
     Raises ConfigError (field "model").
     """

@@ -61,7 +61,7 @@ class Lifecycle:
         return self._state >= LifecycleState.DRAINING
 
     def ready(self) -> None:
-        """The service accepts requests. Has no effect after the drain began."""
+        """Marks the service as accepting requests. Has no effect after the drain began."""
         self._state = max(self._state, LifecycleState.READY)
 
     def install_signals(self) -> None:

@@ -32,10 +32,12 @@ SEND_S = 30.0
 HELLO_S = 10.0
 #: Silence after which TCP keep-alive probes the peer's machine.
 KEEP_ALIVE_S = 15
-_HEAD = struct.Struct("<IQ")  # bytes of the fields, bytes of the payload
+#: Bytes of the fields, bytes of the payload.
+_HEAD = struct.Struct("<IQ")
 _MAX_FIELD_BYTES = 1 << 20
 _NONCE_BYTES = 32
-_HELLO_BYTES = 256  # longest payload before both ends have proved themselves
+#: Longest payload before both ends have proved themselves.
+_HELLO_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class RankChannel:
 
     @classmethod
     def accept(cls, listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Self, RankMessage] | None:
-        """The channel to a peer that knows the secret, and the peer's first message; None if none connects in time.
+        """Returns the channel to an authenticated peer and its first message; None if none connects in time.
 
         Raises Unauthenticated for a peer without the secret, Unavailable if the peer disconnects.
         """
@@ -124,7 +126,7 @@ class RankChannel:
             raise Unavailable(f"{self.name} is gone: {error}") from error
 
     def receive(self, timeout_s: float | None = None, *, max_bytes: int | None = None) -> RankMessage:
-        """The next message.
+        """Returns the next message.
 
         Raises Unavailable if the peer is gone, sends nothing within timeout_s (None: no limit), or sends a payload of
         more than `max_bytes`.
@@ -142,7 +144,7 @@ class RankChannel:
         return RankMessage(kind, fields, self._exactly(payload_len))
 
     def peer_closed(self) -> bool:
-        """The peer has closed its end; messages from before may still be unread. Any thread."""
+        """Returns whether the peer has closed its end; earlier messages may still be unread. Any thread."""
         try:
             return bool(_poll(self._sock, select.POLLRDHUP, 0.0))
         except (OSError, ValueError):  # closed here
@@ -167,7 +169,7 @@ class RankChannel:
 
 
 def _poll(sock: socket.socket, events: int, timeout_s: float | None) -> bool:
-    """Whether one of the events, or the end of the stream, occurs within timeout_s."""
+    """Returns whether one of the events, or the end of the stream, occurs within timeout_s."""
     poll = select.poll()
     poll.register(sock, events)
     return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def tether_command(argv: Sequence[str]) -> list[str]:
-    """The command line that runs argv[0] (an absolute path) until this process ends."""
+    """Returns the command line that runs argv[0] (an absolute path) until this process ends."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *argv]
 
 

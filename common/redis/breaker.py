@@ -25,7 +25,7 @@ class CircuitBreaker:
         return self._failures >= self._limit
 
     def allow_call(self) -> bool:
-        """Whether to call now. While open, it is True once per probe_s: this call is the probe."""
+        """Returns whether to call now. While open, it is True once per probe_s: this call is the probe."""
         if not self.open:
             return True
         now = self._clock()

@@ -38,7 +38,7 @@ class LuaScript:
         self._sha = hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
 
     def pack_command(self, keys: Sequence[str], args: Sequence[RedisArg]) -> bytes:
-        """The packed EVALSHA command; it fails with NoScriptError on a server that does not know the script."""
+        """Packs the EVALSHA command; it fails with NoScriptError on a server that does not know the script."""
         command = ("EVALSHA", self._sha, len(keys), *keys, *args)
         packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # the stub only has tuples of one
         return packed
@@ -84,7 +84,7 @@ class _SentinelRedis(redis.Redis):
 
 
 def connect_redis(url: str, *, timeout_s: float, no_read_timeout: bool = False) -> RedisClient:
-    """A client for a URL of common/redis/url.py, with a time limit for connecting and for reading. Raises ConfigError.
+    """Returns a client for a URL (common/redis/url.py) with limits for connecting and reading. Raises ConfigError.
 
     With no_read_timeout only connecting has the limit. The client repeats a command once over a new connection when a
     pooled one is closed, so every script must be safe to run twice.

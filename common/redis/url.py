@@ -29,7 +29,7 @@ _SENTINEL = ("sentinel_username", "sentinel_password")
 class TlsOptions:
     """TLS settings of a connection. Files are PEM."""
 
-    #: Certificate authorities; None: those of the system.
+    #: Certificate authorities; None: the system's authorities.
     ca: str | None = None
     #: The client's certificate and key.
     certificate: str | None = None
@@ -45,7 +45,7 @@ class RedisUrl:
 
     #: (host, port): one of a plain server, several of sentinels or a cluster, none for a socket.
     nodes: tuple[tuple[str, int], ...] = ()
-    #: Of a Unix socket; otherwise empty.
+    #: Path of a Unix socket; otherwise empty.
     path: str = ""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -104,7 +104,7 @@ class RedisUrl:
         )
 
     def __str__(self) -> str:
-        """The URL without user, password and parameters, for messages."""
+        """Returns the URL without user, password and parameters, for messages."""
         if self.path:
             return f"unix://{self.path}"
         scheme = ("rediss" if self.tls else "redis") + (
@@ -122,8 +122,8 @@ def _options(query: str, allowed: tuple[str, ...]) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
     for name in options:
         if name not in allowed:
-            known = f"allowed: {', '.join(allowed)}" if allowed else "none is allowed"
-            raise _url_error(f"unknown parameter {name!r} for this kind of URL; {known}")
+            allowed_names = f"allowed: {', '.join(allowed)}" if allowed else "none is allowed"
+            raise _url_error(f"unknown parameter {name!r} for this kind of URL; {allowed_names}")
     return options
 
 

@@ -24,12 +24,15 @@ from common.settings import kinds
 from common.types import Role
 
 ENV_PREFIX = "BATON_"
-ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  # read by other code
+#: Variables that other code reads.
+ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})
 DEFAULT_SECRET = "baton-loopback-only"
-DEFAULT_PORT = 8000  #: REST port of a gateway.
+#: REST port of a gateway.
+DEFAULT_PORT = 8000
 DEFAULT_DRAIN_S = 30.0
 
-_FLAG, _ENVIRONMENT = " on the command line", " in the environment"  # origins of a value, besides a file
+#: Origins of a value, besides a file.
+_FLAG, _ENVIRONMENT = " on the command line", " in the environment"
 
 
 def _setting_field(kind: kinds.SettingKind, default: Any) -> Any:
@@ -92,7 +95,7 @@ def _parse(name: str, kind: kinds.SettingKind, raw: object, origin: str) -> Any:
 
 
 def _invalid_value_error(name: str, kind: kinds.SettingKind, raw: object, origin: str) -> ConfigError:
-    """The error names a flag or variable as the user typed it, and shows a number in text without quotes."""
+    """Builds the error with the flag or variable as the user typed it; a number in text is shown without quotes."""
     number = isinstance(raw, str) and re.fullmatch(r"[+-]?[\d.]+", raw)
     shown = "" if kind.secret else f" {raw}" if number else f" {raw!r}"
     if origin == _FLAG:
@@ -105,7 +108,7 @@ def _invalid_value_error(name: str, kind: kinds.SettingKind, raw: object, origin
 
 
 def _suggestion(name: str, known: Iterable[str], spelt: Callable[[str], str] = str) -> str:
-    """The end of an error message that suggests the known setting closest to `name`; empty if none is close."""
+    """Returns the end of an error message: the known setting closest to `name`; empty if none is close."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
     return f"; did you mean {spelt(close[0])}?" if close else ""
 
@@ -126,7 +129,7 @@ def _read_toml(file: Path | None) -> Mapping[str, object]:
 
 
 def _from_env(known: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, object]:
-    """The variables of this settings class. Variables of another class are ignored, unknown ones are errors."""
+    """Returns this class's settings from variables. Ignores variables of other classes; unknown ones are errors."""
     values: dict[str, object] = {}
     anywhere = {f.name for c in (PodConfig, WorkerConfig, GatewayConfig, UpConfig) for f in fields(c)}
     for variable, raw in env.items():
@@ -188,7 +191,7 @@ class PodConfig(_Config):
     max_seqs: int = _setting_field(kinds.integer(0, 65536), 0)
     #: Decode steps run as CUDA graphs, captured at the start.
     cuda_graphs: bool = _setting_field(kinds.BOOL, True)
-    #: Whole chunks that end within the first so many tokens of a prompt run as CUDA graphs; 0: none.
+    #: Whole chunks that end within the first `chunk_graphs` tokens of a prompt run as CUDA graphs; 0: none.
     chunk_graphs: int = _setting_field(kinds.TOKEN_COUNT, 0)
     #: A step is launched before the result of the last one is known; None: on a GPU.
     overlap: bool | None = _setting_field(kinds.optional(kinds.BOOL), None)
@@ -201,7 +204,7 @@ class PodConfig(_Config):
     #: coupled: answers are the same as without drafts; rejection: only their distribution is the same.
     speculation_accept: str = _setting_field(kinds.ACCEPTANCE, "coupled")
     #: Uncached suffixes that a decode pod computes itself: off, auto (if it is predicted to be cheaper than a remote
-    #: prefill), or all of up to so many tokens.
+    #: prefill), or a number: all suffixes of up to this many tokens.
     local_prefill: str = _setting_field(kinds.LOCAL_PREFILL, "auto")
     #: Most tokens of a local prefill in one step that also decodes. 0: 64 on a CPU, 256 on a GPU.
     local_chunk_tokens: int = _setting_field(kinds.TOKEN_COUNT, 0)
@@ -240,7 +243,7 @@ class PodConfig(_Config):
         _require_equal_ranks(self.tensor_parallel_size, self.tensor_parallel_nodes)
 
     def resolve_name(self) -> str:
-        """The configured name, or ROLE-HOST-PORT. With port 0 every call returns another name."""
+        """Returns the configured name, or ROLE-HOST-PORT. With port 0 every call returns another name."""
         if self.name is not None:
             return self.name
         end = f"-{self.port or secrets.token_hex(4)}"
@@ -363,7 +366,7 @@ class GatewayConfig(_Config):
         _parse_name_value_pairs("alias", self.alias)
 
     def served_models(self) -> dict[str, str]:
-        """Served name to directory or known name of each model; the served name "" means the model's own name."""
+        """Returns served name -> directory or known name per model; served name "" means the model's own name."""
         return _parse_name_value_pairs("models", self.models) or {self.served_name or "": self.model}
 
     def aliases(self) -> dict[str, str]:
@@ -372,7 +375,7 @@ class GatewayConfig(_Config):
 
 
 def _parse_name_value_pairs(setting: str, pairs: Sequence[str]) -> dict[str, str]:
-    """The names and values of NAME=VALUE pairs. Raises ConfigError if a name occurs twice."""
+    """Parses NAME=VALUE pairs. Raises ConfigError if a name occurs twice."""
     named = dict(pair.split("=", 1) for pair in pairs)
     if len(named) != len(pairs):
         raise ConfigError(f"{setting}: a name occurs twice", field=setting)
@@ -416,7 +419,7 @@ class UpConfig(_Config):
     pull: str = _setting_field(kinds.PULL, "push")
     block_size: int = _setting_field(kinds.BLOCK_SIZE, 16)
     kv_memory: int = _setting_field(kinds.size(0), 0)
-    #: As in PodConfig; None: a part of the machine's free memory for pods on GPUs, otherwise 0.
+    #: Like PodConfig.host_cache; None: a part of the machine's free memory for pods on GPUs, otherwise 0.
     host_cache: int | None = _setting_field(kinds.optional(kinds.size(0)), None)
     #: Share of a GPU's memory for all pods on this GPU together.
     gpu_memory_utilization: float = _setting_field(kinds.GPU_SHARE, 0.9)

@@ -35,7 +35,7 @@ class SettingKind:
 
 
 def integer(low: int, high: int) -> SettingKind:
-    """A decimal integer, both limits included."""
+    """Returns the kind of a decimal integer, both limits included."""
 
     def parse(raw: object) -> int:
         value = int(raw, 10) if isinstance(raw, str) else raw
@@ -47,7 +47,7 @@ def integer(low: int, high: int) -> SettingKind:
 
 
 def size(low: int) -> SettingKind:
-    """A number of bytes, with a unit or without: K, KiB (1024), KB (1000) and so on."""
+    """Returns the kind of a number of bytes, with or without a unit: K, KiB (1024), KB (1000) and so on."""
 
     def parse(raw: object) -> int:
         if isinstance(raw, str):
@@ -75,7 +75,7 @@ def seconds(low: float, high: float) -> SettingKind:
 
 
 def fraction(low: float, high: float) -> SettingKind:
-    """A number above `low`, up to and including `high`."""
+    """Returns the kind of a number above `low`, up to and including `high`."""
 
     def parse(raw: object) -> float:
         if isinstance(raw, bool) or not isinstance(raw, str | int | float):
@@ -95,7 +95,7 @@ def _parse_share(raw: object) -> float:
 
 
 def text(expected: str, pattern: str, *, secret: bool = False) -> SettingKind:
-    """Text that matches the whole pattern."""
+    """Returns the kind of text that matches the whole pattern."""
 
     def parse(raw: object) -> str:
         if not isinstance(raw, str) or re.fullmatch(pattern, raw, re.DOTALL) is None:
@@ -106,7 +106,7 @@ def text(expected: str, pattern: str, *, secret: bool = False) -> SettingKind:
 
 
 def optional(kind: SettingKind) -> SettingKind:
-    """Like `kind`; None and empty text give None."""
+    """Returns a kind like `kind` that reads None and empty text as None."""
 
     def parse(raw: object) -> Any:
         return None if raw is None or raw == "" else kind.parse(raw)
@@ -115,7 +115,7 @@ def optional(kind: SettingKind) -> SettingKind:
 
 
 def tuple_of(kind: SettingKind) -> SettingKind:
-    """A list, or text with commas; each entry is of `kind`."""
+    """Returns the kind of a list, or of text with commas; each entry is of `kind`."""
 
     def parse(raw: object) -> tuple[Any, ...]:
         if isinstance(raw, str):

@@ -26,11 +26,11 @@ class TraceContext:
 
     @classmethod
     def parse(cls, traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
-        """The context in headers; None if traceparent is missing or invalid. The caller then starts a trace (W3C)."""
-        found = None if traceparent is None else _HEADER.fullmatch(traceparent.strip())
-        if found is None:
+        """Parses the context in headers; None if traceparent is missing or invalid: the caller starts a trace (W3C)."""
+        match = None if traceparent is None else _HEADER.fullmatch(traceparent.strip())
+        if match is None:
             return None
-        version, trace_id, span_id, flags, more = found.groups()
+        version, trace_id, span_id, flags, more = match.groups()
         if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
             return None
         state = tracestate or ""
@@ -38,11 +38,11 @@ class TraceContext:
 
     @classmethod
     def new(cls, *, sampled: bool) -> TraceContext:
-        """The context of the first span of a new trace."""
+        """Returns the context of the first span of a new trace."""
         return cls(secrets.token_hex(16), secrets.token_hex(8), sampled)
 
     def new_child(self) -> TraceContext:
-        """The context of a new span in the same trace."""
+        """Returns the context of a new span in the same trace."""
         return replace(self, span_id=secrets.token_hex(8))
 
     @property

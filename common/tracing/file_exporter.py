@@ -49,7 +49,7 @@ class FileExporter(SpanExporter):
 
 
 def _resource_spans(spans: Sequence[ReadableSpan]) -> list[dict[str, Any]]:
-    """The spans by resource; spans of one resource have the same scope."""
+    """Groups the spans by resource; spans of one resource have the same scope."""
     found = []
     for resource, group in groupby(spans, key=lambda span: span.resource):
         members = list(group)

@@ -54,7 +54,7 @@ class Tracer:
 
     @classmethod
     def open(cls, target: str | None, *, service: str, instance: str, sample: float = 1.0) -> Tracer | None:
-        """A tracer that exports to `target` (see parse_trace_target); None without a target. Raises ConfigError."""
+        """Opens a tracer that exports to `target` (parse_trace_target); None without a target. Raises ConfigError."""
         if target is None:
             return None
         try:
@@ -68,7 +68,7 @@ class Tracer:
         return cls(BatchSpanProcessor(exporter), service=service, instance=instance, sample=sample)
 
     def start_trace(self, parent: TraceContext | None) -> TraceContext | None:
-        """The context of a request's first span in this process; None if the request is not sampled.
+        """Returns the context of a request's first span in this process; None if the request is not sampled.
 
         The client decides, if its request has a trace context.
         """
@@ -130,7 +130,7 @@ class Tracer:
 
 
 def _read_offset() -> int:
-    """Wall clock minus monotonic clock, in ns, from the fastest of several readings.
+    """Returns the wall clock minus the monotonic clock, in ns, from the fastest of several readings.
 
     On a busy machine this thread may be suspended between two clock reads, for tens of milliseconds.
     """
@@ -172,7 +172,7 @@ def _exporter(target: str) -> SpanExporter:
 
 
 def _traces_url(target: str) -> str:
-    """The target with OTLP's default path, if it has no path."""
+    """Returns the target with OTLP's default path, if it has no path."""
     scheme, _, rest = target.partition("://")
     host, _, path = rest.partition("/")
     return f"{scheme}://{host}/{path or 'v1/traces'}"

@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Creates the agent and registers the pool. `name` must never have been used before. Raises TransferFailed."""
 
     def metadata(self) -> bytes:
-        """Opaque bytes that a peer needs for `connect` and `add_peer`."""
+        """Returns opaque bytes that a peer needs for `connect` and `add_peer`."""
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         """Makes the peer's pool writable. Raises TransferFailed, also for the metadata of another agent."""
@@ -85,7 +85,7 @@ class Backend(Protocol):
         """Makes progress and returns the state of a write. May copy inline."""
 
     def error(self, handle: int) -> str:
-        """The reason of a FAILED write."""
+        """Returns the reason of a FAILED write."""
 
     def release(self, handle: int) -> None:
         """Forgets a terminal write."""
@@ -94,7 +94,7 @@ class Backend(Protocol):
         """Makes progress and returns the notifications that arrived since the last call."""
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        """The transport that carries writes to a peer. Meaningful after the first write."""
+        """Returns the transport that carries writes to a peer. Meaningful after the first write."""
 
     def close(self) -> None:
         """Ends the agent. Pending writes stay with the process until it ends."""

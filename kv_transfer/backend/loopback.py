@@ -1,9 +1,9 @@
 """Transfer agents inside one process, with injected faults.
 
 A LoopbackFabric owns every write and notification in flight. They move only while some agent polls, by the fabric's
-clock. A delayed write lands its bytes at its due time even if the transfer ended meanwhile: quarantine protects from
-exactly that late write. An agent that died answers nothing: writes to it fail, and its own are lost. A frozen agent
-neither receives nor polls: writes to it stay pending.
+clock. A delayed write writes its bytes at its due time even if the transfer ended meanwhile: the quarantine protects
+against exactly this late write. An agent that died answers nothing: writes to it fail, and its own writes are lost. A
+frozen agent neither receives nor polls: writes to it stay pending.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class LoopbackFault:
 
     #: The write ends this much later.
     delay_s: float = 0.0
-    #: The write fails with this reason, and no byte lands.
+    #: The write fails with this reason and writes no byte.
     fail: str | None = None
 
 
-NotifyPlan = Callable[[str, str, bytes], Sequence[float]]
-WritePlan = Callable[[str, str, int], LoopbackFault]
+NotifyFaults = Callable[[str, str, bytes], Sequence[float]]
+WriteFaults = Callable[[str, str, int], LoopbackFault]
 
 
 @dataclass(slots=True)
 class _LoopbackWrite:
     source: str
     peer: str
-    local: tuple[int, ...]
-    remote: tuple[int, ...]
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
     notification: bytes
-    fail: str | None
+    planned_failure: str | None
     state: WriteState = WriteState.PENDING
     error: str = ""
 
@@ -60,25 +60,26 @@ class LoopbackFabric:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         #: (source, peer, payload) -> delays in seconds, one per delivered copy: [] drops it, [0, 0] doubles it, unequal
         #: delays reorder it.
-        self.on_notify: NotifyPlan = lambda _source, _peer, _payload: (0.0,)
+        self.on_notify: NotifyFaults = lambda _source, _peer, _payload: (0.0,)
         #: (source, peer, number of blocks) -> fault of the write.
-        self.on_write: WritePlan = lambda _source, _peer, _count: LoopbackFault()
+        self.on_write: WriteFaults = lambda _source, _peer, _count: LoopbackFault()
         #: Transport that the agents report.
         self.transport = "loopback"
         self._clock = clock
         self._lock = threading.Lock()
         self._agents: dict[str, _LoopbackAgent] = {}
-        self._numbers = itertools.count(1)
-        self._due: list[tuple[float, int, _LoopbackWrite | tuple[str, Notification]]] = []
+        self._order = itertools.count(1)
+        self._scheduled: list[tuple[float, int, _LoopbackWrite | tuple[str, Notification]]] = []
 
     def join(self, name: str, memory: PoolMemory) -> None:
+        """Adds an agent. Raises TransferFailed if the name exists."""
         with self._lock:
             if name in self._agents:
                 raise TransferFailed(f"agent {name} exists already")
             self._agents[name] = _LoopbackAgent(memory)
 
     def kill(self, name: str) -> None:
-        """Ends an agent's process, with the writes that it has in flight."""
+        """Simulates the death of an agent's process; the agent's own writes are lost."""
         with self._lock:
             self._agents[name].dead = True
 
@@ -91,16 +92,18 @@ class LoopbackFabric:
             self._agents[name].frozen = False
 
     def require_alive(self, name: str) -> None:
+        """Raises TransferFailed if the agent does not exist or is dead."""
         with self._lock:
             agent = self._agents.get(name)
             if agent is None or agent.dead:
                 raise TransferFailed(f"agent {name} does not exist")
 
     def post(self, write: _LoopbackWrite) -> None:
-        fault = self.on_write(write.source, write.peer, len(write.local))
-        write.fail = fault.fail
+        """Schedules a write with its planned fault."""
+        fault = self.on_write(write.source, write.peer, len(write.local_blocks))
+        write.planned_failure = fault.fail
         with self._lock:
-            heapq.heappush(self._due, (self._clock() + fault.delay_s, next(self._numbers), write))
+            heapq.heappush(self._scheduled, (self._clock() + fault.delay_s, next(self._order), write))
 
     def take_notifications(self, name: str) -> list[Notification]:
         self.advance()
@@ -112,11 +115,11 @@ class LoopbackFabric:
             return taken
 
     def advance(self) -> None:
-        """Lands every write and notification that is due."""
+        """Delivers every write and notification that is due."""
         with self._lock:
             now, frozen = self._clock(), []
-            while self._due and self._due[0][0] <= now:
-                entry = heapq.heappop(self._due)
+            while self._scheduled and self._scheduled[0][0] <= now:
+                entry = heapq.heappop(self._scheduled)
                 message = entry[2]
                 peer = self._agents[message.peer if isinstance(message, _LoopbackWrite) else message[0]]
                 if peer.frozen and not peer.dead:
@@ -126,17 +129,17 @@ class LoopbackFabric:
                 else:
                     peer.inbox.append(message[1])
             for entry in frozen:
-                heapq.heappush(self._due, entry)
+                heapq.heappush(self._scheduled, entry)
 
     def _land(self, write: _LoopbackWrite, peer: _LoopbackAgent, now: float) -> None:
         source = self._agents[write.source]
         if source.dead:
             return
-        if peer.dead or write.fail is not None:
-            write.error = write.fail or f"agent {write.peer} is gone"
+        if peer.dead or write.planned_failure is not None:
+            write.error = write.planned_failure or f"agent {write.peer} is gone"
             write.state = WriteState.FAILED
             return
-        for mine, theirs in zip(write.local, write.remote, strict=True):
+        for mine, theirs in zip(write.local_blocks, write.remote_blocks, strict=True):
             peer.memory.write_block(theirs, source.memory.read_block(mine))
         write.state = WriteState.DONE
         if write.notification:
@@ -152,11 +155,11 @@ class LoopbackFabric:
             if delay_s <= 0:
                 self._agents[peer].inbox.append(message)
             else:
-                heapq.heappush(self._due, (now + delay_s, next(self._numbers), (peer, message)))
+                heapq.heappush(self._scheduled, (now + delay_s, next(self._order), (peer, message)))
 
 
 class LoopbackBackend:
-    """One agent on a fabric."""
+    """One agent on a fabric. The methods are documented in interface.py."""
 
     kind = "loopback"
 
@@ -167,7 +170,7 @@ class LoopbackBackend:
         self._peers: dict[str, PeerMemory] = {}
         self._notified_peers: set[str] = set()
         self._writes: dict[int, _LoopbackWrite] = {}
-        self._numbers = itertools.count(1)
+        self._handles = itertools.count(1)
 
     @property
     def name(self) -> str:
@@ -200,7 +203,7 @@ class LoopbackBackend:
         self._peers.pop(peer, None)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
-        handle = next(self._numbers)
+        handle = next(self._handles)
         write = self._writes[handle] = _LoopbackWrite(self._name, peer, tuple(local), tuple(remote), notification, None)
         if peer in self._peers:
             self._fabric.post(write)

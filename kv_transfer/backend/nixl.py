@@ -126,11 +126,11 @@ class NixlBackend:
 
     def disconnect(self, peer: str) -> None:
         agent = self._started
-        known = agent.peers.pop(peer, None)
-        if known is None:
+        connected = agent.peers.pop(peer, None)
+        if connected is None:
             return
         try:
-            known.blocks.release()
+            connected.blocks.release()
             agent.nixl.remove_remote_agent(peer)
             if peer in agent.notified_peers:  # remove_remote_agent ended notifications too
                 self._load(peer, agent.notified_peers[peer])
@@ -213,8 +213,8 @@ class NixlBackend:
         ]
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        known = self._started.peers.get(peer)
-        if self._ucx_log is not None and known is not None:
+        connected = self._started.peers.get(peer)
+        if self._ucx_log is not None and connected is not None:
             memory = self._started.memory
             name = self._ucx_log.transport(self._name, memory.block_bytes, memory.kind, same_host=same_host)
             if name is not None:
@@ -271,7 +271,7 @@ def nixl_api() -> Any:
 
 
 def _descriptor_row(memory: PoolMemory | PeerMemory) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """A pool as one strided descriptor row, uint64 [1, 5]."""
+    """Returns a pool as one strided descriptor row, uint64 [1, 5]."""
     return np.array(
         [[memory.base, memory.block_bytes, memory.device, memory.block_bytes, memory.total_blocks]], dtype=np.uint64
     )

@@ -24,9 +24,11 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 
 _log = logging.getLogger(__name__)
 
-CALL_S = 60.0  # the first agent of a machine loads libraries
+#: The first agent of a machine loads libraries.
+CALL_S = 60.0
 CLOSE_S = 2.0
-POLL_S = 0.001  # while writes are pending
+#: Pause between polls while writes are pending.
+POLL_S = 0.001
 IDLE_S = 0.02
 
 
@@ -48,7 +50,7 @@ class RankBackendClient:
             self._send(kind, payload, **fields)
 
     def wait_response(self, timeout_s: float = CALL_S) -> RankMessage:
-        """The response to the last request. Raises TransferFailed if the rank refuses, is gone or does not answer."""
+        """Returns the response to the last request. Raises TransferFailed if the rank refuses, ended or is silent."""
         until = time.monotonic() + timeout_s
         while self._gone is None:
             if not self._ready(max(0.0, until - time.monotonic())):
@@ -67,7 +69,7 @@ class RankBackendClient:
         self._send("write", blocks, number=number, peer=peer)
 
     def result(self, number: int) -> str | None:
-        """None while the write is pending, "" if it is done, else the reason of its failure."""
+        """Returns None while the write is pending, "" if it is done, else the reason of its failure."""
         if self._gone is not None:
             return self._ended.get(number, self._gone)
         return self._ended.get(number)
@@ -111,7 +113,7 @@ class RankBackendClient:
             return False
 
     def _take(self) -> RankMessage | None:
-        """The next message, or None if it was about writes or progress."""
+        """Returns the next message, or None if it was about writes or progress."""
         try:
             message = self._channel.receive()
         except Unavailable as error:
@@ -226,13 +228,13 @@ def pack_group_metadata(agents: Sequence[tuple[str, bytes, int, int]]) -> bytes:
 
 
 def unpack_group_metadata(packed: bytes) -> list[tuple[str, bytes, int, int]]:
-    """Inverse of `pack_group_metadata`. Raises TransferFailed for other bytes."""
+    """Unpacks the bytes of `pack_group_metadata`. Raises TransferFailed for other bytes."""
     try:
-        at = 4 + int.from_bytes(packed[:4], "little")
-        found: list[tuple[str, bytes, int, int]] = []
-        for name, size, base, device in json.loads(packed[4:at]):
-            found.append((str(name), packed[at : at + size], int(base), int(device)))
-            at += size
+        start = 4 + int.from_bytes(packed[:4], "little")
+        agents: list[tuple[str, bytes, int, int]] = []
+        for name, size, base, device in json.loads(packed[4:start]):
+            agents.append((str(name), packed[start : start + size], int(base), int(device)))
+            start += size
     except (ValueError, TypeError) as error:
         raise TransferFailed("the metadata is not that of a tensor-parallel group") from error
-    return found
+    return agents

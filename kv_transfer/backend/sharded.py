@@ -24,7 +24,7 @@ REFUSABLE_TRANSPORTS = ("tcp", "unknown")
 @dataclass(slots=True)
 class _ShardedWrite:
     peer: str
-    #: Of rank 0's backend.
+    #: Handle of rank 0's backend.
     handle: int
     notification: bytes
     state: WriteState = WriteState.PENDING
@@ -32,7 +32,12 @@ class _ShardedWrite:
 
 
 class ShardedBackend:
-    """own: rank 0's backend. ranks: the other ranks' agents, in order."""
+    """One backend over the agents of all ranks of a pod.
+
+    Args:
+        own: rank 0's backend.
+        ranks: the other ranks' agents, in order.
+    """
 
     def __init__(self, own: Backend, ranks: Sequence[RankBackendClient]) -> None:
         self._own, self._ranks = own, ranks
@@ -129,11 +134,11 @@ class ShardedBackend:
             return write.state
         for rank in self._ranks:
             rank.receive_results()
-        own, ended = self._own.poll(write.handle), [rank.result(handle) for rank in self._ranks]
-        if own is WriteState.PENDING or None in ended:
+        own_state, rank_results = self._own.poll(write.handle), [rank.result(handle) for rank in self._ranks]
+        if own_state is WriteState.PENDING or None in rank_results:
             return WriteState.PENDING
-        errors = [f"rank {rank.rank}: {why}" for rank, why in zip(self._ranks, ended, strict=True) if why]
-        if own is WriteState.FAILED:
+        errors = [f"rank {rank.rank}: {why}" for rank, why in zip(self._ranks, rank_results, strict=True) if why]
+        if own_state is WriteState.FAILED:
             errors.insert(0, self._own.error(write.handle))
         if not errors and write.notification:
             try:
@@ -160,7 +165,7 @@ class ShardedBackend:
         return self._own.notifications()
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        """Rank 0's transport, unless another rank has one of REFUSABLE_TRANSPORTS."""
+        """Returns rank 0's transport, unless another rank has one of REFUSABLE_TRANSPORTS."""
         if peer not in self._peers:
             return self._own.transport(peer, same_host=same_host)
         for rank, name in zip(self._ranks, self._peers[peer], strict=True):

@@ -21,7 +21,8 @@ from kv_transfer.memory import MemoryKind
 
 _log = logging.getLogger(__name__)
 
-NAME_CHARS = 31  # UCX cuts the agent's name to this length
+#: UCX cuts the agent's name to this length.
+NAME_CHARS = 31
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
@@ -70,10 +71,10 @@ class UcxLog:
         return cls(Path(path))
 
     def transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
-        """The transport of `agent`'s writes of block_bytes bytes from this kind of memory to peers on this or other
-        hosts.
+        """Returns the transport of `agent`'s writes of block_bytes bytes from this kind of memory.
 
-        None unless all its configurations for them name the same transport.
+        same_host: to peers on this host, else on other hosts. None unless all configurations for these peers name the
+        same transport.
         """
         _flush()
         log = self._path.read_text(errors="replace")
@@ -107,7 +108,7 @@ def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *
     itself.
     """
     memory = "host" if kind == "DRAM" else "cuda"
-    wanted = "intra-node" if same_host else "inter-node"
+    peer_place = "intra-node" if same_host else "inter-node"
     tables: list[tuple[str, str]] = []  # place of the peer, transport for this size
     where, inside = "", False
     for raw in log.splitlines():
@@ -123,7 +124,7 @@ def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *
             tables[-1] = (where, _name(row["config"]))
     named = [(where, name) for where, name in tables if name]
     return (
-        {name for where, name in named if where == wanted}
+        {name for where, name in named if where == peer_place}
         or {name for where, name in named if where != "self"}
         or {name for _, name in named}
     )

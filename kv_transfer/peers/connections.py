@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
 UNREACHABLE_S = 3.0
-PROBE_WRITE_S = 10.0  # UCX connects lazily: the first write can take seconds
+#: UCX connects lazily: the first write can take seconds.
+PROBE_WRITE_S = 10.0
 PROBE_TRIES = 8
 #: Most bytes of the write that measures the rate. On a GPU it takes long enough that the time between polls is little.
 PROBE_BURST_BYTES: dict[MemoryKind, int] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
@@ -131,23 +132,25 @@ class PeerConnector:
         Raises LayoutMismatch, Unauthenticated, Unavailable, DeadlineExceeded, or TransferFailed if another generation
         answers.
         """
-        known = self._connections.get(address)
-        if known is None or known.broken or (generation is not None and known.generation < generation):
+        connection = self._connections.get(address)
+        if connection is None or connection.broken or (generation is not None and connection.generation < generation):
             attempt = self._attempts.get(address)
             if attempt is None:
                 attempt = self._attempts[address] = asyncio.create_task(self._establish(address))
                 attempt.add_done_callback(lambda task: self._on_connected(address, task))
             try:
-                known = await asyncio.wait_for(asyncio.shield(attempt), timeout_s)
+                connection = await asyncio.wait_for(asyncio.shield(attempt), timeout_s)
             except TimeoutError as e:
                 raise DeadlineExceeded(f"the connection to {address} took longer than {timeout_s:.1f} s") from e
             except BatonError:
                 raise
             except Exception as e:
                 raise TransferFailed(f"connecting to {address} failed: {type(e).__name__}: {e}") from e
-        if generation is not None and known.generation != generation:
-            raise TransferFailed(f"{known.pod} has generation {known.generation}, the transfer needs {generation}")
-        return known
+        if generation is not None and connection.generation != generation:
+            raise TransferFailed(
+                f"{connection.pod} has generation {connection.generation}, the transfer needs {generation}"
+            )
+        return connection
 
     def _on_connected(self, address: str, task: asyncio.Task[PeerConnection]) -> None:
         del self._attempts[address]
@@ -286,7 +289,7 @@ class PeerConnector:
         raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
 
     async def _time_probe_writes(self, connection: PeerConnection, count: int) -> float:
-        """Seconds of one write of `count` copies of the probe block. Raises TransferFailed, Unavailable."""
+        """Times one write of `count` copies of the probe block, in seconds. Raises TransferFailed, Unavailable."""
         ended: Future[float] = Future()
         mine, theirs = [self._memory.probe_block] * count, [connection.probe_block] * count
 
@@ -362,12 +365,12 @@ def _close_watch(connection: PeerConnection) -> None:
 
 
 def probe_digest(nonce: bytes, block: bytes) -> bytes:
-    """BLAKE2b-128 of a probe block, keyed with the nonce at its start."""
+    """Returns BLAKE2b-128 of a probe block, keyed with the nonce at its start."""
     return hashlib.blake2b(block, digest_size=16, key=nonce).digest()
 
 
 def agent_name(info: transfer_pb2.InfoResponse) -> str:
-    """role-pod-generation: unique over all processes, because a generation is never reused."""
+    """Returns role-pod-generation: unique over all processes, because a generation is never reused."""
     return f"{role_from_pb(info.role).value}-{info.pod}-{info.generation}"
 
 

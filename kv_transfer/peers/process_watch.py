@@ -25,7 +25,7 @@ class ProcessWatch:
         self._poll.register(pidfd, select.POLLIN)
 
     def ended(self) -> bool:
-        """The process has ended. Stays true until close()."""
+        """Returns whether the process has ended. Stays true until close()."""
         return bool(self._poll.poll(0))
 
     @property
@@ -40,8 +40,9 @@ class ProcessWatch:
 
 
 def watch_process(pid: int, boot_id: str, address: str) -> ProcessWatch | None:
-    """A watch on the process that listens at `address` (host:port). None if it is this process or not visible from
-    here.
+    """Returns a watch on the process that listens at `address` (host:port).
+
+    None if it is this process or not visible from here.
     """
     if not pid or pid == os.getpid() or boot_id != host_boot_id():
         return None

@@ -19,13 +19,14 @@ from common.pb import transfer_pb2
 from common.rpc import open_channel, translate_rpc_errors
 
 SERVICE = "baton.v1.Transfer"
-UNUSED_S = 600.0  # longer than any call
+#: Longer than any call.
+UNUSED_S = 600.0
 
 _Response = TypeVar("_Response", bound=Message)
 
 
 def method_path(name: str) -> str:
-    """Full name of a method, as signatures cover it."""
+    """Returns the full name of a method, as signatures cover it."""
     return f"/{SERVICE}/{name}"
 
 
@@ -39,7 +40,7 @@ class PeerRpcClient:
         self._used: dict[str, float] = {}
 
     async def info(self, address: str, timeout_s: float) -> transfer_pb2.InfoResponse:
-        """Info of the pod at `address`."""
+        """Calls Info of the pod at `address`."""
         return await self._send(address, "Info", transfer_pb2.InfoRequest(), transfer_pb2.InfoResponse, timeout_s, ())
 
     async def call(

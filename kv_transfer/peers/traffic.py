@@ -11,9 +11,12 @@ from collections.abc import Callable
 from common.pb import transfer_pb2
 from kv_transfer.messages import PairStats, PeerStats
 
-MAX_PAIRS = 1024  # beyond this the pod without traffic for the longest time is forgotten
-RATE_DECAY = 0.9  # weight of the older traffic, per busy period
-RATE_TTL_S = 120.0  # after this long without a write the rate starts again from zero
+#: Beyond this number the pod without traffic for the longest time is forgotten.
+MAX_PAIRS = 1024
+#: Weight of the older traffic, per busy period.
+RATE_DECAY = 0.9
+#: After this long without a write the rate starts again from zero.
+RATE_TTL_S = 120.0
 
 
 class _RateMeter:
@@ -73,11 +76,16 @@ class PairTraffic:
         self._meter = _RateMeter()
 
     def begin(self) -> None:
-        """A write is posted."""
+        """Records that a write is posted."""
         self._meter.begin(self._clock())
 
     def end(self, blocks: int, num_bytes: int, *, pulled: bool) -> None:
-        """A write is terminal. blocks and num_bytes are 0 for a failed write. pulled: the write serves a pull."""
+        """Records that a write is terminal.
+
+        Args:
+            blocks: 0 for a failed write, as is num_bytes.
+            pulled: the write serves a pull.
+        """
         self.blocks += blocks
         self.pulled_blocks += blocks if pulled else 0
         self.bytes += num_bytes
@@ -104,7 +112,7 @@ class PairTrafficTable:
         self._pairs: dict[str, PairTraffic] = {}
 
     def get(self, pod: str) -> PairTraffic:
-        """The traffic to this pod."""
+        """Returns the traffic to this pod."""
         with self._lock:
             pair = self._pairs.pop(pod) if pod in self._pairs else PairTraffic(self._clock)
             self._pairs[pod] = pair
@@ -113,7 +121,7 @@ class PairTrafficTable:
             return pair
 
     def stats(self, peers: tuple[PeerStats, ...]) -> tuple[PairStats, ...]:
-        """Every pod with traffic or in `peers` (the connected pods), sorted by name."""
+        """Returns every pod with traffic or in `peers` (the connected pods), sorted by name."""
         connected = {peer.pod: peer for peer in peers}
         with self._lock:
             pairs = dict(self._pairs)

@@ -35,7 +35,7 @@ class TransferCalls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Event loop."""
+        """Enables calls. Event loop."""
         self._loop = asyncio.get_running_loop()
 
     def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -58,7 +58,7 @@ class TransferCalls:
         task.add_done_callback(self._tasks.discard)
 
     async def connect(self, target: KvTarget, timeout_s: float) -> PeerConnection:
-        """A connection to the generation of the pod that made the target."""
+        """Returns a connection to the generation of the pod that made the target."""
         return await self._connector.connect(target.address, timeout_s, target.transfer_id.generation)
 
     async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None:
@@ -74,7 +74,7 @@ class TransferCalls:
         await self._rpc.call(target.address, "Open", request, transfer_pb2.OpenResponse, timeout_s)
 
     async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float:
-        """Seconds that the commit waited on the receiver for the last range."""
+        """Returns the seconds that the commit waited on the receiver for the last range."""
         request = transfer_pb2.CommitRequest(
             transfer_id=transfer_id_to_pb(target.transfer_id),
             generation=self._info().generation,
@@ -99,7 +99,7 @@ class TransferCalls:
         return await self._rpc.call(writer.address, "Drain", request, transfer_pb2.DrainResponse, timeout_s)
 
     async def is_replaced(self, writer: Writer, timeout_s: float) -> bool:
-        """Whether a newer generation of the same pod answers at the writer's address."""
+        """Returns whether a newer generation of the same pod answers at the writer's address."""
         try:
             info = await self._rpc.info(writer.address, timeout_s)
         except BatonError:

@@ -77,7 +77,7 @@ class PullReceiver:
     async def _ask_holder(
         self, holder: PrefixHolder, target: KvTarget, wanted: WantedBlocks, over: asyncio.Future[None]
     ) -> PullResult:
-        """Calls Pull and waits until the transfer is over."""
+        """Calls Pull and waits until the transfer has ended."""
         answer = await self._calls.pull(holder.address, target, wanted)
         if not answer.blocks:
             return PullResult(0, answer.reason, answer.gb_s)

@@ -5,7 +5,8 @@
        |                 '--deadline, release, failure--> DRAINING --every block accounted for--> CLOSED
        '--deadline, release--> CLOSED       (never opened, so no writer exists)
 
-In DRAINING the request is over, but the writer may still write: its blocks are quarantined. No deadline ends DRAINING.
+In DRAINING the request has ended, but the writer may still write, so its blocks are quarantined. No deadline ends
+DRAINING.
 A block is released only after one of these:
  (a) the notification of its own range, in OPEN too;
  (b) the writer's answer to Drain: at once if all its writes succeeded, after GRACE_S if one failed;
@@ -48,7 +49,7 @@ class ReceiverState(enum.Enum):
     OPEN = "open"
     #: Every block and the commit arrived.
     READY = "ready"
-    #: The request is over, but the writer may still write.
+    #: The request has ended, but the writer may still write.
     DRAINING = "draining"
     #: No block can be written any more.
     CLOSED = "closed"
@@ -102,8 +103,8 @@ class ReceiverMachine:
         self.deadline = deadline
         #: Blocks that are not known to be written.
         self._missing = set(range(first_block, first_block + num_blocks))
-        #: Written blocks. They stay pinned until the transfer is over, because a release may reach this machine later
-        #: than the last range, and the checksums must be compared before another request gets the blocks.
+        #: Written blocks. They stay pinned until the transfer has ended, because a release may reach this machine
+        #: later than the last range, and the checksums must be compared before another request gets the blocks.
         self._landed: set[int] = set()
         self._first = first_block
         self._end = first_block + num_blocks
@@ -136,14 +137,14 @@ class ReceiverMachine:
         return self.state is ReceiverState.OPEN and self._commit is not None and bool(self._missing)
 
     def open(self, writer: Writer, now: float) -> None:
-        """Message of the writer. Raises UnknownTransfer if the transfer is over or another writer opened it."""
+        """Handles the writer's open. Raises UnknownTransfer if the transfer has ended or another writer opened it."""
         if self.state is ReceiverState.RESERVED and now < self.deadline:
             self.writer, self.state = writer, ReceiverState.OPEN
         elif self.state is not ReceiverState.OPEN or writer != self.writer:
             raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value} or late")
 
     def range_written(self, agent: str, first: int, count: int, now: float) -> list[ReceiverAction] | None:
-        """Message of the writer: a range arrived. Returns None if it does not fit this transfer and is dropped."""
+        """Handles the writer's message that a range arrived. Returns None and drops it if it does not fit."""
         if self.writer is None or self.writer.agent != agent or first < self._first or first + count > self._end:
             return None
         if self.state not in (ReceiverState.OPEN, ReceiverState.DRAINING):
@@ -156,16 +157,16 @@ class ReceiverMachine:
         return self._complete()
 
     def shrink_to(self, num_blocks: int) -> list[ReceiverAction]:
-        """The holder of a pulled prefix sends only the first num_blocks blocks. The others are released."""
+        """Keeps the first num_blocks blocks, which the holder of a pulled prefix sends, and releases the others."""
         if self.state not in (ReceiverState.RESERVED, ReceiverState.OPEN) or num_blocks >= self.num_blocks:
             return []
         self._end = self._first + num_blocks
         return [*self._free([block for block in self._missing if block >= self._end]), *self._complete()]
 
     def commit(self, generation: int, commit: Commit, now: float) -> list[ReceiverAction]:
-        """Message of the writer. The first commit counts and is kept until every range arrived.
+        """Handles the writer's commit. The first commit counts and is kept until every range arrived.
 
-        Raises UnknownTransfer if the transfer is over or belongs to another writer.
+        Raises UnknownTransfer if the transfer has ended or belongs to another writer.
         """
         if self.state is not ReceiverState.OPEN or not self._is_writer(generation):
             raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value}")
@@ -182,7 +183,7 @@ class ReceiverMachine:
         return self._ready(self._commit)
 
     def checked(self, error: str | None, now: float) -> list[ReceiverAction]:
-        """Result of CheckChecksums. error: the first mismatch."""
+        """Handles the result of CheckChecksums; `error` is the first mismatch."""
         assert self._checking, "nothing was to be checked"
         assert self._commit is not None, "checking without a commit"
         self._checking = False
@@ -197,7 +198,7 @@ class ReceiverMachine:
         return [*self._free_landed(), TransferReady(commit)]
 
     def release(self, now: float) -> list[ReceiverAction]:
-        """The request is over on this pod. Idempotent."""
+        """Handles that the request has ended on this pod. Idempotent."""
         return self._fail(Cancelled("the request was ended"), now)
 
     def _fail(self, error: BatonError, now: float) -> list[ReceiverAction]:
@@ -210,7 +211,7 @@ class ReceiverMachine:
         return [*self._free_landed(), ReceiveFailed(error), *self.tick(now)]
 
     def drained(self, generation: int, clean: bool, now: float) -> list[ReceiverAction]:
-        """The writer answered Drain. clean: every write of the transfer succeeded, so none can be in flight."""
+        """Handles the answer to Drain. clean: every write of the transfer succeeded, so no write can be in flight."""
         self._drain_asked = False
         if self.state is not ReceiverState.DRAINING:
             return []
@@ -221,14 +222,14 @@ class ReceiverMachine:
         return self._free(list(self._missing))
 
     def drain_failed(self, now: float) -> list[ReceiverAction]:
-        """The writer did not answer Drain, or another generation did: Drain is called again later."""
+        """Schedules another Drain, because the writer did not answer or another generation did."""
         self._drain_asked = False
         self._next_drain = now + self._drain_wait
         self._drain_wait = min(self._drain_wait * 2, _DRAIN_RETRY_S[1])
         return []
 
     def writer_ended(self, now: float) -> list[ReceiverAction]:
-        """The writer's process is proven to have ended, or the writer posts no more writes: the grace begins."""
+        """Begins the grace: the writer's process is proven to have ended, or the writer posts no more writes."""
         if self.state in (ReceiverState.RESERVED, ReceiverState.OPEN) and self.writer is not None:
             actions = self._fail(TransferFailed(f"the writer {self.writer.pod} ended"), now)
         else:

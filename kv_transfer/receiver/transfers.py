@@ -121,7 +121,7 @@ class TransferReceiver:
         self._next_process_check = 0.0
 
     def new_transfer_id(self, generation: int) -> TransferId:
-        """A transfer id that was never used. Any thread."""
+        """Returns a transfer id that was never used. Any thread."""
         with self._lock:
             return TransferId(generation, next(self._numbers))
 
@@ -166,7 +166,7 @@ class TransferReceiver:
         return sum(entry.machine.num_quarantined for entry in list(self._table.values()))
 
     def is_watched(self, agent: str) -> bool:
-        """watch() was called for this writer."""
+        """Returns whether watch() was called for this writer."""
         return agent in self._watches
 
     def watch(self, agent: str, watch: ProcessWatch | None) -> None:
@@ -234,7 +234,7 @@ class TransferReceiver:
                 _resolve(answer, 0.0)
             else:
                 self._dropped.count("commit_unknown")
-                _resolve(answer, UnknownTransfer(f"transfer {transfer_id} is over"))
+                _resolve(answer, UnknownTransfer(f"transfer {transfer_id} has ended"))
             return
         try:
             actions = entry.machine.commit(generation, commit, self._clock())
@@ -250,7 +250,7 @@ class TransferReceiver:
         entry.waiting.append(_WaitingCommit(answer, now + COMMIT_WAIT_S))
 
     def on_notification(self, peer: str, message: RangeWritten | CommitNotification) -> None:
-        """A range or a commit arrived. One that does not fit is dropped and counted.
+        """Handles a range or a commit that arrived. One that does not fit is dropped and counted.
 
         A commit notification that fails gets no answer: the call that follows gets the error.
         """
@@ -276,13 +276,13 @@ class TransferReceiver:
             self._apply(entry, actions)
 
     def shrink_to(self, transfer_id: TransferId, num_blocks: int) -> None:
-        """The writer sends only the first num_blocks blocks."""
+        """Keeps only the first num_blocks blocks, because the writer sends no others."""
         entry = self._table.get(transfer_id)
         if entry is not None:
             self._apply(entry, entry.machine.shrink_to(num_blocks))
 
     def release(self, transfer_id: TransferId) -> None:
-        """The request is over on this pod. Unknown ids are ignored."""
+        """Handles that the request has ended on this pod. Ignores unknown ids."""
         entry = self._table.get(transfer_id)
         if entry is not None:
             self._apply(entry, entry.machine.release(self._clock()))
@@ -298,7 +298,7 @@ class TransferReceiver:
             self._apply(entry, entry.machine.drain_failed(self._clock()))
 
     def writer_replaced(self, transfer_id: TransferId, writer: Writer) -> None:
-        """A newer generation answers at the writer's address.
+        """Handles that a newer generation answers at the writer's address.
 
         That proves the writer's end, unless its process can be watched, which is the better proof.
         """
@@ -332,7 +332,7 @@ class TransferReceiver:
             self.forget_writer(agent)
 
     def close(self) -> None:
-        """This pod ends: fails every transfer. Blocks that may be written stay pinned until the process ends."""
+        """Fails every transfer: this pod ends. Blocks that may be written stay pinned until the process ends."""
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.release(self._clock()))
         for watch in self._watches.values():
@@ -359,7 +359,7 @@ class TransferReceiver:
                     self._answer_all(entry)  # before on_ready, which takes a while: the writer waits
                     _notify(entry.on_ready, commit)
                 case ReceiveFailed(error):
-                    over = f"transfer {machine.transfer_id} is over: {error.message}"
+                    over = f"transfer {machine.transfer_id} has ended: {error.message}"
                     damaged = isinstance(error, BlockDamaged)
                     self._answer_all(entry, TransferFailed(over) if damaged else UnknownTransfer(over))
                     _notify(entry.on_failed, error)

@@ -46,15 +46,19 @@ class PrefixLender:
 
     @property
     def num_loans(self) -> int:
-        """Loans that are not over."""
+        """Loans that have not ended."""
         return len(self._loans)
 
     def lend(self, request_id: str, target: KvTarget, hashes: Sequence[bytes], timeout_s: float) -> LendResult:
         """Answers a Pull at once and starts to push. Raises InvalidRequest if hashes and target do not match."""
-        wanted = len(target.blocks)
-        if not wanted or len(hashes) != target.first_block + wanted or any(len(h) != HASH_BYTES for h in hashes):
-            expected = f"{target.first_block + wanted} hashes of {HASH_BYTES} bytes"
-            raise InvalidRequest(f"{len(hashes)} hashes for {wanted} blocks: expected {expected}", field="hashes")
+        num_blocks = len(target.blocks)
+        if (
+            not num_blocks
+            or len(hashes) != target.first_block + num_blocks
+            or any(len(h) != HASH_BYTES for h in hashes)
+        ):
+            expected = f"{target.first_block + num_blocks} hashes of {HASH_BYTES} bytes"
+            raise InvalidRequest(f"{len(hashes)} hashes for {num_blocks} blocks: expected {expected}", field="hashes")
         if self._closed:
             return LendResult(0, "leaving")
         if self.num_loans >= MAX_LOANS:
@@ -64,7 +68,7 @@ class PrefixLender:
             return LendResult(0, "absent")
         count = len(pin.blocks)
         self._push(request_id, replace(target, blocks=target.blocks[:count]), pin, timeout_s)
-        return LendResult(count, "none" if count == wanted else "absent")
+        return LendResult(count, "none" if count == num_blocks else "absent")
 
     def _push(self, request_id: str, target: KvTarget, pin: PinnedBlocks, timeout_s: float) -> None:
         blocks = tuple(pin.blocks)

@@ -30,7 +30,7 @@ GRACE_S = 2.0
 OPEN_RETRY_LIMIT_S = 3.0
 #: Most of the grace that one tick uses up: time in which the transfer thread stood still does not count.
 _MAX_TICK_S = 0.25
-#: After so many refused commits with every write done, a range notification counts as lost and is sent again.
+#: After this many refused commits with every write done, a range notification counts as lost and is sent again.
 RENOTIFY_AFTER = 2
 _OPEN_RETRY_S = 0.05
 _COMMIT_RETRY_S = 0.002
@@ -173,40 +173,38 @@ class SenderMachine:
 
     @property
     def ended(self) -> bool:
-        """The transfer is over for its caller."""
+        """The transfer has ended for its caller."""
         return self.state in _ENDED
 
     def connected(self, now: float) -> list[SenderAction]:
-        """The connection to the peer passed its probe."""
+        """Handles that the connection to the peer passed its probe."""
         if self.state is not SenderState.CONNECTING:
             return []
         self.state, self._opening_since = SenderState.OPENING, now
         return self._call(SendOpen())
 
     def opened(self, now: float) -> list[SenderAction]:
-        """The receiver acknowledged the open."""
+        """Handles that the receiver acknowledged the open."""
         if self.state is not SenderState.OPENING:
             return []
         self.state, self._calling = SenderState.OPEN, False
         return self._announce()
 
     def push(self, push: int, first: int, blocks: Sequence[int], now: float) -> list[SenderAction]:
-        """Physical `blocks` hold the logical blocks from `first` on. Blocks before the target's first block are
-        skipped.
-        """
+        """Pushes physical `blocks` as the logical blocks from `first`; skips those before the target's first block."""
         if self.ended and self.state is not SenderState.DONE:
             return [ReleasePush(push)]
         skip = max(0, self._first - first)
         first, blocks = first + skip, blocks[skip:]
-        wanted = range(first, first + len(blocks))
-        if not self._unpushed.issuperset(wanted):
+        pushed = range(first, first + len(blocks))
+        if not self._unpushed.issuperset(pushed):
             error = InternalError(
-                f"blocks {wanted.start}..{wanted.stop - 1} were pushed before or are not in the target"
+                f"blocks {pushed.start}..{pushed.stop - 1} were pushed before or are not in the target"
             )
             return [ReleasePush(push), *self.fail(error, now)]
         if not blocks:
             return [ReleasePush(push)]
-        self._unpushed.difference_update(wanted)
+        self._unpushed.difference_update(pushed)
         start, size = 0, self._first_write_blocks
         while start < len(blocks):
             local = tuple(blocks[start : start + size])
@@ -228,7 +226,7 @@ class SenderMachine:
         return write
 
     def posted(self) -> list[SenderAction]:
-        """The taken writes were given to the backend, so the commit may be due."""
+        """Handles that the backend got the taken writes, so the commit may be due."""
         if self.state is not SenderState.OPEN or self._commit is None or self._unpushed:
             return []
         if len(self._queue) > self._commit_ahead:
@@ -237,7 +235,7 @@ class SenderMachine:
         return self._call(SendCommit(self._commit))
 
     def write_ended(self, number: int, error: str | None, now: float) -> list[SenderAction]:
-        """A posted write is terminal. error: the reason of its failure."""
+        """Handles that a posted write is terminal. error: the reason of its failure."""
         write = self._posted.pop(number, None)
         if write is None:  # the grace after the peer's end released it already
             return []
@@ -252,20 +250,21 @@ class SenderMachine:
         return actions + self._stop()
 
     def finish(self, commit: Commit, now: float) -> list[SenderAction]:
-        """The prompt's first tokens exist. The commit is sent once at most commit_ahead writes are queued."""
+        """Takes the commit with the first tokens. It is sent once at most commit_ahead writes are queued."""
         if self._commit is not None and not self.ended:
             return self.fail(InternalError("finish was called twice"), now)
         self._commit = commit
         return self._announce()
 
     def _announce(self) -> list[SenderAction]:
-        """Sends the commit at once if no write is queued. Queued writes go first: their bytes take longer than the
-        commit.
+        """Sends the commit at once if no write is queued.
+
+        Queued writes go first, because their bytes take longer than the commit.
         """
         return [] if self._queue else self.posted()
 
     def committed(self, now: float) -> list[SenderAction]:
-        """The receiver acknowledged the commit."""
+        """Handles that the receiver acknowledged the commit."""
         if self.state is not SenderState.COMMITTING:
             return []
         self._acknowledged = True
@@ -278,8 +277,9 @@ class SenderMachine:
         return [SendDone()]
 
     def call_failed(self, error: BatonError, now: float) -> list[SenderAction]:
-        """Open or Commit failed: is tried again after Unavailable and DeadlineExceeded, and ends the transfer
-        otherwise.
+        """Handles that Open or Commit failed.
+
+        Unavailable and DeadlineExceeded are tried again; any other error ends the transfer.
         """
         self._calling = False
         if self.state not in (SenderState.OPENING, SenderState.COMMITTING):
@@ -307,7 +307,7 @@ class SenderMachine:
         return [*actions, SendFailed(error), *self._stop()]
 
     def peer_ended(self, now: float) -> list[SenderAction]:
-        """The peer's process is proven to have ended: its posted writes count as terminal after GRACE_S."""
+        """Handles the proven end of the peer's process: its posted writes count as terminal after GRACE_S."""
         actions = self.fail(TransferFailed(f"{self.target.pod} ended"), now)
         if self.state is SenderState.STOPPING and self._grace_left is None:
             self._grace_left, self._last_tick = GRACE_S, now

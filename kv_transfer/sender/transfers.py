@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 CALL_S = 5.0
 #: Seconds that a commit notification waits for its acknowledgement before the Commit call follows.
 COMMIT_NOTIFICATION_WAIT_S = 0.02
-#: After so many unanswered commit notifications in a row the peer gets only calls for NOTIFICATION_PAUSE_S seconds.
+#: After this many unanswered commit notifications in a row the peer gets only calls for NOTIFICATION_PAUSE_S seconds.
 MAX_MISSED_ACKS = 3
 NOTIFICATION_PAUSE_S = 10.0
 _REMEMBERED = 65536
@@ -117,8 +117,9 @@ class OutgoingTransfer:
         self._owner.push(self, first_block, tuple(blocks), pin)
 
     def finish(self, first_tokens: Sequence[int], finish_reasons: Sequence[FinishReason | None]) -> None:
-        """The last chunk is computed. The commit with these first tokens follows; it is acknowledged once every block
-        arrived.
+        """Sends the commit with these first tokens, because the last chunk is computed.
+
+        The receiver acknowledges the commit once every block arrived.
         """
         self._owner.finish(self, Commit(tuple(first_tokens), tuple(finish_reasons)), self.delivered_blocks)
 
@@ -127,7 +128,7 @@ class OutgoingTransfer:
         self._owner.abort(self, Cancelled(reason))
 
     def set_delivered(self, blocks: int) -> None:
-        """For the owner: the number of delivered blocks."""
+        """Sets the number of delivered blocks, for the owner."""
         self.delivered_blocks = blocks
         if self.on_progress is not None:
             try:
@@ -302,7 +303,7 @@ class TransferSender:
         return posted
 
     def drain(self, pod: str, transfer_id: TransferId) -> Future[bool]:
-        """The receiver `pod` gave this transfer up: ends it.
+        """Ends this transfer, because the receiver `pod` gave it up.
 
         The future completes once no write of the transfer is or will be in flight. Its result says whether every write
         succeeded.
@@ -323,13 +324,13 @@ class TransferSender:
         return answer
 
     def peer_ended(self, connection: PeerConnection) -> None:
-        """The process behind this connection is proven to have ended."""
+        """Handles that the process behind this connection is proven to have ended."""
         for entry in list(self._table.values()):
             if entry.connection is connection:
                 self._apply(entry, entry.machine.peer_ended(self._clock()))
 
     def on_committed(self, peer: str, message: CommittedNotification) -> None:
-        """The receiver acknowledged a commit. Ignored if the answer to the call already ended the transfer."""
+        """Handles that the receiver acknowledged a commit. Ignored if the answer to the call ended the transfer."""
         for entry in list(self._table.values()):
             connection = entry.connection
             if entry.machine.target.transfer_id != message.transfer_id or connection is None:
@@ -350,7 +351,7 @@ class TransferSender:
                 self._on_missed_ack(entry, entry.unacknowledged_commit, now)
 
     def close(self, error: BatonError) -> None:
-        """This pod ends: fails every transfer with `error`."""
+        """Fails every transfer with `error`, because this pod ends."""
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.fail(error, self._clock()))
 
@@ -494,7 +495,7 @@ class TransferSender:
         self._call_commit(entry, commit)
 
     def _on_missed_ack(self, entry: _OutgoingTransferState, commit: Commit, now: float) -> None:
-        """The commit notification was not acknowledged in time: calls Commit.
+        """Calls Commit, because the commit notification was not acknowledged in time.
 
         A peer that misses several in a row gets calls for a while, because each unanswered notification delays its
         call.
@@ -520,7 +521,7 @@ class TransferSender:
         self._call(entry, call, entry.machine.committed)
 
     def _needs_target_polls(self, entry: _OutgoingTransferState) -> bool:
-        """Whether a write ends only while the target polls. Assumed of unknown transports.
+        """Returns whether a write ends only while the target polls. Assumed of unknown transports.
 
         From GPU to GPU the bytes move by themselves, but UCX reports the write as done when the target's polls have
         answered.
