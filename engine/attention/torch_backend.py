@@ -22,7 +22,7 @@ from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows of similar size, padded to `width` new tokens and to a common context."""
+    """A group of rows of similar size, padded to `width` new tokens and to a common context."""
 
     rows: int
     width: int

@@ -308,7 +308,7 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
-    """Buffers for the partial results of one launch, reused by all layers."""
+    """The buffers for the partial results of one launch, reused by all layers."""
 
     #: Number of shares of a launch.
     num_programs: int

@@ -173,18 +173,18 @@ def _score_kernel(
     if temperature > 0:
         score = x + _noise(tl.load(ints + 1), tl.load(ints + 2), position, first, BV)
 
-    at = row * num_tiles + tile
+    tile_index = row * num_tiles + tile
     best, where = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_score + at, best)
-    tl.store(best_token + at, first + where)
-    tl.store(tile_finite + at, finite)
+    tl.store(best_score + tile_index, best)
+    tl.store(best_token + tile_index, first + where)
+    tl.store(tile_finite + tile_index, finite)
     if cut:
         tops = tl.max(tl.reshape(x, [SEGMENTS, BV // SEGMENTS]), 1)
-        tl.store(segment_max + at * SEGMENTS + tl.arange(0, SEGMENTS), tops)
+        tl.store(segment_max + tile_index * SEGMENTS + tl.arange(0, SEGMENTS), tops)
         top = tl.max(tops, 0)
-        tl.store(best_logit + at, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
-        tl.store(tile_max + at, top)
-        tl.store(tile_sum + at, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0))
+        tl.store(best_logit + tile_index, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
+        tl.store(tile_max + tile_index, top)
+        tl.store(tile_sum + tile_index, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0))
         tl.store(shaped + row * vocab + i, x, mask=ok)
         tl.store(scores + row * vocab + i, score, mask=ok)
 
@@ -255,11 +255,11 @@ def _select_kernel(
     shaped += row * vocab
     scores += row * vocab
     t = tl.arange(0, TILES)
-    at = row * num_tiles + t
+    tile_index = row * num_tiles + t
     ok = t < num_tiles
-    all_finite = tl.min(tl.load(tile_finite + at, mask=ok, other=1), 0)
+    all_finite = tl.min(tl.load(tile_finite + tile_index, mask=ok, other=1), 0)
     _, winner = tl.max(
-        tl.load(best_score + at, mask=ok, other=-float("inf")),
+        tl.load(best_score + tile_index, mask=ok, other=-float("inf")),
         0,
         return_indices=True,
         return_indices_tie_break_left=True,
@@ -269,9 +269,9 @@ def _select_kernel(
     k, top_p, min_p, cut = _cuts(floats, ints, vocab)
     if cut & (all_finite > 0):
         logit = tl.load(best_logit + row * num_tiles + winner)
-        tops = tl.load(tile_max + at, mask=ok, other=-float("inf"))
+        tops = tl.load(tile_max + tile_index, mask=ok, other=-float("inf"))
         top = tl.max(tops, 0)
-        total = tl.sum(tl.load(tile_sum + at, mask=ok, other=0.0) * tl.exp(tops - top), 0)
+        total = tl.sum(tl.load(tile_sum + tile_index, mask=ok, other=0.0) * tl.exp(tops - top), 0)
         floor = tl.where(min_p > 0.0, top + tl.log(tl.maximum(min_p, 1e-30)), -float("inf"))
         kth = tl.full([], -float("inf"), tl.float32)
         if k < vocab:

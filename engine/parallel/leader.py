@@ -34,7 +34,7 @@ from engine.parallel import step_messages
 from engine.parallel.collectives import AllReduceOps, Collectives, open_store
 from engine.parallel.rank_group import RankGroup
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class MirroredPool(KVPool):
 
 
 class TensorParallelBuilder:
-    """Builds the mirrored model, pool and attention. The group is complete: all ranks have joined."""
+    """The builder of the mirrored model, pool and attention, for a group that all ranks have joined."""
 
     def __init__(self, rank_group: RankGroup, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
         self._rank_group, self._config, self._source, self._device = rank_group, config, source, device
@@ -208,7 +208,7 @@ class TensorParallelBuilder:
             self._source, self.shard, max_len, device, TORCH_DTYPES[dtype], lambda ops: AllReduceOps(ops, collectives)
         )
         rank_group.receive()
-        log.info("%d tensor-parallel ranks have loaded their weights", rank_group.size)
+        _log.info("%d tensor-parallel ranks have loaded their weights", rank_group.size)
         return MirroredModel(local, rank_group, collectives)
 
     def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:

@@ -38,7 +38,7 @@ from engine.parallel import step_messages
 from engine.parallel.collectives import AllReduceOps, Collectives, join_store
 from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_S, POLL_S, SECRET_VARIABLE, STOP_S, split_address
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 EXIT_FAILED, EXIT_ABANDONED = 1, 5
 
@@ -181,10 +181,10 @@ def serve(rank: Rank) -> int:
     try:
         rank.run()
     except Unavailable as error:
-        log.error("%s", error.message)
+        _log.error("%s", error.message)
         return EXIT_ABANDONED
     except Exception:
-        log.exception("this rank failed")
+        _log.exception("this rank failed")
         return EXIT_FAILED
     return 0
 

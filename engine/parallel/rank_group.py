@@ -27,7 +27,7 @@ from common.process.rank_channel import RankChannel, RankMessage
 from common.process.tether import tether_command
 from engine.config import EngineConfig
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 #: Longest wait for ranks of this machine, which import torch first.
 JOIN_S = 120.0
@@ -126,7 +126,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks of this machine."""
+        """The process ids of the ranks of this machine."""
         return [child.pid for child in self._children.values()]
 
     @property
@@ -200,14 +200,14 @@ class RankGroup:
             try:
                 accepted = RankChannel.accept(listener, secret, POLL_S)
             except (Unavailable, Unauthenticated) as error:
-                log.warning("refused a connection that does not belong to the group: %s", error.message)
+                _log.warning("refused a connection that does not belong to the group: %s", error.message)
                 continue
             if accepted is None:
                 continue
             channel, hello = accepted
             rank, joined = hello.fields.get("rank"), self._channels.get(hello.kind)
             if joined is None or not isinstance(rank, int) or not 0 < rank < self.size or rank in joined:
-                log.warning(
+                _log.warning(
                     "refused %s: the group has no rank like this, or it has joined already: kind %s, rank %s",
                     channel.name,
                     hello.kind,
@@ -277,7 +277,7 @@ class RankGroup:
             if self.failure is not None or self._closing.is_set():
                 return
             self.failure = reason
-        log.error("the tensor-parallel group has failed: %s", reason)
+        _log.error("the tensor-parallel group has failed: %s", reason)
         self.on_failure()
 
     def _end_children(self) -> None:

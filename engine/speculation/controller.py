@@ -110,7 +110,7 @@ class _StepTimes:
 
 
 class DraftController:
-    """Decides how many drafts each sequence gets.
+    """The policy that decides how many drafts each sequence gets.
 
     Args:
         max_drafts: most drafts of a sequence in a step.

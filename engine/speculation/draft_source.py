@@ -24,7 +24,7 @@ from engine.models.loader import ModelSource, open_model
 from engine.models.spec import ModelSpec
 from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, SeparateDraftModel
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 #: Largest difference between the vocabulary sizes of one model family. The additional tokens are unused.
 MAX_VOCAB_PADDING = 1024
@@ -126,7 +126,9 @@ def open_draft(
                 f"the draft model supports {shape.max_position} tokens, but max_model_len is {max_len}",
                 field=SPECULATION_FIELD,
             )
-        log.warning("the draft model was trained for %d tokens: drafts at later positions are poor", shape.max_position)
+        _log.warning(
+            "the draft model was trained for %d tokens: drafts at later positions are poor", shape.max_position
+        )
     return SeparateDraftSource(source, target)
 
 

@@ -24,7 +24,7 @@ from engine.speculation.model_proposer import ModelProposer
 from engine.speculation.proposer import DraftBatch, Proposer
 from engine.speculation.stats import SpeculationStats
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 #: Most tokens that a draft model may lag. Blocks with these tokens are not published before it catches up.
 MAX_DRAFT_LAG = 64
@@ -158,4 +158,4 @@ class Speculator:
         """Logs failures 1, 2, 4, 8, ..., so that a proposer that always fails does not fill the log."""
         self.stats.failures += 1
         if self.stats.failures.bit_count() == 1:
-            log.exception("the %s proposer failed, %d times so far", self._proposer.name, self.stats.failures)
+            _log.exception("the %s proposer failed, %d times so far", self._proposer.name, self.stats.failures)

@@ -46,7 +46,7 @@ class HfSpec(ModelShape):
 
 
 class _IdentityDecoder(nn.Module):
-    """Replaces the decoder of a model and returns its input."""
+    """The replacement of a model's decoder. It returns its input."""
 
     def __init__(self, output_class: type) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class _ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class _PagedLayer:
-    """Connects an attention module to its layer of the KV pool; stored as the module's attribute `paged`."""
+    """The connection of an attention module to its layer of the KV pool: the module's attribute `paged`."""
 
     context: _ForwardContext
     index: int

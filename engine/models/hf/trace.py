@@ -63,25 +63,25 @@ class _Call:
 
 @dataclass(slots=True)
 class _Trace:
-    """Records the attention calls of a forward pass on the meta device."""
+    """A recorder of the attention calls of a forward pass on the meta device."""
 
     calls: list[_Call] = field(default_factory=list)
     #: Masks by the id of the placeholder tensor that `mask` returned. The tensor is kept so that its id stays unique.
     masks: dict[int, tuple[Tensor, _Mask]] = field(default_factory=dict)
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **rest: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         mask = None
         if attention_mask is not None:
             if id(attention_mask) not in self.masks:
                 raise ConfigError("the model changes the attention mask itself")
             mask = self.masks[id(attention_mask)][1]
-        scale, softcap, window = (rest.pop(name, None) for name in ("scaling", "softcap", "sliding_window"))
-        causal = rest.pop("is_causal", None)
+        scale, softcap, window = (options.pop(name, None) for name in ("scaling", "softcap", "sliding_window"))
+        causal = options.pop("is_causal", None)
         if causal is None:
             causal = vars(module).get("is_causal", True)
-        unknown = sorted(name for name, value in rest.items() if name not in IGNORED_ARGUMENTS and value is not None)
+        unknown = sorted(name for name, value in options.items() if name not in IGNORED_ARGUMENTS and value is not None)
         if unknown:
             raise ConfigError(f"attention with {', '.join(unknown)} is not supported")
         if not causal:
@@ -105,7 +105,7 @@ class _Trace:
 
 
 class _HostTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Detects copies from the host, which a CUDA graph cannot capture.
+    """A detector of copies from the host, which a CUDA graph cannot capture.
 
     Reads of a tensor's value need no detection: they fail on the meta device.
     """
