@@ -43,7 +43,7 @@ class HostCopier:
     def _run(self) -> None:
         reason = "the host tier has ended"
         try:
-            make_current(self._memory.kv.data.device)
+            make_current(self._memory.pool.data.device)
             while (copy := self._host_tier.next_copy()) is not None:
                 self._host_tier.finish_copy(copy, self._copy(copy))
         except Exception as error:
@@ -74,4 +74,4 @@ class HostCopier:
         return BlockDamaged(f"{len(damaged)} of {len(copy.host_blocks)} KV blocks came back damaged from host memory")
 
     def _checksum(self, block: int) -> int:
-        return zlib.crc32(self._memory.kv.read_block(block))
+        return zlib.crc32(self._memory.pool.read_block(block))

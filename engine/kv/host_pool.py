@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 class HostKVPool:
     """Host blocks of the size of the pool's blocks. ConfigError if the memory cannot be page-locked."""
 
-    def __init__(self, kv: KVPool, num_host_blocks: int) -> None:
-        self.data = torch.empty((num_host_blocks, kv.block_bytes), dtype=torch.uint8)
-        self.kv = kv
-        self._device = kv.data.device
+    def __init__(self, pool: KVPool, num_host_blocks: int) -> None:
+        self.data = torch.empty((num_host_blocks, pool.block_bytes), dtype=torch.uint8)
+        self.pool = pool
+        self._device = pool.data.device
         self._locked = False
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
@@ -49,11 +49,11 @@ class HostKVPool:
 
     def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Starts to copy blocks of the pool to host blocks."""
-        self._copy(self.kv.data, blocks, self.data, host_blocks)
+        self._copy(self.pool.data, blocks, self.data, host_blocks)
 
     def load(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
         """Starts to copy host blocks to blocks of the pool."""
-        self._copy(self.data, host_blocks, self.kv.data, blocks)
+        self._copy(self.data, host_blocks, self.pool.data, blocks)
 
     def wait(self) -> None:
         """Blocks this thread until all started copies have ended; torch releases the GIL."""
