@@ -160,7 +160,7 @@ def test_the_tables_have_the_names_that_the_parsers_read(path: str, monkeypatch:
 
     monkeypatch.setattr(JsonFields, "raw", recording)
     parse, smallest = PARSERS[path]
-    monkeypatch.setattr(request, "_chat", lambda *_: None)  # a chat's fields have other names in a response
+    monkeypatch.setattr(request, "_to_chat_body", lambda *_: None)  # a chat's fields have other names in a response
     parse(smallest)
     table = {p.name: p.support for p in BODIES[path]}
     assert len(table) == len(BODIES[path]), "a name is there twice"
