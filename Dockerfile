@@ -2,9 +2,9 @@
 #   gateway     REST and gRPC for clients; no torch
 #   engine-cpu  baton serve, with torch's CPU build
 #   engine-gpu  baton serve, with torch's CUDA build; the driver comes from the NVIDIA container toolkit
-#   demo-model  SmolLM2-135M-Instruct, converted; an init container copies it into the pods of overlays/cpu-dev
-# Base images are pinned by version; pass a digest of your own mirror as PYTHON_IMAGE=...@sha256:... to pin them by
-# content. Every Python package is pinned by constraints.txt.
+#   demo-model  SmolLM2-135M-Instruct, converted; an init container copies it to the pods of overlays/cpu-dev
+# Base images are pinned by version. To pin them by content, pass PYTHON_IMAGE=...@sha256:... of your mirror.
+# constraints.txt pins every Python package.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.13-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
@@ -16,7 +16,7 @@ ENV PATH=/opt/baton/bin:$PATH
 COPY constraints.txt ./
 COPY requirements requirements
 
-# The wheel: pure Python, the same for all targets.
+# The wheel is pure Python and the same for all targets.
 FROM build AS wheel
 RUN pip install -c constraints.txt 'setuptools>=77' wheel
 COPY . source
@@ -27,7 +27,7 @@ RUN pip install -c constraints.txt -r requirements/gateway.txt
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
-# torch first and alone, so that no other requirement chooses a build of it.
+# torch is installed first and alone, so that no other requirement selects another build.
 FROM build AS engine-cpu-env
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraints.txt > engine-constraints.txt \
@@ -36,7 +36,7 @@ RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraint
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
-# PyPI's torch is the CUDA build; it brings the triton that it was made for, not the one that the CPU tests use.
+# PyPI's torch is the CUDA build and brings its own triton. The pin of triton is for the CPU tests.
 FROM build AS engine-gpu-env
 RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraints.txt > engine-constraints.txt \
     && pip install -r torch.txt \
@@ -44,7 +44,7 @@ RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraint
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
-# Converting takes transformers, which nothing else here does.
+# Only the conversion needs transformers.
 FROM engine-cpu-env AS demo-model-files
 RUN python -m ensurepip \
     && python -m pip install -c engine-constraints.txt gguf transformers accelerate \
@@ -70,7 +70,7 @@ EXPOSE 7000 7100-7199 9400
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s CMD ["baton", "probe", "grpc://127.0.0.1:7000/live"]
 CMD ["serve", "--help"]
 
-# Triton compiles its launchers with a C compiler; UCX loads the verbs library where there is RDMA.
+# Triton compiles its launchers with a C compiler. UCX loads the verbs library for RDMA.
 FROM runtime AS engine-gpu
 USER 0:0
 # hadolint ignore=DL3008

@@ -1,31 +1,31 @@
-# Everything runs in .venv; nothing needs root, a GPU or a model hub. `make help` lists the targets.
-#   make PIP_ARGS='--extra-index-url URL'   adds an index, for instance one with CPU builds of torch
+# All targets run in .venv and need no root, GPU or model hub, unless the target says so. `make help` lists them.
+#   make PIP_ARGS='--extra-index-url URL'   adds a package index, for example one with CPU builds of torch
 PY := .venv/bin/python
-# Python compiles what is used when it is first imported; compiling all of it now would take most of a minute more.
+# Python compiles a module at its first import. Compiling all modules now would take almost a minute more.
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --no-compile
 PIP_ARGS ?=
 PB ?= common/pb
 
-# Long enough for several chunks of 64 tokens, so that the demo shows blocks leaving while later chunks compute.
+# Several chunks of 64 tokens, so that the demo shows pushes of blocks while later chunks are computed.
 DEMO_PROMPT ?= The lighthouse on Gull Point was built in 1871 after three ships were lost on the reef in a single winter. \
 Its keeper, Marta Lind, kept the lamp burning for forty years and wrote down the weather every night in a long row of \
 blue notebooks. When the lamp was made electric in 1932, the notebooks were forgotten in a cellar. A student found them \
 ninety years later, and they turned out to be the longest unbroken record of storms on that coast. \
 What did the student find?
 
-# The installed set is named by what it was made from: when pyproject.toml or constraints.txt change, it is made anew.
+# The name holds a hash of pyproject.toml and constraints.txt: when they change, `install` runs again.
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
 .PHONY: help install lint test pytest dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
 .DEFAULT_GOAL := help
 
-help: ## This list.
+help: ## Lists the targets.
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-install: $(INSTALLED) ## Makes .venv with the pinned versions; nothing to do the second time.
+install: $(INSTALLED) ## Makes .venv with the pinned versions; does nothing if it is current.
 
-# torch comes first and alone, so that no other requirement can choose a build of it with several GB of CUDA libraries.
+# torch is installed first and alone, so that no other requirement selects a build with several GB of CUDA libraries.
 $(INSTALLED):
 	@set -e; \
 	if [ ! -x $(PY) ]; then \
@@ -48,48 +48,48 @@ $(INSTALLED):
 $(PY):
 	@$(MAKE) --no-print-directory install
 
-lint: $(INSTALLED) ## Formatting, lint and types.
+lint: $(INSTALLED) ## Checks formatting, lint and types.
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-test: $(INSTALLED) ## Everything that CI runs; ARGS='tests/unit -k name' narrows it, ARGS='-n 0' is one process.
+test: $(INSTALLED) ## Runs what CI runs; ARGS='tests/unit -k name' selects tests, ARGS='-n 0' uses one process.
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 pytest: $(INSTALLED) kubectl
 	.venv/bin/pytest -n 2 --no-loadscope-reorder $(ARGS)
 
-clients: $(INSTALLED) ## openai, litellm, langchain, guidellm, aiperf against a stack, each in a venv; ARGS='openai aiperf'.
+clients: $(INSTALLED) ## Tests openai, litellm, langchain, guidellm, aiperf with a stack, each in its own venv; ARGS='openai aiperf' selects.
 	$(PY) tests/clients/run.py $(ARGS)
 
-dashboard-test: $(INSTALLED) ## The page at / in a headless Chromium (apt-get install chromium, or CHROMIUM=/path/to/it).
+dashboard-test: $(INSTALLED) ## Tests the page at / in a headless Chromium (apt-get install chromium, or CHROMIUM=/path/to/it).
 	@$(PY) -c 'import playwright' 2>/dev/null || $(INSTALL) $(PIP_ARGS) -c constraints.txt -e '.[browser]'
 	@command -v $${CHROMIUM:-chromium} > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -qq -y chromium; } || \
 	    { echo 'make dashboard-test needs a Chromium: apt-get install chromium' >&2; exit 1; }
 	.venv/bin/pytest tests/dashboard -n 0 $(ARGS)
 
-kubectl: $(INSTALLED) ## Fetches a kubectl into .venv where this machine has none that renders k8s/.
+kubectl: $(INSTALLED) ## Installs a kubectl in .venv if this machine has none that renders k8s/.
 	@$(PY) -m tests.k8s.kubectl
 
-k8s-check: $(INSTALLED) kubectl ## Renders k8s/, checks it against schemas and the code, lints the images.
+k8s-check: $(INSTALLED) kubectl ## Renders k8s/, checks it with schemas and the code, lints the Dockerfile.
 	.venv/bin/pytest tests/k8s -n 0 $(ARGS)
 
-# Hosts are network namespaces within a network, mount and process namespace: all of it ends with pytest.
-e2e-netns: $(INSTALLED) kubectl ## Overlay cpu-dev over several hosts of this machine: network namespaces, policies, rolling restarts (root).
+# Hosts are network namespaces inside a network, mount and process namespace, which end with pytest.
+e2e-netns: $(INSTALLED) kubectl ## Runs the overlay cpu-dev on simulated hosts: network namespaces, policies, rolling restarts (needs root).
 	@[ "$$(id -u)" = 0 ] || { echo 'make e2e-netns makes network namespaces: it needs root' >&2; exit 1; }
 	@{ command -v ip && command -v nft; } > /dev/null || apt-get install -qq -y iproute2 nftables
 	NETNS_E2E=1 unshare --net --mount --pid --fork --kill-child --mount-proc .venv/bin/pytest tests/netns -n 0 --timeout 600 -s $(ARGS)
 
-image-env-test: $(INSTALLED) ## Builds each image's Python environment by the Dockerfile's commands and starts from it.
+image-env-test: $(INSTALLED) ## Builds each image's Python environment with the Dockerfile's commands and starts its service.
 	IMAGE_ENVS=1 .venv/bin/pytest tests/k8s/test_images.py -n 0 --timeout 1800 $(ARGS)
 
-soak: $(INSTALLED) ## Five minutes of mixed load with clients that leave half-way.
+soak: $(INSTALLED) ## Runs five minutes of mixed load with clients that disconnect.
 	SOAK_SECONDS=300 .venv/bin/pytest tests/chaos/test_soak.py -s
 
-demo: $(INSTALLED) ## From nothing to a streamed answer through gateway, prefill and decode; then stops.
+demo: $(INSTALLED) ## Starts a stack, streams one answer through gateway, prefill and decode, and stops.
 	@.venv/bin/baton up --once '$(DEMO_PROMPT)' --chunk-tokens 64 --max-tokens 64 $(ARGS)
 
-up: $(INSTALLED) ## The whole stack, until Ctrl-C.
+up: $(INSTALLED) ## Runs a stack until Ctrl-C.
 	@.venv/bin/baton up $(ARGS)
 
 proto: $(PY) ## Regenerates the gRPC stubs from proto/ into common/pb (or PB=DIR).

@@ -434,8 +434,8 @@ class GenerateRequest(_message.Message):
     best_of: _builtins.int
     """Generate this many completions and return the n with the highest mean log-probability. Default n. Not for chat."""
     use_beam_search: _builtins.bool
-    """Generate this many completions and return the n with the highest mean log-probability. Default: n. Not for chat.
-    one message each.
+    """Beam search for the likeliest completions, in place of sampling. Of best_of (or n) beams, n are returned at the
+    end, one message each.
     """
     length_penalty: _builtins.float
     """Only with use_beam_search: beams are ranked by log-probability / length ** length_penalty; default 1."""

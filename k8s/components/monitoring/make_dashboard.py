@@ -1,4 +1,4 @@
-"""python k8s/components/monitoring/make_dashboard.py: writes dashboard.json beside itself; a test holds them equal."""
+"""Generates dashboard.json: python k8s/components/monitoring/make_dashboard.py. A test checks that it is current."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from typing import Any
 CHOSEN = 'namespace=~"$namespace"'
 IN_USE = 'state=~"leased|quarantined"'
 RATE = "$__rate_interval"
-WIDTH, HEIGHT = 8, 8  # of a panel, on Grafana's grid of 24 columns
+#: Size of a panel on Grafana's grid of 24 columns.
+WIDTH, HEIGHT = 8, 8
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines of PromQL by legend. unit: Grafana's name of it. exemplars: dots that lead to traces."""
+    """A panel of the dashboard."""
 
     title: str
+    #: Legend -> PromQL.
     lines: dict[str, str]
+    #: In Grafana's names.
     unit: str = "short"
     most: float | None = None
     stacked: bool = False
+    #: Show exemplars, which link to traces.
     exemplars: bool = False
     about: str = ""
 
@@ -35,7 +39,7 @@ class Row:
 
 
 def named(metric: str, *matchers: str) -> str:
-    """A selector inside the chosen namespace."""
+    """A selector of the metric in the chosen namespace."""
     return metric + "{" + ", ".join((CHOSEN, *matchers)) + "}"
 
 
