@@ -38,7 +38,7 @@ class BlockHasher:
         self.hashes = list(known)
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
-        """Hashes of all full blocks of `tokens` (the whole sequence so far); computes only the new ones."""
+        """Returns the hashes of all full blocks of `tokens` (the whole sequence so far); computes only new hashes."""
         size, hashes, extra, keyed = self._block_size, self.hashes, self._extra, self._keyed.copy
         done = len(hashes)
         words = array("I", tokens[done * size : len(tokens) // size * size])
@@ -56,7 +56,7 @@ class BlockHasher:
 def hash_blocks(
     tokens: Sequence[int], *, fingerprint: str, block_size: int, salt: str = "", adapter: str = ""
 ) -> list[bytes]:
-    """Hashes of all full blocks of `tokens`, 16 bytes each."""
+    """Returns the hashes of all full blocks of `tokens`, 16 bytes each."""
     return BlockHasher(fingerprint, block_size, salt, adapter).extend(tokens)
 
 

@@ -38,7 +38,7 @@ MAX_CACHED_CHARS = 8 << 20
 #: Most characters of white space in a row, so that a model that indents for ever ends.
 MAX_SPACE = 40
 
-# What a schema may not switch by "x-guidance": a keyword that is ignored is a constraint that is broken.
+#: Options that a schema must not change by "x-guidance": an ignored keyword would be a broken constraint.
 _JSON_OPTIONS: dict[str, Any] = {
     "item_separator": ",",
     "key_separator": ":",

@@ -36,7 +36,7 @@ MAX_MEMBERS = 1 << 14
 #: patternProperties of one object: llguidance compares each pair of them (0.1 s for 128, 20 s for 480).
 MAX_PATTERNS = 128
 
-# Keys that the walk through a schema looks at.
+#: Keys that the walk through a schema looks at.
 _KEYS = frozenset({"$ref", "$id", "id", "$schema", "patternProperties"})
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -45,7 +45,7 @@ _OLD_DRAFT = re.compile("draft-0[34]")
 #: Encoded characters that separate names or not, depending on when they are decoded.
 _ENCODED_SYNTAX = re.compile("%2f|%7e", re.IGNORECASE)
 
-# Lark's literals, in which brackets and names mean nothing: strings, regular expressions, comments, special tokens.
+#: Lark's literals, in which brackets and names mean nothing: strings, regular expressions, comments, special tokens.
 _LITERAL = r"""
     "(?:[^"\\\n]|\\.)*+"i? | /(?!/)(?:[^/\\]|\\.)++/[imslux]* | (?://|\#)[^\n]*+ | <[^<>\s]++>
 """
@@ -206,7 +206,8 @@ class _ReferenceGraph:
         self._walk, self._targets = walk, targets
         self._nodes = sorted({0}.union(node for node in targets.values() if node is not None))
         self._places = {node: place for place, node in enumerate(self._nodes)}
-        self._place_of: list[int] = []  # for each node of the walk
+        #: Place of each node of the walk.
+        self._place_of: list[int] = []
         heights = [1] * len(self._nodes)
         for number, (parent, depth) in enumerate(zip(walk.parents, walk.depths, strict=True)):
             place = self._places.get(number, -1)
@@ -272,7 +273,7 @@ def _without_json(text: str, field: str) -> Iterator[str]:
 
 
 def _lark_rules(tokens: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Returns, by the name of each rule or terminal, the names in its body and the depth of the brackets there.
+    """Returns the names in the body, and the depth of the brackets there, by the name of each rule or terminal.
 
     Rules of a nested grammar (`%lark {...}`) count as rules of the grammar around it.
     """
@@ -331,7 +332,8 @@ def heaviest_path(weights: Sequence[int], edges: Sequence[Sequence[int]]) -> int
     """
     unseen, count = 0, 0
     order, low = [unseen] * len(weights), [0] * len(weights)
-    total = [-1] * len(weights)  # of the heaviest path from the vertex; -1 while its component is open
+    # Weight of the heaviest path from each vertex; -1 while the vertex's component is open.
+    total = [-1] * len(weights)
     open_vertices: list[int] = []
     for root in range(len(weights)):
         if order[root] != unseen:

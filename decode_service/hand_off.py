@@ -188,7 +188,7 @@ class DecodeHandOff:
         self._set_drained()
 
     def _fork(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
-        """Sequences of the children that go on, from their first tokens. They take the lease over."""
+        """Returns the sequences that go on after their first tokens. They take the lease over."""
         computed = self.request.context_len
         if self.request.sampling.n == 1:
             [(child, token)] = firsts.items()
@@ -310,7 +310,7 @@ class DecodeHandOff:
         self._aio.call_soon_threadsafe(drained)
 
     def set_paused(self, paused: bool) -> None:
-        """Follows the stream: the engine does not schedule a paused sequence."""
+        """Pauses or resumes the sequences with the stream. The engine does not schedule a paused sequence."""
         with self._lock:
             if self._state is HandOffState.RUNNING:
                 self._pod.engine_loop.set_paused([self.request.request_id], paused)

@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 #: Deadline of callers without a gRPC timeout.
 DEFAULT_DEADLINE_S = 600.0
 HELLO_TIMEOUT_S = 10.0
+#: Bounds of the time after which a rejected client should retry.
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
 
 

@@ -67,7 +67,7 @@ class TokenStream:
             self._on_pause(self, True)
 
     def ack(self, number: int) -> None:
-        """The gateway consumed every batch up to `number`. A number that was never sent is clamped."""
+        """Records that the gateway consumed every batch up to `number`. A number that was never sent is clamped."""
         self._acked = max(self._acked, min(number, self._number))
         if self.paused and self.unacked <= self._window // 2:
             self.paused = False

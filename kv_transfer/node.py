@@ -270,7 +270,7 @@ class TransferNode:
         return KvTarget(transfer_id, info.pod, address, first_block, tuple(blocks), info.fingerprint)
 
     def stats(self) -> TransferStats:
-        """Counters and gauges. Any thread; cheap."""
+        """Returns counters and gauges. Any thread; cheap."""
         return TransferStats(
             sent_blocks=self._outgoing.sent_blocks,
             sent_bytes=self._outgoing.sent_bytes,

@@ -32,8 +32,9 @@ DEADLINE_S = 60.0
 
 
 def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
-    """Writes every block to a child that runs `receive`. Returns the result once the digests agree. Raises
-    TransferFailed.
+    """Writes every block to a child that runs `receive`.
+
+    Returns the result once the digests agree. Raises TransferFailed.
     """
     memory = _pool(source)
     rounds = 1 if HOST in (source, target) else GPU_ROUNDS

@@ -151,8 +151,9 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         return transfer_pb2.OpenResponse()
 
     def _watch(self, agent: str, info: transfer_pb2.InfoResponse, address: str) -> None:
-        """Creates the watch in a worker thread. The transfer thread gets it before the open, also if the call is
-        cancelled.
+        """Creates the watch in a worker thread.
+
+        The transfer thread gets it before the open, also if the call is cancelled.
         """
         watch = watch_process(info.pid, info.boot_id, address)
         self._thread.submit(lambda: self._incoming.watch(agent, watch))

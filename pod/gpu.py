@@ -17,9 +17,9 @@ from common.settings.configs import PodConfig
 from common.telemetry import Metrics, MetricSample
 from common.types import Role
 
-# Longest time that a computing thread keeps the interpreter from a waiting one. Python's default of 5 ms is most of a
-# decode step, and the engine's thread must launch the next step in time. The end of a hand-off passes through three
-# threads on each pod, and each may wait this long.
+#: Longest time that a computing thread keeps the interpreter from a waiting one. Python's default of 5 ms is most of a
+#: decode step, and the engine's thread must launch the next step in time. The end of a hand-off passes through three
+#: threads on each pod, and each may wait this long.
 GIL_SWITCH_INTERVAL_S = 0.0001
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -235,7 +235,12 @@ class PodMetrics:
         self._acceptance.labels(stats.proposer).observe(1 + output.num_accepted)
 
     def observe_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
-        """Counts one completed hand-off. seconds: since its first push. exemplar: labels with its trace id."""
+        """Counts one completed hand-off.
+
+        Args:
+            seconds: time since its first push.
+            exemplar: labels with its trace id.
+        """
         self._hand_offs.labels(report.transport).inc()
         self._transfer_bytes.labels(report.transport).inc(report.bytes)
         self._transfer_seconds.observe(seconds, exemplar)
@@ -274,7 +279,12 @@ def _by_state(counts: PoolCounts) -> list[MetricSample]:
 def activity_to_pb(
     generated_tokens: int, preemptions: int, drafts: SpeculationStats | None, gpu: GpuReading | None
 ) -> transfer_pb2.Activity:
-    """Converts to the answer of Info. drafts: None without speculative decoding. gpu: None if unknown."""
+    """Converts to the answer of Info.
+
+    Args:
+        drafts: None without speculative decoding.
+        gpu: None if unknown.
+    """
     activity = transfer_pb2.Activity(generated_tokens=generated_tokens, preemptions=preemptions)
     if drafts is not None:
         activity.drafts.CopyFrom(
@@ -301,7 +311,11 @@ def add_host_tier_metrics(
     *,
     damaged_transfers: Callable[[], int],
 ) -> None:
-    """Declares metrics of the host tier, of preemptions and of damage. host: returns None without a host tier."""
+    """Declares metrics of the host tier, of preemptions and of damage.
+
+    Args:
+        host: returns None without a host tier.
+    """
 
     def blocks() -> list[MetricSample]:
         stats = host()

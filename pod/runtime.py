@@ -170,8 +170,9 @@ class PodRuntime:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self, service: PodService) -> None:
-        """Starts serving. Health reports SERVING once the engine has run and the decode pods in the index are
-        connected.
+        """Starts serving.
+
+        Health reports SERVING once the engine has run and the decode pods in the index are connected.
         """
         self._service = service
         self._server.add_servicer(type(service).register, service, service.full_name)

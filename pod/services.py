@@ -136,7 +136,11 @@ INDEX_POLLS, POLL_S = 100, 0.01
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """Serves Control. index: the pod's publisher, once the pod joined the index."""
+    """Serves Control.
+
+    Args:
+        index: returns the pod's publisher, once the pod joined the index.
+    """
 
     def __init__(self, pool: BlockPool, index: Callable[[], IndexPublisher | None]) -> None:
         self._pool = pool

@@ -68,8 +68,9 @@ class Worker:
             raise SystemExit(EXIT_BROKEN)
 
     async def _start(self, rank: int) -> tuple[asyncio.subprocess.Process, int]:
-        """Starts a rank, which ends with this process. Returns the process and the file that gets a byte when it is
-        ready.
+        """Starts a rank, which ends with this process.
+
+        Returns the process and the file that gets a byte when the rank is ready.
         """
         config = self._config
         reads, writes = os.pipe()

@@ -34,7 +34,7 @@ class PendingChanges:
         return self._stale
 
     def record(self, tier: CacheTier, hashes: Sequence[bytes], held: bool) -> bool:
-        """Notes for each block whether the cache holds it, O(n). True if the publisher must wake up."""
+        """Records for each block whether the cache holds it, O(n). Returns whether the publisher must wake up."""
         with self._lock:
             if self._stale or not hashes:
                 return False

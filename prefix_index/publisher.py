@@ -195,7 +195,7 @@ class IndexPublisher:
                 return
 
     async def _publish(self) -> None:
-        """Heartbeats and batches until stop() or an error."""
+        """Sends heartbeats and batches until stop() or an error."""
         while not self._stopping:
             self._wake.clear()
             if time.monotonic() >= self._beat_due:

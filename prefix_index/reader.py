@@ -197,7 +197,7 @@ class IndexReader:
     async def _match(
         self, scope: str, hashes: Sequence[bytes], pods: Sequence[tuple[str, int]]
     ) -> Mapping[tuple[str, int], PrefixHits]:
-        """Hits by pod and generation. Pods without hits may be missing, other pods may be included."""
+        """Returns the hits by pod and generation. Pods without hits may be missing, other pods may be included."""
         if not pods or not hashes:
             return {}
         matched = self._cache.get(scope, hashes[-1], pods)

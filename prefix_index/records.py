@@ -47,7 +47,7 @@ class PodRecord:
     num_blocks: int
 
     def to_fields(self) -> list[str]:
-        """Fields and values of a Redis hash: name, value, name, value, ..."""
+        """Returns the fields and values of a Redis hash: name, value, name, value, ..."""
         return [str(x) for item in asdict(self).items() for x in item]
 
     @classmethod

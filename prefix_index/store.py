@@ -105,7 +105,7 @@ def sampling_interval(block_size: int) -> int:
 
 
 def pack_sampled_positions(packed: bytes, every: int) -> bytes:
-    """Positions (from 1) of the sampled blocks of a packed chain: uint32, little-endian."""
+    """Returns the positions (from 1) of the sampled blocks of a packed chain: uint32, little-endian."""
     chosen = packed[::STORED_HASH_BYTES].translate(_chooser(every))
     numbers = array("I", compress(range(1, len(chosen) + 1), chosen))
     if sys.byteorder == "big":

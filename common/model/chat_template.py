@@ -43,7 +43,7 @@ def special_token_text(config: Mapping[str, Any], name: str) -> str:
 
 
 def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Sources of the chat templates by name; empty for a base model without templates.
+    """Returns the sources of the chat templates by name; empty for a base model without templates.
 
     "tool_use", if present, is for conversations with tools; "default" is for all others.
     """

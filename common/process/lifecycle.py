@@ -120,7 +120,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def host_boot_id() -> str:
-    """Identifies one boot of one host: two processes with the same id can check each other's pids.
+    """Returns the id of this boot of this host: two processes with the same id can check each other's pids.
 
     Without a boot id of the kernel it is the hardware address.
     """

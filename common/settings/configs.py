@@ -370,7 +370,7 @@ class GatewayConfig(_Config):
         return _parse_name_value_pairs("models", self.models) or {self.served_name or "": self.model}
 
     def aliases(self) -> dict[str, str]:
-        """Alias to the name of its model."""
+        """Returns the name of the model for each alias."""
         return _parse_name_value_pairs("alias", self.alias)
 
 

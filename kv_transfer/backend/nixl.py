@@ -63,7 +63,11 @@ class _NixlAgent:
 
 
 class NixlBackend:
-    """One NIXL agent. net_devices: value for UCX_NET_DEVICES; None leaves the environment as it is."""
+    """One NIXL agent.
+
+    Args:
+        net_devices: value for UCX_NET_DEVICES; None leaves the environment as it is.
+    """
 
     kind = "nixl"
 
@@ -257,7 +261,7 @@ class NixlBackend:
 
 
 def nixl_api() -> Any:
-    """NIXL's Python API from the installed distribution. Raises TransferFailed.
+    """Returns NIXL's Python API from the installed distribution. Raises TransferFailed.
 
     The CUDA-numbered packages are tried first, because the `nixl` meta package imports torch.
     """

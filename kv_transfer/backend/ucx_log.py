@@ -26,7 +26,7 @@ NAME_CHARS = 31
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
-# "remote memory write by ucp_put* from host memory to cuda": the local memory comes first
+#: "remote memory write by ucp_put* from host memory to cuda": the local memory comes first.
 _WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w+)")
 _ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
 _WARNING = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
@@ -87,7 +87,7 @@ class UcxLog:
         return None
 
     def new_warnings(self) -> list[str]:
-        """Warnings and errors since the last call. They are only in the file."""
+        """Returns the warnings and errors since the last call. They are only in the file."""
         _flush()
         with self._path.open(errors="replace") as log:
             log.seek(self._read)
@@ -102,10 +102,10 @@ def _flush() -> None:
 
 
 def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:
-    """Transports in the tables of `log` for writes of block_bytes bytes by `agent` from this kind of memory.
+    """Returns the transports in the tables of `log` for `agent`'s writes of block_bytes bytes from this kind of memory.
 
-    Tables for peers on this host (or other hosts) count first, then those for any peer, then those for the agent
-    itself.
+    Tables for peers on this host (or other hosts) count first, then tables for any peer, then tables for the
+    agent itself.
     """
     memory = "host" if kind == "DRAM" else "cuda"
     peer_place = "intra-node" if same_host else "inter-node"

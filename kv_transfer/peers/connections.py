@@ -184,7 +184,7 @@ class PeerConnector:
         return connection
 
     async def _handshake(self, address: str, request: transfer_pb2.HandshakeRequest) -> transfer_pb2.HandshakeResponse:
-        """Retries for a while: gRPC's back-off may refuse a call to a pod that was just restarted."""
+        """Shakes hands and retries for a while: gRPC's back-off may refuse a call to a pod that was just restarted."""
         until = self._clock() + UNREACHABLE_S
         while True:
             try:

@@ -210,7 +210,7 @@ class TransferReceiver:
                 watch.close()
 
     def _in_use(self) -> set[str]:
-        """Agents of writers of open transfers."""
+        """Returns the agents of writers of open transfers."""
         return {entry.machine.writer.agent for entry in self._table.values() if entry.machine.writer is not None}
 
     def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:

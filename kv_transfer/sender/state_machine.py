@@ -115,8 +115,9 @@ class SendFailed:
 
 @dataclass(frozen=True, slots=True)
 class WritesStopped:
-    """No write is or will be in flight. clean: none of them failed."""
+    """No write is or will be in flight."""
 
+    #: No write failed.
     clean: bool
 
 

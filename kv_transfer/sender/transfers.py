@@ -224,7 +224,11 @@ class TransferSender:
     def start(
         self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float, *, for_pull: bool = False
     ) -> OutgoingTransfer:
-        """Starts to connect and open in the background. Event loop. for_pull: the target asked for cached blocks."""
+        """Starts to connect and open in the background. Event loop.
+
+        Args:
+            for_pull: the target asked for cached blocks.
+        """
         transfer = OutgoingTransfer(self, target, num_prompt_blocks)
         deadline = self._clock() + deadline_s
         first, most = (

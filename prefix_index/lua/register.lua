@@ -39,7 +39,7 @@ redis.call('HSET', KEYS[2], 'slot', slot, unpack(ARGV, 8))
 redis.call('EXPIRE', KEYS[2], ARGV[5])
 redis.call('SET', KEYS[3], generation, 'PX', ARGV[4])
 redis.call('SET', KEYS[4], ARGV[7], 'PX', ARGV[4])
-redis.call('HINCRBY', KEYS[7], 'version', 1) -- of the info of all pods
+redis.call('HINCRBY', KEYS[7], 'version', 1) -- version of all pods' info
 for _, key in ipairs({KEYS[1], KEYS[7], KEYS[8]}) do
   redis.call('EXPIRE', key, ARGV[6])
 end
