@@ -73,19 +73,21 @@ class Admission:
         if num_sequences and num_sequences + request.sampling.n > self._max_sequences:
             return Rejected(f"{num_sequences} sequences are reserved or running already")
         layout, pool = self._pod.engine.layout, self._pod.engine.pool
-        size = layout.block_size
-        matchable = matchable_blocks(request.context_len, size)
+        block_size = layout.block_size
+        matchable = matchable_blocks(request.context_len, block_size)
         hashes = hash_blocks(
-            request.context_ids[: matchable * size],
+            request.context_ids[: matchable * block_size],
             fingerprint=layout.fingerprint,
-            block_size=size,
+            block_size=block_size,
             salt=request.cache_salt,
         )
         # With prompt_logprobs every prompt token is computed, and none is taken from the cache.
         scored = request.sampling.prompt_logprobs is not None
         if self._always_local and not remote_only:
             return Admitted(
-                None, 0 if scored else pool.match_prefix(hashes) * size, PrefillDecision(True, PrefillReason.AGGREGATED)
+                None,
+                0 if scored else pool.match_prefix(hashes) * block_size,
+                PrefillDecision(True, PrefillReason.AGGREGATED),
             )
         scheduler = self._pod.engine.scheduler
         if scheduler.waits_for_blocks:
@@ -95,7 +97,7 @@ class Admission:
         lease = pool.lease(hashes, blocks, keep_free=stats.running, host=True)
         if lease is None:
             return Rejected("the KV pool is full", temporary=pool.copies_pending())
-        cached = lease.cached_blocks * size
+        cached = lease.cached_blocks * block_size
         step_s, slope_s = rates.decode_fit()
         config = scheduler.config
         state = DecodePodState(

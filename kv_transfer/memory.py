@@ -28,7 +28,7 @@ class PinnedBlocks(Protocol):
         """Releases the pins of these physical blocks (None: of all remaining blocks). Idempotent."""
 
 
-def release_pin(pin: PinnedBlocks, blocks: Sequence[int] | None = None) -> None:
+def release_and_log_errors(pin: PinnedBlocks, blocks: Sequence[int] | None = None) -> None:
     """Releases a pin. Logs an error and does not raise it, because the caller has other pins to release."""
     try:
         pin.release(blocks)

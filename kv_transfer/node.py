@@ -24,7 +24,7 @@ from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
 from common.types import KvTarget, TransferId
 from kv_transfer.backend.interface import Backend, Notification
-from kv_transfer.memory import PinnedBlocks, PoolMemory, release_pin
+from kv_transfer.memory import PinnedBlocks, PoolMemory, release_and_log_errors
 from kv_transfer.messages import (
     Commit,
     DroppedMessages,
@@ -261,7 +261,7 @@ class TransferNode:
             self._require_running()
             return self._pulling.pull(holder, wanted)
         except BaseException:
-            release_pin(wanted.pin)
+            release_and_log_errors(wanted.pin)
             raise
 
     def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:

@@ -80,14 +80,14 @@ class GpuMonitor:
 
     def _try(self) -> GpuReading | None:
         try:
-            found = self._read()
+            reading = self._read()
         except Exception as error:
             if not self._failing:
                 _log.warning("the GPU's driver does not answer: %s", error)
             self._failing = True
             return None
         self._failing = False
-        return found
+        return reading
 
 
 def gpu_monitor(device: torch.device) -> GpuMonitor | None:

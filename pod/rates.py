@@ -131,7 +131,7 @@ class PodRates:
     def chunk_s(self, tokens: int) -> float:
         """Returns the seconds that `tokens` prompt tokens add to a step that decodes; 0 while unknown.
 
-        Until such a step was measured, the time of steps without decodes is used.
+        Until a step with decodes was measured, the time of steps without decodes is used.
         """
         fit = self._chunk if self._chunk.known else self._prefill
         if not fit.known:

@@ -64,7 +64,10 @@ STOP_GRACE_S = 2.0
 
 
 class PodRuntime:
-    """The part of a pod that is independent of its role. Built by `create`, on the event loop."""
+    """The part of a pod that is independent of its role. Built by `create`, on the event loop.
+
+    It owns the engine loop, the transfer node, the metrics, the health checks and the gRPC server.
+    """
 
     def __init__(
         self, config: PodConfig, engine: Engine, cache_events: CacheEventRelay, generation: int, backend: BackendFactory

@@ -256,9 +256,9 @@ class IndexPublisher:
         if sizes == [-1]:
             raise await self._registration_lost("the index has forgotten this pod")
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
-        known = [len(self._held[tier]) for tier in CacheTier]
-        if sizes != known:
-            _log.warning("the prefix index holds %s blocks instead of %s: sending a snapshot", sizes, known)
+        held_sizes = [len(self._held[tier]) for tier in CacheTier]
+        if sizes != held_sizes:
+            _log.warning("the prefix index holds %s blocks instead of %s: sending a snapshot", sizes, held_sizes)
             self._changes.mark_stale()
         await self._sweep_script.run(
             self._client, (keys.slots, keys.sweep, keys.postings, keys.pods), (keys.prefix, SWEEP_S, SWEEP_POSTINGS)

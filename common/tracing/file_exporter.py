@@ -50,14 +50,14 @@ class FileExporter(SpanExporter):
 
 def _resource_spans(spans: Sequence[ReadableSpan]) -> list[dict[str, Any]]:
     """Groups the spans by resource; spans of one resource have the same scope."""
-    found = []
+    by_resource = []
     for resource, group in groupby(spans, key=lambda span: span.resource):
         members = list(group)
         scope = members[0].instrumentation_scope
         named = {} if scope is None else {"name": scope.name, "version": scope.version}
         scoped = {"scope": named, "spans": [_span(span) for span in members]}
-        found.append({"resource": {"attributes": _attributes(resource.attributes)}, "scopeSpans": [scoped]})
-    return found
+        by_resource.append({"resource": {"attributes": _attributes(resource.attributes)}, "scopeSpans": [scoped]})
+    return by_resource
 
 
 def _span(span: ReadableSpan) -> dict[str, Any]:

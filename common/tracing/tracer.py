@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class Tracer:
     """Records the spans of one process.
 
-    `sample` is the share of traced requests among those whose client does not decide.
+    `sample` is the share of traced requests among the requests without a decision of the client.
     """
 
     def __init__(self, processor: SpanProcessor, *, service: str, instance: str, sample: float = 1.0) -> None:

@@ -29,7 +29,7 @@ class WriteState(enum.Enum):
 class Transport:
     """The transport that carries writes to a peer."""
 
-    #: cma, tcp, shm, cuda_ipc, rdma, loopback or unknown
+    #: cma, tcp, shm, cuda_ipc, rdma, loopback or unknown.
     name: str
     #: "reported" by the transport library's protocol selection for this agent, or "derived" from hosts and settings
     source: str

@@ -71,7 +71,7 @@ class LoopbackFabric:
         self._order = itertools.count(1)
         self._scheduled: list[tuple[float, int, _LoopbackWrite | tuple[str, Notification]]] = []
 
-    def join(self, name: str, memory: PoolMemory) -> None:
+    def add_agent(self, name: str, memory: PoolMemory) -> None:
         """Adds an agent. Raises TransferFailed if the name exists."""
         with self._lock:
             if name in self._agents:
@@ -177,7 +177,7 @@ class LoopbackBackend:
         return self._name
 
     def start(self, name: str, memory: PoolMemory) -> None:
-        self._fabric.join(name, memory)
+        self._fabric.add_agent(name, memory)
         self._name, self._memory = name, memory
 
     def metadata(self) -> bytes:

@@ -187,8 +187,8 @@ class _RankBackendServer:
         elif message.kind == "disconnect":
             backend.disconnect(fields["peer"])
         elif message.kind == "transport":
-            found = backend.transport(fields["peer"], same_host=fields["same_host"])
-            return b"", dataclasses.asdict(found)
+            transport = backend.transport(fields["peer"], same_host=fields["same_host"])
+            return b"", dataclasses.asdict(transport)
         elif message.kind == "close":
             backend.close()
             self._backend = None

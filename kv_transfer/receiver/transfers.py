@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from common.errors import BatonError, BlockDamaged, TransferFailed, Unavailable, UnknownTransfer
 from common.types import TransferId
-from kv_transfer.memory import PinnedBlocks, PoolMemory, release_pin
+from kv_transfer.memory import PinnedBlocks, PoolMemory, release_and_log_errors
 from kv_transfer.messages import Commit, DroppedMessages, Writer
 from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten
 from kv_transfer.peers.process_watch import ProcessWatch
@@ -345,7 +345,7 @@ class TransferReceiver:
         for action in actions:
             match action:
                 case FreeBlocks(blocks):
-                    release_pin(entry.pin, [entry.blocks[block - entry.first_block] for block in blocks])
+                    release_and_log_errors(entry.pin, [entry.blocks[block - entry.first_block] for block in blocks])
                 case CheckChecksums(commit):
                     error = self._mismatch(entry, commit)
                     self.damaged_transfers += error is not None

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed, UnknownTransfer
 from common.types import FinishReason, KvTarget, TransferId
-from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_pin
+from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_and_log_errors
 from kv_transfer.messages import Commit, ExposedParts, TransferReport
 from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten
 from kv_transfer.peers.connections import PeerConnection
@@ -109,7 +109,7 @@ class OutgoingTransfer:
         releases the pin.
         """
         if first_block < 0 or first_block + len(blocks) > self._num_prompt_blocks:
-            release_pin(pin)
+            release_and_log_errors(pin)
             raise InvalidRequest(
                 f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self._num_prompt_blocks}",
                 field="first_block",
@@ -261,7 +261,7 @@ class TransferSender:
     # -- any thread, through OutgoingTransfer -------------------------------------------------------------------------
     def push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], pin: PinnedBlocks) -> None:
         if not self._thread.running:
-            release_pin(pin)
+            release_and_log_errors(pin)
             return
         self._thread.submit(lambda: self._push(transfer, first, blocks, pin))
 
@@ -397,7 +397,7 @@ class TransferSender:
     def _push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], pin: PinnedBlocks) -> None:
         entry = self._table.get(transfer)
         if entry is None:
-            release_pin(pin)
+            release_and_log_errors(pin)
             return
         self._pushes += 1
         entry.pins[self._pushes] = pin
@@ -452,7 +452,7 @@ class TransferSender:
                 case RenotifyRanges():
                     self._renotify(entry)
                 case ReleasePush(push):
-                    release_pin(entry.pins.pop(push))
+                    release_and_log_errors(entry.pins.pop(push))
                 case BlocksDelivered(blocks):
                     entry.transfer.set_delivered(blocks)
                 case SendDone():
