@@ -1,7 +1,7 @@
-"""Fixtures that several directories of tests share, and how test files spread over the workers of `make test`.
+"""Fixtures of several test directories, and the distribution of test files over the workers of `make test`.
 
-There are two workers, and a file runs in one of them: a fixture of a module exists once, one of a session once per
-worker, and tests of other files run at the same time on the same cores.
+Each file runs in one of two workers. A module fixture therefore exists once, a session fixture once per worker. Tests
+of other files run at the same time on the same cores.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ FIRST = (*CLUSTER, "tests/e2e/", "tests/chaos/test_resume.py", "tests/integratio
 
 @pytest.hookimpl(tryfirst=True)  # before pytest brings the tests of one cluster together
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no worker ends with it alone."""
+    """The slowest files start first, so that both workers end at about the same time."""
     items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
 
 
 @pytest.hookimpl(trylast=True)  # after the test's own fixtures
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """A cluster ends with the last test in a row that uses one: idle pods keep memory, and some of the cores' time."""
+    """Stops the cluster after the last consecutive test that uses one: idle pods use memory and CPU time."""
     if RUNNING in item.session.stash and (nextitem is None or not nextitem.nodeid.startswith(CLUSTER)):
         item.session.stash[RUNNING].close()
         del item.session.stash[RUNNING]
@@ -63,7 +63,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take whole files."""
+    """Assigns whole files to workers."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
-    """The converted SmolLM2-135M-Instruct; converted now (about 40 s) when this machine has not done it yet."""
+    """The converted SmolLM2-135M-Instruct; the first use on a machine converts it (about 40 s)."""
     from cli.demo.model import demo_model
 
     return demo_model()
@@ -83,7 +83,7 @@ def smollm2_dir() -> Path:
 
 @pytest.fixture
 def unused_tcp_port() -> Iterator[int]:
-    """A port that a server may bind with SO_REUSEADDR, as ours all do, and that the kernel gives to nobody else."""
+    """A port that a server can bind with SO_REUSEADDR and that the kernel assigns to no other process."""
     from cli.stack.process import PortLease
 
     with PortLease() as lease:
@@ -94,9 +94,9 @@ def unused_tcp_port() -> Iterator[int]:
 def cluster(
     request: pytest.FixtureRequest, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """So many prefill and decode pods with SmolLM2, real NIXL and a real Valkey, shared by all tests that name it.
+    """Prefill and decode pods with SmolLM2, NIXL and Valkey, shared by all tests that use the fixture.
 
-    A test that kills a pod restarts it. Files that use this are named by CLUSTER.
+    A test that kills a pod must restart it. CLUSTER lists the files that use this fixture.
     """
     from tests.e2e.cluster import Cluster
     from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN, SPANS
@@ -115,7 +115,7 @@ def cluster(
         pod_flags={"max-model-len": str(MAX_MODEL_LEN)},
         traces=f"file:{log_dir}/{SPANS}",
         trace_sample=0,  # only requests whose client asks for it
-        # Of the second: a test may ask for minutes of work at once.
+        # BATON_MAX_TTFT_S is 0 because a test may queue minutes of work at once.
         env={"OTEL_BSP_SCHEDULE_DELAY": "200", "BATON_MAX_TTFT_S": "0", "BATON_CHECKSUMS": "true"},
     ) as running:
         request.session.stash[RUNNING] = running

@@ -1,7 +1,4 @@
-"""A gateway over fake pods, and the tiny model of real ones, for the tests that need no other.
-
-A file may have a cluster, a gateway or a model of its own.
-"""
+"""Default fixtures: a gateway over fake pods, and a tiny model for real pods. Files may override them."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake pods share the gateway's event loop, and all of it a busy machine: who answers late is not away."""
+    """Longer time limits: fake pods share the gateway's event loop on a busy machine and may answer late."""
     monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 10.0)
 
 
@@ -42,7 +39,7 @@ async def cluster() -> AsyncIterator[FakeCluster]:
 
 @pytest_asyncio.fixture
 async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
-    """REST and gRPC; at rest after the test."""
+    """A gateway with REST and gRPC; waits after the test until it is idle."""
     with PortLease() as port:
         async with rig(cluster, smollm2_dir, grpc_port=port.port) as r:
             yield r
@@ -51,7 +48,7 @@ async def gw(cluster: FakeCluster, smollm2_dir: Path) -> AsyncIterator[Rig]:
 
 @pytest_asyncio.fixture
 async def stub(gw: Rig) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
-    """A gRPC client of it."""
+    """A gRPC client of the gateway."""
     async with rpc.open_channel(f"127.0.0.1:{gw.server.grpc_port}") as channel:
         made: inference_pb2_grpc.InferenceAsyncStub = inference_pb2_grpc.InferenceStub(channel)
         yield made
@@ -59,7 +56,7 @@ async def stub(gw: Rig) -> AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers, see tests/rigs/pods/harness.py; nobody writes to it."""
+    """A random Llama of two layers (tests/rigs/pods/harness.py); tests must not write to it."""
     from tests.rigs.pods.harness import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("tiny"))
@@ -67,7 +64,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(model_dir: Path) -> LLM:
-    """The engine alone: what its tokens should be."""
+    """An engine without pods, which gives the expected tokens."""
     from tests.rigs.pods.harness import oracle
 
     return oracle(model_dir)
@@ -88,6 +85,6 @@ async def index_rig(redis_cluster: tuple[EmbeddedValkey, str]) -> AsyncIterator[
 
 @pytest.fixture
 def quick_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pods come back to an index soon."""
+    """Short intervals, so that pods return to an index quickly."""
     monkeypatch.setattr(publisher, "HEARTBEAT_S", 0.2)
     monkeypatch.setattr(publisher, "_MAX_BACKOFF_S", 0.2)

@@ -1,4 +1,4 @@
-"""`baton batch` against a gateway over fake pods: every request gets one line, through refusals, restarts and kills."""
+"""`baton batch` with a gateway over fake pods: one output line per request, also with refusals, restarts and kills."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def batch(gw: Rig, source: Path, target: Path, **sending: Any) -> tuple[in
     return code, console.file.getvalue()
 
 
-async def test_every_request_gets_its_answer_in_openais_shape(gw: Rig, tmp_path: Path) -> None:
+async def test_every_request_gets_its_answer_in_openais_format(gw: Rig, tmp_path: Path) -> None:
     chat = line("chat", url="/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
     bad = line("bad", prompt="x", temperature=9)
     source = write(tmp_path / "in.jsonl", [*completions(40), chat, bad])
@@ -79,7 +79,7 @@ async def test_every_request_gets_its_answer_in_openais_shape(gw: Rig, tmp_path:
     assert read(tmp_path / "out.jsonl") == out
 
 
-async def test_not_more_than_so_many_at_once(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+async def test_concurrency_is_the_most_requests_in_flight(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
     most = 0
 
     def script(request: Any) -> list[int]:
@@ -93,7 +93,7 @@ async def test_not_more_than_so_many_at_once(gw: Rig, cluster: FakeCluster, tmp_
     assert 1 <= most <= 3
 
 
-async def test_what_fails_for_a_passing_reason_is_tried_again(
+async def test_temporary_failures_are_retried(
     gw: Rig, cluster: FakeCluster, tmp_path: Path, unused_tcp_port: int
 ) -> None:
     cluster.decodes[0].faults.reject = 5
@@ -120,7 +120,7 @@ async def test_what_fails_for_a_passing_reason_is_tried_again(
     assert {each["response"]["status_code"] for each in read(target).values()} == {200}
 
 
-async def test_a_run_that_was_cut_off_goes_on(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
+async def test_a_second_run_continues_an_interrupted_one(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", completions(20)), tmp_path / "out.jsonl"
     cluster.decodes[0].faults.token_delay_s = 0.05
     run = asyncio.create_task(batch(gw, source, target, concurrency=2))
@@ -154,14 +154,14 @@ async def test_a_run_that_was_cut_off_goes_on(gw: Rig, cluster: FakeCluster, tmp
         (json.dumps({**line("a"), "body": None}), "body must be a JSON object"),
     ],
 )
-def test_a_wrong_input_is_refused_before_anything_is_sent(text: str, said: str, tmp_path: Path) -> None:
+def test_a_wrong_input_is_refused_before_any_request(text: str, said: str, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text(text)
     with pytest.raises(ConfigError, match=said):
         check(source)
 
 
-def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
+def test_the_error_lists_every_wrong_line(tmp_path: Path) -> None:
     lines = [line("a", prompt="x"), line("a", prompt="x"), {**line("b"), "method": "GET"}, line("c"), line("a")]
     source = write(tmp_path / "in.jsonl", lines)
     with pytest.raises(ConfigError) as error:
@@ -177,7 +177,7 @@ def test_every_wrong_line_is_named_at_once(tmp_path: Path) -> None:
     assert error.value.message.endswith("and 5 more lines")
 
 
-def test_lines_as_other_systems_write_them(tmp_path: Path) -> None:
+def test_line_ends_and_byte_order_marks_of_other_systems(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     first, second = (json.dumps(line(name, prompt="é")) for name in ("a", "b"))
     source.write_bytes(b"\xef\xbb\xbf" + f"{first}\r\n\r\n  \n{second}".encode())
@@ -186,7 +186,7 @@ def test_lines_as_other_systems_write_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["my notes\nare here\n", "my notes", "{", json.dumps(line("a", prompt="x")), "\n"])
-def test_a_file_that_is_no_output_is_left_alone(text: str, tmp_path: Path) -> None:
+def test_a_file_with_other_content_is_refused_and_unchanged(text: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
     if text == "{":  # may be the beginning of an output's first line
@@ -199,7 +199,7 @@ def test_a_file_that_is_no_output_is_left_alone(text: str, tmp_path: Path) -> No
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_only_regular_files_are_accepted(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for use in (lambda: check(tmp_path / "pipe"), lambda: Answers(tmp_path / "pipe"), lambda: check(tmp_path)):
         with pytest.raises(ConfigError, match="not a regular file"):
@@ -208,9 +208,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
         check(tmp_path / "absent")
 
 
-async def test_a_disk_that_is_full_ends_the_run_with_a_word(
-    gw: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_ends_the_run_with_an_error(gw: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = write(tmp_path / "in.jsonl", completions(5)), tmp_path / "out.jsonl"
 
     def full(_file: int, _line: bytes) -> int:
@@ -225,7 +223,7 @@ async def test_a_disk_that_is_full_ends_the_run_with_a_word(
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "foo", "ftp://x", "http://", ""])
-async def test_a_url_that_cannot_be_one_is_refused_at_once(url: str, gw: Rig, tmp_path: Path) -> None:
+async def test_an_invalid_url_is_refused_at_once(url: str, gw: Rig, tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", completions(1))
     with pytest.raises(ConfigError, match="--url"):
         await batch(gw, source, tmp_path / "out.jsonl", url=url)
@@ -234,7 +232,7 @@ async def test_a_url_that_cannot_be_one_is_refused_at_once(url: str, gw: Rig, tm
         await batch(gw, source, tmp_path / "out.jsonl", api_key="schlüssel")
 
 
-async def test_every_url_of_the_format_and_a_bar_that_tells_how_far_it_is(gw: Rig, tmp_path: Path) -> None:
+async def test_every_url_of_the_format_and_the_progress_bar(gw: Rig, tmp_path: Path) -> None:
     lines = [
         line("embeddings", url="/v1/embeddings", input=["Hi", "there"]),
         line("responses", url="/v1/responses", input="Hi", max_output_tokens=3),

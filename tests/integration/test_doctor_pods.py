@@ -1,4 +1,4 @@
-"""`baton doctor` on running pods: who they are, and what each pair moved."""
+"""`baton doctor --pods`: findings about running pods and the KV traffic of pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cli.doctor.pods import check_pods
 from tests.rigs.pods.harness import Cluster, prompt_of, request, tiny_llama
 
 
-async def test_pods_and_pairs_are_told_by_what_they_counted(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_pods_and_pairs_are_reported_by_their_counters(tmp_path: Path, unused_tcp_port: int) -> None:
     async with Cluster.start(tiny_llama(tmp_path)) as cluster:
         await cluster.generate(request(prompt_of(20), 2))
         prefill, decode = cluster.prefill.runtime, cluster.decode.runtime

@@ -1,4 +1,4 @@
-"""The line: answers go to their callers whatever else happens on it, and without it the client answers."""
+"""Pipelined connections: each call gets its own answer, and the client answers if no connection is open."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]
 
 @asynccontextmanager
 async def line(url: str) -> AsyncIterator[PipelinedConnection]:
-    """An open one, and the script that echoes is known."""
+    """An open connection; the server knows the echo script."""
     lines = PipelinedConnections(url)
     try:
         await until(lambda: lines.get(SCOPE) is not None)
@@ -69,7 +69,7 @@ async def echo_script(url: str, directory: Path) -> LuaScript:
     return LuaScript("echo", directory=directory)
 
 
-async def test_every_caller_gets_its_own_answer_though_others_go_away(server: str, tmp_path: Path) -> None:
+async def test_every_caller_gets_its_own_answer_while_others_are_cancelled(server: str, tmp_path: Path) -> None:
     echo, rng = await echo_script(server, tmp_path), random.Random(1)
     async with line(server) as found:
         for _ in range(20):
@@ -93,7 +93,7 @@ async def test_every_caller_gets_its_own_answer_though_others_go_away(server: st
         assert found.open
 
 
-async def test_an_error_of_one_call_is_its_own(server: str, tmp_path: Path) -> None:
+async def test_an_error_of_one_call_does_not_affect_others(server: str, tmp_path: Path) -> None:
     echo = await echo_script(server, tmp_path)
     (tmp_path / "new.lua").write_text("return 1 -- nobody has loaded it")
     unknown = LuaScript("new", directory=tmp_path)
@@ -105,7 +105,7 @@ async def test_an_error_of_one_call_is_its_own(server: str, tmp_path: Path) -> N
         assert found.open
 
 
-async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(server: str, tmp_path: Path) -> None:
+async def test_calls_in_flight_fail_when_the_connection_breaks(server: str, tmp_path: Path) -> None:
     echo = await echo_script(server, tmp_path)
     async with tcp_proxy(port_of(server)) as proxy, line(f"redis://127.0.0.1:{proxy.port}") as found:
         assert await found.call(echo.pack_command(("k",), ("a",))) == [b"k", b"a"]
@@ -124,7 +124,7 @@ async def test_what_is_on_its_way_fails_at_once_when_the_connection_breaks(serve
 
 @asynccontextmanager
 async def strange_server(answers: list[bytes]) -> AsyncIterator[str]:
-    """Says OK to everything but scripts, which it answers with these bytes, a packet each."""
+    """A server that answers scripts with these bytes, one packet each, and all else with OK."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         commands = hiredis.Reader(notEnoughData=None)
@@ -141,7 +141,7 @@ async def strange_server(answers: list[bytes]) -> AsyncIterator[str]:
         yield f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
 
 
-async def test_an_answer_that_comes_in_pieces_is_put_together(tmp_path: Path) -> None:
+async def test_an_answer_in_several_packets_is_assembled(tmp_path: Path) -> None:
     (tmp_path / "any.lua").write_text("return 1")
     packed = LuaScript("any", directory=tmp_path).pack_command(("k",), ())
     async with strange_server([b"*2\r\n:1", b"7\r\n$4\r\na", b"b\r\n\r\n"]) as url, line(url) as found:
@@ -155,7 +155,7 @@ async def test_an_answer_that_comes_in_pieces_is_put_together(tmp_path: Path) ->
     [(b"HTTP/1.1 400 Bad Request\r\n", []), (b":1\r\n:2\r\n:3\r\n", [1, 2]), (b"-LOADING soon\r\n", [])],
     ids=["other", "more", "loading"],
 )
-async def test_what_is_no_answer_closes_the_line(nonsense: bytes, good: list[int], tmp_path: Path) -> None:
+async def test_an_invalid_answer_closes_the_connection(nonsense: bytes, good: list[int], tmp_path: Path) -> None:
     (tmp_path / "any.lua").write_text("return 1")
     packed = LuaScript("any", directory=tmp_path).pack_command(("k",), ())
     async with strange_server([nonsense]) as url, line(url) as found:
@@ -180,12 +180,12 @@ async def pod(url: str) -> AsyncIterator[None]:
 
 
 def reader_of(url: str, timeout_s: float = 5.0, breaker: CircuitBreaker | None = None) -> IndexReader:
-    """One that keeps no answer: every look-up is a call."""
+    """A reader without look-up cache."""
     return IndexReader(url, timeout_s=timeout_s, breaker=breaker, clock=lambda: time.monotonic() * 1e6)
 
 
 async def has_line(reader: IndexReader) -> bool:
-    """Asked for, so that one connects."""
+    """The scope's connection is open; the first call starts to connect it."""
     assert await reader.lookup(SCOPE, BLOCKS[: random.randrange(2, 100)], PODS)
     assert reader._connections is not None
     return reader._connections.get(SCOPE) is not None
@@ -202,7 +202,7 @@ async def until_line(reader: IndexReader) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_reader_answers_with_a_line_without_one_and_when_it_breaks(server: str) -> None:
+async def test_a_reader_answers_with_and_without_a_connection_and_when_it_breaks(server: str) -> None:
     async with tcp_proxy(port_of(server)) as proxy, connect_redis(server, timeout_s=5.0) as raw, pod(server):
         reader = reader_of(f"redis://127.0.0.1:{proxy.port}")
         await finds_all(reader)  # while it connects
@@ -223,7 +223,7 @@ async def test_a_reader_answers_with_a_line_without_one_and_when_it_breaks(serve
         assert await raw.zcard(IndexKeys(SCOPE).bookings("p")) == 0
 
 
-async def test_a_line_to_a_silent_server_costs_time_limits_and_is_given_up(server: str) -> None:
+async def test_a_connection_to_a_silent_server_is_closed_after_time_limits(server: str) -> None:
     async with tcp_proxy(port_of(server)) as proxy, pod(server):
         now = 100.0
         reader = reader_of(f"redis://127.0.0.1:{proxy.port}", 1.0, CircuitBreaker(failures=3, clock=lambda: now))
@@ -242,7 +242,7 @@ async def test_a_line_to_a_silent_server_costs_time_limits_and_is_given_up(serve
         await reader.close()
 
 
-async def test_lines_of_scopes_that_are_gone_are_closed(server: str) -> None:
+async def test_connections_of_removed_scopes_are_closed(server: str) -> None:
     lines = PipelinedConnections(server)
     await until(lambda: lines.get("a") is not None and lines.get("b") is not None)
     a, b = lines.get("a"), lines.get("b")
@@ -265,7 +265,7 @@ async def node(directory: Path) -> tuple[EmbeddedValkey, str]:
     return valkey, await valkey.start()
 
 
-async def test_a_line_follows_its_scope_to_another_node_of_a_cluster(tmp_path: Path) -> None:
+async def test_a_connection_follows_its_scope_to_another_node_of_a_cluster(tmp_path: Path) -> None:
     nodes = [await node(tmp_path / name) for name in "ab"]
     clients: list[Any] = [connect_redis(url, timeout_s=5.0) for _, url in nodes]
     try:
@@ -300,7 +300,7 @@ async def test_a_line_follows_its_scope_to_another_node_of_a_cluster(tmp_path: P
             await valkey.stop()
 
 
-async def test_a_cluster_that_is_away_is_an_index_that_does_not_answer(unused_tcp_port: int) -> None:
+async def test_a_cluster_that_is_down_makes_the_index_unavailable(unused_tcp_port: int) -> None:
     url = f"redis+cluster://127.0.0.1:{unused_tcp_port}"
     reader = IndexReader(url)
     for _ in range(3):

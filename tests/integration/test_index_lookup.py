@@ -41,7 +41,7 @@ async def test_lookup_finds_the_longest_prefix_of_every_length(rig: Rig) -> None
     assert await rig.reader.lookup(SCOPE, blocks, []) == {}
 
 
-async def test_many_pods_are_found_by_sampled_blocks_and_the_best_are_exact(rig: Rig) -> None:
+async def test_with_many_pods_sampled_blocks_give_hits_and_the_best_are_exact(rig: Rig) -> None:
     rng = random.Random(3)
     trunk = chain(40, 120)
     branches = {n: trunk[: 40 + 10 * n] + chain(50 + n, 60) for n in range(8)}
@@ -94,7 +94,7 @@ async def test_a_pod_that_moved_blocks_to_its_host_tier_still_holds_them(rig: Ri
         assert await rig.postings() == {h[:8] for h in blocks[:30] if h[0] % 8 == 0}
 
 
-async def test_postings_follow_snapshots_and_the_slots_of_gone_pods_are_swept(
+async def test_postings_follow_snapshots_and_the_slots_of_dead_pods_are_swept(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "SWEEP_S", 0)
@@ -123,7 +123,7 @@ async def test_postings_follow_snapshots_and_the_slots_of_gone_pods_are_swept(
         assert await rig.raw.hget(IndexKeys(SCOPE).slots, slot + 2) is None
 
 
-async def test_answers_are_kept_for_a_moment_unless_something_is_booked(rig: Rig) -> None:
+async def test_answers_are_cached_until_a_booking(rig: Rig) -> None:
     blocks = chain(64, 10)
     one, two = ("decode-0", 1_000), ("decode-1", 1_000)
     reader = rig.fresh(lambda: 100.0)  # no answer becomes too old
@@ -141,7 +141,7 @@ async def test_answers_are_kept_for_a_moment_unless_something_is_booked(rig: Rig
         assert await reader.lookup(SCOPE, blocks, [("decode-0", 1_001)]) == {"decode-0": 0}
 
 
-async def test_pods_of_all_scopes_are_read_and_broken_records_left_out(rig: Rig) -> None:
+async def test_pods_of_all_scopes_are_read_without_broken_records(rig: Rig) -> None:
     other = replace(RECORD, pod="prefill-0", scope="ffffffff", fingerprint="f" * 32, role=Role.PREFILL, model="big")
     async with rig.pod(), rig.pod(other):
         broken = IndexKeys(SCOPE)
@@ -152,9 +152,7 @@ async def test_pods_of_all_scopes_are_read_and_broken_records_left_out(rig: Rig)
         assert {name: s.record for name, s in live.items()} == {"decode-0": RECORD, "prefill-0": other}
 
 
-async def test_a_reader_that_missed_a_pod_learns_who_it_is_when_it_is_back(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_reader_reads_the_record_of_a_pod_that_returns(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     other = replace(RECORD, pod="decode-1")
     async with rig.pod(), rig.pod(other):
         await rig.raw.delete(IndexKeys(SCOPE).lease("decode-1"))
@@ -172,7 +170,7 @@ async def test_a_reader_that_missed_a_pod_learns_who_it_is_when_it_is_back(
         assert caplog.text.count("unreadable") == 1
 
 
-async def test_bookings_add_up_are_shared_and_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bookings_are_summed_shared_by_readers_and_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     second = IndexReader(rig.url, timeout_s=5.0)
     assert await book(rig.reader, "p", "a", 100) == 100
     assert await book(second, "p", "b", 50) == 150
@@ -200,7 +198,7 @@ async def test_a_burst_over_two_gateways_sees_every_booking_once(rig: Rig) -> No
     await second.close()
 
 
-async def test_the_cheapest_of_each_group_is_booked_and_what_is_older_than_a_pods_report_does_not_count(
+async def test_the_cheapest_of_each_group_is_booked_and_bookings_before_a_pods_report_do_not_count(
     rig: Rig,
 ) -> None:
     def group(age_s: float, **costs: float) -> list[BookingCandidate]:

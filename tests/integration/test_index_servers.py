@@ -1,4 +1,4 @@
-"""The prefix index over the kinds of server that a URL can name: cluster, sentinel, users with few rights, TLS."""
+"""The prefix index on each kind of Redis server: cluster, sentinel, users with minimal rights, TLS."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def port_of(url: str) -> int:
 
 @asynccontextmanager
 async def pod(url: str, name: str = "p", scope: str = SCOPE) -> AsyncIterator[IndexPublisher]:
-    """A pod with all blocks, in the index once it is."""
+    """A pod with all blocks, registered in the index."""
     generation = await mint_generation(url, scope, name)
     record = PodRecord(name, generation, "127.0.0.1:5", Role.DECODE, "m", scope, scope * 4, 16, 2048, 99)
     index = IndexPublisher(url, record, lambda: BLOCKS, PodLoad)
@@ -50,7 +50,7 @@ async def pod(url: str, name: str = "p", scope: str = SCOPE) -> AsyncIterator[In
 
 
 async def finds(reader: IndexReader, names: set[str], scope: str = SCOPE) -> bool:
-    """Exactly these pods are there, with all blocks, and can be booked."""
+    """Checks that the index has exactly these pods, with all blocks, and books one."""
     try:
         live = {s.record.pod: s.record.generation for s in await reader.pods() if s.record.scope == scope}
         if set(live) != names:
@@ -70,7 +70,7 @@ def has_line(reader: IndexReader) -> bool:
 
 
 async def serves(url: str) -> None:
-    """The whole life of a pod, over this URL."""
+    """Runs the whole life of a pod in the index at this URL."""
     reader = IndexReader(url, timeout_s=2.0)
     try:
         async with pod(url):
@@ -96,7 +96,7 @@ async def test_a_cluster(tmp_path: Path) -> None:
         await reader.close()
 
 
-async def test_a_user_with_no_more_rights_than_it_needs(tmp_path: Path) -> None:
+async def test_a_user_with_the_minimal_rights(tmp_path: Path) -> None:
     valkey = EmbeddedValkey(0, tmp_path)
     plain = await valkey.start()
     try:
@@ -114,7 +114,7 @@ async def test_a_user_with_no_more_rights_than_it_needs(tmp_path: Path) -> None:
 
 
 def certificates(directory: Path) -> None:
-    """ca.pem, and server.pem and client.pem with their keys, signed by it; the server is 127.0.0.1."""
+    """Writes ca.pem, and server.pem (for 127.0.0.1) and client.pem with their keys, signed by the ca."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
@@ -129,7 +129,7 @@ def certificates(directory: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-async def test_tls_verifies_unless_told_otherwise(tmp_path: Path) -> None:
+async def test_tls_verifies_the_server_by_default(tmp_path: Path) -> None:
     certificates(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")

@@ -23,7 +23,7 @@ from tests.rigs.waiting import until
 pytestmark = pytest.mark.usefixtures("quick_index")
 
 
-async def test_a_pod_is_seen_with_its_record_load_and_blocks_and_leaves_without_a_trace(rig: Rig) -> None:
+async def test_a_pod_is_in_the_index_with_record_load_and_blocks_and_leaves_no_keys(rig: Rig) -> None:
     blocks = chain(1, 40)
     load = PodLoad(queued_tokens=12, running=3, waiting=1, free_blocks=50, draining=True)
     async with rig.pod(hashes=blocks, load=load):
@@ -36,7 +36,7 @@ async def test_a_pod_is_seen_with_its_record_load_and_blocks_and_leaves_without_
     assert [k for k in await rig.raw.keys("*") if b"gen:" not in k and k != readers] == []
 
 
-async def test_changes_follow_and_cancel_out(rig: Rig) -> None:
+async def test_changes_are_published_and_opposite_ones_cancel_out(rig: Rig) -> None:
     blocks = chain(2, 30)
     async with rig.pod() as pool:
         pool.store(blocks)
@@ -66,7 +66,7 @@ async def test_stores_and_evictions_from_an_engine_thread_converge(rig: Rig) -> 
         await rig.shows(pool.hashes)
 
 
-async def test_more_changes_than_are_kept_become_a_snapshot(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_pending_changes_cause_a_snapshot(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "MAX_PENDING", 50)
     monkeypatch.setattr(publisher, "MAX_BATCH_BLOCKS", 30)
     blocks = chain(4, 120)
@@ -78,7 +78,7 @@ async def test_more_changes_than_are_kept_become_a_snapshot(rig: Rig, monkeypatc
         await rig.shows(set(blocks[90:100]))
 
 
-async def test_a_large_set_travels_in_slices(rig: Rig) -> None:
+async def test_a_large_snapshot_is_sent_in_slices(rig: Rig) -> None:
     many = [os.urandom(16) for _ in range(23_456)]
     async with rig.pod(hashes=many) as pool:
         await rig.shows(set(many))
@@ -87,7 +87,7 @@ async def test_a_large_set_travels_in_slices(rig: Rig) -> None:
         assert await rig.raw.keys("*own:*:*:*") == []
 
 
-async def test_a_set_that_differs_is_replaced(rig: Rig) -> None:
+async def test_a_set_of_another_size_is_replaced(rig: Rig) -> None:
     blocks = chain(6, 10)
     async with rig.pod(hashes=blocks):
         await rig.raw.srem(IndexKeys(SCOPE).held_blocks("decode-0", 1_000), blocks[3][:8])
@@ -168,7 +168,7 @@ async def test_generations_only_grow(rig: Rig) -> None:
     assert await mint_generation(rig.url, SCOPE, "p") == future + 1
 
 
-async def test_a_generation_is_minted_without_redis_too(rig: Rig) -> None:
+async def test_without_redis_a_generation_comes_from_the_clock(rig: Rig) -> None:
     before = int(time.time() * 1000)
     assert await mint_generation(None, SCOPE, "p") >= before
     assert await mint_generation("redis://127.0.0.1:1/0", SCOPE, "p") >= before

@@ -1,4 +1,4 @@
-"""What asks servers how they are: `baton probe`, and the health of a process beside that of its services."""
+"""Health checks: `baton probe`, liveness of a process and readiness of its services."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def server() -> AsyncIterator[tuple[RpcServer, str]]:
     await running.stop(0.1)
 
 
-async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tuple[RpcServer, str]) -> None:
+async def test_a_process_is_live_before_its_services_are_ready(server: tuple[RpcServer, str]) -> None:
     rpc, address = server
 
     async def state() -> tuple[bool, ...]:
@@ -51,14 +51,14 @@ async def test_a_process_lives_whether_its_services_are_ready_or_not(server: tup
     assert (await probes.trouble(f"grpc://{address}/nobody", 30.0) or "").startswith("NOT_FOUND")
 
 
-async def test_a_gateway_without_pods_lives_but_is_not_ready(smollm2_dir: Path) -> None:
+async def test_a_gateway_without_pods_is_live_but_not_ready(smollm2_dir: Path) -> None:
     async with fake_cluster(0, 0) as cluster, rig(cluster, smollm2_dir, pods=(), wait=False) as gw:
         assert await probes.trouble(f"{gw.url}/live", 30.0) is None
         assert await probes.trouble(f"{gw.url}/ready", 30.0) == "the answer is 503 Service Unavailable"
         assert await probes.trouble(f"{gw.url}/nothing", 30.0) == "the answer is 404 Not Found"
 
 
-async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
+async def test_a_silent_server_is_unhealthy_after_the_time_limit() -> None:
     async def silent(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         asked.set()
         await leave.wait()
@@ -75,7 +75,7 @@ async def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1", "127.0.0.1:1", "http://127.0.0.1/live", "grpc://:7000", ""])
-async def test_an_url_that_makes_no_sense(url: str) -> None:
+async def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(url)}$"):
         await probes.trouble(url, 1.0)
 

@@ -1,4 +1,4 @@
-"""The gRPC plumbing over a real loopback connection: errors keep their class, health and reflection answer."""
+"""gRPC over a loopback connection: errors keep their class; health and reflection answer."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_an_unexpected_exception_is_internal_and_logged(caplog: pytest.Log
 
 
 class Left:
-    """A call whose caller has gone, before anybody told the servicer."""
+    """A call whose caller has disconnected before the servicer is cancelled."""
 
     async def abort(self, *_: object, **__: object) -> None:
         raise grpc.aio.InternalError("Failed execute_batch")
@@ -127,7 +127,7 @@ class Left:
 
 @pytest.mark.parametrize("error", [InvalidRequest("n is -1"), grpc.aio.InternalError("Failed execute_batch")])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_caller_that_has_gone_unseen_is_no_failure(
+async def test_a_disconnected_caller_is_not_logged_as_an_error(
     error: Exception, streams: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def answer(_request: object, _context: object) -> None:
@@ -161,7 +161,7 @@ async def test_cancel_reaches_the_servicer_and_the_caller() -> None:
         await asyncio.wait_for(pair.servicer.cancelled.wait(), 30)
 
 
-async def test_deadlines_travel_and_expire() -> None:
+async def test_deadlines_reach_the_servicer_and_expire() -> None:
     async with Pair(Servicer()) as pair:
         await pair.stub.Reserve(decode_pb2.ReserveRequest(), timeout=40)
         await pair.stub.Reserve(decode_pb2.ReserveRequest())
@@ -173,13 +173,13 @@ async def test_deadlines_travel_and_expire() -> None:
         timeout_until(time.monotonic() - 1)
 
 
-async def test_a_server_that_is_not_there_is_unavailable(unused_tcp_port: int) -> None:
+async def test_a_missing_server_is_unavailable(unused_tcp_port: int) -> None:
     async with open_channel(f"127.0.0.1:{unused_tcp_port}") as ch:
         with pytest.raises(Unavailable), translate_rpc_errors():
             await decode_pb2_grpc.DecodeStub(ch).Reserve(decode_pb2.ReserveRequest(), timeout=30)  # type: ignore[misc]
 
 
-async def test_stop_cancels_what_outlives_its_grace() -> None:
+async def test_stop_cancels_calls_after_the_grace_time() -> None:
     async with Pair(Servicer()) as pair:
         call = pair.stub.Abort(decode_pb2.DecodeAbortRequest(), timeout=60)
         await asyncio.wait_for(pair.servicer.aborting.wait(), 30)

@@ -1,4 +1,4 @@
-"""The embedded Valkey: starts, stops, ends with its killed parent, and does not take another server for its own."""
+"""The embedded Valkey: start, stop, death with its parent, and ports that other servers use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.redis.client import connect_redis
 ROOT = Path(__file__).parents[2]
 
 
-async def test_it_answers_until_it_is_stopped(tmp_path: Path) -> None:
+async def test_the_server_answers_until_stop(tmp_path: Path) -> None:
     valkey = EmbeddedValkey(0, tmp_path / "new" / "directory")
     url = await valkey.start()
     pid = valkey.pid
@@ -31,7 +31,7 @@ async def test_it_answers_until_it_is_stopped(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
-async def test_a_taken_port_is_an_error_and_the_other_server_is_left_alone(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_an_error_and_the_other_server_keeps_running(tmp_path: Path) -> None:
     first = EmbeddedValkey(0, tmp_path / "a")
     url = await first.start()
     try:
@@ -44,7 +44,9 @@ async def test_a_taken_port_is_an_error_and_the_other_server_is_left_alone(tmp_p
         await first.stop()
 
 
-async def test_a_picked_port_that_somebody_takes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_free_port_that_another_process_takes_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"\x00\x00\x12\x04")  # as an HTTP/2 server greets
         await reader.read()
@@ -64,7 +66,7 @@ async def test_a_picked_port_that_somebody_takes_is_given_up(tmp_path: Path, mon
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-def test_it_ends_with_its_killed_parent(tmp_path: Path) -> None:
+def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a user gets who installs the wheel and has no checkout: every package imports and the command runs."""
+"""The installed wheel, without a checkout: every module imports and the command runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel in a fresh environment, which borrows our dependencies but not our editable install."""
+    """The wheel in a new environment that uses the dependencies of this one, but not its editable install."""
     tmp = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, tmp / "source", ignore=shutil.ignore_patterns(*NOT_SOURCE))
     pip = [sys.executable, "-m", "pip", "-qq"]
@@ -72,7 +72,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(wheel, tmp / "env", tmp / "elsewhere")
 
 
-def test_only_the_packages_are_in_it(installed: Installed) -> None:
+def test_the_wheel_contains_the_packages_and_scripts_only(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     tops = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == set(PACKAGES)

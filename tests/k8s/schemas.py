@@ -1,4 +1,4 @@
-"""Schemas of what is rendered: Kubernetes' own from kubernetes-validate, those of custom resources from crds.yaml."""
+"""Validates objects: Kubernetes' own kinds with kubernetes-validate, custom resources with crds.yaml."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _custom() -> dict[str, Any]:
 
 
 def schemas(objects: list[Object]) -> Iterator[str]:
-    """A line for each object that its schema refuses, an unknown field included."""
+    """One line per object that its schema refuses; unknown fields are refused."""
     for found in objects:
         yield from _refusals(json.dumps(found, sort_keys=True))
     for part in group_parts(objects):  # pods of a custom resource are pods

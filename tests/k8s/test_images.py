@@ -1,4 +1,4 @@
-"""The images, without Docker: a lint, what each target promises, and their environments built by their own commands."""
+"""The images, without Docker: lint, properties of each target, and environments built by the Dockerfile's commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ READY_S = 60.0
 
 
 def promises(dockerfile: Dockerfile) -> list[str]:
-    """What is wrong with a Dockerfile of ours, beyond hadolint's rules."""
+    """Errors of the Dockerfile beyond hadolint's rules."""
     wrong = [f"there is no target {name}" for name in TARGETS if name not in dockerfile.stages]
     for name in [target for target in TARGETS if target in dockerfile.stages]:
         user = dockerfile.last(name, "USER")
@@ -128,7 +128,7 @@ def requirements(name: str) -> list[Requirement]:
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
-    """Distributions that pip would install, by what is installed here."""
+    """The distributions that pip would install, by the metadata of this environment."""
     found: set[str] = set()
     queue = [(r.name, frozenset(r.extras)) for r in wanted]
     done = set()
@@ -182,7 +182,7 @@ def test_nothing_is_imported_that_the_image_does_not_have(name: str, packages: t
 
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Builds a stage by the Dockerfile's commands; gives the directory of its programs."""
+    """Builds a stage with the Dockerfile's commands and returns the directory of its programs."""
 
     def built(stage: str) -> Path:
         # What is to be had of torch depends on where one is; the image's own index is an argument for this reason.
@@ -196,7 +196,7 @@ def build(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def serves(programs: Path, argv: list[str], url: str) -> None:
-    """The service starts from its environment alone, is well by the image's own health check, and leaves in peace."""
+    """Starts the service in its environment, runs the image's health check, and stops it by SIGTERM."""
     env = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(programs.parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         ["baton", *argv], env=env, cwd=programs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

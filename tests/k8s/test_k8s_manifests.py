@@ -1,5 +1,4 @@
-"""Every overlay and component renders without a cluster, fits its schemas and passes the cross-checks; a manifest that
-was changed for the worse does not."""
+"""Every overlay and component renders, matches its schemas and passes the checks; damaged manifests do not."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ GROUPS = ("multi-node", "monitoring")
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    """cpu-dev with all components that go together."""
+    """cpu-dev with all components that can be combined."""
     return compose(tmp_path_factory.mktemp("everything"), components=EVERYTHING)
 
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    """Pods over several machines, which do not go together with what scales Deployments."""
+    """Pods of several machines, which cannot be combined with components that scale Deployments."""
     return compose(tmp_path_factory.mktemp("grouped"), components=GROUPS)
 
 
@@ -61,7 +60,7 @@ POD, FIRST = "spec template spec", "spec template spec containers 0"
 
 @dataclass(frozen=True)
 class Swap:
-    """One word of a list for another."""
+    """Replaces one word of a list."""
 
     old: str
     new: str
@@ -81,7 +80,7 @@ MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
         f"{FIRST} args",
         Swap("--port=7000", "--prot=7000"),
     ),
-    "a value that will not do": (
+    "an invalid value of a flag": (
         checks.commands,
         "Deployment decode",
         f"{FIRST} args",
@@ -89,7 +88,7 @@ MUTATIONS: dict[str, tuple[Check, str, str, Any]] = {
     ),
     "a command that is not there": (checks.commands, "Deployment decode", f"{FIRST} args", Swap("serve", "server")),
     "a setting that is not there": (checks.commands, "ConfigMap config", "data BATON_KV_MEMRY", "1GiB"),
-    "a setting's value that will not do": (checks.commands, "ConfigMap config", "data BATON_KV_MEMORY", "much"),
+    "an invalid value of a setting": (checks.commands, "ConfigMap config", "data BATON_KV_MEMORY", "much"),
     "a variable of UCX that is not there": (checks.commands, "ConfigMap config", "data UCX_PORTS", "7100"),
     "a variable that is not defined": (checks.commands, "Deployment redis", f"{FIRST} env", DROP),
     "a load that is not there": (checks.commands, "Job loadtest", f"{FIRST} args", Swap("--rate=1", "--rat=1")),
@@ -357,7 +356,7 @@ def mutate(objects: list[Object], target: str, path: str, value: Any) -> None:
 
 
 def _key(place: Any, step: str) -> Any:
-    """Of a list: a number, or name=X."""
+    """The entry of a list, by number or by name=X."""
     if isinstance(place, dict):
         return step
     name = step.removeprefix("name=")

@@ -1,4 +1,4 @@
-"""The `baton` command many times over, each time in a process of its own, for the price of one start of Python."""
+"""Runs many `baton` commands, each in a forked process, with one start of Python."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps([one(argv) for argv in json.loads(sys.argv[2])]))
 
 
 def forked(argvs: Sequence[Sequence[str]], *, before: str = "") -> list[subprocess.CompletedProcess[str]]:
-    """How each command line ended. before: Python that runs first, in the process that all are forked from."""
+    """Runs the command lines and returns their results. `before` is Python code that runs once, before the forks."""
     command = [sys.executable, "-P", "-c", _PARENT, before, json.dumps(argvs)]
     parent = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert parent.returncode == 0, parent.stderr

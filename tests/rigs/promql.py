@@ -40,7 +40,7 @@ _AGGREGATE: dict[str, Callable[[Sequence[float]], float]] = {"sum": math.fsum, "
 
 
 def selectors(node: Any) -> Iterator[Any]:
-    """Every vector selector in an expression."""
+    """All vector selectors in an expression."""
     if isinstance(node, promql.VectorSelector):
         yield node
     elif isinstance(node, promql.MatrixSelector):
@@ -90,7 +90,7 @@ class Series:
         self._by_name[name].setdefault(key, []).append((at, value))
 
     def points(self, selector: Any, start: float, end: float) -> dict[Labels, Points]:
-        """Of every series that a selector means, in (start, end]."""
+        """The samples of every selected series in (start, end]."""
         shift = selector.offset.total_seconds() if selector.offset is not None else 0.0
         found = {}
         for labels, points in self._by_name.get(selector.name, {}).items():
@@ -108,7 +108,7 @@ def _matches(matcher: Any, labels: Mapping[str, str]) -> bool:
 
 
 def evaluate(node: Any, series: Series, at: float) -> Value:
-    """A parsed expression at one moment."""
+    """Evaluates a parsed expression at one time."""
     if isinstance(node, promql.NumberLiteral):
         return float(node.val)
     if isinstance(node, promql.ParenExpr):

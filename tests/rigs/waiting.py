@@ -1,4 +1,4 @@
-"""A clock for what waits for a time: a test decides when that has come."""
+"""A clock that tests can advance, and a wait for a condition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 
 class Clock:
-    """time.monotonic(), and so much more as a test puts it forward."""
+    """time.monotonic() plus `ahead_s`, which a test sets."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -18,7 +18,7 @@ class Clock:
 
 
 async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 30.0) -> None:
-    """Waits until the condition holds; the limit only catches what hangs."""
+    """Waits until the condition holds; the time limit only ends hanging tests."""
     try:
         async with asyncio.timeout(timeout_s):
             while True:
@@ -27,4 +27,4 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
                     return
                 await asyncio.sleep(0.01)
     except TimeoutError:
-        raise AssertionError("it did not happen in time") from None
+        raise AssertionError(f"the condition did not hold within {timeout_s:g} s") from None

@@ -1,4 +1,4 @@
-"""Every alert fires on what it is for, and on nothing of a healthy day. promtool, where it is installed, says the same.
+"""Every alert fires in its scenario and not on a healthy day. promtool, if installed, must agree.
 
 A scenario is a healthy installation (one gateway, one prefill and one decode pod with GPUs) in which something goes
 wrong after BASE minutes. That the series exist is tests/integration/test_metric_names.py's to say.
@@ -35,18 +35,18 @@ World = dict[str, Shape]
 
 
 def level(value: float, later: float | None = None) -> Shape:
-    """A gauge, another one once things go wrong."""
+    """A gauge with another value after the failure."""
     return lambda minute: value if later is None or minute <= BASE else later
 
 
 def counter(per_minute: float, later: float | None = None) -> Shape:
-    """Grows at a rate, at another one once things go wrong."""
+    """A counter with another rate after the failure."""
     rate = per_minute if later is None else later
     return lambda minute: per_minute * min(minute, BASE) + rate * max(0, minute - BASE)
 
 
 def gone(value: float) -> Shape:
-    """There until things go wrong."""
+    """A series that ends at the failure."""
     return lambda minute: value if minute <= BASE else None
 
 
@@ -58,7 +58,7 @@ def series(name: str, instance: str, **labels: str) -> str:
 def histogram(
     name: str, instance: str, value: float, per_minute: float, later: float | None = None, **labels: str
 ) -> World:
-    """All observations are `value`, then `later`."""
+    """A histogram: all observations are `value`, after the failure `later`."""
     later = value if later is None else later
     world: World = {}
     for bound in (*LATENCY_BUCKETS, float("inf")):
@@ -116,7 +116,7 @@ def healthy() -> World:
 
 
 def kv(instance: str, **counts: int) -> World:
-    """Blocks of 1,000 once things go wrong."""
+    """Counts of 1,000 blocks after the failure."""
     before = {"free": 300, "cached": 300, "leased": 390, "quarantined": 10}
     return {
         series("baton_kv_blocks", instance, state=state): level(before[state], counts.get(state, 0)) for state in before
@@ -192,7 +192,7 @@ HARMLESS: dict[str, World] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule as it is evaluated. name: of the alert, or of the series that it records."""
+    """A rule. `name` is the alert, or the series that the rule records."""
 
     name: str
     records: bool
@@ -215,7 +215,7 @@ class Rule:
 
 
 def fired(world: World, *, only: str | None = None) -> set[str]:
-    """Alerts that have fired by the end, or the one of them that is asked for."""
+    """The alerts that have fired by the end; with `only`, at most this one."""
     stored, since, firing = Series(), {}, set()
     rules = [rule for rule in Rule.all() if rule.records or only in (None, rule.name)]
     parsed = {text: promql_parser.parse(text) for text in world}
@@ -258,23 +258,23 @@ def test_nothing_else_fires(alert: str) -> None:
     assert fired(healthy() | SCENARIOS[alert]) - ALONG.get(alert, set()) <= {alert}
 
 
-def test_a_healthy_day_is_quiet() -> None:
+def test_a_healthy_day_fires_no_alert() -> None:
     assert fired(healthy()) == set()
 
 
 @pytest.mark.parametrize("what", HARMLESS)
-def test_what_is_harmless_is_quiet(what: str) -> None:
+def test_harmless_situations_fire_no_alert(what: str) -> None:
     assert fired(healthy() | HARMLESS[what]) == set()
 
 
 def values(shape: Shape) -> str:
-    """As promtool's tests have them."""
+    """The series in the format of promtool's tests."""
     points = [shape(minute) for minute in range(BASE + BAD + 1)]
     return " ".join("_" if point is None else repr(float(point)) for point in points)
 
 
 def promtool(tmp_path: Path, tests: list[Mapping[str, Any]]) -> str:
-    """What `promtool test rules` says; empty when all is well."""
+    """The errors of `promtool test rules`; empty without errors."""
     assert PROMTOOL is not None
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps({"groups": yaml.safe_load(RULES.read_text())["spec"]["groups"]}))
@@ -289,7 +289,7 @@ def promtool(tmp_path: Path, tests: list[Mapping[str, Any]]) -> str:
 
 
 def as_test(world: World, firing: str | None) -> dict[str, Any]:
-    """One of promtool's tests. It compares whole alerts, so what fires is asked of the series ALERTS."""
+    """One test for promtool. promtool compares whole alerts, so the test evaluates the series ALERTS."""
     everything = 'count(ALERTS{alertstate="firing"}) or vector(0)'
     one = f'count(ALERTS{{alertstate="firing", alertname="{firing}"}}) > bool 0 or vector(0)'
     samples = [{"labels": "{}", "value": 0 if firing is None else 1}]

@@ -1,4 +1,4 @@
-"""A file is replaced as a whole, with the permissions that are asked for, or stays and leaves nothing beside it."""
+"""A file is replaced as a whole, with the given permissions; after a failure the directory is unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.process.atomic_file import write_file_atomically
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
 @pytest.mark.parametrize("there", [False, True])
-def test_it_has_the_content_and_the_permissions(mode: int, there: bool, tmp_path: Path) -> None:
+def test_the_file_has_the_content_and_the_permissions(mode: int, there: bool, tmp_path: Path) -> None:
     path = tmp_path / "file"
     if there:
         path.write_bytes(b"a longer one before")
@@ -23,7 +23,7 @@ def test_it_has_the_content_and_the_permissions(mode: int, there: bool, tmp_path
 
 @pytest.mark.parametrize("call", ["os.fchmod", "os.fsync", "pathlib.Path.replace"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failure_leaves_what_was_there_and_nothing_else(
+def test_a_failure_leaves_the_old_file_and_no_other(
     call: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_args: object) -> None:

@@ -1,4 +1,4 @@
-"""Signatures: what is accepted, and everything that is not."""
+"""Signatures of messages between pods: accepted and refused ones."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def signer(secret: bytes = b"s3cret", pod: str = "prefill-0") -> Signer:
     return Signer(secret, pod, 41)
 
 
-def test_a_peer_with_the_secret_is_known_by_pod_and_generation() -> None:
+def test_verify_returns_the_pod_and_generation_of_a_peer_with_the_secret() -> None:
     assert signer(pod="d").verify(METHOD, MESSAGE, signer(pod="prefill-ü").sign(METHOD, MESSAGE)) == (
         "prefill-ü",
         41,
     )
 
 
-def test_the_message_may_have_been_parsed_again() -> None:
+def test_a_message_that_was_serialized_and_parsed_is_accepted() -> None:
     parsed = transfer_pb2.OpenRequest.FromString(MESSAGE.SerializeToString())
     metadata = signer(pod="p").sign(METHOD, MESSAGE)
     assert signer().verify(METHOD, parsed, [("other", "x"), *metadata]) == ("p", 41)
 
 
-def test_wrong_secret_method_or_message() -> None:
+def test_a_wrong_secret_method_or_message_is_refused() -> None:
     good = signer().sign(METHOD, MESSAGE)
     other = transfer_pb2.OpenRequest(transfer_id=types_pb2.TransferId(generation=7, number=2), request_id="r", pod="p")
     with pytest.raises(Unauthenticated):
@@ -42,7 +42,7 @@ def test_wrong_secret_method_or_message() -> None:
         signer().verify(METHOD, other, good)
 
 
-def test_every_flipped_byte_is_noticed() -> None:
+def test_every_flipped_byte_is_refused() -> None:
     ((key, value),) = signer().sign(METHOD, MESSAGE)
     assert isinstance(value, bytes)
     receiver = signer()
@@ -53,7 +53,7 @@ def test_every_flipped_byte_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, (), ((AUTH_KEY, b""),), ((AUTH_KEY, b"x" * 63),), ((AUTH_KEY, "text"),)])
-def test_unsigned(metadata: tuple[tuple[str, str | bytes], ...] | None) -> None:
+def test_an_unsigned_message_is_refused(metadata: tuple[tuple[str, str | bytes], ...] | None) -> None:
     with pytest.raises(Unauthenticated):
         signer().verify(METHOD, MESSAGE, metadata)
 
@@ -68,12 +68,12 @@ def test_a_replay_is_refused_and_another_message_is_not() -> None:
 
 
 @pytest.mark.parametrize("shift", [MAX_SKEW_S + 2, -MAX_SKEW_S - 2])
-def test_old_and_future_messages(shift: float) -> None:
+def test_old_and_future_messages_are_refused(shift: float) -> None:
     with pytest.raises(Unauthenticated, match="signed"):
         signer().verify(METHOD, MESSAGE, signer().sign(METHOD, MESSAGE), time.time() + shift)
 
 
-def test_a_replay_is_refused_for_as_long_as_its_time_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_is_refused_while_its_timestamp_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, sender, start = signer(), signer(), 1_000_000.0
     sent: list[tuple[float, tuple[tuple[str, str | bytes], ...]]] = []
     for step in range(400):

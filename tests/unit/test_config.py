@@ -98,7 +98,7 @@ def test_an_empty_optional_is_none() -> None:
         ("transport", "pigeon", "nixl"),
     ],
 )
-def test_a_bad_value_is_named_with_what_was_expected(field: str, value: object, expected: str) -> None:
+def test_the_error_of_a_bad_value_names_the_expected_kind(field: str, value: object, expected: str) -> None:
     with pytest.raises(ConfigError) as e:
         pod(**{field: value})
     assert e.value.field == field
@@ -107,8 +107,8 @@ def test_a_bad_value_is_named_with_what_was_expected(field: str, value: object, 
     assert "\n" not in e.value.message
 
 
-def test_a_bad_value_is_named_as_it_was_given(tmp_path: Path) -> None:
-    """A flag by its flag, a variable by its name, a number without quotes; others by setting and place."""
+def test_the_error_of_a_bad_value_shows_it_as_the_user_gave_it(tmp_path: Path) -> None:
+    """The error names a flag as a flag, a variable as a variable, and a value of a file with the file."""
     file = tmp_path / "baton.toml"
     file.write_text("prefill = 0\n")
     for env, path, flags, begin in (
@@ -133,7 +133,7 @@ def test_the_constructor_checks_too() -> None:
         config.port = 1  # type: ignore[misc]
 
 
-def test_a_missing_value_is_named() -> None:
+def test_the_error_of_a_missing_value_names_its_flag() -> None:
     with pytest.raises(ConfigError, match="role: missing"):
         PodConfig.load(file=None, env={}, flags={})
 
@@ -152,7 +152,7 @@ def test_unknown_keys_are_errors_wherever_they_come_from(tmp_path: Path) -> None
         pod(file=file)
 
 
-def test_variables_of_other_parts_are_not_errors() -> None:
+def test_variables_of_other_settings_classes_are_ignored() -> None:
     config = pod(
         {"BATON_GRPC_PORT": "9", "BATON_PREFILL": "many", "BATON_CACHE": "/x", "BATON_CONFIG": "/y", "HOME": "/"}
     )
@@ -178,24 +178,24 @@ def test_listening_beyond_this_machine_needs_a_secret(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])
-def test_loopback_does_not(host: str) -> None:
+def test_listening_on_loopback_needs_no_secret(host: str) -> None:
     assert pod(host=host).host == host
 
 
-def test_secrets_are_not_shown() -> None:
+def test_secrets_are_not_printed() -> None:
     assert "sesame-sesame" not in repr(pod(secret="sesame-sesame"))
     with pytest.raises(ConfigError) as e:
         pod(secret="sesame")
     assert "sesame" not in e.value.message
 
 
-def test_a_chunk_holds_a_block() -> None:
+def test_a_chunk_is_at_least_one_block() -> None:
     with pytest.raises(ConfigError) as e:
         pod(chunk_tokens=8, block_size=16)
     assert e.value.field == "chunk_tokens"
 
 
-def test_a_pod_has_a_usable_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_name_of_a_pod_is_valid_and_unique(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pod(name="decode-7").resolve_name() == "decode-7"
     with monkeypatch.context() as m:
         m.setattr(socket, "gethostname", lambda: "host_" + 80 * "x")
@@ -207,7 +207,7 @@ def test_a_pod_has_a_usable_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("speculation", "model"), [("draft_model", None), ("eagle", None), ("ngram", "some-dir")])
-def test_a_draft_model_is_named_where_one_is_used(speculation: str, model: str | None) -> None:
+def test_a_draft_model_is_required_exactly_if_the_proposer_uses_one(speculation: str, model: str | None) -> None:
     for kind, more in ((PodConfig, {"role": Role.PREFILL}), (UpConfig, {})):
         with pytest.raises(ConfigError, match="speculation_model") as caught:
             kind(speculation=speculation, speculation_model=model, **more)

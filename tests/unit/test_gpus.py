@@ -61,7 +61,9 @@ def test_cuda_visible_devices_limits_the_list(machine: Path, chosen: str, found:
     assert [gpu.id for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": chosen}, sysfs=machine)] == found
 
 
-def test_one_node_or_no_driver(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_one_numa_node_cpus_are_unknown_and_without_a_driver_there_are_no_gpus(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (machine / "devices" / "system" / "node" / "node1").rename(machine / "gone")
     assert [gpu.cpus for gpu in visible_gpus({}, sysfs=machine)] == ["", ""]
     monkeypatch.setenv("PATH", "/nowhere")
@@ -69,7 +71,7 @@ def test_one_node_or_no_driver(machine: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @given(pods=st.integers(1, 9), count=st.integers(0, 9))
-def test_pods_are_spread_evenly_and_know_how_many_share_a_gpu(pods: int, count: int) -> None:
+def test_pods_are_spread_evenly_over_gpus(pods: int, count: int) -> None:
     places = shared_out(pods, [Gpu(str(i)) for i in range(count)])
     assert len(places) == pods
     if not count:
@@ -84,7 +86,7 @@ def test_pods_are_spread_evenly_and_know_how_many_share_a_gpu(pods: int, count: 
 
 
 @given(st.integers(0, 9))
-def test_every_pair_of_gpus_is_tried_once_in_each_direction_and_none_at_the_same_time(count: int) -> None:
+def test_every_ordered_pair_of_gpus_is_in_one_round_and_a_round_uses_each_gpu_once(count: int) -> None:
     rounds = _rounds(count)
     wanted = list(itertools.permutations(range(count), 2)) if count > 1 else [(0, 0)] * count
     assert sorted(itertools.chain(*rounds)) == wanted
@@ -94,7 +96,7 @@ def test_every_pair_of_gpus_is_tried_once_in_each_direction_and_none_at_the_same
             assert len(busy) == len(set(busy))
 
 
-def test_missing_cpus_are_named() -> None:
+def test_cpus_that_do_not_exist_are_refused() -> None:
     before = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match="none of 4000-4001"):
         run_on("4000-4001")

@@ -1,4 +1,4 @@
-"""Every command of `baton` shows its help, whole; defaults in it are those of the configuration."""
+"""`--help` of every command is complete, and its defaults are those of the settings."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_help(path: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("path", _paths(typer.main.get_command(app)), ids=" ".join)
-def test_nothing_is_cut_where_a_terminal_is_narrow(path: tuple[str, ...]) -> None:
-    """Each flag in full, each command with its whole line."""
+def test_help_is_not_cut_on_a_narrow_terminal(path: tuple[str, ...]) -> None:
+    """No flag and no description is cut."""
     shown = CliRunner().invoke(app, [*path, "--help"], catch_exceptions=False, env={"COLUMNS": "80"}).output
     command: Any = typer.main.get_command(app)
     for name in path:
@@ -39,7 +39,7 @@ def test_nothing_is_cut_where_a_terminal_is_narrow(path: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("argv", ["keys create", "keys list --nope", "batch", "--nope"])
-def test_what_is_wrong_is_told_with_the_command_whose_help_says_more(
+def test_a_usage_error_names_the_help_command(
     argv: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["baton", *argv.split()])
@@ -49,7 +49,7 @@ def test_what_is_wrong_is_told_with_the_command_whose_help_says_more(
     assert (end.value.code, capsys.readouterr().err.endswith(f"({path} --help)\n")) == (2, True)
 
 
-def test_version_is_a_flag_too() -> None:
+def test_version_is_a_command_and_a_flag() -> None:
     flag, command = (CliRunner().invoke(app, [word]) for word in ("--version", "version"))
     assert (flag.exit_code, flag.output) == (0, command.output)
 
@@ -58,7 +58,7 @@ COMMANDS = {"up": UpConfig, "serve": PodConfig, "worker": WorkerConfig, "gateway
 
 
 def _named(setting: Field[Any], words: str) -> list[Any]:
-    """What a help text calls the default, as far as it is a value of the setting's kind."""
+    """The defaults in a help text that are valid values of the setting."""
     found = []
     for word in re.findall(r"default:? ([^\s);]+)", words) + re.findall(r"(\S+) \((?:the )?default\b", words):
         try:
@@ -69,7 +69,7 @@ def _named(setting: Field[Any], words: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_defaults_in_the_help_are_those_of_the_configuration(command: str) -> None:
+def test_defaults_in_help_texts_are_those_of_the_settings(command: str) -> None:
     settings = {f.name: f for f in fields(COMMANDS[command])}
     options = {p.name: p.help or "" for p in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]
     wrong = {}

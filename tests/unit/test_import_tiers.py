@@ -1,4 +1,4 @@
-"""Who may import whom: by the source of every module, and by the libraries that a package loads.
+"""The order of packages and rooms: by the imports in the sources, and by the libraries that a package loads.
 
 The source is read without running it, so imports inside functions, imports for type checkers only and module names in
 strings count too. The second half imports each package in a process of its own and looks at what that loaded.
@@ -111,7 +111,7 @@ ENTRY_POINTS = {"loadtest.__main__"}
 
 @dataclass(frozen=True)
 class Import:
-    """One module of ours that another one names."""
+    """One import of a Baton module by another."""
 
     importer: str
     imported: str
@@ -135,7 +135,7 @@ def modules() -> dict[str, Path]:
 
 
 def _module(name: str) -> str | None:
-    """The module that a dotted name is, or is in; None for other people's."""
+    """The Baton module that a dotted name is, or is in; None for other packages."""
     while name and name not in modules():
         name = name.rpartition(".")[0]
     return name or None
@@ -167,7 +167,7 @@ def _names(tree: ast.Module) -> Iterator[tuple[str, int, bool]]:
 
 @cache
 def imports() -> list[Import]:
-    """All imports between our modules."""
+    """All imports between Baton modules."""
     return [
         Import(name, imported, line, in_string)
         for name, file in modules().items()
@@ -188,7 +188,7 @@ def room(module: str) -> int | None:
     return max(fits)[1] if fits else None
 
 
-def test_a_package_names_no_package_above_or_beside_it() -> None:
+def test_a_package_imports_only_allowed_packages() -> None:
     wrong = []
     for entry in imports():
         package, other = (name.partition(".")[0] for name in (entry.importer, entry.imported))
@@ -198,7 +198,7 @@ def test_a_package_names_no_package_above_or_beside_it() -> None:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_a_room_names_no_room_above_it(package: str) -> None:
+def test_a_room_imports_no_room_above_it(package: str) -> None:
     wrong = []
     for entry in imports():
         if not entry.importer.startswith(f"{package}.") or not entry.imported.startswith(f"{package}."):
@@ -217,7 +217,7 @@ def test_every_module_has_a_room(package: str) -> None:
     ] == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_there_is_no_circle_of_imports() -> None:
     needs: dict[str, set[str]] = {name: set() for name in modules()}
     for entry in imports():
         if not entry.in_string:
@@ -301,13 +301,13 @@ def loaded() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_does_not_load_what_is_above_or_beside_it(package: str, loaded: dict[str, Any]) -> None:
+def test_a_package_loads_only_allowed_packages_and_libraries(package: str, loaded: dict[str, Any]) -> None:
     assert isinstance(loaded[package], list), loaded[package]
     assert package in loaded[package]
     packages_above = set(PACKAGES) - PACKAGES[package] - {package}
     assert not set(loaded[package]) & (FORBIDDEN_LIBRARIES[package] | packages_above)
 
 
-def test_the_command_line_is_quick_because_it_imports_little() -> None:
+def test_the_command_line_imports_no_heavy_library() -> None:
     tops = "import cli.app, json, sys; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
     assert not set(run(tops)) & (ML | NETWORK | NIXL | {"httpx", "openai", "numpy"})

@@ -1,4 +1,4 @@
-"""Kept answers of the index: for how long, for whom, and how many."""
+"""The look-up cache of the index reader: validity and size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prefix_index.records import PrefixHits
 A, B = ("a", 1), ("b", 1)
 
 
-def test_an_answer_is_good_for_its_pods_and_a_moment() -> None:
+def test_an_answer_is_valid_for_its_pods_and_for_cache_s() -> None:
     now = 5.0
     cache = LookupCache(clock=lambda: now)
     cache.put("s", b"x", 10, [A, B], {A: PrefixHits(4, 4)}, asked_at=now)
@@ -23,7 +23,7 @@ def test_an_answer_is_good_for_its_pods_and_a_moment() -> None:
     assert cache.get("s", b"x", [A]) is None
 
 
-def test_a_booking_ends_it_for_a_pod_that_may_gain_by_it() -> None:
+def test_a_booking_invalidates_the_answer_for_a_pod_that_may_gain_blocks() -> None:
     now = 5.0
     cache = LookupCache(clock=lambda: now)
     cache.put("s", b"x", 10, [A, B], {A: PrefixHits(4, 4), B: PrefixHits(2, 10)}, asked_at=now)
@@ -39,7 +39,7 @@ def test_a_booking_ends_it_for_a_pod_that_may_gain_by_it() -> None:
         assert (cache.get("s", b"x", [A]) is not None) is kept
 
 
-def test_the_oldest_answers_make_room() -> None:
+def test_the_oldest_answers_are_evicted() -> None:
     cache = LookupCache(clock=lambda: 0.0)
     for i in range(MAX_ANSWERS + 1):
         cache.put("s", bytes([i // 256, i % 256]), 1, [A], {}, asked_at=0.0)

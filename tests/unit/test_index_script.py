@@ -1,4 +1,4 @@
-"""A script of the index, and a cancel that comes while redis-py waits."""
+"""LuaScript.run, cancelled while redis-py waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = LuaScript("unbook", directory=LUA_DIR)
 
 
 class Forgetful:
-    """Does as asyncio.wait_for before Python 3.12: a cancel is lost in what it waits for."""
+    """Loses a cancel, like asyncio.wait_for before Python 3.12."""
 
     def __init__(self, outcome: object) -> None:
         self.outcome = outcome
@@ -45,7 +45,7 @@ async def test_a_cancel_that_redis_py_loses_ends_the_task(outcome: object) -> No
     assert task.cancelled()
 
 
-async def test_its_own_time_limit_is_still_one() -> None:
+async def test_a_timeout_of_the_caller_still_raises_timeout_error() -> None:
     async def limited() -> None:
         async with asyncio.timeout(0.01):
             await SCRIPT.run(cast(RedisClient, Forgetful(b"an answer")), (), ())
@@ -54,7 +54,7 @@ async def test_its_own_time_limit_is_still_one() -> None:
         await limited()
 
 
-async def test_a_task_that_was_cancelled_before_may_still_tidy_up() -> None:
+async def test_a_task_that_was_cancelled_earlier_can_still_run_scripts() -> None:
     class Prompt:
         async def evalsha(self, *_: object) -> bytes:
             await asyncio.sleep(0)

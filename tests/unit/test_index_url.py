@@ -1,4 +1,4 @@
-"""URLs of the prefix index: what they mean, and that a wrong one is refused without repeating a password."""
+"""Redis URLs: their parts, and errors of wrong ones, which contain no password."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from common.redis.url import RedisUrl, TlsOptions
         ("rediss+cluster://a/0", RedisUrl((("a", 6379),), tls=TlsOptions(), cluster=True)),
     ],
 )
-def test_urls_are_taken_apart(url: str, parts: RedisUrl) -> None:
+def test_the_parts_of_urls(url: str, parts: RedisUrl) -> None:
     assert RedisUrl.parse(url) == parts
     assert "pw" not in f"{parts} {parts!r}"
 
@@ -70,7 +70,7 @@ def test_urls_are_taken_apart(url: str, parts: RedisUrl) -> None:
         ("redis+sentinel://u:pw@a:1", "service is missing"),
     ],
 )
-def test_wrong_urls_are_refused_in_words(url: str, said: str) -> None:
+def test_wrong_urls_are_refused_with_the_reason(url: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RedisUrl.parse(url)
     assert said in caught.value.message
@@ -78,7 +78,7 @@ def test_wrong_urls_are_refused_in_words(url: str, said: str) -> None:
     assert "pw" not in caught.value.message
 
 
-def test_people_see_where_it_is_and_no_more() -> None:
+def test_the_printed_url_has_no_user_password_or_parameters() -> None:
     shown = {
         url: str(RedisUrl.parse(url))
         for url in ("rediss://u:p@h/2", "redis+sentinel://:p@a,[::1]:3/m/1?sentinel_password=q")

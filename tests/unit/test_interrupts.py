@@ -1,4 +1,4 @@
-"""Ctrl-C while a command still imports what it is made of: an exit code and not a word."""
+"""Ctrl-C while a command imports its modules: it exits with a code and prints nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ main()
 
 
 def interrupted(module: str, *argv: str, lost: bool = False, ignored: bool = False) -> subprocess.CompletedProcess[str]:
-    """How a command line ends that hears Ctrl-C while it imports the module."""
+    """The end of a command that gets SIGINT while it imports the module."""
     command = [sys.executable, "-c", COMMAND, module, str(lost), str(ignored), *argv]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
 
@@ -47,12 +47,12 @@ def interrupted(module: str, *argv: str, lost: bool = False, ignored: bool = Fal
         ("uvicorn", ("gateway",)),  # of a service; without pods, so that it would end by itself
     ],
 )
-def test_ctrl_c_among_imports_ends_a_command_without_a_word(module: str, argv: tuple[str, ...], lost: bool) -> None:
+def test_ctrl_c_during_imports_ends_a_command_without_output(module: str, argv: tuple[str, ...], lost: bool) -> None:
     done = interrupted(module, *argv, lost=lost)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_background_job_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+def test_a_background_job_keeps_ignoring_sigint() -> None:
     done = interrupted("typer", "version", ignored=True)
     assert done.returncode == 0
     assert done.stdout.startswith("baton ")

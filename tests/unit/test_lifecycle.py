@@ -1,4 +1,4 @@
-"""Lifecycle: the drain runs once, signals in child processes, and nobody outlives its parent."""
+"""Lifecycle: the drain, signals in child processes, and the death of children with their parent."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_child_dies_with_its_killed_parent() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-def test_a_child_whose_parent_is_gone_already_ends() -> None:
+def test_a_child_of_a_dead_parent_ends() -> None:
     code = "from common.process.lifecycle import die_with_parent; die_with_parent(999999999)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 1
 

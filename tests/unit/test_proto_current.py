@@ -1,4 +1,4 @@
-"""The committed stubs are those that the .proto files give."""
+"""The committed gRPC stubs are current: `make proto` changes nothing."""
 
 from __future__ import annotations
 

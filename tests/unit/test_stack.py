@@ -1,4 +1,4 @@
-"""The one-machine stack before anything starts: who gets which port, and what the processes are told."""
+"""The plan of a stack on one machine: ports, flags and environment of its processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def free_port() -> int:
         return lease.port
 
 
-def test_a_port_is_leased_once_and_its_server_may_come_and_go() -> None:
+def test_a_port_has_one_lease_and_its_server_can_restart() -> None:
     with PortLease(free_port()) as lease:
         with pytest.raises(ConfigError, match=f"^port: {lease.port} is in use$"):
             PortLease(lease.port)
@@ -56,13 +56,13 @@ def test_a_port_is_leased_once_and_its_server_may_come_and_go() -> None:
     PortLease(lease.port).close()  # given up
 
 
-def test_a_free_port_is_leased_once_too() -> None:
+def test_a_free_port_has_one_lease() -> None:
     with PortLease() as lease, pytest.raises(ConfigError, match="is in use"):
         PortLease(lease.port)
 
 
 @pytest.mark.parametrize("name", ["port", "grpc_port"])
-def test_a_named_port_is_had_or_refused(name: str) -> None:
+def test_a_configured_port_is_leased_or_refused(name: str) -> None:
     with (
         listening() as port,
         pytest.raises(ConfigError, match=f"^{name}: {port} is in use$") as e,
@@ -75,7 +75,7 @@ def test_a_named_port_is_had_or_refused(name: str) -> None:
         assert str(port) in (stack.base_url if name == "port" else stack.grpc_address)
 
 
-def test_the_next_port_is_taken_in_place_of_the_default_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_free_port_replaces_the_default_one_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as taken:
         monkeypatch.setattr(stack_module, "DEFAULT_PORT", taken)
         said: list[str] = []
@@ -104,7 +104,7 @@ GPUS = [Gpu("GPU-a", "H100", "0-3"), Gpu("GPU-b", "H100", "4-7")]
 
 
 def of_pods(stack: Stack) -> list[tuple[str | None, set[str]]]:
-    """What CUDA shows each pod, and its flags."""
+    """CUDA_VISIBLE_DEVICES and flags of each pod."""
     return [
         (spec.process.env.get("CUDA_VISIBLE_DEVICES"), set(spec.process.argv))
         for spec in stack.specs
@@ -112,7 +112,7 @@ def of_pods(stack: Stack) -> list[tuple[str | None, set[str]]]:
     ]
 
 
-def test_each_pod_has_a_gpu_of_its_own_while_there_are_enough() -> None:
+def test_each_pod_has_its_own_gpu_if_there_are_enough() -> None:
     with planned({"port": 0, "net_devices": "mlx5_0:1,mlx5_1:1", "allow_tcp": True}, gpus=GPUS) as stack:
         (first, prefill), (second, decode) = of_pods(stack)
     assert (first, second) == ("GPU-a", "GPU-b")
@@ -120,7 +120,7 @@ def test_each_pod_has_a_gpu_of_its_own_while_there_are_enough() -> None:
     assert {"--cpus=4-7", "--net-devices=mlx5_1:1", "--gpu-memory-utilization=0.9000", "--device=auto"} <= decode
 
 
-def test_pods_share_gpus_and_their_memory_where_there_are_too_few() -> None:
+def test_pods_share_gpus_and_their_memory_if_there_are_too_few() -> None:
     with planned({"port": 0, "prefill": 2}, gpus=GPUS) as stack:
         pods = of_pods(stack)
     assert [gpu for gpu, _ in pods] == ["GPU-a", "GPU-b", "GPU-a"]
@@ -132,7 +132,7 @@ def test_pods_share_gpus_and_their_memory_where_there_are_too_few() -> None:
     assert all({"--device=cuda", "--gpu-memory-utilization=0.4500"} <= flags for _, flags in pods)
 
 
-def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pods_on_gpus_share_half_of_the_free_memory_as_host_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(stack: Stack) -> list[int]:
         flags = [flag for _, argv in of_pods(stack) for flag in argv if flag.startswith("--host-cache=")]
         return [int(flag.partition("=")[2]) for flag in flags]
@@ -149,7 +149,7 @@ def test_pods_on_gpus_have_a_host_tier_of_their_part_of_the_free_memory(monkeypa
         assert sizes(stack) == [0, 0]
 
 
-def test_pods_of_several_ranks_have_neighbouring_gpus_with_all_that_is_near_them() -> None:
+def test_pods_of_several_ranks_have_neighbouring_gpus_with_their_cpus_and_nics() -> None:
     four = [*GPUS, Gpu("GPU-c", "H100", "4-7"), Gpu("GPU-d", "H100", ""), Gpu("GPU-e")]
     settings = {"port": 0, "tensor_parallel_size": 2, "net_devices": "mlx5_0:1,mlx5_1:1,mlx5_2:1"}
     with planned(settings, gpus=four) as stack:
@@ -168,7 +168,7 @@ def test_pods_of_several_ranks_have_neighbouring_gpus_with_all_that_is_near_them
         assert all("--tensor-parallel-size=2" in flags for _, flags in of_pods(stack))
 
 
-def test_a_cpu_stack_sees_no_gpu_and_a_gpu_that_is_not_there_is_named() -> None:
+def test_a_cpu_stack_has_no_gpu_and_a_missing_gpu_is_an_error() -> None:
     with planned({"port": 0, "device": "cpu"}, gpus=GPUS) as stack:
         assert [gpu for gpu, _ in of_pods(stack)] == [None, None]
     with (

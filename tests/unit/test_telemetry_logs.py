@@ -1,4 +1,4 @@
-"""Metrics keep to themselves and come out over HTTP; logs are one JSON object a line with what was bound."""
+"""Metrics are per service and served over HTTP; logs are one JSON object per line with the log context."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_names_labels_and_values() -> None:
         assert line in text.splitlines()
 
 
-def test_two_processes_parts_do_not_share_and_a_name_is_declared_once() -> None:
+def test_two_metrics_objects_share_nothing_and_a_name_is_declared_once() -> None:
     first, second = Metrics(), Metrics()
     first.counter("requests", "Requests.").inc()
     second.counter("requests", "Requests.")
@@ -58,7 +58,7 @@ def test_the_endpoint() -> None:
 
 
 def logged(code: str) -> list[dict[str, object]]:
-    """Runs code in a process of its own (logging is global there) and reads its stderr."""
+    """Runs code in a child process, because logging is global, and returns the lines of its stderr."""
     setup = "import asyncio, logging\nfrom common.logs import log_context, get_logger, setup_logs\n"
     setup += "setup_logs('info', 'json')\n"
     run = subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -89,7 +89,7 @@ get_logger("a").debug("not shown")
 
 
 @pytest.mark.parametrize(("format", "json_lines"), [("auto", True), ("json", True), ("text", False)])
-def test_lines_are_json_unless_a_person_reads(format: str, json_lines: bool) -> None:
+def test_lines_are_json_unless_stderr_is_a_terminal(format: str, json_lines: bool) -> None:
     code = f"import logging; from common.logs import setup_logs; setup_logs('info', {format!r}); logging.info('hi')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     (line,) = run.stderr.splitlines()
@@ -97,18 +97,18 @@ def test_lines_are_json_unless_a_person_reads(format: str, json_lines: bool) -> 
     assert "hi" in line
 
 
-def test_what_json_does_not_know_is_written_as_it_prints() -> None:
+def test_values_without_json_type_are_written_as_their_repr() -> None:
     (line,) = logged("logging.getLogger('a').info('x', extra={'where': __import__('pathlib').Path('/p'), 'n': {1: 2}})")
     assert (line["where"], line["n"]) == ("PosixPath('/p')", {"1": 2})
 
 
-def test_an_event_is_told_once_and_under_its_librarys_name() -> None:
+def test_uvicorn_logs_each_event_once_under_its_own_name() -> None:
     (line,) = logged("logging.getLogger('uvicorn.error').info('up %d', 7, extra={'color_message': 'up %d'})")
     assert line.keys() == {"event", "logger", "level", "timestamp"}
     assert (line["event"], line["logger"]) == ("up 7", "uvicorn")
 
 
-def test_traces_are_inside_the_line() -> None:
+def test_a_traceback_is_part_of_its_line() -> None:
     (line,) = logged("""
 try:
     1 / 0

@@ -1,4 +1,4 @@
-"""Spans reach an OTLP collector over HTTP and over gRPC, and one that hangs keeps no process from ending."""
+"""Export of spans to an OTLP collector over HTTP and gRPC; a hanging collector does not block the end of a process."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def test_a_collector_gets_the_spans(collector: Any) -> None:
     assert span.attributes[0].value.int_value == 7
 
 
-def test_a_path_of_the_targets_own_is_kept() -> None:
+def test_the_path_of_a_target_is_kept() -> None:
     got: Got = []
     with http_collector(got) as target:
         trace_to(f"{target}/otlp/v1/traces")
     assert got[0][0] == "/otlp/v1/traces"
 
 
-def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_collector_does_not_block_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracer, "FLUSH_S", 0.1)
     hang = threading.Event()
     with http_collector([], hang) as target:

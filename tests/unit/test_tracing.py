@@ -1,4 +1,4 @@
-"""Trace contexts travel as W3C says; spans keep their times, parents and facts on the way into a file."""
+"""W3C trace contexts, and spans in files with their times, parents and attributes."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def test_traceparents(header: str, sampled: bool) -> None:
         f"00-{TRACE}-{SPAN}-1",
     ],
 )
-def test_traceparents_that_are_wrong_are_as_none(header: str | None) -> None:
+def test_wrong_traceparents_are_ignored(header: str | None) -> None:
     assert TraceContext.parse(header) is None
 
 
-def test_a_long_tracestate_is_dropped_alone() -> None:
+def test_a_long_tracestate_is_dropped_without_the_trace() -> None:
     found = TraceContext.parse(f"00-{TRACE}-{SPAN}-01", "a=" + "b" * 600)
     assert found is not None
     assert found.state == ""
 
 
 @given(st.booleans(), st.sampled_from(["", "vendor=1,other=2"]))
-def test_what_a_process_sends_the_next_one_reads(sampled: bool, state: str) -> None:
+def test_metadata_of_one_process_is_read_by_the_next(sampled: bool, state: str) -> None:
     context = TraceContext(TRACE, SPAN, sampled, state).new_child()
     assert context.trace_id == TRACE
     assert context.span_id != SPAN
@@ -121,7 +121,7 @@ def test_two_processes_may_share_a_file(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "spans.jsonl")) == 2
 
 
-def test_the_client_decides_else_the_share_does(tmp_path: Path) -> None:
+def test_the_client_decides_on_sampling_otherwise_the_share(tmp_path: Path) -> None:
     never, half = (traced(tmp_path / "spans.jsonl", sample=share) for share in (0.0, 0.5))
     assert never.start_trace(TraceContext(TRACE, SPAN, True)) is not None
     assert half.start_trace(TraceContext(TRACE, SPAN, False)) is None
@@ -138,22 +138,22 @@ def test_targets(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "file:", "grpc://", "c:4317", "udp://c:1", "http:///"])
-def test_targets_that_make_no_sense(text: str) -> None:
+def test_invalid_targets_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a trace target"):
         parse_trace_target(text)
 
 
-def test_nobody_traces_unless_asked_and_a_file_that_cannot_be_is_said_at_once(tmp_path: Path) -> None:
+def test_tracing_is_off_by_default_and_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     assert Tracer.open(None, service="gateway", instance="g-0") is None
     with pytest.raises(ConfigError, match="cannot write"):
         Tracer.open(f"file:{tmp_path}/no/where", service="gateway", instance="g-0")
 
 
 @pytest.mark.parametrize("waits", [(50, 0), (0, 50), (3, 20)])
-def test_a_thread_that_waits_between_two_clocks_moves_no_span(
+def test_a_thread_suspended_between_two_clock_reads_shifts_no_span(
     monkeypatch: pytest.MonkeyPatch, waits: tuple[int, int]
 ) -> None:
-    """waits: milliseconds after the first clock of a reading and after the second; once it is let through."""
+    """`waits`: milliseconds of suspension after the first and second clock of a reading; the last reading has none."""
     lead, now, reads = 7_000_000, 0, 0
 
     def read() -> int:

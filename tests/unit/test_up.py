@@ -1,4 +1,4 @@
-"""What `baton up` leaves behind and says at its end, without starting a process."""
+"""Log directories and messages of `baton up`, without starting a process."""
 
 from __future__ import annotations
 

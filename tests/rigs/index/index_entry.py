@@ -1,4 +1,4 @@
-"""A fake pod's entry in the prefix index, published by the real PodIndex."""
+"""A fake pod's entry in the prefix index, published by the real IndexPublisher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rigs.pods.fake_pods import FakePod
 
 
 class IndexEntry:
-    """What the pod says that it holds: whatever hold() was last called with."""
+    """Publishes the blocks of the prompt that hold() was last called with."""
 
     def __init__(self, url: str, pod: FakePod, model: str = "smol") -> None:
         layout = pod.layout
@@ -35,18 +35,18 @@ class IndexEntry:
         self.index = IndexPublisher(url, record, lambda: self.hashes, lambda: PodLoad(free_blocks=pod.num_blocks))
 
     def hold(self, prompt: list[int]) -> None:
-        """The full blocks of this prompt, and nothing else."""
+        """Makes the pod hold exactly the full blocks of this prompt."""
         before, layout = self.hashes, self.pod.layout
         self.hashes = hash_blocks(prompt, fingerprint=layout.fingerprint, block_size=layout.block_size)
         self.index.evicted([h for h in before if h not in self.hashes])
         self.index.stored(self.hashes)
 
     async def shown(self) -> None:
-        """Waits until the index says that the pod holds it."""
+        """Waits until the index has the prompt for the pod."""
         wanted = {self.pod.name: len(self.hashes)}
         async with asyncio.timeout(30):
             while True:
-                reader = IndexReader(self._url, timeout_s=5.0)  # a new one: answers are kept for a while
+                reader = IndexReader(self._url, timeout_s=5.0)  # a new reader, because answers are cached
                 found = await reader.lookup(self.pod.layout.scope, self.hashes, [(self.pod.name, self.pod.generation)])
                 await reader.close()
                 if found == wanted:

@@ -1,4 +1,4 @@
-"""One Valkey in cluster mode, where a script that left its slot would fail, with pods that publish and a reader."""
+"""A Valkey in cluster mode, in which a script that leaves its slot fails, with publishing pods and a reader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chain(seed: int, length: int) -> list[bytes]:
 
 
 class FakePool:
-    """What a block pool tells its index, with a lock like the real one's."""
+    """A block pool that reports changes to its publisher under a lock, like the real one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -60,7 +60,7 @@ class FakePool:
 
 
 class Rig:
-    """One Valkey, a raw client, a reader; pods on demand."""
+    """One Valkey, a client and a reader; `pod` adds pods."""
 
     def __init__(self, valkey: EmbeddedValkey, url: str) -> None:
         self.valkey = valkey
@@ -106,7 +106,7 @@ class Rig:
         await until(same)
 
     def fresh(self, clock: Callable[[], float] = time.monotonic) -> IndexReader:
-        """A reader that remembers no answer from before; from now on it keeps them by this clock."""
+        """A new reader with an empty cache, whose age is measured by this clock."""
         self._readers.append(IndexReader(self.url, timeout_s=5.0, clock=clock))
         return self._readers[-1]
 
@@ -130,14 +130,14 @@ class Rig:
 
 
 async def book(reader: IndexReader, pod: str, request: str, tokens: int) -> int:
-    """Tokens booked on the pod, these included."""
+    """Books tokens on the pod and returns all booked tokens, including these."""
     (answer,) = await reader.book(SCOPE, request, [[BookingCandidate(pod, 0.0, 1.0, tokens, 60.0)]])
     return answer.booked[0] + tokens
 
 
 @asynccontextmanager
 async def one_node_cluster(directory: Path) -> AsyncIterator[tuple[EmbeddedValkey, str]]:
-    """A Valkey that owns all slots, and its URL."""
+    """A Valkey that owns all cluster slots, and its URL."""
     with socket.socket() as bus:
         bus.bind(("127.0.0.1", 0))
         bus_port = bus.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A TCP proxy between a service and its Redis: passes, goes silent, or hangs up; speaks TLS to clients if asked."""
+"""A TCP proxy before Redis that forwards, goes silent or hangs up; clients may connect by TLS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class TcpProxy:
-    """Forwards a port of its own to 127.0.0.1:target."""
+    """Forwards its port to 127.0.0.1:target."""
 
     def __init__(self, target: int, tls: ssl.SSLContext | None = None) -> None:
         self.port = 0
@@ -31,15 +31,15 @@ class TcpProxy:
         await asyncio.gather(*self._pipes, return_exceptions=True)
 
     def silence(self) -> None:
-        """From now on nothing passes, in either direction; connections stay open, as behind a lost route."""
+        """Stops forwarding in both directions; connections stay open, as if the route were lost."""
         self._open.clear()
 
     def heal(self) -> None:
-        """Bytes pass again, those held back first."""
+        """Forwards again, first the bytes that were held back."""
         self._open.set()
 
     def hang_up(self) -> None:
-        """Closes all connections; new ones are taken."""
+        """Closes all connections; accepts new ones."""
         for pipe in self._pipes:
             pipe.cancel()
 
