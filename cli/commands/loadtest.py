@@ -1,8 +1,11 @@
-"""`baton loadtest`: runs a load test, or several at rising rates, or compares two.
+"""`baton loadtest`: runs a load test, or several at rising rates, or compares two results.
 
-Exit codes: 0 fine; 1 nothing was answered, the share of good requests is below --attainment (of --rates: at the first),
-too many failed, or B is worse than --tolerance allows; 2 wrong usage; 130 stopped by Ctrl-C, after the figures of what
-was done.
+Exit codes:
+    0    success
+    1    no request was answered, or the share of good requests is below --attainment (with --rates: at the first rate),
+         or too many requests failed, or B is worse than --tolerance allows
+    2    wrong usage
+    130  stopped by Ctrl-C, after printing the figures up to then
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from cli.options import opt
 from cli.service import fast_loop
 from common.errors import ConfigError
 
-if TYPE_CHECKING:  # load tests are only imported when the command runs
+if TYPE_CHECKING:  # imported only when the command runs
     from loadtest.client.base import LoadClient
     from loadtest.config import LoadConfig
     from loadtest.run import LoadRun
@@ -40,89 +43,94 @@ def loadtest(
     endpoint: Annotated[str | None, opt("chat (default) or completions.", "--endpoint", metavar="ENDPOINT")] = None,
     model: Annotated[str | None, opt("Name of the model; default: the first that the server lists.")] = None,
     api_key: Annotated[
-        list[str] | None, opt("API key, or several in turn (default: $OPENAI_API_KEY).", metavar="KEY")
+        list[str] | None, opt("API key; several are used in turn (default: $OPENAI_API_KEY).", metavar="KEY")
     ] = None,
-    rate: Annotated[str | None, opt("Open loop: requests per second in the mean.", metavar="X")] = None,
+    rate: Annotated[str | None, opt("Open loop: mean requests per second.", metavar="X")] = None,
     rates: Annotated[
-        str | None, opt("A run at each of these rates, while --slo is kept by --attainment (0.9).", metavar="X,..")
+        str | None,
+        opt("A run at each of these rates, as long as --attainment (0.9) of the requests keep --slo.", metavar="X,.."),
     ] = None,
     arrivals: Annotated[
         str | None, opt("With --rate: poisson (default), constant, gamma (bursts) or onoff.", metavar="KIND")
     ] = None,
     burstiness: Annotated[
-        str | None, opt("Of gamma: the gaps' deviation over their mean (default 2; Poisson is 1).", metavar="X")
+        str | None,
+        opt("With gamma: standard deviation of gaps over their mean (default 2; Poisson is 1).", metavar="X"),
     ] = None,
-    on_s: Annotated[str | None, opt("Of onoff: seconds with requests (default 5).", metavar="N")] = None,
-    off_s: Annotated[str | None, opt("Of onoff: seconds without (default 5).", metavar="N")] = None,
-    users: Annotated[str | None, opt("Closed loop: users who wait for their answers.", metavar="N")] = None,
+    on_s: Annotated[str | None, opt("With onoff: seconds with requests (default 5).", metavar="N")] = None,
+    off_s: Annotated[str | None, opt("With onoff: seconds without requests (default 5).", metavar="N")] = None,
+    users: Annotated[str | None, opt("Closed loop: number of users, each waiting for its answer.", metavar="N")] = None,
     think_s: Annotated[str | None, opt("Mean pause of a user after an answer (default 0).", metavar="N")] = None,
-    ramp_s: Annotated[str | None, opt("Seconds over which the users come (default 0).", metavar="N")] = None,
+    ramp_s: Annotated[str | None, opt("Seconds over which the users start (default 0).", metavar="N")] = None,
     trace: Annotated[
-        str | None, opt("Recorded requests: Mooncake's .jsonl or Azure's .csv; with their times.", metavar="FILE")
+        str | None, opt("Recorded requests with their times: Mooncake's .jsonl or Azure's .csv.", metavar="FILE")
     ] = None,
-    speed: Annotated[str | None, opt("Replay the trace so many times as fast (default 1).", metavar="X")] = None,
+    speed: Annotated[str | None, opt("Speed of the replay (default 1).", metavar="X")] = None,
     length_scale: Annotated[
-        str | None, opt("Prompts, answers and shared blocks of the trace times this (default 1).", metavar="X")
+        str | None, opt("Factor for prompts, answers and shared blocks of the trace (default 1).", metavar="X")
     ] = None,
     max_input_tokens: Annotated[
-        str | None, opt("Leave out requests of the trace with longer prompts, once scaled.", metavar="N")
+        str | None, opt("Skip requests of the trace with longer (scaled) prompts.", metavar="N")
     ] = None,
-    max_output_tokens: Annotated[str | None, opt("Cut answers of the trace to this.", metavar="N")] = None,
+    max_output_tokens: Annotated[
+        str | None, opt("Longest answer of the trace; longer ones are cut.", metavar="N")
+    ] = None,
     input_tokens: Annotated[
         str | None,
-        opt("A user's message: 512, 128:1024 (uniform), ~512 (log-normal; default 256).", metavar="N"),
+        opt("Length of a user message: 512, 128:1024 (uniform), ~512 (log-normal); default 256.", metavar="N"),
     ] = None,
-    output_tokens: Annotated[str | None, opt("Of an answer, in the same way (default 64).", metavar="N")] = None,
-    prefix_tokens: Annotated[str | None, opt("System prompt before the message (default 0).", metavar="N")] = None,
-    prefixes: Annotated[
-        str | None, opt("How many different system prompts there are (default 1).", metavar="N")
+    output_tokens: Annotated[
+        str | None, opt("Length of an answer, in the same forms (default 64).", metavar="N")
     ] = None,
-    turns: Annotated[str | None, opt("Conversations of so many turns, as 4 or 2:8 (default 1).", metavar="N")] = None,
+    prefix_tokens: Annotated[str | None, opt("Length of the system prompt (default 0).", metavar="N")] = None,
+    prefixes: Annotated[str | None, opt("Number of different system prompts (default 1).", metavar="N")] = None,
+    turns: Annotated[str | None, opt("Turns of a conversation, like 4 or 2:8 (default 1).", metavar="N")] = None,
     prompts: Annotated[
         str | None, opt("text, or ids: token ids; default: ids for completions.", metavar="FORM")
     ] = None,
     vocab: Annotated[str | None, opt("Token ids to use (default 1000:30000).", metavar="LOW:HIGH")] = None,
     ignore_eos: Annotated[
-        bool | None, typer.Option("--ignore-eos/--heed-eos", help="Answers are as long as asked for (default).")
+        bool | None, typer.Option("--ignore-eos/--heed-eos", help="Answers have the requested length (default).")
     ] = None,
-    temperature: Annotated[str | None, opt("Of sampling (default 0).", metavar="X")] = None,
-    stream: Annotated[
-        bool | None, typer.Option("--stream/--no-stream", help="Answers come in pieces (default).")
-    ] = None,
-    requests: Annotated[str | None, opt("Send so many; default: the whole trace.", metavar="N")] = None,
+    temperature: Annotated[str | None, opt("Sampling temperature (default 0).", metavar="X")] = None,
+    stream: Annotated[bool | None, typer.Option("--stream/--no-stream", help="Stream the answers (default).")] = None,
+    requests: Annotated[str | None, opt("Number of requests; default: the whole trace.", metavar="N")] = None,
     duration_s: Annotated[
-        str | None, opt("Send for so long, then wait (default 30 without --requests and --trace).", metavar="N")
+        str | None,
+        opt("Send for N seconds, then wait for answers (default 30 without --requests and --trace).", metavar="N"),
     ] = None,
     max_concurrency: Annotated[
         str | None,
-        opt("Most requests under way; others are held back, and count from when they were due.", metavar="N"),
+        opt("Most requests in flight; others wait, and their latency counts from their due time.", metavar="N"),
     ] = None,
     abort_share: Annotated[
-        str | None, opt("Share of requests whose client leaves half-way (default 0).", metavar="X")
+        str | None, opt("Share of requests that the client aborts half-way (default 0).", metavar="X")
     ] = None,
-    deadline_s: Annotated[str | None, opt("Deadline of each request; the server is told.", metavar="N")] = None,
-    warmup: Annotated[str | None, opt("Requests before the run, which are not counted.", metavar="N")] = None,
+    deadline_s: Annotated[str | None, opt("Deadline of each request, sent to the server.", metavar="N")] = None,
+    warmup: Annotated[str | None, opt("Requests before the run that are not counted.", metavar="N")] = None,
     settle_s: Annotated[str | None, opt("Seconds at the start that are not counted (default 0).", metavar="N")] = None,
-    seed: Annotated[str | None, opt("Another seed: other times, lengths and texts (default 0).", metavar="N")] = None,
+    seed: Annotated[str | None, opt("Seed of times, lengths and texts (default 0).", metavar="N")] = None,
     slo: Annotated[
-        str | None, opt("What is good: ttft, itl (mean), gap (longest), e2e, as in ttft=2s,itl=50ms.", metavar="TIMES")
+        str | None,
+        opt("Limits of a good request: ttft, itl (mean), gap (longest), e2e, as in ttft=2s,itl=50ms.", metavar="TIMES"),
     ] = None,
-    attainment: Annotated[str | None, opt("Exit with 1 when a smaller share of requests is good.", metavar="X")] = None,
-    max_failed: Annotated[str | None, opt("Exit with 1 when a larger share fails, like 1%.", metavar="X")] = None,
-    out: Annotated[str | None, opt("Write everything as JSON.", metavar="FILE.json")] = None,
+    attainment: Annotated[str | None, opt("Exit with 1 if a smaller share of requests is good.", metavar="X")] = None,
+    max_failed: Annotated[str | None, opt("Exit with 1 if a larger share fails, like 1%.", metavar="X")] = None,
+    out: Annotated[str | None, opt("Write all results as JSON.", metavar="FILE.json")] = None,
     html: Annotated[str | None, opt("Write a report with charts.", metavar="FILE.html")] = None,
     compare: Annotated[
-        tuple[str, str] | None, opt("Run nothing: compare the results of two runs.", metavar="A.json B.json")
+        tuple[str, str] | None, opt("Compare the results of two runs, without a run.", metavar="A.json B.json")
     ] = None,
     tolerance: Annotated[
-        str | None, opt("With --compare: exit with 1 when a figure is clearly worse by more, like 10%.", metavar="X")
+        str | None,
+        opt("With --compare: exit with 1 if a figure is significantly worse by more, like 10%.", metavar="X"),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints the figures as JSON instead of a table.")] = False,
 ) -> None:
-    """Loads a server by its public API and measures it.
+    """Sends load to a server's public API and measures it.
 
-    Open or closed loop, or a recorded trace.
+    Open loop, closed loop, or a recorded trace.
     """
     flags = {name: value for name, value in locals().items() if name != "compare"}
     if compare is None and not api_key and (key := os.environ.get("OPENAI_API_KEY")):
@@ -142,7 +150,7 @@ def run(
     as_json: bool,
     **flags: Any,
 ) -> int:
-    """Values are as typed. The exit code. Raises ConfigError, Unavailable."""
+    """Runs the command with the flags as typed; returns the exit code. Raises ConfigError, Unavailable."""
     from loadtest.config import LoadConfig
     from loadtest.sweep import parse_rates
 
@@ -151,48 +159,50 @@ def run(
         others = {"out": out, "rates": rates, "max_failed": max_failed, **flags}
         given = [name for name, value in others.items() if value not in (None, [])]
         if given:
-            raise ConfigError(f"--{given[0].replace('_', '-')} is not for --compare", field=given[0])
+            raise ConfigError(f"--{given[0].replace('_', '-')} cannot be combined with --compare", field=given[0])
         return _compare(Path(compared[0]), Path(compared[1]), shown.html, _share("tolerance", tolerance))
     if tolerance is not None:
-        raise ConfigError("--tolerance is for --compare", field="tolerance")
-    most_failed = _share("max-failed", max_failed)
+        raise ConfigError("--tolerance needs --compare", field="tolerance")
+    max_failed_share = _share("max-failed", max_failed)
     if rates is not None:
         return _sweep(parse_rates(rates), flags, shown)
     config = LoadConfig.of(flags)
-    told = _measure(config, shown)
-    shown.write(told)
-    if told["stopped"]:
+    document = _measure(config, shown)
+    shown.write(document)
+    if document["stopped"]:
         return exits.INTERRUPTED
-    return 0 if _fine(told, config, most_failed) else exits.FAILED
+    return 0 if _succeeded(document, config, max_failed_share) else exits.FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where results go. quiet: no progress. as_json: figures as JSON on stdout."""
+    """Where results are written."""
 
     out: Path | None
     html: Path | None
+    #: Print no progress.
     quiet: bool
+    #: Print the figures as JSON.
     as_json: bool
 
-    def write(self, told: Mapping[str, Any]) -> None:
-        """Files, and the figures on stdout."""
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Writes the files, and prints the figures."""
         from rich.console import Console
 
         from loadtest.report import files, html, tables
 
         if self.out is not None:
-            files.write(self.out, told)
+            files.write(self.out, document)
         if self.html is not None:
-            files.write_text(self.html, html.page([told], ["run"]))
+            files.write_text(self.html, html.page([document], ["run"]))
         if self.as_json:
-            figures_only = {k: v for k, v in told.items() if k not in ("records", "curves_ms", "series")}
+            figures_only = {k: v for k, v in document.items() if k not in ("records", "curves_ms", "series")}
             print(files.dumps(figures_only))  # noqa: T201
         else:
-            tables.show(Console(), told)
+            tables.show(Console(), document)
 
     def of_rate(self, rate: float) -> Output:
-        """The same, with the rate in the names of the files."""
+        """The same output, with the rate in the file names."""
         out, html = (p and p.with_stem(f"{p.stem}-{rate:g}") for p in (self.out, self.html))
         return replace(self, out=out, html=html)
 
@@ -218,21 +228,21 @@ def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) ->
         raise ConfigError("--rate and --rates exclude each other", field="rates")
     config = LoadConfig.of({**flags, "rate": str(rates[0])})
     if not config.slo:
-        raise ConfigError("--rates needs --slo: it looks for the highest rate that keeps it", field="rates")
+        raise ConfigError("--rates needs --slo: it searches the highest rate that keeps the SLO", field="rates")
     done = []
-    for told in sweep(config, rates, functools.partial(_measure, shown=shown)):
-        shown.of_rate(told["config"]["rate"]).write(told)
-        done.append(told)
+    for document in sweep(config, rates, functools.partial(_measure, shown=shown)):
+        shown.of_rate(document["config"]["rate"]).write(document)
+        done.append(document)
     if done[-1]["stopped"]:
         return exits.INTERRUPTED
-    best = [told for told in done if slo_kept(told, config)]
+    best = [document for document in done if slo_kept(document, config)]
     if not shown.as_json:
         tables.show_sweep(Console(), done, best[-1] if best else None)
     return 0 if best else exits.FAILED
 
 
 def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] | None = None) -> LoadRun:
-    """One run in an event loop of its own; Ctrl-C ends it early. Raises ConfigError, Unavailable."""
+    """Runs one load test in a new event loop; Ctrl-C ends it early. Raises ConfigError, Unavailable."""
     from loadtest.runner import LoadRunner
     from loadtest.workload.trace import load_trace
 
@@ -257,7 +267,7 @@ def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] 
 
 
 def _stop_at_signals(runner: LoadRunner) -> None:
-    """The first Ctrl-C, or the end that a cluster orders, stops the run; the second ends the process."""
+    """The first SIGINT or SIGTERM stops the run; the second ends the process."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -270,7 +280,7 @@ def _stop_at_signals(runner: LoadRunner) -> None:
 
 
 def _allow_connections() -> None:
-    """As many open files as the system lets us have: every stream over REST is one."""
+    """Raises the limit of open files to the maximum: every REST stream needs one."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -278,7 +288,7 @@ def _allow_connections() -> None:
 
 
 def _client(config: LoadConfig) -> LoadClient:
-    """The client of the protocol; gRPC is only imported where it is used."""
+    """The client of the protocol. gRPC is imported only if it is used."""
     if config.protocol == "grpc":
         from loadtest.client.grpc_client import GrpcClient
 
@@ -288,11 +298,11 @@ def _client(config: LoadConfig) -> LoadClient:
     return RestClient(config)
 
 
-def _fine(told: Mapping[str, Any], config: LoadConfig, most_failed: float | None) -> bool:
-    requests, goodput = told["requests"], told["goodput"]
+def _succeeded(document: Mapping[str, Any], config: LoadConfig, max_failed_share: float | None) -> bool:
+    requests, goodput = document["requests"], document["goodput"]
     if not requests["answered"] and not requests["aborted"]:
         return False
-    if most_failed is not None and requests["failed"] > most_failed * requests["sent"]:
+    if max_failed_share is not None and requests["failed"] > max_failed_share * requests["sent"]:
         return False
     return config.attainment is None or goodput["share"] >= config.attainment
 
@@ -317,7 +327,7 @@ def _compare(a: Path, b: Path, html: Path | None, tolerance: float | None) -> in
 
 
 def _share(name: str, text: str | None) -> float | None:
-    """`5%` or `0.05`."""
+    """The value of a share like `5%` or `0.05`. Raises ConfigError."""
     if text is None:
         return None
     try:

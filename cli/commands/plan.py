@@ -1,4 +1,4 @@
-"""`baton plan`: reads what the command line says, runs the planner, prints the table or JSON."""
+"""`baton plan`: runs the capacity planner and prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from cli.options import opt
 from common.errors import ConfigError
 
-if TYPE_CHECKING:  # the simulator is only imported when the command runs
+if TYPE_CHECKING:  # imported only when the command runs
     from loadtest.workload.trace import WorkloadTrace
     from simulator.hardware_rates import HardwareRates
     from simulator.outcome import Slo
@@ -20,29 +20,31 @@ if TYPE_CHECKING:  # the simulator is only imported when the command runs
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
-BURSTS = 0.1  # share of requests that come with another one, from which on that is said
-SHORT_S = 60.0  # a replay shorter than this says little about a steady state
+#: Share of requests that arrive together with another one, above which a note is printed.
+BURSTS = 0.1
+#: A shorter replay does not show a steady state.
+SHORT_S = 60.0
 
 
 def plan(
     trace: Annotated[str | None, opt("Requests: Mooncake's .jsonl or Azure's .csv.", metavar="FILE")] = None,
-    slo: Annotated[str | None, opt("What a request wants, as in ttft=2s,itl=50ms.", metavar="TIMES")] = None,
+    slo: Annotated[str | None, opt("SLO of a request, as in ttft=2s,itl=50ms.", metavar="TIMES")] = None,
     rates: Annotated[
         str | None,
         opt(
-            "h100-8b (default), h100-8b-rdma, flat-8k, or JSON: a result of benchmarks/engine.py or own figures.",
+            "h100-8b (default), h100-8b-rdma, flat-8k, or a JSON file: of benchmarks/engine.py, or your own rates.",
             metavar="R",
         ),
     ] = None,
-    gpus: Annotated[str | None, opt("How many there are; default: any number.", metavar="N")] = None,
+    gpus: Annotated[str | None, opt("Number of GPUs; default: any number.", metavar="N")] = None,
     attainment: Annotated[str | None, opt("Share of requests that keep the SLO (default 0.9).", metavar="X")] = None,
-    requests: Annotated[str | None, opt("How many of the trace to replay (default 1500).", metavar="N")] = None,
+    requests: Annotated[str | None, opt("Requests of the trace to replay (default 1500).", metavar="N")] = None,
     chunks: Annotated[str | None, opt("Chunk sizes to try (default 512,1024,2048,4096,8192).", metavar="N,..")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON instead of a table.")] = False,
 ) -> None:
-    """Simulates a trace to find how many pods of each role it needs.
+    """Simulates a trace to find the number of pods of each role.
 
-    The prefill:decode ratio, chunk size and number of GPUs with the highest goodput per GPU.
+    Finds the prefill:decode ratio, chunk size and number of GPUs with the highest goodput per GPU.
     """
     raise typer.Exit(run(**locals()))
 
@@ -58,7 +60,7 @@ def run(
     chunks: str | None,
     as_json: bool,
 ) -> int:
-    """Values are as typed. The exit code: 0, or 1 when no setup keeps the SLO. Raises ConfigError."""
+    """Runs the command with the flags as typed; returns 0, or 1 if no setup keeps the SLO. Raises ConfigError."""
     from rich.console import Console
 
     from loadtest.workload.trace import load_trace
@@ -77,7 +79,7 @@ def run(
     recorded = load_trace(Path(trace))
     used = recorded.first(count)
     if used.duration_s <= 0:
-        raise ConfigError(f"--requests: the first {count} all come at once", field="requests")
+        raise ConfigError(f"--requests: the first {count} requests all arrive at the same time", field="requests")
     console = Console(stderr=True)
     status = console.status("simulating") if console.is_terminal and not as_json else None
 
@@ -95,7 +97,7 @@ def run(
     if plan.best.goodput and (lasted := len(used.requests) / plan.best.goodput) < SHORT_S:
         notes.append(
             f"At {plan.best.goodput:.0f} requests/s these {len(used.requests)} last only {lasted:.0f} s, within which "
-            "queues may still grow: more --requests make a steadier and lower figure."
+            "queues may still grow. More --requests give a lower, steadier figure."
         )
     if as_json:
         print(json.dumps(_document(plan, used, notes), indent=2))  # noqa: T201
@@ -107,13 +109,13 @@ def run(
 def assumptions(
     recorded: WorkloadTrace, used: WorkloadTrace, slo: Slo, rates: HardwareRates, gpus: int | None
 ) -> list[str]:
-    """What the figures rest on, a sentence each."""
+    """The assumptions behind the figures, one note each."""
     from simulator.planner import RATIO_GPUS
 
     pool, count = rates.pool_blocks(used.block_size), len(used.requests)
     moments = len({request.arrival_s for request in used.requests})
     together = (
-        [f"The {count} requests come at {moments} moments: what was recorded as one burst stays one at any speed."]
+        [f"The {count} requests arrive at {moments} times: a recorded burst remains a burst at any speed."]
         if moments <= count * (1 - BURSTS)
         else []
     )

@@ -51,7 +51,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["serve", "--role", "prefill", "--host", "0.0.0.0"], "secret"),
     (["serve", "--role", "decode", "--config", "/does/not/exist.toml"], "/does/not/exist.toml"),
     (["gateway", "--pods", "nowhere"], "pods"),
-    (["gateway"], "expected --redis URL (their index), --pods HOST:PORT,..., or --discovery k8s"),
+    (["gateway"], "expected --redis URL (the prefix index), --pods HOST:PORT,..., or --discovery k8s"),
     (["doctor", "--pods", "127.0.0.1:7000,nowhere"], "--pods: invalid value '127.0.0.1:7000,nowhere': expected"),
 ]
 

@@ -293,11 +293,11 @@ def test_rates_of_a_sweep_rise() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"compared": ("a", "b"), "rate": "3"}, "--rate is not for --compare"),
+        ({"compared": ("a", "b"), "rate": "3"}, "--rate cannot be combined with --compare"),
         ({"compared": ("a", "b"), "tolerance": "x"}, "--tolerance: 'x' is not a share"),
         ({"compared": ("a", "b"), "tolerance": "120%"}, "--tolerance: '120%' is not a share"),
         ({"compared": ("nowhere.json", "b")}, "nowhere.json cannot be read"),
-        ({"tolerance": "5%", "rate": "1"}, "--tolerance is for --compare"),
+        ({"tolerance": "5%", "rate": "1"}, "--tolerance needs --compare"),
         ({"max_failed": "-1", "rate": "1"}, "--max-failed: '-1' is not a share"),
         ({"rates": "1,2", "rate": "1", "slo": "e2e=1s"}, "--rate and --rates exclude each other"),
         ({"rates": "1,2"}, "--rates needs --slo"),

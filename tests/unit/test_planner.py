@@ -268,7 +268,7 @@ def test_the_command_takes_azures_format_and_says_that_bursts_stay(
     assert run(**asked(trace=path, slo="ttft=1s,itl=50ms", gpus="2", chunks="2048", requests="40", as_json=True)) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["best"]["at_goodput"]["hit_rate"] == 0.0
-    assert any(f"come at {40 // together} moments" in note for note in said["assumptions"]) == (together > 1)
+    assert any(f"arrive at {40 // together} times" in note for note in said["assumptions"]) == (together > 1)
 
 
 WRONG: list[tuple[list[str], str]] = [
