@@ -128,21 +128,25 @@ RULES = rules(5000)
 WITH_CHAIN = {"type": "function", "function": {"name": "f", "parameters": {**CHAIN, "type": "object"}}}
 STRICT_CHAIN = {"type": "function", "function": {**WITH_CHAIN["function"], "strict": True}}  # type: ignore[dict-item]
 BEYOND: list[tuple[dict[str, Any], str]] = [
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CHAIN}}},
-     "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CHAIN}}},
+        "response_format.json_schema.schema",
+    ),
     ({"structured_outputs": {"json": CHAIN}}, "structured_outputs.json"),
     ({"structured_outputs": {"json": json.dumps(CHAIN)}}, "structured_outputs.json"),
     ({"structured_outputs": {"grammar": RULES}}, "structured_outputs.grammar"),
     ({"guided_json": {"anyOf": [{"items": CHAIN["$defs"]["d0"]}], "$defs": CHAIN["$defs"]}}, "guided_json"),
     ({"guided_grammar": RULES}, "guided_grammar"),
     ({"tools": [tool(), WITH_CHAIN], "tool_choice": "required"}, "tools[1].function.parameters"),
-    ({"tools": [WITH_CHAIN], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-     "tools[0].function.parameters"),
+    (
+        {"tools": [WITH_CHAIN], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tools[0].function.parameters",
+    ),
     ({"tools": [tool(), STRICT_CHAIN]}, "tools[1].function.parameters"),
     ({"functions": [WITH_CHAIN["function"]], "function_call": {"name": "f"}}, "functions[0].parameters"),
     ({"tools": [tool()], "guided_grammar": RULES}, "guided_grammar"),
     ({"tools": [WITH_CHAIN], "guided_regex": "a"}, "tools[0].function.parameters"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "param"), BEYOND, ids=[f"{i}-{b[1]}" for i, b in enumerate(BEYOND)])

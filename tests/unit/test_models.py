@@ -223,7 +223,7 @@ def test_rope_in_both_fields_is_merged() -> None:
     ("change", "message"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM has no native code"),
-        ({"architectures": ["BertForMaskedLM"]}, "only decoders"),
+        ({"architectures": ["BertForMaskedLM"]}, "only text decoders"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
