@@ -132,8 +132,7 @@ class SenderMachine:
     Args:
         max_write_blocks: most blocks of one write.
         first_write_blocks: most blocks of a push's first write (None: max_write_blocks). Each later write may be twice
-        as
-            large as the one before, so the first bytes move while more writes are posted.
+            as large as the one before, so the first bytes move while more writes are posted.
         commit_ahead: the commit is sent while at most this many writes are still queued.
     """
 

@@ -184,7 +184,7 @@ async def test_requests_go_on_while_gateway_or_pods_are_cut_off(stage: Stage) ->
         await stage.routed_by_redis()
         pods.silence()
         for entry in stage.entries.values():
-            await until(lambda entry=entry: not entry.index.connected)  # type: ignore[misc]
+            await until(lambda entry=entry: not entry.index.registered)  # type: ignore[misc]
         stage.entries[stage.cluster.prefills[0].name].hold(PROMPT[:80])
         pods.heal()
         await stage.routed_by_redis()
