@@ -174,7 +174,7 @@ class SenderMachineTest(RuleBasedStateMachine):
                     assert self.call is None
                     assert self.finished
                     # A target without blocks needs no push.
-                    assert self.next_block == self.end or self.end == 2
+                    assert self.end in (self.next_block, 2)
                     assert self.end - 2 - len(self.written) <= self.ahead * 4, "committed long before the last write"
                     assert self.ahead or len(self.written) == self.end - 2
                     self.call = "commit"
