@@ -21,7 +21,7 @@ if not Path("/dev/nvidiactl").exists():  # kernels run in Triton's interpreter, 
 import engine  # noqa: F401 - before torch: it sets how OpenMP waits
 
 if TYPE_CHECKING:
-    from tests.e2e.cluster import Cluster
+    from tests.rigs.stack.cluster import Cluster
 
 
 # The same examples every time, however slow the machine; `--hypothesis-profile=search` looks for new ones.
@@ -98,8 +98,7 @@ def cluster(
 
     A test that kills a pod must restart it. CLUSTER lists the files that use this fixture.
     """
-    from tests.e2e.cluster import Cluster
-    from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN, SPANS
+    from tests.rigs.stack.cluster import BLOCK, CHUNK, MAX_MODEL_LEN, SPANS, Cluster
 
     pods, log_dir = int(request.param[0]), tmp_path_factory.mktemp("cluster")
     with Cluster(

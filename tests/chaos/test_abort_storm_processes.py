@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.load import Load
-from tests.e2e.cluster import Cluster
+from tests.rigs.stack.cluster import Cluster
+from tests.rigs.stack.load import Load
 from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.load import Load
-from tests.e2e.cluster import Cluster
+from tests.rigs.stack.cluster import Cluster
+from tests.rigs.stack.load import Load
 
 # One pod of each role, so no other pod can replace a killed one.
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)

@@ -14,8 +14,8 @@ import httpx
 import orjson
 import pytest
 
-from tests.e2e.cluster import Cluster
-from tests.e2e.prompts import prompt_of
+from tests.rigs.stack.cluster import Cluster
+from tests.rigs.stack.prompts import prompt_of
 
 WAIT_S = 120.0
 TOKENS = 48

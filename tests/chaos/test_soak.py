@@ -16,8 +16,8 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from tests.chaos.load import Load, Outcomes
-from tests.e2e.cluster import Cluster
+from tests.rigs.stack.cluster import Cluster
+from tests.rigs.stack.load import Load, Outcomes
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "12"))
 GROWTH = 48 << 20  # bytes a process may grow by after the first third

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from cli.demo.model import demo_model  # noqa: E402
-from tests.e2e.cluster import Cluster  # noqa: E402
+from tests.rigs.stack.cluster import Cluster  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 TIME_LIMIT_S = 600

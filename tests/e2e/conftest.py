@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.oracle import Oracle
+from tests.rigs.stack.oracle import Oracle
 
 
 @pytest.fixture(scope="session")

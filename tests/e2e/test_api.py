@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from tests.e2e.cluster import Cluster
-from tests.e2e.oracle import Oracle
+from tests.rigs.stack.cluster import Cluster
+from tests.rigs.stack.oracle import Oracle
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 

@@ -11,10 +11,9 @@ import openai
 import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from tests.e2e.cluster import Cluster
-from tests.e2e.oracle import Oracle, assert_same
-from tests.e2e.prompts import prompt_of
-from tests.e2e.shape import BLOCK
+from tests.rigs.stack.cluster import BLOCK, Cluster
+from tests.rigs.stack.oracle import Oracle, assert_same
+from tests.rigs.stack.prompts import prompt_of
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 

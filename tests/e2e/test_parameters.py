@@ -20,9 +20,9 @@ from grpc_status import rpc_status
 from tokenizers import Tokenizer
 
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.e2e.cluster import Cluster
 from tests.e2e.effects import CHATS, COMPLETIONS, PROMPT, TOKENS, WARM, WILD, Effect, Json, Said, Scene
-from tests.e2e.oracle import Oracle
+from tests.rigs.stack.cluster import Cluster
+from tests.rigs.stack.oracle import Oracle
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 

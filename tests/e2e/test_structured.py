@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from tests.e2e.cluster import Cluster
-from tests.e2e.oracle import Oracle
+from tests.rigs.stack.cluster import Cluster
+from tests.rigs.stack.oracle import Oracle
 
 SCHEMA = {
     "type": "object",

@@ -14,10 +14,9 @@ import torch
 from tokenizers import Tokenizer
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from tests.e2e.cluster import Cluster
-from tests.e2e.oracle import NEAR_TIE, Oracle, Reference, assert_same
-from tests.e2e.prompts import prompt_of
-from tests.e2e.shape import BLOCK, CHUNK, MAX_MODEL_LEN
+from tests.rigs.stack.cluster import BLOCK, CHUNK, MAX_MODEL_LEN, Cluster
+from tests.rigs.stack.oracle import NEAR_TIE, Oracle, Reference, assert_same
+from tests.rigs.stack.prompts import prompt_of
 
 OUTPUT = 8
 # Lengths around one and several blocks, around one and several chunks, and the longest that fits.

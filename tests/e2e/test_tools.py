@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from tests.e2e.cluster import Cluster
+from tests.rigs.stack.cluster import Cluster
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 

@@ -17,8 +17,7 @@ import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.tracing.context import TraceContext
-from tests.e2e.cluster import Cluster
-from tests.e2e.shape import CHUNK, SPANS
+from tests.rigs.stack.cluster import CHUNK, SPANS, Cluster
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)
 

@@ -17,7 +17,7 @@ from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
 from tests.rigs.pods.fake_pods import counting, fake_cluster
 
 ROOT = Path(__file__).parents[2]
-CLIENT = Path(__file__).with_name("grpc_stranger.py")
+CLIENT = Path(__file__).parents[1] / "rigs/gateway/grpc_stranger.py"
 
 
 @pytest_asyncio.fixture

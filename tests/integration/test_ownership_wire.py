@@ -20,9 +20,9 @@ from common.wire import kv_target_from_pb
 from engine.llm import LLM
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.nixl import NixlBackend
-from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
 from tests.rigs.pods.aborts import abort_storm, cancelled
 from tests.rigs.pods.harness import BLOCK, CHUNK, Answer, Cluster, expected, prompt_of, request
+from tests.rigs.transfer.faulty_backend import FaultyBackend, WriteFaultPlan
 
 STAGES = ("reserved", "progress", "first_token", "in_transfer", "tokens")
 

@@ -9,8 +9,8 @@ from common.types import Role
 from engine.llm import LLM
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.nixl import NixlBackend
-from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
 from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, prompt_of, request
+from tests.rigs.transfer.faulty_backend import FaultyBackend, WriteFaultPlan
 
 
 class Wire:

@@ -20,8 +20,8 @@ from common.wire import transfer_id_to_pb
 from kv_transfer import servicer
 from kv_transfer.memory import PeerMemory
 from kv_transfer.peers.process_watch import ProcessWatch
-from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakePin, chunks, hand_over
-from tests.rigs.faulty_backend import WriteFaultPlan
+from tests.rigs.transfer.faulty_backend import WriteFaultPlan
+from tests.rigs.transfer.transfer_pods import NUM_BLOCKS, Cluster, FakePin, chunks, hand_over
 from tests.rigs.waiting import until
 
 

@@ -20,7 +20,7 @@ from common.wire import transfer_id_to_pb
 from kv_transfer.backend.interface import Backend, Transport
 from kv_transfer.backend.loopback import LoopbackBackend
 from kv_transfer.messages import Commit
-from tests.integration.transfer_pods import NUM_BLOCKS, Cluster, FakePin, hand_over
+from tests.rigs.transfer.transfer_pods import NUM_BLOCKS, Cluster, FakePin, hand_over
 from tests.rigs.waiting import until
 
 

@@ -18,8 +18,8 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.messages import Commit
 from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten, parse_notification
 from kv_transfer.sender import transfers
-from tests.integration.transfer_pods import Cluster, FakePin, Incoming, Pod, hand_over
-from tests.rigs.faulty_backend import WriteFaultPlan
+from tests.rigs.transfer.faulty_backend import WriteFaultPlan
+from tests.rigs.transfer.transfer_pods import Cluster, FakePin, Incoming, Pod, hand_over
 from tests.rigs.waiting import until
 
 

@@ -20,7 +20,7 @@ from common.types import KvTarget, Role, TransferId
 from kv_transfer.peers.process_watch import watch_process
 from kv_transfer.receiver import state_machine
 from kv_transfer.sender.transfers import OutgoingTransfer
-from tests.integration.transfer_pods import LAYOUT, Cluster, FakePin, Pod
+from tests.rigs.transfer.transfer_pods import LAYOUT, Cluster, FakePin, Pod
 from tests.rigs.waiting import until
 
 
@@ -39,7 +39,7 @@ class Child:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "tests.integration.transfer_child",
+            "tests.rigs.transfer.transfer_child",
             role.value,
             name,
             str(port),

@@ -22,8 +22,8 @@ from common.kv_layout import KVLayout
 from common.types import Role
 from kv_transfer.messages import PrefixHolder, PullResult, WantedBlocks
 from kv_transfer.sender.lending import MAX_LOANS
-from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakePin, Pod
-from tests.rigs.faulty_backend import WriteFaultPlan
+from tests.rigs.transfer.faulty_backend import WriteFaultPlan
+from tests.rigs.transfer.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakePin, Pod
 from tests.rigs.waiting import until
 
 

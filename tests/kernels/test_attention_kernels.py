@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 from engine.kernels.dense_prefill import gather_kv, merge_attention
 from engine.kernels.paged_decode import DecodeWorkspace, decode_workspace, paged_decode, plan_decode
 from engine.kernels.paged_prefill import paged_prefill
-
-from .paged import TOLERANCE, PagedCase, error
+from tests.rigs.engine.paged import TOLERANCE, PagedCase, error
 
 CUDA = torch.cuda.is_available()
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")

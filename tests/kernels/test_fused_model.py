@@ -18,8 +18,7 @@ from engine.kv.layer_kv import LayerKV
 from engine.models import decoder
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, parse_spec
-
-from .paged import error
+from tests.rigs.engine.paged import error
 
 VOCAB, BLOCK, BLOCKS = 39, 4, 24
 BASE: dict[str, Any] = {

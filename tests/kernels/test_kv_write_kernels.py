@@ -13,8 +13,7 @@ import triton.language as tl
 from engine.kernels import e4m3
 from engine.kernels.kv_write import kv_write, rope_kv_write
 from engine.kv.layer_kv import LayerKV, quantize_e4m3
-
-from .paged import NAN_BYTE, poisoned_layer
+from tests.rigs.engine.paged import NAN_BYTE, poisoned_layer
 
 FP8 = torch.uint8
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy in the interpreter warns about NaN

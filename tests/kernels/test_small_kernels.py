@@ -13,8 +13,7 @@ from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.skinny_gemm import MAX_ROWS, skinny_gemm
 from engine.kv.layer_kv import LayerKV
-
-from .paged import error
+from tests.rigs.engine.paged import error
 
 EPS = 1e-5
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from common.types import SamplingParams
 from engine.llm import LLM, Completion
-from tests.e2e.prompts import prompt_of
+from tests.rigs.stack.prompts import prompt_of
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

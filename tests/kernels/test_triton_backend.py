@@ -13,8 +13,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill, gather_kv
 from engine.kv.kv_pool import KVPool
-
-from .paged import TOLERANCE, PagedCase, error
+from tests.rigs.engine.paged import TOLERANCE, PagedCase, error
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import openai
 
-from tests.e2e.prompts import prompt_of
+from tests.rigs.stack.prompts import prompt_of
 
 DEADLINE_S = 60.0
 

@@ -30,6 +30,10 @@ from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.settings.configs import UpConfig
 from common.types import Role
 
+#: Shape of the cluster that the fixture `cluster` starts; its pods write spans to SPANS in the log directory.
+CHUNK, BLOCK, MAX_MODEL_LEN = 128, 16, 1536
+SPANS = "spans.jsonl"
+
 READY_S = 240.0
 IDLE_S = 60.0
 POLL_S = 0.05

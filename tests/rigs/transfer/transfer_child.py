@@ -19,8 +19,8 @@ from common.wire import layout_to_pb, role_to_pb
 from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import host_pool
 from kv_transfer.node import TransferNode
-from tests.integration.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, FakePin, Incoming, Pod
-from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
+from tests.rigs.transfer.faulty_backend import FaultyBackend, WriteFaultPlan
+from tests.rigs.transfer.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, FakePin, Incoming, Pod
 
 
 async def main(role: Role, name: str, port: int) -> None:

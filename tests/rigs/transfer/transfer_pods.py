@@ -23,7 +23,7 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import MemoryKind, PoolMemory, host_pool
 from kv_transfer.messages import Commit
 from kv_transfer.node import TransferNode
-from tests.rigs.faulty_backend import FaultyBackend, WriteFaultPlan
+from tests.rigs.transfer.faulty_backend import FaultyBackend, WriteFaultPlan
 from tests.rigs.waiting import Clock, until
 
 LAYOUT = KVLayout("test", "r1", num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
