@@ -18,6 +18,7 @@ from cli.commands.probe import probe
 from cli.commands.serve import serve
 from cli.commands.up import up
 from cli.commands.worker import worker
+from cli.options import SectionedCommand
 from common.errors import BatonError, ConfigError
 
 # Base class of all parser errors. typer does not export it; older versions of typer use click's.
@@ -54,7 +55,7 @@ def baton(
 
 
 for command in (up, serve, worker, gateway, batch, doctor, probe, plan, loadtest, version):
-    app.command()(command)
+    app.command(cls=SectionedCommand)(command)
 app.add_typer(keys, name="keys")
 
 

@@ -19,11 +19,9 @@ _FIELDS = "uuid,name,memory.total,pci.bus_id"
 class Gpu:
     """A GPU, or a group of GPUs for one tensor-parallel pod."""
 
-    #: As in CUDA_VISIBLE_DEVICES; of a group, with commas.
-    id: str
+    id: str  # As in CUDA_VISIBLE_DEVICES; of a group, with commas.
     name: str = ""
-    #: CPUs of the GPU's NUMA node, like `0-15,32-47`; empty if unknown or if there is only one node.
-    cpus: str = ""
+    cpus: str = ""  # CPUs of the GPU's NUMA node, like `0-15,32-47`; empty if unknown or if there is only one node.
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ, *, sysfs: Path = Path("/sys")) -> tuple[Gpu, ...]:

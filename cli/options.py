@@ -1,16 +1,20 @@
-"""Flags of several commands, and how flags become settings."""
+"""Options of the commands. The options for settings come from their declarations in common/settings."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.table import FLAG, Settings, declared, former_names, spelt
 
-Settings = TypeVar("Settings", UpConfig, PodConfig, WorkerConfig, GatewayConfig)
+_Settings = TypeVar("_Settings", UpConfig, PodConfig, WorkerConfig, GatewayConfig)
 
 
 def opt(help_text: str, *names: str, metavar: str | None = None) -> Any:
@@ -21,88 +25,92 @@ def opt(help_text: str, *names: str, metavar: str | None = None) -> Any:
 Config = Annotated[
     Path | None, opt("TOML file with these settings (flat keys, underscores for dashes).", metavar="FILE")
 ]
-Model = Annotated[str | None, opt("smollm2 (the default) or a model directory.", metavar="NAME|DIR")]
-ServedName = Annotated[str | None, opt("Name of the model for clients; default: the model's own.")]
-Redis = Annotated[
-    str | None,
-    opt("URL of the prefix index: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://.", metavar="URL"),
-]
-Host = Annotated[str | None, opt("Address to listen on (default 127.0.0.1); all but loopback need BATON_SECRET.")]
-BlockSize = Annotated[str | None, opt("Tokens per KV block (default 16).", metavar="N")]
-KvMemory = Annotated[
-    str | None, opt("KV pool per pod, like 2GiB; default: 512M on a CPU, free memory on a GPU.", metavar="SIZE")
-]
-HostCache = Annotated[
-    str | None,
-    opt("Host memory per pod for KV blocks that its pool evicts, like 32GiB (default 0).", metavar="SIZE"),
-]
-ChunkTokens = Annotated[
-    str | None, opt("Most tokens of one engine step (default 256; GPU: 2048, without decodes 8192).", metavar="N")
-]
-Speculation = Annotated[
-    str | None, opt("Proposer of drafts: none (default), ngram, suffix, draft_model, eagle.", metavar="PROPOSER")
-]
-SpeculationModel = Annotated[
-    str | None, opt("Directory of the draft model or EAGLE head, the same on all pods.", metavar="DIR")
-]
-SpeculationTokens = Annotated[str | None, opt("Most drafts per sequence and step (default 4).", metavar="N")]
-SpeculationAccept = Annotated[
-    str | None,
-    opt(
-        "How drafts are accepted: coupled (the default: same answers) or rejection (same distribution).",
-        metavar="RULE",
-    ),
-]
-LocalPrefill = Annotated[
-    str | None,
-    opt("Uncached suffixes that a decode pod computes: auto (the default), off, or up to N tokens.", metavar="N"),
-]
-PullMode = Annotated[
-    str | None,
-    opt(
-        "A cached prefix of another pod: push (the default: that pod sends it) or off (compute it).",
-        metavar="MODE",
-    ),
-]
-Device = Annotated[str | None, opt("auto (the default), cpu, cuda or cuda:N.")]
-DType = Annotated[str | None, opt("auto (the default), float32 or bfloat16.")]
-LoadFormat = Annotated[str | None, opt("auto (the default), or dummy: random weights, needs only config.json.")]
-WeightsSeed = Annotated[str | None, opt("Seed of --load-format dummy (default 0).", metavar="N")]
-KvDType = Annotated[str | None, opt("auto (the default: as dtype) or fp8_e4m3, half of bfloat16's memory.")]
-MaxModelLen = Annotated[str | None, opt("Longest prompt plus output; default: the model's.", metavar="N")]
-DrainS = Annotated[str | None, opt("Most seconds for running requests to end after SIGTERM (default 30).", metavar="N")]
-Threads = Annotated[str | None, opt("CPU threads of a pod; default: automatic.", metavar="N")]
-ToolParser = Annotated[
-    str | None,
-    opt("Format of tool calls: auto (default), hermes, llama3_json, mistral, pythonic.", metavar="NAME"),
-]
-ReasoningParser = Annotated[str | None, opt("Format of reasoning: auto (default), none, think, ...", metavar="NAME")]
-ApiKeys = Annotated[
-    str | None,
-    opt(
-        "Files of API keys (JSON if it ends in .json, else TOML), or redis; default: no key needed.",
-        metavar="FILE,..",
-    ),
-]
-TensorParallelSize = Annotated[str | None, opt("Devices per pod (default 1).", metavar="N")]
-TensorParallelNodes = Annotated[
-    str | None, opt("Machines of the pod, with equally many devices (default 1).", metavar="N")
-]
-NetDevices = Annotated[str | None, opt("NICs for KV, as in UCX_NET_DEVICES; default: any.", metavar="NAME:PORT,..")]
-Cpus = Annotated[str | None, opt("CPUs for threads, like 0-15; default: all.", metavar="N-M,..")]
-AllowTcp = Annotated[bool | None, typer.Option("--allow-tcp", help="Allow TCP for KV in GPU memory.")]
-Logs = Annotated[str | None, opt("debug, info (the default), warning or error.", metavar="LEVEL")]
-LogFormat = Annotated[str | None, opt("json, text, or auto (the default): text on a terminal.", metavar="FORMAT")]
-Traces = Annotated[
-    str | None,
-    opt("Target of spans: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off.", metavar="TARGET"),
-]
-TraceSample = Annotated[
-    str | None, opt("Share of traced requests, if the client does not decide (default 1).", metavar="X")
-]
+Redis = Annotated[str | None, opt(declared(PodConfig)["redis"].description, metavar="URL")]
 
 
-def load(kind: type[Settings], file: Path | None, flags: dict[str, Any]) -> Settings:
+class SectionedCommand(typer.core.TyperCommand):
+    """A command with many options. `--help` lists them by section."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[Any]] = {}
+        for param in self.get_params(ctx):
+            if (row := param.get_help_record(ctx)) is not None:
+                title = "Arguments" if param.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(param, "rich_help_panel", None) or title, []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def takes_settings(cls: type[Settings], *, only: frozenset[str] | None = None) -> Callable[[Any], Any]:
+    """Gives a command an option per setting of `cls`, or of `only` these, and hidden options for former names."""
+    chosen = [s for s in declared(cls).values() if s.flag and (only is None or s.name in only)]
+    former = [name for name in former_names(cls) if only is None]
+    return _takes(
+        [_parameter(s.name, s.kind.shape, s.description, s.metavar, s.section, s.default is not False) for s in chosen]
+        + [_parameter(name, str, "", "", hidden=True) for name in former]
+    )
+
+
+def takes_text(sections: Mapping[str, Sequence[tuple[str, str, str]]]) -> Callable[[Any], Any]:
+    """Gives a command options whose text it parses itself: by section, the name, metavar and help of each option."""
+    return _takes(
+        [
+            _parameter(name, str, help, metavar, title)
+            for title, rows in sections.items()
+            for name, metavar, help in rows
+        ]
+    )
+
+
+def _takes(options: Sequence[inspect.Parameter]) -> Callable[[Any], Any]:
+    """Adds options to a command: a function of the values of these options by name, and of parameters of its own.
+
+    A parameter of its own replaces the option of the same name.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        names = {parameter.name for parameter in own}
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            mine = {name: given.pop(name) for name in names}
+            command({name: _as_given(value) for name, value in given.items()}, **mine)
+
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        added = [option for option in options if option.name not in names]
+        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        return run
+
+    return decorate
+
+
+def _parameter(
+    name: str, shape: type, help: str, metavar: str, section: str | None = None, negated: bool = True, **more: Any
+) -> inspect.Parameter:
+    """An option that is None if it is not given. `shape` is as in SettingKind; a switch may have a `negated` form."""
+    flag, switch = spelt(name, FLAG), shape is bool
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if switch and negated else flag,
+        help=help,
+        metavar=None if switch else metavar,
+        show_default=False,
+        rich_help_panel=section,
+        **more,
+    )
+    kind: Any = bool if switch else list[str] if shape is tuple else str
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _as_given(value: Any) -> Any:
+    """The value of a flag. A list is text with commas; typer turns a flag that is not given into an empty one."""
+    return ",".join(value) if isinstance(value, list) and value else None if value == [] else value
+
+
+def load(cls: type[_Settings], file: Path | None, flags: Mapping[str, Any]) -> _Settings:
     if file is None and (named := os.environ.get("BATON_CONFIG")):
         file = Path(named)
-    return kind.load(file=file, env=os.environ, flags=flags)
+    return cls.load(file=file, env=os.environ, flags=flags)

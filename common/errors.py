@@ -1,29 +1,5 @@
 """The tree of errors. Each class has a gRPC code (by name), an HTTP status and says whether a retry may help.
 
-BatonError                                                                            HTTP
- +- InvalidRequest        the client's request is wrong; `field` names where          400
- |   +- ModelNotFound     no such model                                               404
- |   +- ObjectNotFound    no stored object has this id                                404
- |   +- RequestTooLarge   the body exceeds the gateway's limit                        413
- |   +- RequestTooSlow    the body does not arrive in time                            408
- |   +- InvalidApiKey     the API key is missing, unknown, revoked or expired         401
- |   +- PermissionDenied  the API key does not allow this                             403
- |   `- NotServed         these pods or this model do not support it                  501
- +- Overloaded            no capacity now; retry after `retry_after_s`                429
- |   +- RateLimited       the API key's rate is used up for now                       429
- |   `- QuotaExceeded     the API key's budget is used up until the next period       429
- +- Unavailable           a pod or peer is unreachable or draining                    503
- +- DeadlineExceeded      the deadline of the request has passed                      504
- +- Cancelled             the client disconnected or called Abort                     499
- +- LayoutMismatch        two pods hold KV of different shape; `field` names which    500
- +- Unauthenticated       a peer without the cluster's secret                         401
- +- UnknownTransfer       the transfer is unknown or ended; nothing may be written    503
- +- TransferFailed        a hand-off failed; the prompt can be computed again         503
- |   `- BlockDamaged      the checksum of moved or stored KV is wrong                 503
- +- IndexUnavailable      the prefix index does not answer; routing works without it  503
- +- ConfigError           wrong configuration; at start: exit code 2                  --
- `- InternalError         a bug, or a failure of the machine                          500
-
 Any other exception that reaches an RPC or HTTP boundary is logged with its traceback and reported as InternalError.
 """
 
@@ -45,6 +21,22 @@ class BatonError(Exception):
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
     openai_type: ClassVar[str] = "server_error"
+    #: Every subclass by its name, which is part of the wire format.
+    by_kind: ClassVar[dict[str, type[BatonError]]] = {}
+
+    def __init_subclass__(
+        cls,
+        *,
+        grpc: str | None = None,
+        http: int | None = None,
+        retryable: bool | None = None,
+        openai: str | None = None,
+    ) -> None:
+        """Sets the properties of a class; a property that is not given is inherited."""
+        cls.grpc_code, cls.http_status = grpc or cls.grpc_code, http or cls.http_status
+        cls.retryable = cls.retryable if retryable is None else retryable
+        cls.openai_type = openai or cls.openai_type
+        cls.by_kind[cls.__name__] = cls
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -58,211 +50,112 @@ class BatonError(Exception):
         return type(self).__name__
 
 
-class InvalidRequest(BatonError):
+class InvalidRequest(BatonError, grpc="INVALID_ARGUMENT", http=400, openai="invalid_request_error"):
     """The request itself is wrong; a retry normally fails again."""
 
-    grpc_code = "INVALID_ARGUMENT"
-    http_status = 400
-    openai_type = "invalid_request_error"
 
-
-class ModelNotFound(InvalidRequest):
+class ModelNotFound(InvalidRequest, grpc="NOT_FOUND", http=404):
     """The request names a model that the gateway does not serve."""
 
-    grpc_code = "NOT_FOUND"
-    http_status = 404
 
-
-class ObjectNotFound(InvalidRequest):
+class ObjectNotFound(InvalidRequest, grpc="NOT_FOUND", http=404):
     """The request names an object that never existed, has expired, or belongs to another tenant."""
 
-    grpc_code = "NOT_FOUND"
-    http_status = 404
 
-
-class RequestTooLarge(InvalidRequest):
+class RequestTooLarge(InvalidRequest, grpc="RESOURCE_EXHAUSTED", http=413):
     """The request's body is larger than the gateway's limit."""
 
-    grpc_code = "RESOURCE_EXHAUSTED"
-    http_status = 413
 
-
-class RequestTooSlow(InvalidRequest):
+class RequestTooSlow(InvalidRequest, grpc="DEADLINE_EXCEEDED", http=408):
     """The request's body did not arrive within the gateway's time limit."""
 
-    grpc_code = "DEADLINE_EXCEEDED"
-    http_status = 408
 
-
-class InvalidApiKey(InvalidRequest):
+class InvalidApiKey(InvalidRequest, grpc="UNAUTHENTICATED", http=401):
     """The client sent no API key, or one that is unknown, revoked or expired."""
 
-    grpc_code = "UNAUTHENTICATED"
-    http_status = 401
 
-
-class PermissionDenied(InvalidRequest):
+class PermissionDenied(InvalidRequest, grpc="PERMISSION_DENIED", http=403):
     """The client's API key is valid but does not allow the request."""
 
-    grpc_code = "PERMISSION_DENIED"
-    http_status = 403
+
+class NotServed(InvalidRequest, grpc="UNIMPLEMENTED", http=501):
+    """The API has the feature, but this model or these pods do not. It is an InvalidRequest: clients do not retry."""
 
 
-class NotServed(InvalidRequest):
-    """The API has the requested feature, but this model or these pods do not support it.
-
-    It is an InvalidRequest, so clients do not retry.
-    """
-
-    grpc_code = "UNIMPLEMENTED"
-    http_status = 501
-
-
-class Overloaded(BatonError):
+class Overloaded(BatonError, grpc="RESOURCE_EXHAUSTED", http=429, retryable=True, openai="rate_limit_error"):
     """The request is valid, but there is no capacity for it now."""
-
-    grpc_code = "RESOURCE_EXHAUSTED"
-    http_status = 429
-    retryable = True
-    openai_type = "rate_limit_error"
 
 
 class RateLimited(Overloaded):
     """A limit of the client's API key is reached; `field` names it."""
 
 
-class QuotaExceeded(Overloaded):
+class QuotaExceeded(Overloaded, retryable=False, openai="insufficient_quota"):
     """The budget of the client's API key is spent; the next period begins after `retry_after_s`."""
 
-    retryable = False
-    openai_type = "insufficient_quota"
 
-
-class Unavailable(BatonError):
+class Unavailable(BatonError, grpc="UNAVAILABLE", http=503, retryable=True):
     """A pod or peer is unreachable, starting or draining; another one, or the same one later, can serve the request."""
 
-    grpc_code = "UNAVAILABLE"
-    http_status = 503
-    retryable = True
 
-
-class DeadlineExceeded(BatonError):
+class DeadlineExceeded(BatonError, grpc="DEADLINE_EXCEEDED", http=504):
     """The request's own deadline passed."""
 
-    grpc_code = "DEADLINE_EXCEEDED"
-    http_status = 504
 
-
-class Cancelled(BatonError):
+class Cancelled(BatonError, grpc="CANCELLED", http=499):
     """The client disconnected or called Abort."""
 
-    grpc_code = "CANCELLED"
-    http_status = 499
 
-
-class LayoutMismatch(BatonError):
+class LayoutMismatch(BatonError, grpc="FAILED_PRECONDITION"):
     """Two pods cannot exchange KV; `field` names the first part of the layout that differs."""
 
-    grpc_code = "FAILED_PRECONDITION"
 
-
-class Unauthenticated(BatonError):
+class Unauthenticated(BatonError, grpc="UNAUTHENTICATED", http=401, openai="authentication_error"):
     """The cluster's signature on a message is missing or wrong."""
 
-    grpc_code = "UNAUTHENTICATED"
-    http_status = 401
-    openai_type = "authentication_error"
 
-
-class UnknownTransfer(BatonError):
+class UnknownTransfer(BatonError, grpc="NOT_FOUND", http=503):
     """The transfer is unknown, expired, aborted or of another generation: nothing may be written for it."""
 
-    grpc_code = "NOT_FOUND"
-    http_status = 503
 
-
-class TransferFailed(BatonError):
+class TransferFailed(BatonError, grpc="ABORTED", http=503, retryable=True):
     """KV did not reach its KV target; the request can be retried from its prompt."""
-
-    grpc_code = "ABORTED"
-    http_status = 503
-    retryable = True
 
 
 class BlockDamaged(TransferFailed):
     """KV that was moved or kept in host memory has a wrong checksum; no token was computed from it."""
 
 
-class IndexUnavailable(BatonError):
+class IndexUnavailable(BatonError, grpc="UNAVAILABLE", http=503, retryable=True):
     """The prefix index does not answer. The caller continues without it; clients never see this error."""
 
-    grpc_code = "UNAVAILABLE"
-    http_status = 503
-    retryable = True
 
-
-class ConfigError(BatonError):
+class ConfigError(BatonError, grpc="FAILED_PRECONDITION"):
     """Wrong configuration. At start it is printed as one line, and the process ends with exit code 2."""
-
-    grpc_code = "FAILED_PRECONDITION"
 
 
 class InternalError(BatonError):
     """A bug, or a failure of the machine."""
 
 
-_BY_KIND: dict[str, type[BatonError]] = {
-    cls.__name__: cls
-    for cls in (
-        InvalidRequest,
-        ModelNotFound,
-        ObjectNotFound,
-        RequestTooLarge,
-        RequestTooSlow,
-        InvalidApiKey,
-        PermissionDenied,
-        NotServed,
-        Overloaded,
-        RateLimited,
-        QuotaExceeded,
-        Unavailable,
-        DeadlineExceeded,
-        Cancelled,
-        LayoutMismatch,
-        Unauthenticated,
-        UnknownTransfer,
-        TransferFailed,
-        BlockDamaged,
-        IndexUnavailable,
-        ConfigError,
-        InternalError,
-    )
-}
-
 #: Kinds of errors with a 5xx status that the client did not cause.
 SERVER_FAULTS = frozenset(
-    kind for kind, cls in _BY_KIND.items() if cls.http_status >= 500 and not issubclass(cls, InvalidRequest)
+    kind for kind, cls in BatonError.by_kind.items() if cls.http_status >= 500 and not issubclass(cls, InvalidRequest)
 )
 
-#: Class for a status that names no kind. Several classes share a code (see `grpc_code`); one of them is chosen.
+#: Class for a status that names no kind. Several classes share a code; one of them is chosen.
 _BY_CODE: dict[str, type[BatonError]] = {
-    "INVALID_ARGUMENT": InvalidRequest,
-    "NOT_FOUND": ModelNotFound,
-    "RESOURCE_EXHAUSTED": Overloaded,
-    "UNAVAILABLE": Unavailable,
-    "DEADLINE_EXCEEDED": DeadlineExceeded,
-    "CANCELLED": Cancelled,
-    "FAILED_PRECONDITION": LayoutMismatch,
-    "UNAUTHENTICATED": Unauthenticated,
-    "PERMISSION_DENIED": PermissionDenied,
-    "UNIMPLEMENTED": NotServed,
-    "ABORTED": TransferFailed,
+    cls.grpc_code: cls
+    for cls in (
+        *(InvalidRequest, ModelNotFound, Overloaded, Unavailable, DeadlineExceeded, Cancelled, LayoutMismatch),
+        *(Unauthenticated, PermissionDenied, NotServed, TransferFailed),
+    )
 }
 
 
 def error_class(kind: str) -> type[BatonError]:
     """Returns the class of an error kind from the wire; InternalError for an unknown kind (of a newer peer)."""
-    return _BY_KIND.get(kind, InternalError)
+    return BatonError.by_kind.get(kind, InternalError)
 
 
 def error_from_grpc_status(code: str, message: str) -> BatonError:

@@ -36,8 +36,7 @@ class Segment:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    #: Bytes from the start of the block.
-    offset: int = 0
+    offset: int = 0  # Bytes from the start of the block.
 
     @property
     def nbytes(self) -> int:
@@ -54,28 +53,22 @@ class KVLayout:
     """The properties of KV blocks that must be equal on two pods that exchange blocks."""
 
     model: str
-    #: Identifies the weights, together with `model`.
-    revision: str
+    revision: str  # Identifies the weights, together with `model`.
     #: Ranks that the kv heads are split over. Every rank has its part of every block.
     tensor_parallel: int = field(default=1, kw_only=True)
     num_layers: int
-    #: KV heads of one rank.
-    num_kv_heads: int
+    num_kv_heads: int  # KV heads of one rank.
     head_dim: int
-    #: Tokens.
-    block_size: int
+    block_size: int  # Tokens.
     #: Type of keys and values: float32, bfloat16 or float8_e4m3. float8_e4m3 has one scale per layer, head, token and K
     #: or V.
     dtype: str
     version: int = LAYOUT_VERSION
-    #: Layers of the draft model or EAGLE head; 0: none.
-    draft_layers: int = 0
+    draft_layers: int = 0  # Layers of the draft model or EAGLE head; 0: none.
     draft_kv_heads: int = 0
     draft_head_dim: int = 0
-    #: Numbers in the segment draft_state; 0: the layout has none.
-    draft_state: int = 0
-    #: Identifies the draft model's weights.
-    draft_revision: str = ""
+    draft_state: int = 0  # Numbers in the segment draft_state; 0: the layout has none.
+    draft_revision: str = ""  # Identifies the draft model's weights.
 
     @property
     def segments(self) -> tuple[Segment, ...]:

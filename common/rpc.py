@@ -201,16 +201,9 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        if handler.request_streaming and handler.response_streaming:
-            make_handler, method = grpc.stream_stream_rpc_method_handler, handler.stream_stream
-        elif handler.request_streaming:
-            make_handler, method = grpc.stream_unary_rpc_method_handler, handler.stream_unary
-        elif handler.response_streaming:
-            make_handler, method = grpc.unary_stream_rpc_method_handler, handler.unary_stream
-        else:
-            make_handler, method = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        return make_handler(
-            _wrap(method, handler_call_details.method),
+        shape = "_".join("stream" if x else "unary" for x in (handler.request_streaming, handler.response_streaming))
+        return getattr(grpc, f"{shape}_rpc_method_handler")(
+            _wrap(getattr(handler, shape), handler_call_details.method),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )

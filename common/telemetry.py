@@ -26,26 +26,8 @@ PREFIX = "baton_"
 
 #: Seconds. Token gaps are a few ms; first tokens take up to a minute under load. Alerts need the bounds 0.1 and 2.
 LATENCY_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
 COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -72,10 +54,8 @@ class MetricsServer:
 class MetricDeclaration:
     """A metric as scrapers see it."""
 
-    #: The full name with prefix and suffix.
-    name: str
-    #: counter, gauge or histogram.
-    kind: str
+    name: str  # The full name with prefix and suffix.
+    kind: str  # counter, gauge or histogram.
     help: str
     labels: tuple[str, ...] = ()
 
@@ -118,22 +98,17 @@ class Metrics:
     ) -> None:
         """Creates a gauge that is read when scraped. `read` returns the samples in the scraping thread."""
         self._declare(name, "gauge", help, labels)
-        self._sampled(lambda: GaugeMetricFamily(PREFIX + name, help, labels=labels), read)
+        self.registry.register(_Sampled(lambda: GaugeMetricFamily(PREFIX + name, help, labels=labels), read))
 
     def sampled_counter(
         self, name: str, help: str, read: Callable[[], Iterable[MetricSample]], labels: Sequence[str] = ()
     ) -> None:
         """Creates a counter that is read when scraped. `read` returns the samples in the scraping thread."""
         self._declare(f"{name}_total", "counter", help, labels)
-        self._sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read)
+        self.registry.register(_Sampled(lambda: CounterMetricFamily(PREFIX + name, help, labels=labels), read))
 
     def _declare(self, name: str, kind: str, help: str, labels: Sequence[str]) -> None:
         self.declarations.append(MetricDeclaration(PREFIX + name, kind, help, tuple(labels)))
-
-    def _sampled(
-        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[MetricSample]]
-    ) -> None:
-        self.registry.register(_Sampled(family, read))
 
     def add_process_metrics(self) -> None:
         """Adds metrics of the process: CPU, memory, open files, and the memory limit."""
@@ -224,11 +199,9 @@ CGROUP = Path("/sys/fs/cgroup")
 class MemoryUsage:
     """Memory of the container or the machine, in bytes."""
 
-    #: Without memory that the kernel can reclaim at once.
-    used: int
+    used: int  # Without memory that the kernel can reclaim at once.
     limit: int
-    #: Still allocatable within the limit and on the machine.
-    free: int
+    free: int  # Still allocatable within the limit and on the machine.
 
 
 def memory_usage(cgroup: Path = CGROUP) -> MemoryUsage:

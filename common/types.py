@@ -35,42 +35,30 @@ class SamplingParams:
     """How the tokens of one request are sampled. The gateway has validated every field.
 
     To add a parameter, change these places too (`git grep -w min_p` shows them):
-    - the messages in proto/baton/v1/types.proto and inference.proto, and their conversion in common/wire.py;
+    - the messages in proto/baton/v1/types.proto and inference.proto, with a field of the same name;
     - sampling: engine/sampling/sampler.py, engine/sampling/device_sampler.py and engine/kernels/sampling.py;
     - the accepted range: pod/limits.py;
-    - requests: gateway/serving/request.py, gateway/api/openai/requests.py, gateway/api/openai/responses/request.py and
-      gateway/api/grpc/servicer.py;
-    - the documentation of the API: gateway/api/docs/parameters/shared.py and responses.py.
+    - requests and the documentation of the API: one field of the same name in gateway/api/openai/requests.py, in
+      Sampling or, if /v1/responses does not have it, in Generation.
     """
 
-    #: 0: greedy.
-    temperature: float = 1.0
-    #: 0: off.
-    top_k: int = 0
-    #: 1: off.
-    top_p: float = 1.0
-    #: 0: off.
-    min_p: float = 0.0
-    #: 1: off.
-    repetition_penalty: float = 1.0
-    #: 0: off.
-    presence_penalty: float = 0.0
-    #: 0: off.
-    frequency_penalty: float = 0.0
-    #: Pairs of token id and the value that is added to its logit.
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    #: The noise of child c at a position is a function of (seed, c, position).
-    seed: int = 0
+    temperature: float = 1.0  # 0: greedy.
+    top_k: int = 0  # 0: off.
+    top_p: float = 1.0  # 1: off.
+    min_p: float = 0.0  # 0: off.
+    repetition_penalty: float = 1.0  # 1: off.
+    presence_penalty: float = 0.0  # 0: off.
+    frequency_penalty: float = 0.0  # 0: off.
+    logit_bias: tuple[tuple[int, float], ...] = ()  # Pairs of token id and the value that is added to its logit.
+    seed: int = 0  # The noise of child c at a position is a function of (seed, c, position).
     max_tokens: int = 16
     min_tokens: int = 0
     #: Token ids that end the answer. They include the model's end-of-sequence tokens, unless the client ignores those.
     stop_token_ids: tuple[int, ...] = ()
     #: Number of alternatives per generated token, 0 to 20; None: no log-probabilities at all.
     logprobs: int | None = None
-    #: Sequences per prompt, at most MAX_N.
-    n: int = 1
-    #: The only tokens that may be generated; empty: all.
-    allowed_token_ids: tuple[int, ...] = ()
+    n: int = 1  # Sequences per prompt, at most MAX_N.
+    allowed_token_ids: tuple[int, ...] = ()  # The only tokens that may be generated; empty: all.
     #: Token sequences that are never generated: the last token is banned where the tokens before it match.
     bad_words: tuple[tuple[int, ...], ...] = ()
     #: Like `logprobs`, for the prompt's tokens. The whole prompt is then computed, even if a cache holds its KV.
@@ -86,8 +74,7 @@ class Grammar:
     """The llguidance grammar that an answer must match, made by common/grammar.py. All pods build the same matcher."""
 
     text: str
-    #: The request's field that the grammar came from, for error messages.
-    field: str = "structured_outputs"
+    field: str = "structured_outputs"  # The request's field that the grammar came from, for error messages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +134,11 @@ class PromptLogprobs:
     """Log-probabilities of the prompt tokens at positions first, first + 1, ... Token 0 has none."""
 
     first: int
-    #: Log-probabilities of the prompt's own tokens.
-    logprobs: tuple[float, ...]
-    #: Rank of each prompt token among the vocabulary; 1 is the likeliest.
-    ranks: tuple[int, ...]
+    logprobs: tuple[float, ...]  # Log-probabilities of the prompt's own tokens.
+    ranks: tuple[int, ...]  # Rank of each prompt token among the vocabulary; 1 is the likeliest.
     #: Alternatives, likeliest first: k for the first position, then k for the next, and so on.
     top_ids: tuple[int, ...] = ()
-    #: Log-probabilities of `top_ids`.
-    top_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[float, ...] = ()  # Log-probabilities of `top_ids`.
 
     def top(self, index: int) -> tuple[TokenLogprob, ...]:
         """Returns the alternatives at position first + index."""
@@ -167,15 +151,11 @@ class PromptLogprobs:
 class Token:
     """One generated token."""
 
-    #: Position in the output, from 0.
-    index: int
+    index: int  # Position in the output, from 0.
     id: int
-    #: None if the request asks for no log-probabilities.
-    logprob: float | None = None
-    #: Alternatives, likeliest first.
-    top: tuple[TokenLogprob, ...] = ()
-    #: Index of the token's sequence among the client's n.
-    child: int = 0
+    logprob: float | None = None  # None if the request asks for no log-probabilities.
+    top: tuple[TokenLogprob, ...] = ()  # Alternatives, likeliest first.
+    child: int = 0  # Index of the token's sequence among the client's n.
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -196,10 +176,8 @@ class KvTarget:
     transfer_id: TransferId
     pod: str
     address: str
-    #: First logical block of the transfer; the decode pod's cache holds the blocks before it.
-    first_block: int
-    #: blocks[i] is the physical block for logical block first_block + i.
-    blocks: tuple[int, ...]
+    first_block: int  # First logical block of the transfer; the decode pod's cache holds the blocks before it.
+    blocks: tuple[int, ...]  # blocks[i] is the physical block for logical block first_block + i.
     fingerprint: str
 
 
@@ -221,30 +199,19 @@ class PoolCounts:
 class PodLoad:
     """Load and measured speed that a pod reports. A rate or time of 0 has not been measured yet."""
 
-    #: Prompt tokens that are not computed yet.
-    queued_tokens: int = 0
-    #: Sequences in the engine's steps.
-    running: int = 0
-    #: Sequences in the engine's queue.
-    waiting: int = 0
-    #: Sequences that wait for their KV from a prefill pod.
-    reserved: int = 0
-    #: Blocks that are free or evictable.
-    free_blocks: int = 0
+    queued_tokens: int = 0  # Prompt tokens that are not computed yet.
+    running: int = 0  # Sequences in the engine's steps.
+    waiting: int = 0  # Sequences in the engine's queue.
+    reserved: int = 0  # Sequences that wait for their KV from a prefill pod.
+    free_blocks: int = 0  # Blocks that are free or evictable.
     draining: bool = False
-    #: Prompt tokens per second in full steps.
-    prefill_rate: float = 0.0
-    #: Fixed time that each prompt takes beyond its tokens.
-    prefill_overhead_s: float = 0.0
-    #: A decode step of n sequences takes step_s + n * step_slope_s.
-    step_s: float = 0.0
+    prefill_rate: float = 0.0  # Prompt tokens per second in full steps.
+    prefill_overhead_s: float = 0.0  # Fixed time that each prompt takes beyond its tokens.
+    step_s: float = 0.0  # A decode step of n sequences takes step_s + n * step_slope_s.
     step_slope_s: float = 0.0
-    #: Prompt tokens per second that the transfer of KV reaches.
-    transfer_rate: float = 0.0
-    #: Fixed time at the end of a hand-off, after the last byte.
-    hand_off_s: float = 0.0
-    #: Fixed time of a pull, without the bytes.
-    pull_s: float = 0.0
+    transfer_rate: float = 0.0  # Prompt tokens per second that the transfer of KV reaches.
+    hand_off_s: float = 0.0  # Fixed time at the end of a hand-off, after the last byte.
+    pull_s: float = 0.0  # Fixed time of a pull, without the bytes.
 
     @property
     def has_decode_times(self) -> bool:
@@ -265,13 +232,10 @@ class PodLoad:
 class RemotePrefillCost:
     """Predicted cost of computing a prompt on a prefill pod: RemotePrefill in proto/baton/v1/decode.proto."""
 
-    #: Time in the prefill pod's queue.
-    queue_s: float
+    queue_s: float  # Time in the prefill pod's queue.
     compute_s: float
-    #: Time from the end of computing until the decode pod can continue.
-    hand_off_s: float
-    #: Prompt tokens per second of the prefill pod.
-    tokens_per_s: float
+    hand_off_s: float  # Time from the end of computing until the decode pod can continue.
+    tokens_per_s: float  # Prompt tokens per second of the prefill pod.
 
     @property
     def seconds(self) -> float:

@@ -38,21 +38,17 @@ class Request:
 
     custom_id: str
     url: str
-    #: JSON.
-    body: bytes
+    body: bytes  # JSON.
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """The result of one request: an answer with any status, or a connection error."""
 
-    #: 0 without an answer.
-    status: int = 0
+    status: int = 0  # 0 without an answer.
     request_id: str = ""
-    #: Parsed JSON, or text if the body is not JSON.
-    body: Any = None
-    #: Set without an answer.
-    error: str = ""
+    body: Any = None  # Parsed JSON, or text if the body is not JSON.
+    error: str = ""  # Set without an answer.
 
     @property
     def answered(self) -> bool:
@@ -91,7 +87,7 @@ class Result:
 def check(path: Path) -> int:
     """The number of requests in a file. Raises ConfigError with up to MAX_LISTED_LINES wrong lines."""
     number, wrong = 0, []
-    for _, request in _lines(path):
+    for request in _lines(path):
         number += 1
         if isinstance(request, str):
             wrong.append(request)
@@ -103,14 +99,14 @@ def check(path: Path) -> int:
 
 def requests(path: Path) -> Iterator[Request]:
     """The requests of a file. Raises ConfigError if the file changed since `check` and is now wrong."""
-    for _, request in _lines(path):
+    for request in _lines(path):
         if isinstance(request, str):
             raise ConfigError(request, field="input")
         yield request
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Request | str]]:
-    """Number of each line and its request, or the error of the line."""
+def _lines(path: Path) -> Iterator[Request | str]:
+    """The request of each line, or the error of the line."""
     seen: dict[str, int] = {}
     try:
         if path.exists() and not path.is_file():  # the file is read several times
@@ -123,11 +119,11 @@ def _lines(path: Path) -> Iterator[tuple[int, Request | str]]:
                 try:
                     request = _request(line)
                 except ValueError as e:
-                    yield number, f"{line_name}: {e}"
+                    yield f"{line_name}: {e}"
                     continue
                 first = seen.setdefault(request.custom_id, number)
                 twice = f"{line_name}: custom_id {request.custom_id[:100]!r} is already used in line {first}"
-                yield number, request if first == number else twice
+                yield request if first == number else twice
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}", field="input") from e
 

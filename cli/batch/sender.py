@@ -27,14 +27,11 @@ NO_RETRY_CODES = frozenset({"insufficient_quota"})
 class Sending:
     """How to send the requests."""
 
-    #: Of the gateway, with or without /v1.
-    url: str
+    url: str  # Of the gateway, with or without /v1.
     api_key: str | None = None
     concurrency: int = 64
-    #: Per request.
-    retries: int = 10
-    #: Per try.
-    timeout_s: float = 600.0
+    retries: int = 10  # Per request.
+    timeout_s: float = 600.0  # Per try.
 
 
 async def send_all(

@@ -9,23 +9,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import (
-    Config,
-    Device,
-    DType,
-    KvMemory,
-    Logs,
-    MaxModelLen,
-    Model,
-    ServedName,
-    Threads,
-    load,
-    opt,
-)
+from cli.options import Config, load, opt, takes_settings
 from common.errors import ConfigError
 from common.settings.configs import UpConfig
 
@@ -39,6 +27,21 @@ if TYPE_CHECKING:  # only imported when the command runs
     from cli.stack.stack import Stack
 
 
+#: Settings of a stack of its own.
+STACK_SETTINGS = frozenset(
+    (
+        "model",
+        "served_name",
+        "prefill",
+        "decode",
+        "device",
+        "dtype",
+        "max_model_len",
+        "kv_memory",
+        "threads",
+        "log_level",
+    )
+)
 #: Interval of fsync: the answers that a crash of the machine may lose.
 SYNC_S = 1.0
 #: Most reasons of failures that the summary lists.
@@ -46,7 +49,9 @@ MOST_REASONS = 5
 REASON_CHARS = 300
 
 
+@takes_settings(UpConfig, only=STACK_SETTINGS)
 def batch(
+    flags: dict[str, Any],
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")],
     target: Annotated[
         Path, typer.Argument(metavar="OUT.jsonl", help="Answers; a second run continues where the first ended.")
@@ -62,23 +67,11 @@ def batch(
     ] = 10,
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Most seconds of one try.")] = 600.0,
     config: Config = None,
-    model: Model = None,
-    served_name: ServedName = None,
-    prefill: Annotated[str | None, opt("Prefill pods of the stack (default 1).", metavar="N")] = None,
-    decode: Annotated[str | None, opt("Decode pods of the stack (default 1).", metavar="N")] = None,
-    device: Device = None,
-    dtype: DType = None,
-    max_model_len: MaxModelLen = None,
-    kv_memory: KvMemory = None,
-    threads: Threads = None,
-    log_level: Logs = None,
 ) -> None:
     """Answers a file of requests.
 
     After an interruption, a second run continues where the first ended.
     """
-    others = ("source", "target", "url", "api_key", "concurrency", "retries", "timeout_s", "config")
-    flags = {name: value for name, value in locals().items() if name not in (*others, "others")}
     from rich.console import Console
 
     from cli.batch.records import check

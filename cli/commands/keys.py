@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from common.settings import kinds
 
 if TYPE_CHECKING:  # only imported when a command runs
     from gateway.admission.api_keys import ApiKey
-    from gateway.admission.key_store import KeyFile, RedisKeyStore
-
-_T = TypeVar("_T")
 
 keys = typer.Typer(help="Creates, lists and revokes API keys, in a file or in Redis.", add_completion=False)
 KeyStore = Annotated[
@@ -64,7 +61,6 @@ def keys_create(
 
     from gateway.admission.api_keys import create_key
 
-    store = _Store(api_keys, redis)
     try:
         kinds.NAME.parse(tenant)
     except ValueError as e:
@@ -72,10 +68,10 @@ def keys_create(
     if days:
         fields["expires"] = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
     key, record = create_key(tenant, models=tuple(model or ()), **fields)
-    store.add(record)
+    source, _ = _use(api_keys, redis, lambda store: store.add(record))
     Console().print(key, markup=False, highlight=False, soft_wrap=True)
     Console(stderr=True).print(
-        f"key {record.id} of {tenant} is stored in {store.name}; the key is printed only now",
+        f"key {record.id} of {tenant} is stored in {source}; the key is printed only now",
         markup=False,
         highlight=False,
     )
@@ -90,7 +86,8 @@ def keys_list(api_keys: KeyStore = None, redis: Redis = None) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("id", "tenant", "created", "expires", "limits", "allows", "note"):
         table.add_column(column, overflow="fold")
-    for record in sorted(_Store(api_keys, redis).read(), key=lambda record: (record.tenant, record.created)):
+    _, records = _use(api_keys, redis, lambda store: store.read())
+    for record in sorted(records, key=lambda record: (record.tenant, record.created)):
         expires = "never" if record.expires is None else f"{record.expires:%Y-%m-%d}"
         expires += " (over)" if record.expired(datetime.now(UTC)) else ""
         allows = [
@@ -114,62 +111,36 @@ def keys_revoke(
     """Revokes a key; running gateways refuse it within about a second."""
     from rich.console import Console
 
-    store = _Store(api_keys, redis)
-    if not store.remove(key_id):
-        raise ConfigError(f"no key {key_id} in {store.name}", field="id")
+    source, removed = _use(api_keys, redis, lambda store: store.remove(key_id))
+    if not removed:
+        raise ConfigError(f"no key {key_id} in {source}", field="id")
     Console().print(f"key {key_id} is revoked", highlight=False)
 
 
-class _Store:
-    """The file or the Redis hash with the API keys."""
+def _use(api_keys: str | None, redis: str | None, call: Callable[[Any], Any]) -> tuple[str, Any]:
+    """Passes the KeyFile or RedisKeyStore that the options name to `call`; returns its name and the result of `call`.
 
-    def __init__(self, api_keys: str | None, redis: str | None) -> None:
-        """Takes the two options, or BATON_API_KEYS and BATON_REDIS in place of missing ones."""
-        from gateway.admission.key_ring import REDIS_SOURCE
+    BATON_API_KEYS and BATON_REDIS replace missing options.
+    """
+    from gateway.admission.key_ring import REDIS_SOURCE
+    from gateway.admission.key_store import KeyFile, RedisKeyStore
 
-        source, redis = api_keys or os.environ.get("BATON_API_KEYS"), redis or os.environ.get("BATON_REDIS")
-        if not source:
-            raise ConfigError("--api-keys: missing: expected a file, or redis", field="api_keys")
-        if source == REDIS_SOURCE and redis is None:
-            raise ConfigError("--api-keys: redis needs --redis URL", field="api_keys")
-        self.name = source
-        self._redis = redis if source == REDIS_SOURCE else None
+    source, url = api_keys or os.environ.get("BATON_API_KEYS"), redis or os.environ.get("BATON_REDIS")
+    if not source:
+        raise ConfigError("--api-keys: missing: expected a file, or redis", field="api_keys")
+    if source != REDIS_SOURCE:
+        return source, call(KeyFile(Path(source)))
+    if url is None:
+        raise ConfigError("--api-keys: redis needs --redis URL", field="api_keys")
 
-    def read(self) -> list[ApiKey]:
-        if self._redis is not None:
-            return self._ask(lambda store: store.read())
-        return self._file().read()
+    async def use() -> Any:
+        store = RedisKeyStore(url)
+        try:
+            return await call(store)
+        finally:
+            await store.close()
 
-    def add(self, record: ApiKey) -> None:
-        if self._redis is not None:
-            self._ask(lambda store: store.add(record))
-        else:
-            self._file().add(record)
-
-    def remove(self, key_id: str) -> bool:
-        if self._redis is not None:
-            return self._ask(lambda store: store.remove(key_id))
-        return self._file().remove(key_id)
-
-    def _file(self) -> KeyFile:
-        from gateway.admission.key_store import KeyFile
-
-        return KeyFile(Path(self.name))
-
-    def _ask(self, call: Callable[[RedisKeyStore], Awaitable[_T]]) -> _T:
-        assert self._redis is not None
-        url = self._redis
-
-        async def work() -> _T:
-            from gateway.admission.key_store import RedisKeyStore
-
-            store = RedisKeyStore(url)
-            try:
-                return await call(store)
-            finally:
-                await store.close()
-
-        return asyncio.run(work())
+    return source, asyncio.run(use())
 
 
 def _limits(record: ApiKey) -> str:

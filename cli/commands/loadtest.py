@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import exits
-from cli.options import opt
+from cli.options import opt, takes_text
 from cli.service import fast_loop
 from common.errors import ConfigError
 
@@ -34,96 +34,73 @@ if TYPE_CHECKING:  # imported only when the command runs
     from loadtest.runner import LoadRunner
 
 
+#: The options with text, which loadtest/config.py parses: by section, name, metavar and help.
+OPTIONS = {
+    "Server": (
+        ("url", "URL", "The gateway (default http://127.0.0.1:8000); HOST:PORT with --protocol grpc."),
+        ("protocol", "PROTOCOL", "rest (default) or grpc."),
+        ("endpoint", "ENDPOINT", "chat (default) or completions."),
+        ("model", "NAME", "Name of the model; default: the first that the server lists."),
+        ("deadline_s", "N", "Deadline of each request, sent to the server."),
+    ),
+    "Arrivals": (
+        ("rate", "X", "Open loop: mean requests per second."),
+        ("rates", "X,..", "A run at each of these rates, as long as --attainment (0.9) of the requests keep --slo."),
+        ("arrivals", "KIND", "With --rate: poisson (default), constant, gamma (bursts) or onoff."),
+        ("burstiness", "X", "With gamma: standard deviation of gaps over their mean (default 2; Poisson is 1)."),
+        ("on_s", "N", "With onoff: seconds with requests (default 5)."),
+        ("off_s", "N", "With onoff: seconds without requests (default 5)."),
+        ("users", "N", "Closed loop: number of users, each waiting for its answer."),
+        ("think_s", "N", "Mean pause of a user after an answer (default 0)."),
+        ("ramp_s", "N", "Seconds over which the users start (default 0)."),
+        ("trace", "FILE", "Recorded requests with their times: Mooncake's .jsonl or Azure's .csv."),
+        ("speed", "X", "Speed of the replay (default 1)."),
+        ("length_scale", "X", "Factor for prompts, answers and shared blocks of the trace (default 1)."),
+        ("max_input_tokens", "N", "Skip requests of the trace with longer (scaled) prompts."),
+        ("max_output_tokens", "N", "Longest answer of the trace; longer ones are cut."),
+        ("max_concurrency", "N", "Most requests in flight; others wait, and their latency counts from their due time."),
+        ("abort_share", "X", "Share of requests that the client aborts half-way (default 0)."),
+    ),
+    "Requests": (
+        ("input_tokens", "N", "Length of a user message: 512, 128:1024 (uniform), ~512 (log-normal); default 256."),
+        ("output_tokens", "N", "Length of an answer, in the same forms (default 64)."),
+        ("prefix_tokens", "N", "Length of the system prompt (default 0)."),
+        ("prefixes", "N", "Number of different system prompts (default 1)."),
+        ("turns", "N", "Turns of a conversation, like 4 or 2:8 (default 1)."),
+        ("prompts", "FORM", "text, or ids: token ids; default: ids for completions."),
+        ("vocab", "LOW:HIGH", "Token ids to use (default 1000:30000)."),
+        ("temperature", "X", "Sampling temperature (default 0)."),
+        ("seed", "N", "Seed of times, lengths and texts (default 0)."),
+    ),
+    "Length of the run": (
+        ("requests", "N", "Number of requests; default: the whole trace."),
+        ("duration_s", "N", "Send for N seconds, then wait for answers (default 30 without --requests and --trace)."),
+        ("warmup", "N", "Requests before the run that are not counted."),
+        ("settle_s", "N", "Seconds at the start that are not counted (default 0)."),
+    ),
+    "Result": (
+        ("slo", "TIMES", "Limits of a good request: ttft, itl (mean), gap (longest), e2e, as in ttft=2s,itl=50ms."),
+        ("attainment", "X", "Exit with 1 if a smaller share of requests is good."),
+        ("max_failed", "X", "Exit with 1 if a larger share fails, like 1%."),
+        ("out", "FILE.json", "Write all results as JSON."),
+        ("html", "FILE.html", "Write a report with charts."),
+        ("tolerance", "X", "With --compare: exit with 1 if a figure is significantly worse by more, like 10%."),
+    ),
+}
+
+
+@takes_text(OPTIONS)
 def loadtest(
-    url: Annotated[
-        str | None,
-        opt("The gateway (default http://127.0.0.1:8000); HOST:PORT with --protocol grpc.", "--url", metavar="URL"),
-    ] = None,
-    protocol: Annotated[str | None, opt("rest (default) or grpc.", "--protocol", metavar="PROTOCOL")] = None,
-    endpoint: Annotated[str | None, opt("chat (default) or completions.", "--endpoint", metavar="ENDPOINT")] = None,
-    model: Annotated[str | None, opt("Name of the model; default: the first that the server lists.")] = None,
+    flags: dict[str, Any],
     api_key: Annotated[
         list[str] | None, opt("API key; several are used in turn (default: $OPENAI_API_KEY).", metavar="KEY")
     ] = None,
-    rate: Annotated[str | None, opt("Open loop: mean requests per second.", metavar="X")] = None,
-    rates: Annotated[
-        str | None,
-        opt("A run at each of these rates, as long as --attainment (0.9) of the requests keep --slo.", metavar="X,.."),
-    ] = None,
-    arrivals: Annotated[
-        str | None, opt("With --rate: poisson (default), constant, gamma (bursts) or onoff.", metavar="KIND")
-    ] = None,
-    burstiness: Annotated[
-        str | None,
-        opt("With gamma: standard deviation of gaps over their mean (default 2; Poisson is 1).", metavar="X"),
-    ] = None,
-    on_s: Annotated[str | None, opt("With onoff: seconds with requests (default 5).", metavar="N")] = None,
-    off_s: Annotated[str | None, opt("With onoff: seconds without requests (default 5).", metavar="N")] = None,
-    users: Annotated[str | None, opt("Closed loop: number of users, each waiting for its answer.", metavar="N")] = None,
-    think_s: Annotated[str | None, opt("Mean pause of a user after an answer (default 0).", metavar="N")] = None,
-    ramp_s: Annotated[str | None, opt("Seconds over which the users start (default 0).", metavar="N")] = None,
-    trace: Annotated[
-        str | None, opt("Recorded requests with their times: Mooncake's .jsonl or Azure's .csv.", metavar="FILE")
-    ] = None,
-    speed: Annotated[str | None, opt("Speed of the replay (default 1).", metavar="X")] = None,
-    length_scale: Annotated[
-        str | None, opt("Factor for prompts, answers and shared blocks of the trace (default 1).", metavar="X")
-    ] = None,
-    max_input_tokens: Annotated[
-        str | None, opt("Skip requests of the trace with longer (scaled) prompts.", metavar="N")
-    ] = None,
-    max_output_tokens: Annotated[
-        str | None, opt("Longest answer of the trace; longer ones are cut.", metavar="N")
-    ] = None,
-    input_tokens: Annotated[
-        str | None,
-        opt("Length of a user message: 512, 128:1024 (uniform), ~512 (log-normal); default 256.", metavar="N"),
-    ] = None,
-    output_tokens: Annotated[
-        str | None, opt("Length of an answer, in the same forms (default 64).", metavar="N")
-    ] = None,
-    prefix_tokens: Annotated[str | None, opt("Length of the system prompt (default 0).", metavar="N")] = None,
-    prefixes: Annotated[str | None, opt("Number of different system prompts (default 1).", metavar="N")] = None,
-    turns: Annotated[str | None, opt("Turns of a conversation, like 4 or 2:8 (default 1).", metavar="N")] = None,
-    prompts: Annotated[
-        str | None, opt("text, or ids: token ids; default: ids for completions.", metavar="FORM")
-    ] = None,
-    vocab: Annotated[str | None, opt("Token ids to use (default 1000:30000).", metavar="LOW:HIGH")] = None,
     ignore_eos: Annotated[
         bool | None, typer.Option("--ignore-eos/--heed-eos", help="Answers have the requested length (default).")
     ] = None,
-    temperature: Annotated[str | None, opt("Sampling temperature (default 0).", metavar="X")] = None,
     stream: Annotated[bool | None, typer.Option("--stream/--no-stream", help="Stream the answers (default).")] = None,
-    requests: Annotated[str | None, opt("Number of requests; default: the whole trace.", metavar="N")] = None,
-    duration_s: Annotated[
-        str | None,
-        opt("Send for N seconds, then wait for answers (default 30 without --requests and --trace).", metavar="N"),
-    ] = None,
-    max_concurrency: Annotated[
-        str | None,
-        opt("Most requests in flight; others wait, and their latency counts from their due time.", metavar="N"),
-    ] = None,
-    abort_share: Annotated[
-        str | None, opt("Share of requests that the client aborts half-way (default 0).", metavar="X")
-    ] = None,
-    deadline_s: Annotated[str | None, opt("Deadline of each request, sent to the server.", metavar="N")] = None,
-    warmup: Annotated[str | None, opt("Requests before the run that are not counted.", metavar="N")] = None,
-    settle_s: Annotated[str | None, opt("Seconds at the start that are not counted (default 0).", metavar="N")] = None,
-    seed: Annotated[str | None, opt("Seed of times, lengths and texts (default 0).", metavar="N")] = None,
-    slo: Annotated[
-        str | None,
-        opt("Limits of a good request: ttft, itl (mean), gap (longest), e2e, as in ttft=2s,itl=50ms.", metavar="TIMES"),
-    ] = None,
-    attainment: Annotated[str | None, opt("Exit with 1 if a smaller share of requests is good.", metavar="X")] = None,
-    max_failed: Annotated[str | None, opt("Exit with 1 if a larger share fails, like 1%.", metavar="X")] = None,
-    out: Annotated[str | None, opt("Write all results as JSON.", metavar="FILE.json")] = None,
-    html: Annotated[str | None, opt("Write a report with charts.", metavar="FILE.html")] = None,
     compare: Annotated[
         tuple[str, str] | None, opt("Compare the results of two runs, without a run.", metavar="A.json B.json")
-    ] = None,
-    tolerance: Annotated[
-        str | None,
-        opt("With --compare: exit with 1 if a figure is significantly worse by more, like 10%.", metavar="X"),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints the figures as JSON instead of a table.")] = False,
@@ -132,10 +109,10 @@ def loadtest(
 
     Open loop, closed loop, or a recorded trace.
     """
-    flags = {name: value for name, value in locals().items() if name != "compare"}
     if compare is None and not api_key and (key := os.environ.get("OPENAI_API_KEY")):
-        flags["api_key"] = [key]
-    raise typer.Exit(run(compared=compare, **flags))
+        api_key = [key]
+    flags |= {"api_key": api_key, "ignore_eos": ignore_eos, "stream": stream}
+    raise typer.Exit(run(compared=compare, quiet=quiet, as_json=as_json, **flags))
 
 
 def run(
@@ -180,10 +157,8 @@ class Output:
 
     out: Path | None
     html: Path | None
-    #: Print no progress.
-    quiet: bool
-    #: Print the figures as JSON.
-    as_json: bool
+    quiet: bool  # Print no progress.
+    as_json: bool  # Print the figures as JSON.
 
     def write(self, document: Mapping[str, Any]) -> None:
         """Writes the files, and prints the figures."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import opt
+from cli.options import takes_text
 from common.errors import ConfigError
 
 if TYPE_CHECKING:  # imported only when the command runs
@@ -26,27 +26,28 @@ BURSTS = 0.1
 SHORT_S = 60.0
 
 
+#: name, metavar and help of the options with text.
+OPTIONS = (
+    ("trace", "FILE", "Requests: Mooncake's .jsonl or Azure's .csv."),
+    ("slo", "TIMES", "SLO of a request, as in ttft=2s,itl=50ms."),
+    ("rates", "R", "h100-8b (default), h100-8b-rdma, flat-8k, or a JSON file: of benchmarks/engine.py, or your own."),
+    ("gpus", "N", "Number of GPUs; default: any number."),
+    ("attainment", "X", "Share of requests that keep the SLO (default 0.9)."),
+    ("requests", "N", "Requests of the trace to replay (default 1500)."),
+    ("chunks", "N,..", "Chunk sizes to try (default 512,1024,2048,4096,8192)."),
+)
+
+
+@takes_text({"Options": OPTIONS})
 def plan(
-    trace: Annotated[str | None, opt("Requests: Mooncake's .jsonl or Azure's .csv.", metavar="FILE")] = None,
-    slo: Annotated[str | None, opt("SLO of a request, as in ttft=2s,itl=50ms.", metavar="TIMES")] = None,
-    rates: Annotated[
-        str | None,
-        opt(
-            "h100-8b (default), h100-8b-rdma, flat-8k, or a JSON file: of benchmarks/engine.py, or your own rates.",
-            metavar="R",
-        ),
-    ] = None,
-    gpus: Annotated[str | None, opt("Number of GPUs; default: any number.", metavar="N")] = None,
-    attainment: Annotated[str | None, opt("Share of requests that keep the SLO (default 0.9).", metavar="X")] = None,
-    requests: Annotated[str | None, opt("Requests of the trace to replay (default 1500).", metavar="N")] = None,
-    chunks: Annotated[str | None, opt("Chunk sizes to try (default 512,1024,2048,4096,8192).", metavar="N,..")] = None,
+    flags: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON instead of a table.")] = False,
 ) -> None:
     """Simulates a trace to find the number of pods of each role.
 
     Finds the prefill:decode ratio, chunk size and number of GPUs with the highest goodput per GPU.
     """
-    raise typer.Exit(run(**locals()))
+    raise typer.Exit(run(**flags, as_json=as_json))
 
 
 def run(
@@ -64,10 +65,10 @@ def run(
     from rich.console import Console
 
     from loadtest.workload.trace import load_trace
-    from simulator.cluster import MAX_PODS
     from simulator.hardware_rates import load_rates
     from simulator.outcome import Slo
     from simulator.planner import CHUNKS, CapacityPlanner
+    from simulator.spec import MAX_PODS
 
     if trace is None or slo is None:
         raise ConfigError("--trace FILE and --slo ttft=TIME,itl=TIME are needed", field="trace" if slo else "slo")

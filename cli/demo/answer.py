@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin
 
+import httpx
 from rich.console import Console
 
 from cli.demo.waterfall import show_waterfall
@@ -28,10 +28,8 @@ class Answer:
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
-    #: Time of the first text.
-    first_s: float
-    #: Time of the end of the stream.
-    last_s: float
+    first_s: float  # Time of the first text.
+    last_s: float  # Time of the end of the stream.
 
 
 def show_answer(console: Console, base_url: str, model: str, prompt: str, max_tokens: int, *, where: str = "") -> int:
@@ -49,7 +47,8 @@ def show_answer(console: Console, base_url: str, model: str, prompt: str, max_to
             max_tokens,
             on_text=lambda text: console.print(text, end="", markup=False, soft_wrap=True),
         )
-        timeline = _get_json(base_url, f"/debug/requests/{answer.request_id}")
+        with _request("GET", urljoin(base_url, f"/debug/requests/{answer.request_id}")) as reply:
+            timeline = json.loads(reply.read())
     except BatonError as error:
         console.print(f"\nno answer: {error.message}", markup=False)
         return 1
@@ -80,9 +79,13 @@ def stream_chat(base_url: str, model: str, prompt: str, max_tokens: int, *, on_t
     request_id, finish_reason, first_s = "", "", 0.0
     pieces: list[str] = []
     usage: dict[str, int] = {}
-    path = f"{urlsplit(base_url).path}/chat/completions"
-    with _request(base_url, "POST", path, json.dumps(body).encode()) as reply:
-        for event in _events(reply):
+    with _request("POST", f"{base_url}/chat/completions", json=body) as reply:
+        for line in reply.iter_lines():
+            if line == "data: [DONE]":
+                break
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 raise Unavailable(event["error"].get("message", "the stream ended with an error"))
             request_id = event.get("id", request_id)
@@ -106,34 +109,16 @@ def stream_chat(base_url: str, model: str, prompt: str, max_tokens: int, *, on_t
     )
 
 
-def _get_json(base_url: str, path: str) -> dict[str, Any]:
-    with _request(base_url, "GET", path, None) as reply:
-        found: dict[str, Any] = json.loads(reply.read())
-    return found
-
-
-def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to [DONE]."""
-    for raw in reply:
-        line = raw.decode().strip()
-        if line == "data: [DONE]":
-            return
-        if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
-
-
 @contextlib.contextmanager
-def _request(base_url: str, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+def _request(method: str, url: str, **content: Any) -> Iterator[httpx.Response]:
     """The response to one request. Raises Unavailable for every failure, also for statuses of 400 and more."""
-    url = urlsplit(base_url)
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=TIMEOUT_S)
+    path = httpx.URL(url).path
     try:
-        connection.request(method, path, body, {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        if reply.status >= 400:
-            raise Unavailable(f"{method} {path} answered {reply.status}: {reply.read().decode(errors='replace')}")
-        yield reply
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        with httpx.stream(method, url, timeout=TIMEOUT_S, trust_env=False, **content) as reply:
+            if reply.status_code >= 400:
+                raise Unavailable(
+                    f"{method} {path} answered {reply.status_code}: {reply.read().decode('utf-8', 'replace')}"
+                )
+            yield reply
+    except (httpx.HTTPError, httpx.StreamError, ValueError) as error:
         raise Unavailable(f"{method} {path} failed: {error}") from error
-    finally:
-        connection.close()

@@ -23,5 +23,4 @@ class Finding:
     what: str
     level: Level
     detail: str
-    #: Advice for the user; empty if there is nothing to do.
-    fix: str = ""
+    fix: str = ""  # Advice for the user; empty if there is nothing to do.

@@ -12,7 +12,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,55 +36,42 @@ SLOW = ("tcp", "unknown")
 
 
 async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
-    """Prints each finding as its check ends. Returns 1 if a requirement is missing, else 0."""
-    console = Console(highlight=False)
-    marks = {Level.OK: "[green]ok     [/]", Level.WARN: "[yellow]warning[/]", Level.MISSING: "[red]missing[/]"}
-
-    def show(finding: Finding) -> None:
-        console.print(
-            f"{marks[finding.level]}  [bold]{escape(finding.what)}[/]: {escape(finding.detail)}", soft_wrap=True
-        )
-        if finding.fix:
-            console.print(f"         {escape(finding.fix)}", soft_wrap=True)
-
-    findings = await examine(redis_url, show, pods)
-    return int(any(f.level is Level.MISSING for f in findings))
-
-
-async def examine(redis_url: str | None, show: Callable[[Finding], None], pods: Sequence[str] = ()) -> list[Finding]:
-    """Runs all checks in turn and passes each finding to `show`.
+    """Prints each finding as its check ends. Returns 1 if a requirement is missing, else 0.
 
     `pods` are addresses of running pods that the index may not have.
     """
+    console = Console(highlight=False)
+    marks = {Level.OK: "[green]ok     [/]", Level.WARN: "[yellow]warning[/]", Level.MISSING: "[red]missing[/]"}
+    missing = False
+    async for finding in _findings(redis_url, pods):
+        missing |= finding.level is Level.MISSING
+        mark, what, detail = marks[finding.level], escape(finding.what), escape(finding.detail)
+        console.print(f"{mark}  [bold]{what}[/]: {detail}", soft_wrap=True)
+        if finding.fix:
+            console.print(f"         {escape(finding.fix)}", soft_wrap=True)
+    return int(missing)
+
+
+async def _findings(redis_url: str | None, pods: Sequence[str]) -> AsyncIterator[Finding]:
+    """Runs all checks, one after another."""
+    from cli.doctor.pods import check_pods  # loads gRPC
+
     gpus = await asyncio.to_thread(visible_gpus)
     # On a machine with GPUs, NIXL needs UCX with support for their memory.
     tcp = {"UCX_TLS": "tcp,cuda_copy" if gpus else "tcp", "UCX_NET_DEVICES": "lo"}
-    checks: Sequence[Callable[[], Awaitable[Finding]]] = (
-        _check_python,
-        _check_torch,
-        lambda: _check_nixl("NIXL, default transport", {}),
-        lambda: _check_nixl("NIXL, TCP", tcp, without=Level.WARN),
-        lambda: _check_redis(redis_url),
-        _check_memory,
-        _check_model,
-    )
-    from cli.doctor.pods import check_pods  # loads gRPC
-
-    findings = []
-    for check in checks:
-        finding = await check()
-        show(finding)
-        findings.append(finding)
-    async for finding in _check_pairs(gpus):
-        show(finding)
-        findings.append(finding)
-    async for finding in check_pods(redis_url, pods):
-        show(finding)
-        findings.append(finding)
-    return findings
+    yield _check_python()
+    yield await _check_torch()
+    yield await _check_nixl("NIXL, default transport", {})
+    yield await _check_nixl("NIXL, TCP", tcp, without=Level.WARN)
+    yield await _check_redis(redis_url)
+    yield _check_memory()
+    yield _check_model()
+    for findings in (_check_pairs(gpus), check_pods(redis_url, pods)):
+        async for finding in findings:
+            yield finding
 
 
-async def _check_python() -> Finding:
+def _check_python() -> Finding:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {cores} cores"
     if sys.platform != "linux":
@@ -109,12 +96,9 @@ async def _check_torch() -> Finding:
     if reply["gpus"]:
         return Finding("torch", Level.OK, f"{head}, CUDA {reply['cuda']}: " + "; ".join(map(str, reply["gpus"])))
     if reply["cuda"]:
-        return Finding(
-            "torch",
-            Level.WARN,
-            f"{head} built for CUDA {reply['cuda']}, but no GPU is visible: CPU with {reply['threads']} threads",
-            "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one",
-        )
+        detail = f"{head} built for CUDA {reply['cuda']}, but no GPU is visible: CPU with {reply['threads']} threads"
+        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one"
+        return Finding("torch", Level.WARN, detail, fix)
     return Finding("torch", Level.OK, f"{head}, CPU with {reply['threads']} threads")
 
 
@@ -177,12 +161,8 @@ async def _check_redis(url: str | None) -> Finding:
         problem, shown = await _ping(url), RedisUrl.parse(url)
         if problem is None:
             return Finding("Redis", Level.OK, f"{shown} answers")
-        return Finding(
-            "Redis",
-            Level.WARN,
-            f"{shown}: {problem}",
-            "pods and gateways work without it, but routing ignores prefix caches",
-        )
+        fix = "pods and gateways work without it, but routing ignores prefix caches"
+        return Finding("Redis", Level.WARN, f"{shown}: {problem}", fix)
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:
         valkey = EmbeddedValkey(0, Path(directory))
         try:
@@ -206,7 +186,7 @@ async def _ping(url: str) -> str | None:
     return None
 
 
-async def _check_memory() -> Finding:
+def _check_memory() -> Finding:
     memory = memory_usage()
     cache = cache_dir()
     existing = next(p for p in (cache, *cache.parents) if p.exists())
@@ -220,18 +200,14 @@ async def _check_memory() -> Finding:
     return Finding("memory", Level.OK, detail)
 
 
-async def _check_model() -> Finding:
+def _check_model() -> Finding:
     what = f"model {SMOLLM2}"
     if (smollm2_dir() / "config.json").is_file():
         return Finding(what, Level.OK, f"ready in {smollm2_dir()}")
     absent = [name for name in (PACKAGE, "gguf", "transformers", "accelerate") if not _installed(name)]
     if absent:
-        return Finding(
-            what,
-            Level.WARN,
-            f"not installed: {', '.join(absent)}",
-            f"{INSTALL}, or serve a model of your own",
-        )
+        detail = f"not installed: {', '.join(absent)}"
+        return Finding(what, Level.WARN, detail, f"{INSTALL}, or serve a model of your own")
     return Finding(what, Level.OK, "installed; it is converted at its first use (about a minute)")
 
 

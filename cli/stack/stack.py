@@ -6,6 +6,7 @@ Tests start and kill them directly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -19,12 +20,16 @@ from cli import probes
 from cli.gpus import Gpu, grouped, joined, shared_out, visible_gpus
 from cli.stack.process import ChildProcess, PortLease
 from cli.stack.supervisor import Probe, ServiceSpec
+from cli.stack.valkey import valkey_command
 from common.errors import ConfigError
 from common.model.directory import default_served_name, expected_model_path
-from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, UpConfig
+from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
+from common.settings.table import ENVIRONMENT, Settings, command_line, declared, spelt
 from common.telemetry import memory_usage
 from common.types import Role
 
+Env = Mapping[str, str] | None
+Stages = tuple[int, int]
 # (start stage, stop stage). The store starts first and stops last. The gateway stops before the pods, so that running
 # requests can end.
 STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
@@ -34,11 +39,6 @@ HOST_SHARE = 0.5
 MOST_HOST_CACHE = 32 << 30
 #: Ports tried, from the default port on.
 PORTS_TRIED = 65
-# Settings of one pod or gateway; in the environment of `baton up` they would apply to all processes.
-_OF_ONE = (
-    *("ROLE", "NAME", "HOST", "PORT", "ADVERTISE", "METRICS_PORT", "GRPC_PORT", "PODS", "CONFIG", "LOG_DIR"),
-    *("TENSOR_PARALLEL_NODES", "TENSOR_PARALLEL_MASTER"),
-)
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,10 @@ class Stack:
     base_url: str
     grpc_address: str
     redis: str
-    #: Served name.
-    model: str
+    model: str  # Served name.
     secret: str
     log_dir: Path
-    _leases: tuple[PortLease, ...] = field(repr=False)
+    _leases: contextlib.ExitStack = field(repr=False)
 
     @classmethod
     def plan(
@@ -78,87 +77,68 @@ class Stack:
         """
         usable = _usable(config, env, gpus)
         places = shared_out(config.prefill + config.decode, usable)
-        leases: list[PortLease] = []
+        secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
+        child_env = _child_env(env, secret)
+        model = config.served_name or default_served_name(config.model)
+        specs: list[ServiceSpec] = []
 
-        def lease(port: int = 0, field: str = "port") -> PortLease:
-            leases.append(PortLease(port, field=field))
-            return leases[-1]
+        def add(name: str, argv: list[str], role: str, address: str, probe: Probe, env: Env, stages: Stages) -> None:
+            process = ChildProcess(name, argv, log=log_dir / f"{name}.log", env=env)
+            start, stop = stages
+            specs.append(ServiceSpec(process, role, address, probe, start_stage=start, stop_stage=stop))
 
-        try:
-            http = lease(config.port) if config.port is not None else _default_port(leases, say)
+        with contextlib.ExitStack() as leases:
+
+            def lease(port: int = 0, field: str = "port") -> PortLease:
+                return leases.enter_context(PortLease(port, field=field))
+
+            http = lease(config.port) if config.port is not None else leases.enter_context(_default_port(say))
             grpc = lease(config.grpc_port, "grpc_port")
-            secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
-            child_env = _child_env(env, secret)
-            model = config.served_name or default_served_name(config.model)
-            specs: list[ServiceSpec] = []
-            if config.redis is None:
+            redis = config.redis
+            if redis is None:
                 store = lease()
-                specs.append(_valkey(store, log_dir))
                 redis = f"redis://{store.address}/0"
-            else:
-                redis = config.redis
-            shared = {"model": str(model_dir), "served-name": model, "redis": redis, "log-level": config.log_level}
-            shared |= {"drain-s": str(config.drain_s), "log-format": config.log_format, "traces": config.traces or ""}
+                probe = functools.partial(probes.redis_ready, "127.0.0.1", store.port)
+                add("valkey", valkey_command(store.port, log_dir), "store", store.address, probe, None, STORE)
+            shared = {"model": model_dir, "served_name": model, "redis": redis}
             pods = {
+                **_shared_with(PodConfig, config),
                 **shared,
                 "device": config.device.partition(":")[0],  # each pod sees only its own GPUs
-                "dtype": config.dtype,
-                "kv-dtype": config.kv_dtype,
-                "load-format": config.load_format,
-                "weights-seed": str(config.weights_seed),
-                "max-model-len": str(config.max_model_len),
-                "chunk-tokens": str(config.chunk_tokens),
-                "speculation": config.speculation,
-                **_draft(config.speculation_model),
-                "speculation-tokens": str(config.speculation_tokens),
-                "speculation-accept": config.speculation_accept,
-                "local-prefill": config.local_prefill,
-                "pull": config.pull,
-                "block-size": str(config.block_size),
-                "kv-memory": str(config.kv_memory),
-                "host-cache": str(_host_cache(config, on_gpus=bool(usable))),
-                "threads": str(config.threads or _threads_each(_processes(config))),
-                "tensor-parallel-size": str(config.tensor_parallel_size),
-                **(pod_flags or {}),
+                "speculation_model": config.speculation_model and expected_model_path(str(config.speculation_model)),
+                "host_cache": _host_cache(config, on_gpus=bool(usable)),
+                "threads": config.threads or _threads_each(config),
             }
-            names = [(r, n) for r, count in _roles(config).items() for n in range(count)]
+            extra = {name.replace("-", "_"): value for name, value in (pod_flags or {}).items()}
+            roles = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+            names = [(role, number) for role, count in roles.items() for number in range(count)]
             for (role, number), place in zip(names, places, strict=True):
-                port = lease()
-                name = f"{role}-{number}"
+                port, name = lease(), f"{role}-{number}"
                 # An index may be shared with other stacks: pods keep their default names, which contain the port.
-                given = {"name": name} if config.redis is None else {}
+                own = {"role": role, "port": port.port, **({"name": name} if config.redis is None else {})}
                 on_gpu, gpu_env = _on(place, usable, config)
-                argv = _baton("serve", {"role": role.value, **given, "port": str(port.port), **on_gpu, **pods})
-                argv += ["--allow-tcp"] if config.allow_tcp else []
+                argv = _baton("serve", {**pods, **own, **on_gpu, **extra})
                 probe = functools.partial(probes.grpc_ready, port.address)
-                specs.append(_spec(name, argv, role, port.address, probe, log_dir, {**child_env, **gpu_env}, POD))
-            flags = {"host": config.host, "port": str(http.port), "grpc-port": str(grpc.port), **shared}
-            flags |= {"tool-parser": config.tool_parser, "reasoning-parser": config.reasoning_parser}
-            flags |= {"api-keys": ",".join(config.api_keys), "trace-sample": str(config.trace_sample)}
+                add(name, argv, role, port.address, probe, {**child_env, **gpu_env}, POD)
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
             probe = functools.partial(probes.http_ready, reach, http.port)
-            argv = _baton("gateway", flags)
-            where = f"{config.host}:{http.port}"
-            specs.append(_spec("gateway", argv, "gateway", where, probe, log_dir, child_env, GATEWAY))
-        except BaseException:
-            for held in leases:
-                held.close()
-            raise
-        return cls(
-            specs=tuple(specs),
-            base_url=f"http://{reach}:{http.port}/v1",
-            grpc_address=f"{reach}:{grpc.port}",
-            redis=redis,
-            model=model,
-            secret=secret,
-            log_dir=log_dir,
-            _leases=tuple(leases),
-        )
+            own = {"host": config.host, "port": http.port, "grpc_port": grpc.port}
+            argv = _baton("gateway", {**_shared_with(GatewayConfig, config), **shared, **own})
+            add("gateway", argv, "gateway", f"{config.host}:{http.port}", probe, child_env, GATEWAY)
+            return cls(
+                specs=tuple(specs),
+                base_url=f"http://{reach}:{http.port}/v1",
+                grpc_address=f"{reach}:{grpc.port}",
+                redis=redis,
+                model=model,
+                secret=secret,
+                log_dir=log_dir,
+                _leases=leases.pop_all(),
+            )
 
     def close(self) -> None:
         """Frees the ports. Call it after the processes have ended. Idempotent."""
-        for lease in self._leases:
-            lease.close()
+        self._leases.close()
 
 
 def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
@@ -169,10 +149,6 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
         return 0
     part = int(memory_usage().free * HOST_SHARE) // (config.prefill + config.decode)
     return min(part, MOST_HOST_CACHE)
-
-
-def _roles(config: UpConfig) -> dict[Role, int]:
-    return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
 
 
 def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None) -> Sequence[Gpu]:
@@ -193,79 +169,54 @@ def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None
     return grouped((visible[int(number)],), config.tensor_parallel_size)
 
 
-def _on(place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig) -> tuple[dict[str, str], dict[str, str]]:
-    """Flags and environment of a pod that shares its GPU with others."""
+def _on(
+    place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Settings and environment of a pod that shares its GPU with others."""
     gpu, sharing = place or (None, config.prefill + config.decode)
-    flags = {"gpu-memory-utilization": f"{config.gpu_memory_utilization / sharing:.4f}"}
+    settings: dict[str, object] = {"gpu_memory_utilization": f"{config.gpu_memory_utilization / sharing:.4f}"}
     if gpu is None:
-        return flags, {}
+        return settings, {}
     if gpu.cpus:
-        flags["cpus"] = gpu.cpus
+        settings["cpus"] = gpu.cpus
     if config.net_devices:
         size, nics = config.tensor_parallel_size, config.net_devices
         first = gpus.index(gpu) * size
-        flags["net-devices"] = joined(nics[at % len(nics)] for at in range(first, first + size))
-    return flags, {"CUDA_VISIBLE_DEVICES": gpu.id}
+        settings["net_devices"] = joined(nics[at % len(nics)] for at in range(first, first + size))
+    return settings, {"CUDA_VISIBLE_DEVICES": gpu.id}
 
 
-def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
-    return [sys.executable, "-P", "-m", "cli", command, *(f"--{name}={value}" for name, value in flags.items())]
+def _shared_with(cls: type[Settings], config: UpConfig) -> dict[str, object]:
+    """The settings of a stack that apply as they are to each of its processes with settings of this class."""
+    mine, theirs = declared(UpConfig), [s for s in declared(cls).values() if s.flag and not s.per_process]
+    names = [s.name for s in theirs if s.name in mine and s.kind.shape is mine[s.name].kind.shape]
+    return {name: getattr(config, name) for name in names}
 
 
-def _valkey(port: PortLease, log_dir: Path) -> ServiceSpec:
-    from cli.stack.valkey import valkey_binary
-
-    argv = [
-        *(str(valkey_binary()), "--port", str(port.port), "--bind", "127.0.0.1", "--dir", str(log_dir)),
-        *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
-    ]
-    probe = functools.partial(probes.redis_ready, "127.0.0.1", port.port)
-    return _spec("valkey", argv, "store", port.address, probe, log_dir, None, STORE)
+def _baton(command: str, settings: Mapping[str, object]) -> list[str]:
+    flags = command_line(Settings.of_command[command], settings)
+    return [sys.executable, "-P", "-m", "cli", command, *flags]
 
 
-def _spec(
-    name: str,
-    argv: Sequence[str],
-    role: str,
-    address: str,
-    probe: Probe,
-    log_dir: Path,
-    env: Mapping[str, str] | None,
-    stages: tuple[int, int],
-) -> ServiceSpec:
-    process = ChildProcess(name, argv, log=log_dir / f"{name}.log", env=env)
-    start, stop = stages
-    return ServiceSpec(process=process, role=role, address=address, probe=probe, start_stage=start, stop_stage=stop)
-
-
-def _draft(model: str | None) -> dict[str, str]:
-    return {} if model is None else {"speculation-model": str(expected_model_path(model))}
-
-
-def _default_port(leases: list[PortLease], say: Callable[[str], None]) -> PortLease:
+def _default_port(say: Callable[[str], None]) -> PortLease:
     """A lease of the default port, or of the next free one if it is in use."""
     for port in range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED):
-        try:
-            leases.append(PortLease(port))
-        except ConfigError:
-            continue
-        if port != DEFAULT_PORT:
-            say(f"port {DEFAULT_PORT} is in use, using {port}")
-        return leases[-1]
+        with contextlib.suppress(ConfigError):
+            lease = PortLease(port)
+            if port != DEFAULT_PORT:
+                say(f"port {DEFAULT_PORT} is in use, using {port}")
+            return lease
     raise ConfigError(f"port: {DEFAULT_PORT} to {DEFAULT_PORT + PORTS_TRIED - 1} are in use", field="port")
 
 
-def _processes(config: UpConfig) -> int:
-    """Number of computing processes: the ranks of all pods."""
-    return (config.prefill + config.decode) * config.tensor_parallel_size
-
-
-def _threads_each(processes: int) -> int:
+def _threads_each(config: UpConfig) -> int:
+    """The threads of each computing process: a rank of a pod."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // processes)
+    return max(1, cores // ((config.prefill + config.decode) * config.tensor_parallel_size))
 
 
 def _child_env(env: Mapping[str, str], secret: str) -> dict[str, str]:
     """The environment without settings of one process, plus the secret, which `ps` does not show in the environment."""
-    drop = {f"BATON_{name}" for name in _OF_ONE}
+    per_process = [s.name for cls in Settings.of_command.values() for s in declared(cls).values() if s.per_process]
+    drop = {"BATON_CONFIG", *(spelt(name, ENVIRONMENT) for name in per_process)}
     return {k: v for k, v in env.items() if k not in drop} | {"BATON_SECRET": secret, "PYTHONUNBUFFERED": "1"}

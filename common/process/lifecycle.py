@@ -1,4 +1,4 @@
-"""States of a process, signals, and the death with its parent.
+"""States of a process, and its signals.
 
     starting --> ready --> draining --> stopped
 
@@ -9,12 +9,10 @@ code 128 + the signal's number. The owner calls ready() when it serves, awaits w
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import enum
 import logging
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,7 +20,6 @@ from types import FrameType
 
 _log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -102,21 +99,6 @@ class Lifecycle:
     async def wait_stopped(self) -> None:
         """Returns after the drain."""
         await self._stopped.wait()
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Asks the kernel to SIGKILL this process when the *thread* that forked it ends. Linux only; else no effect.
-
-    `parent` is the pid of the parent as the parent passed it on. If the parent died before this call, the kernel sends
-    no signal, so the process exits at once with code 1.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 def host_boot_id() -> str:

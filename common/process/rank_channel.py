@@ -45,8 +45,7 @@ class RankMessage:
     """One message."""
 
     kind: str
-    #: JSON values.
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any]  # JSON values.
     payload: bytes
 
 

@@ -29,13 +29,10 @@ _SENTINEL = ("sentinel_username", "sentinel_password")
 class TlsOptions:
     """TLS settings of a connection. Files are PEM."""
 
-    #: Certificate authorities; None: the system's authorities.
-    ca: str | None = None
-    #: The client's certificate and key.
-    certificate: str | None = None
+    ca: str | None = None  # Certificate authorities; None: the system's authorities.
+    certificate: str | None = None  # The client's certificate and key.
     key: str | None = None
-    #: Verify the server's certificate.
-    verify: bool = True
+    verify: bool = True  # Verify the server's certificate.
     check_hostname: bool = True
 
 
@@ -45,15 +42,13 @@ class RedisUrl:
 
     #: (host, port): one of a plain server, several of sentinels or a cluster, none for a socket.
     nodes: tuple[tuple[str, int], ...] = ()
-    #: Path of a Unix socket; otherwise empty.
-    path: str = ""
+    path: str = ""  # Path of a Unix socket; otherwise empty.
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     db: int = 0
     tls: TlsOptions | None = None
     cluster: bool = False
-    #: Name of the primary at the sentinels; empty without sentinels.
-    service: str = ""
+    service: str = ""  # Name of the primary at the sentinels; empty without sentinels.
     sentinel_username: str | None = None
     sentinel_password: str | None = field(default=None, repr=False)
 

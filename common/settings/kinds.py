@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from common.redis.url import SCHEMES, RedisUrl
@@ -17,33 +17,42 @@ TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
 #: Names of gateway/text/reasoning.py.
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
 
-_UNITS = {"": 1, "B": 1, **{f"{p}{s}": 1024**i for i, p in enumerate("KMGT", 1) for s in ("", "iB")}}
-_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-_UNITS_FOLDED = {unit.lower(): n for unit, n in _UNITS.items()}
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+#: Bytes of each unit, in lower case: 1024**i for K and KiB, 1000**i for KB.
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS |= {_prefix: 1024**_power, f"{_prefix}ib": 1024**_power, f"{_prefix}b": 1000**_power}
 
 
-@dataclass(frozen=True)
+def as_text(value: object) -> str:
+    """Returns the text from which a kind parses this value."""
+    return "" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
 class SettingKind:
     """The values that a setting accepts."""
 
-    #: Description of a valid value, for error messages: "expected ...".
-    expected: str
+    expected: str  # Description of a valid value, for error messages: "expected ...".
     #: Turns text or a TOML value into the setting's value; a valid value stays as it is. Raises ValueError.
     parse: Callable[[object], Any]
-    #: Values are not printed.
-    secret: bool = False
+    secret: bool = False  # Values are not printed.
+    shape: type = object  # bool for a switch, tuple for a list, object for a single value.
+    metavar: str = ""  # Stands for a value in a help text; empty: see Setting.metavar.
+    show: Callable[[Any], str] = as_text  # Writes a default in a help text.
 
 
-def integer(low: int, high: int) -> SettingKind:
+def integer(low: int, high: int | None = None) -> SettingKind:
     """Returns the kind of a decimal integer, both limits included."""
 
     def parse(raw: object) -> int:
         value = int(raw, 10) if isinstance(raw, str) else raw
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
             raise ValueError
         return value
 
-    return SettingKind(f"an integer from {low} to {high}", parse)
+    expected = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    return SettingKind(expected, parse, metavar="N")
 
 
 def size(low: int) -> SettingKind:
@@ -52,57 +61,56 @@ def size(low: int) -> SettingKind:
     def parse(raw: object) -> int:
         if isinstance(raw, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", raw)
-            if match is None or match[2].lower() not in _UNITS_FOLDED:
+            if match is None or match[2].lower() not in _UNITS:
                 raise ValueError
-            raw = int(float(match[1]) * _UNITS_FOLDED[match[2].lower()])
+            raw = int(float(match[1]) * _UNITS[match[2].lower()])
         if not isinstance(raw, int) or isinstance(raw, bool) or raw < low:
             raise ValueError
         return raw
 
-    return SettingKind(f"a size of at least {low} bytes, like 512M or 1GiB", parse)
+    expected = f"a size of at least {low} bytes, like 512M or 1GiB"
+    return SettingKind(expected, parse, metavar="SIZE", show=lambda value: f"{value >> 20}MiB")
+
+
+def number(expected: str, accepts: Callable[[float], bool]) -> SettingKind:
+    """Returns the kind of a float. NaN must fail `accepts`."""
+
+    def parse(raw: object) -> float:
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float) or not accepts(value := float(raw)):
+            raise ValueError
+        return value
+
+    return SettingKind(expected, parse, metavar="X", show="{:g}".format)
 
 
 def seconds(low: float, high: float) -> SettingKind:
-    def parse(raw: object) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+    return replace(number(f"seconds from {low:g} to {high:g}", lambda value: low <= value <= high), metavar="N")
+
+
+def parsed_text(expected: str, parse: Callable[[str], Any], metavar: str = "", *, secret: bool = False) -> SettingKind:
+    """Returns the kind of text that `parse` accepts."""
+
+    def check(raw: object) -> Any:
+        if not isinstance(raw, str):
             raise ValueError
-        value = float(raw)
-        if not math.isfinite(value) or not low <= value <= high:
-            raise ValueError
-        return value
+        return parse(raw)
 
-    return SettingKind(f"seconds from {low:g} to {high:g}", parse)
+    return SettingKind(expected, check, secret, metavar=metavar)
 
 
-def fraction(low: float, high: float) -> SettingKind:
-    """Returns the kind of a number above `low`, up to and including `high`."""
-
-    def parse(raw: object) -> float:
-        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-            raise ValueError
-        value = float(raw)
-        if not low < value <= high:
-            raise ValueError
-        return value
-
-    return SettingKind(f"a number over {low:g} and at most {high:g}", parse)
-
-
-def _parse_share(raw: object) -> float:
-    if isinstance(raw, bool) or not isinstance(raw, str | int | float) or not 0 <= float(raw) <= 1:
-        raise ValueError
-    return float(raw)
-
-
-def text(expected: str, pattern: str, *, secret: bool = False) -> SettingKind:
+def text(expected: str, pattern: str, metavar: str = "", *, secret: bool = False) -> SettingKind:
     """Returns the kind of text that matches the whole pattern."""
 
-    def parse(raw: object) -> str:
-        if not isinstance(raw, str) or re.fullmatch(pattern, raw, re.DOTALL) is None:
+    def match(raw: str) -> str:
+        if re.fullmatch(pattern, raw, re.DOTALL) is None:
             raise ValueError
         return raw
 
-    return SettingKind(expected, parse, secret)
+    return parsed_text(expected, match, metavar, secret=secret)
+
+
+def choice(*names: str) -> SettingKind:
+    return parsed_text("one of " + ", ".join(names), lambda raw: names[names.index(raw)])  # index raises ValueError
 
 
 def optional(kind: SettingKind) -> SettingKind:
@@ -111,7 +119,7 @@ def optional(kind: SettingKind) -> SettingKind:
     def parse(raw: object) -> Any:
         return None if raw is None or raw == "" else kind.parse(raw)
 
-    return SettingKind(f"{kind.expected}, or nothing", parse, kind.secret)
+    return replace(kind, expected=f"{kind.expected}, or nothing", parse=parse)
 
 
 def tuple_of(kind: SettingKind) -> SettingKind:
@@ -124,16 +132,9 @@ def tuple_of(kind: SettingKind) -> SettingKind:
             raise ValueError
         return tuple(kind.parse(item) for item in raw)
 
-    return SettingKind(f"a comma-separated list, each {kind.expected}", parse)
-
-
-def choice(*names: str) -> SettingKind:
-    def parse(raw: object) -> str:
-        if not isinstance(raw, str) or raw not in names:
-            raise ValueError
-        return raw
-
-    return SettingKind("one of " + ", ".join(names), parse)
+    return SettingKind(
+        f"a comma-separated list, each {kind.expected}", parse, shape=tuple, metavar=f"{kind.metavar},.."
+    )
 
 
 def _parse_bool(raw: object) -> bool:
@@ -144,66 +145,41 @@ def _parse_bool(raw: object) -> bool:
     return _BOOLS[raw.lower()]
 
 
-def _parse_role(raw: object) -> Role:
-    if not isinstance(raw, str):
-        raise ValueError
-    return Role(raw)
-
-
-_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-BOOL = SettingKind("true or false", _parse_bool)
-ROLE = SettingKind("one of prefill, decode, both", _parse_role)
-PORT = integer(0, 65535)
-HOST = text("a host name or IP address", r"[^\s/]+")
-ADDRESS = text("host:port", r"[^\s/]+:\d{1,5}")
-
-
-def _parse_redis(raw: object) -> str:
-    if not isinstance(raw, str) or not raw.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
+def _parse_redis(raw: str) -> str:
+    if not raw.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)):
         raise ValueError
     RedisUrl.parse(raw)
     return raw
 
 
-def _parse_traces(raw: object) -> str:
-    if not isinstance(raw, str):
+def _parse_directory(raw: object) -> str | Path:
+    if not isinstance(raw, str | Path) or not str(raw):
         raise ValueError
-    return parse_trace_target(raw)
+    return raw
 
 
-REDIS = optional(SettingKind(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis))
+BOOL = SettingKind("true or false", _parse_bool, shape=bool, show=lambda _: "on")
+ROLE = parsed_text("one of prefill, decode, both", Role)
+PORT = integer(0, 65535)
+HOST = text("a host name or IP address", r"[^\s/]+")
+ADDRESS = text("host:port", r"[^\s/]+:\d{1,5}", "HOST:PORT")
+REDIS = parsed_text(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis, "URL")
 NAME = text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-MODEL = text("a directory or a known model's name", r".+")
-NAMED_MODEL = text("NAME=DIR, a served name and a directory or a known model's name", r"[^=,/\s][^=,]*=.+")
-ALIAS = text("NAME=MODEL, another name and that of a served model", r"[^=,\s][^=,]*=[^=,]+")
-API_KEYS = tuple_of(text("a file of API keys, or redis", r".+"))
+MODEL = text("a directory or a known model's name", r".+", "NAME|DIR")
+#: Like MODEL. Python code may also give a Path.
+MODEL_PATH = SettingKind(MODEL.expected, _parse_directory, metavar="DIR")
+NAMED_MODEL = text("NAME=DIR, a served name and a directory or a known model's name", r"[^=,/\s][^=,]*=.+", "NAME=DIR")
+ALIAS = text("NAME=MODEL, another name and that of a served model", r"[^=,\s][^=,]*=[^=,]+", "NAME=MODEL")
+SERVICE = text("the name of a Kubernetes Service", r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "NAME")
 SECRET = text("at least 8 characters", r".{8,}", secret=True)
 DEVICE = text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
-DTYPE = choice("auto", "float32", "bfloat16")
-KV_DTYPE = choice("auto", "fp8_e4m3")
-SPECULATION = choice("none", "ngram", "suffix", "draft_model", "eagle")
-DRAFT_TOKENS = integer(1, 7)
-ACCEPTANCE = choice("coupled", "rejection")
-LOAD_FORMAT = choice("auto", "dummy")
-LOCAL_PREFILL = text("off, auto or a number of tokens", r"off|auto|\d{1,8}")
-PULL = choice("off", "push")
-SEED = integer(0, (1 << 31) - 1)
-MODEL_LEN = integer(0, 1 << 24)
-DISCOVERY = choice("index", "k8s")
-SERVICES = tuple_of(text("the name of a Kubernetes Service", r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"))
-TOOL_PARSER = choice(*TOOL_PARSERS)
-REASONING_PARSER = choice(*REASONING_PARSERS)
-LOG_LEVEL = choice("debug", "info", "warning", "error")
-LOG_FORMAT = choice("auto", "json", "text")
-TRACE_TARGET = optional(
-    SettingKind("otlp, http://HOST:PORT or grpc://HOST:PORT of a collector, or file:PATH", _parse_traces)
+LOCAL_PREFILL = text("off, auto or a number of tokens", r"off|auto|\d{1,8}", "N")
+TRACES = parsed_text(
+    "otlp, http://HOST:PORT or grpc://HOST:PORT of a collector, or file:PATH", parse_trace_target, "TARGET"
 )
-RATIO = SettingKind("a number from 0 to 1", _parse_share)
-DRAIN = seconds(0, 3600)
-THREADS = integer(0, 1024)
-BLOCK_SIZE = integer(1, 256)
-GPU_SHARE = fraction(0, 1)
+SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+GPU_SHARE = number("a number over 0 and at most 1", lambda value: 0 < value <= 1)
 TOKEN_COUNT = integer(0, 1 << 20)
-NET_DEVICES = text("network devices as UCX names them, like mlx5_0:1", r"[^\s]+")
 RANK_COUNT = integer(1, 1024)
-CPUS = text("CPU numbers, like 0-15,32-47", r"\d+(-\d+)?(,\d+(-\d+)?)*")
+NET_DEVICES = text("network devices as UCX names them, like mlx5_0:1", r"[^\s]+", "NAME:PORT")
+CPUS = text("CPU numbers, like 0-15,32-47", r"\d+(-\d+)?(,\d+(-\d+)?)*", "N-M,..")

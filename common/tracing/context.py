@@ -15,14 +15,10 @@ _MAX_STATE = 512
 class TraceContext:
     """One span within a trace, as processes pass it on."""
 
-    #: 32 hex digits.
-    trace_id: str
-    #: 16 hex digits.
-    span_id: str
-    #: Every process on the request's way records its spans.
-    sampled: bool
-    #: The tracestate header, passed on unchanged.
-    state: str = ""
+    trace_id: str  # 32 hex digits.
+    span_id: str  # 16 hex digits.
+    sampled: bool  # Every process on the request's way records its spans.
+    state: str = ""  # The tracestate header, passed on unchanged.
 
     @classmethod
     def parse(cls, traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:

@@ -118,7 +118,7 @@ def test_a_rank_with_another_model_is_reported(model_dir: Path, monkeypatch: pyt
     ("changed", "field", "words"),
     [
         ({"tensor_parallel_size": 3}, "tensor_parallel_size", "num_key_value_heads, 2"),
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size", "at least 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size", "from 1 to 1024"),
         ({"tensor_parallel_nodes": 3}, "tensor_parallel_nodes", "does not divide"),
         ({"tensor_parallel_nodes": 2}, "tensor_parallel_master", "address of rank 0"),
         ({"tensor_parallel_nodes": 2, "tensor_parallel_master": "x:1"}, "tensor_parallel_nodes", "only pods"),

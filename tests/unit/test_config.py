@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from cli.settings_page import PAGE, with_table
 from common.errors import ConfigError
 from common.settings.configs import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
+from common.settings.table import current_names, declared
 from common.types import Role
+from engine.config import EngineConfig
 
 
 def pod(env: Mapping[str, str] | None = None, file: Path | None = None, **flags: object) -> PodConfig:
@@ -148,8 +151,56 @@ def test_unknown_keys_are_errors_wherever_they_come_from(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"^BATON_BLOCKSIZE: .*; did you mean BATON_BLOCK_SIZE\?$"):
         pod({"BATON_BLOCKSIZE": "8"})
     file.write_text("elsewhere = 8\n")
-    with pytest.raises(ConfigError, match=r"^elsewhere: .*; known: role, model, "):
+    with pytest.raises(ConfigError, match=r"^elsewhere: .*; known: role, name, "):
         pod(file=file)
+
+
+@pytest.mark.parametrize(
+    ("former", "value", "present"),
+    [
+        ("token_budget", 128, "chunk_tokens"),
+        ("mixed_tokens", 32, "local_chunk_tokens"),
+        ("local_prefill_tokens", "40", "local_prefill"),
+    ],
+)
+def test_a_former_name_works_with_a_warning_that_names_the_present_one(
+    former: str, value: object, present: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(f"{former} = {value!r}\n")
+    variable, flag = f"BATON_{former.upper()}", f"--{former.replace('_', '-')}"
+    for load, name in (
+        (lambda: pod(**{former: value}), f"{flag} is now --{present.replace('_', '-')}"),
+        (lambda: pod({variable: str(value)}), f"{variable} is now BATON_{present.upper()}"),
+        (lambda: pod(file=file), f"{former} is now {present}"),
+    ):
+        assert getattr(load(), present) == value
+        assert name in caplog.text
+        caplog.clear()
+    assert current_names(PodConfig, {former: value, present: 7}) == {present: 7}
+
+
+def test_a_setting_without_effect_and_a_former_value_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    env = {"BATON_ROUTING_POLICY": "least_loaded"}
+    assert GatewayConfig.load(file=None, env=env, flags={}) == GatewayConfig()
+    assert "BATON_ROUTING_POLICY has no effect: the gateway always routes by cost" in caplog.text
+    assert pod(env) == pod()  # a pod of the same stack
+    assert pod({"BATON_PULL": "read"}).pull == "push"
+    assert "BATON_PULL: 'read' is now 'push'" in caplog.text
+
+
+def test_an_engine_is_a_pod_with_more_settings() -> None:
+    pod_settings, engine_settings = declared(PodConfig), declared(EngineConfig)
+    for name in engine_settings.keys() & pod_settings.keys():
+        assert engine_settings[name] == pod_settings[name]
+    assert engine_settings.keys() - pod_settings.keys() == {"num_blocks", "prompt_step_tokens"}
+    assert current_names(EngineConfig, {"prompt_budget": 64}) == {"prompt_step_tokens": 64}
+
+
+def test_the_page_of_settings_is_current() -> None:
+    """`python -m cli.settings_page` writes it."""
+    page = PAGE.read_text("utf-8")
+    assert page == with_table(page)
 
 
 def test_variables_of_other_settings_classes_are_ignored() -> None:

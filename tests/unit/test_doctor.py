@@ -71,5 +71,5 @@ async def test_tcp_between_processes_of_one_host_is_a_warning_unless_it_was_requ
 
 async def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "memory_usage", lambda: MemoryUsage(used=0, limit=4 << 30, free=1 << 30))
-    finding = await doctor._check_memory()
+    finding = doctor._check_memory()
     assert (finding.level, finding.detail.partition(",")[0]) == (Level.WARN, "1.0 of 4.0 GiB memory free")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, Field, fields
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 
 from cli.app import app, main
 from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.table import Setting, declared, former_names
 
 
 def _paths(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -33,7 +33,8 @@ def test_help_is_not_cut_on_a_narrow_terminal(path: tuple[str, ...]) -> None:
     command: Any = typer.main.get_command(app)
     for name in path:
         command = command.commands[name]
-    names = {name for param in command.params for name in (*param.opts, *param.secondary_opts) if name[0] == "-"}
+    params = [param for param in command.params if not getattr(param, "hidden", False)]
+    names = {name for param in params for name in (*param.opts, *param.secondary_opts) if name[0] == "-"}
     assert not {name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", shown)}
     assert not re.search(r"…|\w\.\.\.$", shown, re.MULTILINE)
 
@@ -57,12 +58,12 @@ def test_version_is_a_command_and_a_flag() -> None:
 COMMANDS = {"up": UpConfig, "serve": PodConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 
 
-def _named(setting: Field[Any], words: str) -> list[Any]:
+def _named(setting: Setting, words: str) -> list[Any]:
     """The defaults in a help text that are valid values of the setting."""
     found = []
     for word in re.findall(r"default:? ([^\s);]+)", words) + re.findall(r"(\S+) \((?:the )?default\b", words):
         try:
-            found.append(setting.metadata["kind"].parse(word.rstrip(".,;)")))
+            found.append(setting.kind.parse(word.rstrip(".,;)")))
         except ValueError:
             continue  # "the model's own", "any free one"
     return found
@@ -70,14 +71,35 @@ def _named(setting: Field[Any], words: str) -> list[Any]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_defaults_in_help_texts_are_those_of_the_settings(command: str) -> None:
-    settings = {f.name: f for f in fields(COMMANDS[command])}
+    settings = declared(COMMANDS[command])
     options = {p.name: p.help or "" for p in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]
     wrong = {}
     for name, words in options.items():
         setting = settings.get(name)
         # What is 0, None or a switch means something automatic, which only words can say.
-        if setting is None or setting.default in (MISSING, None) or not setting.default or setting.default is True:
+        if setting is None or not setting.default or setting.default is True:
             continue
         if setting.default not in (named := _named(setting, words)):
             wrong[name] = (words, setting.default, named)
     assert not wrong
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_setting_is_an_option_and_every_former_name_a_hidden_one(command: str) -> None:
+    params = {p.name: p for p in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]
+    cls = COMMANDS[command]
+    assert {s.name for s in declared(cls).values() if s.flag} <= params.keys()
+    assert all(params[name].hidden for name in former_names(cls))
+
+
+def test_the_flag_of_a_former_setting_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr("cli.service.run", lambda settings, _: loaded.append(settings))
+    for argv in (
+        ["gateway", "--routing-policy", "round_robin", "--alias", "a=m", "--alias", "b=m", "--no-open-metrics"],
+        ["serve", "--role", "both", "--token-budget", "64", "--no-cuda-graphs", "--allow-tcp"],
+    ):
+        assert CliRunner().invoke(app, argv, catch_exceptions=False).exit_code == 0
+    gateway, pod = loaded
+    assert (gateway.aliases(), gateway.open_metrics) == ({"a": "m", "b": "m"}, False)
+    assert (pod.chunk_tokens, pod.cuda_graphs, pod.allow_tcp, pod.overlap) == (64, False, True, None)

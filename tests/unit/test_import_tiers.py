@@ -37,6 +37,7 @@ PACKAGES: dict[str, set[str]] = {
     "simulator": {"common", "engine", "prefix_index", "gateway", "loadtest"},
 }
 PACKAGES["cli"] = set(PACKAGES)
+PACKAGES["baton"] = {"common", "engine"}  # the import name for users; no package imports it
 
 #: The rooms of a package, lowest first. A module may import its own line and the lines before it.
 ROOMS = {
@@ -70,7 +71,16 @@ ROOMS = {
         "runtime",
     ],
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "progress sweep", "__main__"],
-    "cli": ["exits gpus options probes", "service", "demo", "stack batch", "doctor", "commands", "app", "__main__"],
+    "cli": [
+        "exits gpus options probes settings_page",
+        "service",
+        "demo",
+        "stack batch",
+        "doctor",
+        "commands",
+        "app",
+        "__main__",
+    ],
     "engine": [
         "config device cuda_graphs progress",
         "kv",
@@ -245,6 +255,7 @@ FORBIDDEN_LIBRARIES = {
     "loadtest": ML | NIXL | {"redis", "fastapi", "uvicorn"},
     "simulator": ML | NIXL | {"grpc", "fastapi", "uvicorn"},
     "cli": ML | NIXL,
+    "baton": ML | NIXL | NETWORK,
 }
 
 #: Modules that load on machines with a CUDA device only; all others load without triton.

@@ -121,7 +121,7 @@ async def test_a_drain_that_fails_or_hangs_still_ends(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_a_child_dies_with_its_killed_parent() -> None:
-    child = "import os, sys, time; from common.process.lifecycle import die_with_parent; "
+    child = "import os, sys, time; from common.process.tether import die_with_parent; "
     child += "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); time.sleep(60)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -135,7 +135,7 @@ def test_a_child_dies_with_its_killed_parent() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_a_child_of_a_dead_parent_ends() -> None:
-    code = "from common.process.lifecycle import die_with_parent; die_with_parent(999999999)"
+    code = "from common.process.tether import die_with_parent; die_with_parent(999999999)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False).returncode == 1
 
 

@@ -16,6 +16,7 @@ from cli.stack.process import PortLease
 from cli.stack.stack import Stack
 from common.errors import ConfigError
 from common.settings.configs import UpConfig
+from common.settings.table import declared
 from common.telemetry import MemoryUsage
 
 REDIS = "redis://127.0.0.1:6379/0"
@@ -98,6 +99,27 @@ def test_settings_reach_the_processes() -> None:
         assert {"--served-name=my model", "--drain-s=7.0"} <= set(gateway)
         assert all("--drain-s=7.0" in argv for argv in pods)
         assert not any(flag.startswith("--name") for argv in pods for flag in argv)  # another stack may share the Redis
+
+
+def test_every_setting_that_a_stack_shares_with_its_processes_reaches_them() -> None:
+    other: dict[str, object] = {"speculation": "eagle", "speculation_model": "head", "device": "cpu", "pull": "off"}
+    other |= {"dtype": "float32", "kv_dtype": "fp8_e4m3", "load_format": "dummy", "speculation_accept": "rejection"}
+    other |= {"log_level": "debug", "log_format": "json", "traces": "otlp", "trace_sample": 0.5, "allow_tcp": True}
+    other |= {"tool_parser": "hermes", "reasoning_parser": "think", "api_keys": "keys.toml", "redis": REDIS}
+    with planned({"port": 0, **other}) as stack:
+        commands = {spec.name: list(spec.process.argv[5:]) for spec in stack.specs}
+    plain = UpConfig(redis=REDIS)
+    for name, command in (("prefill-0", "serve"), ("decode-0", "serve"), ("gateway", "gateway")):
+        loaded = UpConfig.of_command[command].load(file=None, env={}, flags=_flags(commands[name]))
+        for setting in other.keys() & declared(type(loaded)).keys() - {"speculation_model"}:
+            expected = getattr(UpConfig.load(file=None, env={}, flags=other), setting)
+            assert getattr(loaded, setting) == expected, (name, setting)
+            assert setting == "redis" or expected != getattr(plain, setting)
+
+
+def _flags(argv: Sequence[str]) -> dict[str, object]:
+    pairs = [word.removeprefix("--").partition("=") for word in argv]
+    return {name.replace("-", "_"): value if equals else True for name, equals, value in pairs}
 
 
 GPUS = [Gpu("GPU-a", "H100", "0-3"), Gpu("GPU-b", "H100", "4-7")]

@@ -2,5 +2,5 @@
 
 To add a tool format: write a class with the protocol `ToolFormat` (format.py) in a new file, return it from
 `choose_tool_format` and recognise its models in `_guess` (choose.py). Then add its name to TOOL_PARSERS
-(common/settings/kinds.py), to the help text of --tool-parser (cli/options.py) and to the table in docs/api.md.
+(common/settings/kinds.py) and to the table in docs/api.md.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from common.process.lifecycle import die_with_parent
+from common.process.tether import die_with_parent
 from common.types import Role
 from tests.rigs.pods.fake_pods import FakeCluster
 

@@ -12,7 +12,8 @@ from typing import Any
 from common.auth import Signer
 from common.errors import BatonError
 from common.pb import transfer_pb2, transfer_pb2_grpc
-from common.process.lifecycle import die_with_parent, host_boot_id
+from common.process.lifecycle import host_boot_id
+from common.process.tether import die_with_parent
 from common.rpc import RpcServer
 from common.types import KvTarget, Role, TransferId
 from common.wire import layout_to_pb, role_to_pb
