@@ -4,14 +4,14 @@
     local prefill:                                                   RUNNING --last token--> ENDED
     any state --abort, failure, deadline--> ENDED
 
-The hand-off owns the lease until the engine gets its sequences; then the engine owns it. The call that moves the state
-to ENDED decides, under the lock, which end the gateway receives. Everything later is dropped. The hand-off is
-drained once the engine holds nothing for the request.
+The hand-off owns the reservation until the engine gets its sequences; then the engine owns the lease. The call that
+moves the state to ENDED decides, under the lock, which end the gateway receives. Everything later is dropped. The
+hand-off is drained once the engine holds nothing for the request.
 
 Each of a request's n sequences (children) ends by itself. The request ends with the last of them, or with an error of
 any. After a remote prefill the sequences fork from the lease, and each takes one of the spare blocks behind the prompt.
 
-Callers: the event loop; the transfer thread (on_transfer_ready, on_transfer_failed); the engine thread (on_refused).
+Callers: the event loop; the transfer thread (_on_transfer_ready, _on_transfer_failed); the engine thread (_on_refused).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import logging
 import threading
 import time
 from collections import abc
+from contextlib import ExitStack
 from typing import Any
 
 from common.block_hash import BlockHasher
-from common.errors import BatonError, DeadlineExceeded, TransferFailed
+from common.errors import BatonError, DeadlineExceeded, InternalError, TransferFailed
 from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
 from common.tracing.context import TraceContext
-from common.types import KvTarget, TransferId, ValidRequest
+from common.types import KvTarget, ValidRequest
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
+from decode_service.admission import Admitted
 from decode_service.token_stream import TokenStream
 from engine.kv.blocks import Lease
 from engine.schedule.outputs import SequenceOutput
@@ -51,10 +53,9 @@ class HandOffState(enum.Enum):
 
 
 class DecodeHandOff:
-    """One decode request. Build it on the event loop and call `start_remote` or `start_local` once.
+    """One decode request. Build it on the event loop and call `start` once.
 
-    lease: blocks for the prompt; None where the scheduler leases them when it admits the prompt.
-    hashes: of the prompt's leading full blocks, as far as they are known.
+    reservation: releases the lease. The hand-off takes it over, and closes it unless the engine gets the lease.
     """
 
     def __init__(
@@ -62,44 +63,35 @@ class DecodeHandOff:
         pod: PodRuntime,
         request: ValidRequest,
         stream: TokenStream,
-        lease: Lease | None,
+        admitted: Admitted,
+        reservation: ExitStack,
         deadline_s: float,
         *,
-        hashes: abc.Sequence[bytes] = (),
         grammar: CompiledGrammar | None = None,
         caller_span: TraceContext | None = None,
     ) -> None:
         self.request = request
         self.stream = stream
-        self.lease = lease
-        #: The caller's span, if the request is traced.
-        self.caller_span = caller_span
+        self.caller_span = caller_span  # The caller's span, if the request is traced
         self.seqs: tuple[Sequence, ...] = ()
         self.arrived_at = time.monotonic()
         self.reserved_at: float | None = None
         self.running_since: float | None = None
-        #: This pod computes the prompt.
-        self.local = lease is None
+        self.local = admitted.decision.local  # This pod computes the prompt
         self._pod = pod
+        self._lease = admitted.lease
         self._deadline_s = deadline_s
-        self._hashes = hashes
+        self._hashes = admitted.hashes  # Hashes of the prompt's leading full blocks, as far as they are known
         self._grammar = grammar
         self._aio = asyncio.get_running_loop()
         self._timer = self._aio.call_later(deadline_s, self.fail, DeadlineExceeded("the request's deadline passed"))
         self._drained = asyncio.Event()
         self._lock = threading.RLock()
         self._state = HandOffState.RESERVED
-        #: The first output of a local prefill is still to come.
-        self._first_output = False
-        self._transfer_id: TransferId | None = None
-        #: Children that have ended for the gateway.
-        self._ended_children: set[int] = set()
-        #: Children that the engine holds something for.
-        self._in_engine = 0
-
-    @property
-    def state(self) -> HandOffState:
-        return self._state
+        self._first_output = self.local  # The first output of a local prefill is still to come
+        self._ended_children: set[int] = set()  # Children that have ended for the gateway
+        self._in_engine = 0  # Children that the engine holds something for
+        self._reservation = reservation.pop_all()  # Ends what the reservation holds
 
     @property
     def num_sequences(self) -> int:
@@ -114,78 +106,78 @@ class DecodeHandOff:
         length = self.request.context_len
         return sum(length - seq.computed for seq in self.seqs if seq.finish_reason is None and seq.computed < length)
 
-    def start_remote(self) -> KvTarget:
-        """Expects the KV of the uncached blocks from a prefill pod. Returns the blocks that it is written to."""
-        pod, lease = self._pod, self.lease
-        assert lease is not None
+    def start(self) -> KvTarget | None:
+        """Gives a local prompt to the engine, or expects the KV of a remote one.
+
+        Returns the blocks to which a prefill pod writes the KV; None for a local prompt.
+        """
+        self.reserved_at = time.monotonic()
+        with self._lock:
+            if not self.local:
+                return self._expect_kv()
+            self._run([self._local_sequence()])
+        return None
+
+    def _expect_kv(self) -> KvTarget:
+        """Expects the KV of the uncached blocks from a prefill pod."""
+        pod, lease, node = self._pod, self._lease, self._pod.transfer_node
+        assert lease is not None, "a remote prompt has a lease"
         first = lease.cached_blocks
         blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.context_len)])
-        with self._lock:
-            pin = lease.pin_for_write(first, len(blocks))
-            try:
-                self._transfer_id = pod.transfer_node.expect_transfer(
-                    request_id=self.request.request_id,
-                    first_block=first,
-                    blocks=blocks,
-                    pin=pin,
-                    deadline_s=self._deadline_s,
-                    on_ready=self.on_transfer_ready,
-                    on_failed=self.on_transfer_failed,
-                )
-            except BaseException:
-                pin.release()
-                raise
-        self.reserved_at = time.monotonic()
-        return KvTarget(self._transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
+        transfer_id = node.expect_transfer(
+            request_id=self.request.request_id,
+            first_block=first,
+            blocks=blocks,
+            pin=lease.pin_for_write(first, len(blocks)),
+            deadline_s=self._deadline_s,
+            on_ready=self._on_transfer_ready,
+            on_failed=self._on_transfer_failed,
+        )
+        self._reservation.callback(node.release, transfer_id)
+        return KvTarget(transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
 
-    def start_local(self) -> None:
-        """Gives the prompt and the lease to the engine, which computes the uncached tokens.
+    def _local_sequence(self) -> Sequence:
+        """Returns the sequence whose uncached tokens the engine computes.
 
         One spare block goes with the lease, because a sequence has at most the blocks of its context and one more. The
         other children fork in the engine, which gives them their blocks.
         """
-        self.reserved_at = time.monotonic()
-        engine, lease = self._pod.engine, self.lease
-        computed = 0
+        lease, layout, computed = self._lease, self._pod.engine.layout, 0
         if lease is not None:
-            computed = lease.cached_blocks * engine.layout.block_size
-            lease.trim(min(len(lease.blocks), engine.layout.blocks_for(self.request.context_len) + 1))
-        with self._lock:
-            self._first_output = True
-            self._run([self._sequence(lease=lease, computed=computed, child=self.request.child)])
+            computed = lease.cached_blocks * layout.block_size
+            lease.trim(min(len(lease.blocks), layout.blocks_for(self.request.context_len) + 1))
+        return self._sequence(lease=lease, computed=computed, child=self.request.child)
 
-    def on_transfer_ready(self, commit: Commit) -> None:
+    def _on_transfer_ready(self, commit: Commit) -> None:
         """Adds the sequences that go on to the batch: every block and the first tokens arrived. Transfer thread."""
         with self._lock:
             if self._state is not HandOffState.RESERVED:
                 return
-            assert self.lease is not None
+            assert self._lease is not None, "a remote prompt has a lease"
             children, vocab_size = self.request.child_indices, self._pod.engine.vocab_size
             tokens, n = commit.first_tokens, len(children)
             if len(tokens) != n or not all(0 <= token < vocab_size for token in tokens):
-                self.on_transfer_failed(
+                self._on_transfer_failed(
                     TransferFailed(
                         f"the commit has first tokens {list(tokens)}; expected {n} token ids below {vocab_size}"
                     )
                 )
                 return
-            self._publish(self.lease)
+            self._publish(self._lease)
             ends = zip(children, commit.finish_reasons, strict=False)
             self._ended_children |= {child for child, finish in ends if finish is not None}
             firsts = {
                 child: token for child, token in zip(children, tokens, strict=True) if child not in self._ended_children
             }
-            if firsts:
-                try:
-                    seqs = self._fork(self.lease, firsts)
-                except BatonError as error:  # the grammar does not allow a first token
-                    self.on_transfer_failed(error)
-                    return
-                self._run(seqs)
+            if not firsts:
+                self.close()
                 return
-            self._state = HandOffState.ENDED
-            self.lease.finish("finished at its first token")
-        self._set_drained()
+            try:
+                seqs = self._fork(self._lease, firsts)
+            except BatonError as error:  # the grammar does not allow a first token
+                self._on_transfer_failed(error)
+            else:
+                self._run(seqs)
 
     def _fork(self, lease: Lease, firsts: dict[int, int]) -> list[Sequence]:
         """Returns the sequences that go on after their first tokens. They take the lease over."""
@@ -195,19 +187,12 @@ class DecodeHandOff:
             return [self._sequence(lease=lease, computed=computed, first=[token], child=child)]
         shared = self._pod.engine.layout.blocks_for(computed)
         seqs: list[Sequence] = []
-        try:
+        with ExitStack() as forks:
             for child, token in firsts.items():
                 fork = lease.fork(shared, spare=min(1, len(lease.blocks) - shared))
-                try:
-                    seqs.append(self._sequence(lease=fork, computed=computed, first=[token], child=child))
-                except BaseException:
-                    fork.finish("not begun")
-                    raise
-        except BaseException:
-            for seq in seqs:
-                assert seq.lease is not None
-                seq.lease.finish("not begun")
-            raise
+                forks.callback(fork.finish, "not begun")
+                seqs.append(self._sequence(lease=fork, computed=computed, first=[token], child=child))
+            forks.pop_all()
         lease.finish("forked")
         return seqs
 
@@ -230,27 +215,29 @@ class DecodeHandOff:
         lease.publish(self._hashes)
 
     def _run(self, seqs: abc.Sequence[Sequence]) -> None:
+        """Gives the sequences, and with them the lease, to the engine. Under the lock."""
         self._state = HandOffState.RUNNING
+        self._reservation.pop_all()
         self.running_since = time.monotonic()
         self.seqs = tuple(seqs)
         self._in_engine = sum(seq.num_samples for seq in seqs)
         for seq in seqs:
-            self._pod.engine_loop.add(seq, functools.partial(self.on_refused, seq))
+            self._pod.engine_loop.add(seq, functools.partial(self._on_refused, seq))
         if self.stream.paused:
             self._pod.engine_loop.set_paused([self.request.request_id], True)
 
-    def on_transfer_failed(self, error: BatonError) -> None:
+    def _on_transfer_failed(self, error: BatonError) -> None:
         """Fails the request: the KV will not arrive, or its first tokens cannot be used. Transfer thread."""
         if self._state is not HandOffState.ENDED:  # a failure after an abort is expected
             _log.info("hand-off failed: %s", error.message, extra={"request_id": self.request.request_id})
         self.fail(error)
 
-    def on_refused(self, seq: Sequence, error: BatonError) -> None:
+    def _on_refused(self, seq: Sequence, error: BatonError) -> None:
         """Ends the request, because the engine did not accept the sequence. Any thread."""
         self.fail(error)
-        self.on_engine_released(seq)
+        self._on_engine_released(seq)
 
-    def on_engine_released(self, seq: Sequence) -> None:
+    def _on_engine_released(self, seq: Sequence) -> None:
         """Handles that the engine released a sequence. Any thread."""
         with self._lock:
             self._in_engine -= seq.num_samples  # before its first token one sequence stands for all children
@@ -274,10 +261,8 @@ class DecodeHandOff:
             self._state = HandOffState.ENDED
             if running:
                 self._pod.engine_loop.abort(self.request.request_id)
-            elif self.lease is not None:
-                self.lease.finish("ended before it ran")
-                if self._transfer_id is not None:
-                    self._pod.transfer_node.release(self._transfer_id)
+            else:
+                self._reservation.close()
         if error is not None:
             self._aio.call_soon_threadsafe(self.stream.put_batch, [self._error_delta(error)])
         if not running:
@@ -320,6 +305,17 @@ class DecodeHandOff:
 
         None when there is nothing to send, or the gateway knows already that the child ended.
         """
+        try:
+            return self._take_output(output)
+        except Exception:  # must not end the step's other sequences
+            _log.exception("an output could not be sent", extra={"request_id": self.request.request_id})
+            self.fail(InternalError("the pod could not encode a token"))
+            return None
+        finally:
+            if output.finish_reason is not None:
+                self._on_engine_released(output.seq)
+
+    def _take_output(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
         delta = self._delta(output)
         child = output.seq.child
         with self._lock:
@@ -355,7 +351,5 @@ class DecodeHandOff:
 
     def _error_delta(self, error: BatonError) -> decode_pb2.SequenceDelta:
         return decode_pb2.SequenceDelta(
-            request_id=self.request.request_id,
-            finish_reason=types_pb2.FINISH_REASON_ERROR,
-            error=error_to_pb(error),
+            request_id=self.request.request_id, finish_reason=types_pb2.FINISH_REASON_ERROR, error=error_to_pb(error)
         )

@@ -28,58 +28,41 @@ MAX_LOCAL_STEPS = 4
 class PrefillReason(enum.StrEnum):
     """Reason of a decision; label of a metric. "Local" means this pod computes, "remote" a prefill pod."""
 
-    #: Local: the pod has both roles.
-    AGGREGATED = "aggregated"
-    #: Local or remote, by the predicted costs.
-    CHEAPER = "cheaper"
-    #: Local or remote, by the length of the uncached rest.
-    THRESHOLD = "threshold"
-    #: Remote: the setting is "off".
-    OFF = "off"
-    #: Remote: the request has remote_only.
-    REMOTE_ONLY = "asked"
-    #: Remote: the cache holds no token of the prompt.
-    NOTHING_CACHED = "nothing_cached"
-    #: Remote: the uncached rest takes more than MAX_LOCAL_STEPS steps.
-    TOO_LONG = "too_long"
-    #: Remote: a time has not been measured yet.
-    UNKNOWN = "unknown"
+    AGGREGATED = "aggregated"  # Local: the pod has both roles
+    CHEAPER = "cheaper"  # Local or remote, by the predicted costs
+    THRESHOLD = "threshold"  # Local or remote, by the length of the uncached rest
+    OFF = "off"  # Remote: the setting is "off"
+    REMOTE_ONLY = "asked"  # Remote: the request has remote_only
+    NOTHING_CACHED = "nothing_cached"  # Remote: the cache holds no token of the prompt
+    TOO_LONG = "too_long"  # Remote: the uncached rest takes more than MAX_LOCAL_STEPS steps
+    UNKNOWN = "unknown"  # Remote: a time has not been measured yet
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePodState:
     """This pod at the time of the decision."""
 
-    #: Decoding sequences.
-    running: int
-    #: Tokens of local prompts that are not computed yet.
-    queued_tokens: int
-    #: Most prompt tokens of a step.
-    chunk_tokens: int
-    #: Seconds of a step without a chunk.
-    step_s: float
-    #: Seconds that a chunk of this many tokens adds to a step; 0 while unknown.
-    chunk_s: Callable[[int], float]
+    running: int  # Decoding sequences
+    queued_tokens: int  # Tokens of local prompts that are not computed yet
+    chunk_tokens: int  # Most prompt tokens of a step
+    step_s: float  # Seconds of a step without a chunk
+    chunk_s: Callable[[int], float]  # Seconds that a chunk of this many tokens adds to a step; 0 while unknown
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecision:
     """Which pod computes the prompt."""
 
-    #: This pod computes it.
-    local: bool
+    local: bool  # This pod computes it
     reason: PrefillReason
-    #: The compared costs in seconds; 0 where none were compared.
-    local_s: float = 0.0
-    remote_s: float = 0.0
+    local_s: float = 0.0  # Predicted cost of local prefill; 0 where no costs were compared
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefillPolicy:
     """The local_prefill setting."""
 
-    #: "off", "auto", or a number: an uncached rest of at most this many tokens is computed locally.
-    mode: str
+    mode: str  # "off", "auto", or a number: an uncached rest of at most this many tokens is computed locally
 
     def decide(
         self,
@@ -111,7 +94,7 @@ class LocalPrefillPolicy:
         local_s = _local_cost_s(uncached, state, remote_cost)
         if local_s is None:
             return PrefillDecision(False, PrefillReason.UNKNOWN)
-        return PrefillDecision(local_s <= remote_cost.seconds, PrefillReason.CHEAPER, local_s, remote_cost.seconds)
+        return PrefillDecision(local_s <= remote_cost.seconds, PrefillReason.CHEAPER, local_s)
 
 
 def _local_cost_s(uncached: int, state: DecodePodState, remote_cost: RemotePrefillCost) -> float | None:

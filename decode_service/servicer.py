@@ -11,27 +11,27 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
 
-from common.errors import BatonError, DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
+from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc
 from common.rpc import remaining_s
-from common.types import RemotePrefillCost, ValidRequest
+from common.settings.configs import PodConfig
+from common.types import RemotePrefillCost
 from common.wire import kv_target_to_pb, request_from_pb
 from decode_service.admission import Admission, Admitted, Rejected
 from decode_service.hand_off import DecodeHandOff
 from decode_service.spans import record_spans
 from decode_service.token_stream import MAX_UNACKED_BATCHES, PAUSE_LIMIT_S, TokenStream
 from engine.schedule.outputs import SequenceOutput, StepResult
-from pod.requests import RequestRegistry, retry_until
+from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_until
 from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
-#: Deadline of callers without a gRPC timeout.
-DEFAULT_DEADLINE_S = 600.0
 HELLO_TIMEOUT_S = 10.0
 #: Bounds of the time after which a rejected client should retry.
 RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
@@ -54,12 +54,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._window = window
         self._pause_limit_s = pause_limit_s
         self._aio = asyncio.get_running_loop()
-        self._admission = Admission(pod)
-        self._requests: RequestRegistry[DecodeHandOff] = RequestRegistry()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.requests = RequestRegistry[DecodeHandOff](self._on_drained)
+        self._admission = Admission(pod, self.requests)
         self._streams: dict[str, TokenStream] = {}
-        #: Moving average of the seconds that a request stays on this pod.
-        self._residency_s = 1.0
+        self._residency_s = 1.0  # Moving average of the seconds that a request stays on this pod
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -81,66 +79,54 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             problem = "reads its token stream too slowly" if stream else "has no token stream to this pod"
             raise Unavailable(f"gateway {request.gateway_id!r} {problem}")
 
+        remote = request.remote
+        known_cost = RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
+        cost = known_cost if request.HasField("remote") else None
+
         def decide() -> Admitted | Rejected:
             pod.require_ready()
             if stream.closed:
                 raise Unavailable(f"the token stream of gateway {request.gateway_id!r} has ended")
-            if valid.request_id in self._requests:
+            if valid.request_id in self.requests:
                 raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
-            return self._decide(valid, request)
+            return self._admission.decide(valid, cost, remote_only=request.remote_only)
 
         admitted = await retry_until(decide, lambda found: isinstance(found, Rejected) and found.temporary)
         if isinstance(admitted, Rejected):
             return self._rejected(admitted.reason)
-        local = admitted.decision.local
-        if local:
-            try:
-                pod.require_deadline(self.queued_tokens + valid.context_len - admitted.cached_tokens, deadline_s)
-            except Overloaded as error:
-                if admitted.lease is not None:
-                    admitted.lease.finish("no time")
-                return self._rejected(error.message)
-        hand_off = DecodeHandOff(
-            pod,
-            valid,
-            stream,
-            admitted.lease,
-            deadline_s,
-            hashes=admitted.hashes,
-            grammar=grammar,
-            caller_span=pod.caller_span(context),
-        )
-        self._requests.add(valid.request_id, hand_off)
-        task = self._aio.create_task(self._remove_when_drained(valid.request_id, hand_off))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        pod.metrics.count_decision(local=local, reason=admitted.decision.reason)
-        try:
-            if local:
-                hand_off.start_local()
-                return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=admitted.cached_tokens)
-            target = kv_target_to_pb(hand_off.start_remote())
-            return decode_pb2.ReserveResponse(target=target, cached_tokens=admitted.cached_tokens)
-        except Exception:
-            hand_off.close()
-            raise
-
-    def _decide(self, valid: ValidRequest, request: decode_pb2.ReserveRequest) -> Admitted | Rejected:
-        remote = request.remote
-        cost = RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
-        return self._admission.decide(
-            valid,
-            num_sequences=self.num_sequences,
-            queued_tokens=self.queued_tokens,
-            remote_cost=cost if request.HasField("remote") else None,
-            remote_only=request.remote_only,
-        )
+        decision, cached_tokens = admitted.decision, admitted.cached_tokens
+        with ExitStack() as reservation:  # frees the blocks if the request ends here
+            if admitted.lease is not None:
+                reservation.callback(admitted.lease.finish, "ended before it ran")
+            if decision.local:
+                try:
+                    pod.require_deadline(self.requests.queued_tokens + valid.context_len - cached_tokens, deadline_s)
+                except Overloaded as error:
+                    return self._rejected(error.message)
+            hand_off = DecodeHandOff(
+                pod,
+                valid,
+                stream,
+                admitted,
+                reservation,
+                deadline_s,
+                grammar=grammar,
+                caller_span=pod.caller_span(context),
+            )
+            reservation.callback(hand_off.close)
+            self.requests.add(valid.request_id, hand_off)
+            pod.metrics.count_decision(local=decision.local, reason=decision.reason)
+            target = hand_off.start()
+            reservation.pop_all()
+        if target is None:
+            return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=cached_tokens)
+        return decode_pb2.ReserveResponse(target=kv_target_to_pb(target), cached_tokens=cached_tokens)
 
     async def Abort(
         self, request: decode_pb2.DecodeAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.DecodeAbortResponse:
         """Implements Abort of decode.proto."""
-        if hand_off := self._requests.get(request.request_id):
+        if hand_off := self.requests.get(request.request_id):
             if request.HasField("child"):
                 hand_off.close_child(request.child)
             else:
@@ -148,9 +134,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.DecodeAbortResponse()
 
     async def Tokens(
-        self,
-        request_iterator: AsyncIterator[decode_pb2.TokensRequest],
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request_iterator: AsyncIterator[decode_pb2.TokensRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[decode_pb2.TokenBatch]:
         """Implements Tokens of decode.proto. Reserve works after the response headers, which confirm the hello."""
         try:
@@ -200,7 +184,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             hand_off.close()
 
     def _requests_of(self, stream: TokenStream) -> list[DecodeHandOff]:
-        return [hand_off for hand_off in self._requests.values() if hand_off.stream is stream]
+        return [hand_off for hand_off in self.requests if hand_off.stream is stream]
 
     def _on_pause(self, stream: TokenStream, paused: bool) -> None:
         for hand_off in self._requests_of(stream):
@@ -214,12 +198,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def _rejected(self, reason: str) -> decode_pb2.ReserveResponse:
         self._pod.metrics.reserved.labels("rejected").inc()
-        retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self._requests))))
+        retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self.requests))))
         return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason=reason, retry_after_s=retry_s))
 
-    async def _remove_when_drained(self, request_id: str, hand_off: DecodeHandOff) -> None:
-        await hand_off.drained()
-        self._requests.remove(request_id, hand_off)
+    def _on_drained(self, hand_off: DecodeHandOff) -> None:
         self._residency_s += 0.1 * (time.monotonic() - hand_off.arrived_at - self._residency_s)
         if hand_off.caller_span is not None and self._pod.tracer is not None:
             record_spans(self._pod.tracer, hand_off.caller_span, hand_off)
@@ -228,16 +210,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Sends the outputs of one step, as one batch per gateway."""
         deltas: dict[TokenStream, list[decode_pb2.SequenceDelta]] = defaultdict(list)
         for hand_off, output in outputs:
-            try:
-                delta = hand_off.on_output(output)
-            except Exception:  # must not end the step's other sequences
-                _log.exception("an output could not be sent", extra={"request_id": hand_off.request.request_id})
-                hand_off.fail(InternalError("the pod could not encode a token"))
-            else:
-                if delta is not None:
-                    deltas[hand_off.stream].append(delta)
-            if output.finish_reason is not None:
-                hand_off.on_engine_released(output.seq)
+            if (delta := hand_off.on_output(output)) is not None:
+                deltas[hand_off.stream].append(delta)
         for stream, batch in deltas.items():
             try:
                 stream.put_batch(batch)
@@ -252,33 +226,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         outputs = [
             (hand_off, output)
             for output in result.outputs
-            if (hand_off := self._requests.get(output.seq.request_id)) and hand_off.request is output.seq.request
+            if (hand_off := self.requests.get(output.seq.request_id)) and hand_off.request is output.seq.request
         ]
         if outputs:
             self._aio.call_soon_threadsafe(self._on_outputs, outputs)
 
-    @property
-    def num_active(self) -> int:
-        """Requests that hold blocks or a place in the engine."""
-        return len(self._requests)
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of active requests that have not ended."""
-        return sum(hand_off.num_sequences for hand_off in self._requests.values())
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that this pod still computes."""
-        return sum(hand_off.queued_tokens for hand_off in self._requests.values())
-
-    async def wait_idle(self) -> None:
-        """Returns once no request is active."""
-        await self._requests.wait_idle()
-
     def abort_all(self, error: BatonError) -> None:
         """Ends every request with `error`, and every stream, because the pod stops."""
-        for hand_off in self._requests.values():
-            hand_off.fail(error)
+        self.requests.fail_all(error)
         for stream in list(self._streams.values()):
             self._aio.call_soon_threadsafe(stream.close)  # queued behind the errors above
+
+
+async def serve(config: PodConfig) -> None:
+    """Runs a decode pod or an aggregated pod until SIGTERM and the drain after it.
+
+    Raises ConfigError, and SystemExit like PodRuntime.run.
+    """
+    pod = await PodRuntime.create(config)
+    await pod.run(DecodeServicer(pod))

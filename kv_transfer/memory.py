@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,36 +37,32 @@ def release_and_log_errors(pin: PinnedBlocks, blocks: Sequence[int] | None = Non
         _log.exception("a pin could not be released")
 
 
-@dataclass(frozen=True, slots=True)
-class PoolMemory:
-    """This process's pool: total_blocks blocks of block_bytes bytes, contiguous from address `base`.
-
-    The object keeps the memory alive.
-    """
-
-    base: int
-    block_bytes: int
-    #: Includes the probe block and, in an engine's pool, the dummy block (engine/kv/kv_pool.py).
-    total_blocks: int
-    #: CUDA device index; 0 for DRAM.
-    device: int
-    kind: MemoryKind
-    #: Connections are probed with writes from and to this block.
-    probe_block: int
-    #: Copy one whole block out of the pool or into it. The transfer thread may call both.
-    read_block: Callable[[int], bytes]
-    write_block: Callable[[int, bytes], None]
+def release_unless_handed_on(pin: PinnedBlocks) -> ExitStack:
+    """Returns a scope that releases the pin at its end. `pop_all()` in the scope hands the pin on."""
+    scope = ExitStack()
+    scope.callback(release_and_log_errors, pin)
+    return scope
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """A peer's pool, from the peer's handshake. The fields have the meaning that they have in PoolMemory."""
+    """A pool of total_blocks blocks of block_bytes bytes, contiguous from address `base`."""
 
     base: int
     block_bytes: int
-    total_blocks: int
-    device: int
+    total_blocks: int  # Includes the probe block and, in an engine's pool, the dummy block (engine/kv/kv_pool.py)
+    device: int  # CUDA device index; 0 for DRAM
     kind: MemoryKind
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory(PeerMemory):
+    """This process's pool. The object keeps the memory alive."""
+
+    probe_block: int  # Connections are probed with writes from and to this block
+    #: Copy one whole block out of the pool or into it. The transfer thread may call both.
+    read_block: Callable[[int], bytes]
+    write_block: Callable[[int, bytes], None]
 
 
 def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:

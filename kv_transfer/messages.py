@@ -15,12 +15,10 @@ from kv_transfer.memory import PinnedBlocks
 class Commit:
     """The sender's final message: every block is written or on its way, and the prompt's first tokens exist."""
 
-    #: One per sequence of the request.
-    first_tokens: tuple[int, ...]
+    first_tokens: tuple[int, ...]  # One per sequence of the request
     #: One per sequence. A sequence with a reason ends with its first token.
     finish_reasons: tuple[FinishReason | None, ...]
-    #: CRC-32 of each pushed block in logical order; empty without --checksums.
-    checksums: tuple[int, ...] = ()
+    checksums: tuple[int, ...] = ()  # CRC-32 of each pushed block in logical order; empty without --checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +28,11 @@ class ExposedParts:
     kv_transfer/node.py draws the time line.
     """
 
-    #: The transfer thread handled finish().
-    noticed_s: float
-    #: The last write was posted.
-    posted_s: float
-    #: Every write had ended.
-    written_s: float
-    #: The commit was sent.
-    committed_s: float
-    #: Seconds that the commit waited on the receiver for the last range.
-    awaited_s: float
+    noticed_s: float  # The transfer thread handled finish()
+    posted_s: float  # The last write was posted
+    written_s: float  # Every write had ended
+    committed_s: float  # The commit was sent
+    awaited_s: float  # Seconds that the commit waited on the receiver for the last range
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +41,9 @@ class TransferReport:
 
     blocks: int
     bytes: int
-    #: Blocks that were written at finish(), when the last chunk was computed.
-    delivered_before_finish: int
-    #: Seconds from finish() to the acknowledged commit.
-    exposed_s: float
-    #: The transport that carried the bytes.
-    transport: str
+    delivered_before_finish: int  # Blocks that were written at finish(), when the last chunk was computed
+    exposed_s: float  # Seconds from finish() to the acknowledged commit
+    transport: str  # The transport that carried the bytes
     parts: ExposedParts = ExposedParts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -63,22 +53,9 @@ class Writer:
 
     pod: str
     generation: int
-    #: Name of its transfer agent.
-    agent: str
-    #: host:port of its gRPC server.
-    address: str
-    #: Its bytes move only while the receiver polls.
-    polled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHolder:
-    """A pod that is expected to hold a prefix."""
-
-    pod: str
-    #: 0: any generation.
-    generation: int
-    address: str
+    agent: str  # Name of its transfer agent
+    address: str  # host:port of its gRPC server
+    polled: bool = False  # Its bytes move only while the receiver polls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +63,10 @@ class WantedBlocks:
     """Blocks to pull from a holder into this pod's pool."""
 
     request_id: str
-    #: Block hashes from the start of the prompt to the last wanted block.
-    hashes: Sequence[bytes]
-    #: First wanted logical block.
-    first_block: int
-    #: Physical blocks of this pool, for the logical blocks from first_block on.
-    blocks: Sequence[int]
-    #: Keeps `blocks` from reuse.
-    pin: PinnedBlocks
+    hashes: Sequence[bytes]  # Block hashes from the start of the prompt to the last wanted block
+    first_block: int  # First wanted logical block
+    blocks: Sequence[int]  # Physical blocks of this pool, for the logical blocks from first_block on
+    pin: PinnedBlocks  # Keeps `blocks` from reuse
     timeout_s: float
 
 
@@ -101,12 +74,9 @@ class WantedBlocks:
 class PullResult:
     """Outcome of a pull that did not fail."""
 
-    #: This many of the wanted blocks, from the first on, are complete.
-    blocks: int
-    #: "none", or the reason why some are missing.
-    reason: str
-    #: Rate at which the holder lately wrote to this pod, in 1e9 bytes per second; 0 while unknown.
-    gb_s: float
+    blocks: int  # This many of the wanted blocks, from the first on, are complete
+    reason: str  # "none", or the reason why some are missing
+    gb_s: float  # Rate at which the holder lately wrote to this pod, in 1e9 bytes per second; 0 while unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,35 +87,8 @@ class PeerStats:
     generation: int
     address: str
     transport: str
-    #: "reported" or "derived", see backend.interface.Transport.
-    transport_source: str
-    #: Rate of the probe, a warm write of many blocks, in 1e9 bytes per second.
-    gb_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairStats:
-    """This pod's traffic to another pod since this pod's start; see Pair in transfer.proto.
-
-    generation, address and transport are empty while the pods are not connected.
-    """
-
-    pod: str
-    generation: int
-    address: str
-    transport: str
-    transport_source: str
-    #: 1e9 bytes per second of recent writes; of the probe before the first write.
-    gb_s: float
-    transfers: int
-    pulls: int
-    blocks: int
-    pulled_blocks: int
-    bytes: int
-    #: Seconds in which a write was in flight.
-    busy_s: float
-    exposed_s: float
-    failures: int
+    transport_source: str  # "reported" or "derived", see backend.interface.Transport
+    gb_s: float  # Rate of the probe, a warm write of many blocks, in 1e9 bytes per second
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +96,16 @@ class TransferStats:
     """Counters since the start, and gauges."""
 
     sent_blocks: int
-    sent_bytes: int
     sent_transfers: int
     failed_transfers: int
     received_transfers: int
-    received_blocks: int
-    #: Received transfers with a wrong checksum.
-    damaged_transfers: int
+    damaged_transfers: int  # Received transfers with a wrong checksum
     open_incoming: int
-    #: Blocks of ended incoming transfers that wait for proof that their writer stopped.
-    quarantined_blocks: int
+    quarantined_blocks: int  # Blocks of ended incoming transfers that wait for proof that their writer stopped
     open_outgoing: int
-    #: Open loans of cached blocks to other pods.
-    loans: int
-    #: Posted writes that have not ended.
-    pending_writes: int
-    #: Iterations of the transfer thread.
-    iterations: int
-    #: Messages that did not fit the state of their transfer, by reason.
-    dropped: dict[str, int]
+    loans: int  # Open loans of cached blocks to other pods
+    pending_writes: int  # Posted writes that have not ended
+    dropped: dict[str, int]  # Messages that did not fit the state of their transfer, by reason
     peers: tuple[PeerStats, ...]
 
 

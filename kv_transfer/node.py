@@ -24,27 +24,15 @@ from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
 from common.types import KvTarget, TransferId
 from kv_transfer.backend.interface import Backend, Notification
-from kv_transfer.memory import PinnedBlocks, PoolMemory, release_and_log_errors
-from kv_transfer.messages import (
-    Commit,
-    DroppedMessages,
-    PairStats,
-    PeerStats,
-    PrefixHolder,
-    PullResult,
-    TransferStats,
-    WantedBlocks,
-    Writer,
-)
+from kv_transfer.memory import PinnedBlocks, PoolMemory, release_unless_handed_on
+from kv_transfer.messages import Commit, DroppedMessages, PeerStats, PullResult, TransferStats, WantedBlocks
 from kv_transfer.notifications import CommittedNotification, parse_notification
-from kv_transfer.peers.connections import PeerConnection, PeerConnector, agent_name
+from kv_transfer.peers.connections import PeerConnector, agent_name
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
-from kv_transfer.peers.transfer_calls import TransferCalls
-from kv_transfer.receiver.pulling import PullReceiver
 from kv_transfer.receiver.transfers import TransferReceiver
 from kv_transfer.sender.lending import LendCallback, PrefixLender
-from kv_transfer.sender.transfers import OutgoingTransfer, TransferSender, WriteLimits
+from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, OutgoingTransfer, TransferSender, WriteLimits
 from kv_transfer.servicer import TransferServicer
 from kv_transfer.transfer_thread import TransferThread
 
@@ -52,7 +40,6 @@ _log = logging.getLogger(__name__)
 
 #: The first agent of a machine loads libraries and initializes devices.
 START_S = 60.0
-DRAIN_CALL_S = 2.0
 JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
@@ -93,50 +80,34 @@ class TransferNode:
     ) -> None:
         self._memory = memory
         self._info = info
+        self._address = address
         self._clock = clock
         self._generation = 0
         self._closing = False
         self._dropped = DroppedMessages()
         self._pairs = PairTrafficTable(clock)
-        self._rpc = PeerRpcClient(signer)
-        self._incoming = TransferReceiver(memory, self._dropped, clock, self._ask_drain, lambda: backend)
-        self._thread = TransferThread(
-            backend,
-            clock,
-            on_notification=self._on_notification,
-            on_tick=self._tick,
-            post=self._post,
-            poll_fast=self._poll_fast,
-            poll_hot=lambda: self._incoming.poll_hot or self._outgoing.poll_hot,
-        )
-        self._connector = PeerConnector(
-            self._thread, self._rpc, memory, info, clock, self._peer_ended, allow_tcp=allow_tcp
-        )
-        self._calls = TransferCalls(self._rpc, self._connector, info, address)
+        self._rpc = PeerRpcClient(signer, info, address)
+        self._thread = TransferThread(backend, clock)
+        self._connector = PeerConnector(self._thread, self._rpc, memory, info, clock, allow_tcp)
+        self._incoming = TransferReceiver(self._thread, self._rpc, memory, clock, self._dropped)
         self._outgoing = TransferSender(
             self._thread,
-            self._calls,
+            self._connector,
+            self._rpc,
             memory,
             clock,
             self._pairs,
-            checksums=checksums,
             fingerprint=lambda: info().fingerprint,
-            write_limits=write_limits,
+            with_checksums=checksums,
+            write_limits=write_limits or DEFAULT_WRITE_LIMITS[memory.kind],
             commit_notifications=commit_notifications,
         )
-        self._lending = PrefixLender(self._outgoing, lend)
-        self._pulling = PullReceiver(
-            self._thread,
-            self._incoming,
-            self._calls,
-            clock,
-            lambda first, blocks: self._target(address(), first, blocks),
-        )
+        self._lender = PrefixLender(self._outgoing, lend)
         self.servicer = TransferServicer(
             self._thread,
             self._incoming,
             self._outgoing,
-            self._lending,
+            self._lender,
             self._pairs,
             memory,
             info,
@@ -153,9 +124,9 @@ class TransferNode:
     async def start(self) -> None:
         """Starts the transfer agent, named after the pod and its generation. Raises TransferFailed."""
         info = self._info()
-        self._calls.start()
+        self._rpc.start()
         self._generation = info.generation
-        started = self._thread.start(agent_name(info), self._memory)
+        started = self._thread.start(agent_name(info), self._memory, self)
         try:
             await asyncio.wait_for(asyncio.wrap_future(started), START_S)
         except TimeoutError as e:
@@ -170,7 +141,7 @@ class TransferNode:
         if self._closing:
             return
         self._closing = True
-        self._lending.close()
+        self._lender.closed = True
         until = self._clock() + grace_s
         if self._thread.running:  # after this every transfer that was started is in the table
             await asyncio.wait({asyncio.wrap_future(self._thread.call(lambda: None))}, timeout=grace_s)
@@ -183,7 +154,6 @@ class TransferNode:
         self._thread.stop()
         if not await asyncio.to_thread(self._thread.join, JOIN_S):
             _log.error("the transfer thread did not end within %s s", JOIN_S)
-        await self._calls.close()
         await self._rpc.close()
 
     async def _wait_outgoing(self, until: float) -> None:
@@ -230,15 +200,19 @@ class TransferNode:
         - on_ready: the KV is complete and the pin was released.
         - on_failed: deadline, damage, the writer's end, or release() before READY.
 
-        `pin` is released once no write can land in its blocks. Raises Unavailable before start() and after stop().
+        The node owns `pin` from this call on, also if it raises. It releases the pin once no write can land in its
+        blocks. Raises Unavailable before start() and after stop().
         """
-        self._require_running()
-        transfer_id = self._incoming.new_transfer_id(self._generation)
-        deadline = self._clock() + deadline_s
-        kept = tuple(blocks)
-        self._thread.submit(
-            lambda: self._incoming.add(transfer_id, request_id, first_block, kept, pin, deadline, on_ready, on_failed)
-        )
+        with release_unless_handed_on(pin) as scope:
+            self._require_running()
+            transfer_id = self._incoming.new_transfer_id(self._generation)
+            kept, deadline = tuple(blocks), self._clock() + deadline_s
+            self._thread.submit(
+                lambda: self._incoming.add(
+                    transfer_id, request_id, first_block, kept, pin, deadline, on_ready, on_failed
+                )
+            )
+            scope.pop_all()
         return transfer_id
 
     def release(self, transfer_id: TransferId) -> None:
@@ -250,46 +224,45 @@ class TransferNode:
         self._thread.submit(lambda: self._incoming.release(transfer_id))
 
     # -- pulling ------------------------------------------------------------------------------------------------------
-    def pull(self, holder: PrefixHolder, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
-        """Pulls cached blocks from another pod, which pushes them. Event loop.
+    def pull(self, address: str, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
+        """Pulls cached blocks from the pod at `address`, which pushes them. Event loop.
 
         The node owns wanted.pin from this call on, also if it raises. It releases the pin once no byte can land any
         more, also if the task is cancelled before its first step. The task raises BatonError; then no block of the pull
         is valid. Raises Unavailable before start() and after stop().
         """
-        try:
+        with release_unless_handed_on(wanted.pin) as scope:
             self._require_running()
-            return self._pulling.pull(holder, wanted)
-        except BaseException:
-            release_and_log_errors(wanted.pin)
-            raise
+            task = self._incoming.pull(address, self._target(wanted), wanted)
+            scope.pop_all()
+        return task
 
-    def _target(self, address: str, first_block: int, blocks: Sequence[int]) -> KvTarget:
-        info = self._info()
-        transfer_id = self._incoming.new_transfer_id(self._generation)
-        return KvTarget(transfer_id, info.pod, address, first_block, tuple(blocks), info.fingerprint)
+    def _target(self, wanted: WantedBlocks) -> KvTarget:
+        """Returns the wanted blocks as the target of a transfer with a new id."""
+        info, transfer_id = self._info(), self._incoming.new_transfer_id(self._generation)
+        return KvTarget(
+            transfer_id, info.pod, self._address(), wanted.first_block, tuple(wanted.blocks), info.fingerprint
+        )
 
+    # -- both ---------------------------------------------------------------------------------------------------------
     def stats(self) -> TransferStats:
         """Returns counters and gauges. Any thread; cheap."""
         return TransferStats(
             sent_blocks=self._outgoing.sent_blocks,
-            sent_bytes=self._outgoing.sent_bytes,
             sent_transfers=self._outgoing.sent_transfers,
             failed_transfers=self._outgoing.failed_transfers,
             received_transfers=self._incoming.received_transfers,
-            received_blocks=self._incoming.received_blocks,
             damaged_transfers=self._incoming.damaged_transfers,
             open_incoming=self._incoming.num_open,
             quarantined_blocks=self._incoming.quarantined_blocks,
             open_outgoing=self._outgoing.num_open,
-            loans=self._lending.num_loans,
-            pending_writes=self._thread.num_pending(),
-            iterations=self._thread.iterations,
+            loans=self._lender.num_loans,
+            pending_writes=self._thread.num_pending,
             dropped=self._dropped.snapshot(),
             peers=self._connector.stats(),
         )
 
-    def pair_stats(self) -> tuple[PairStats, ...]:
+    def pair_stats(self) -> tuple[transfer_pb2.Pair, ...]:
         """Returns this pod's traffic with every other pod. Any thread; cheap."""
         return self._pairs.stats(self._connector.stats())
 
@@ -297,8 +270,8 @@ class TransferNode:
         if self._closing or not self._thread.running:
             raise Unavailable("this pod is starting or leaving")
 
-    # -- hooks of the transfer thread ---------------------------------------------------------------------------------
-    def _on_notification(self, notification: Notification) -> None:
+    # -- TransferWork -------------------------------------------------------------------------------------------------
+    def on_notification(self, notification: Notification) -> None:
         message = parse_notification(notification.payload)
         if message is None:
             self._dropped.count("notification_malformed")
@@ -307,15 +280,15 @@ class TransferNode:
         else:
             self._incoming.on_notification(notification.peer, message)
 
-    def _post(self) -> bool:
+    def post_writes(self) -> bool:
         return self._outgoing.post_writes()
 
-    def _tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         self._incoming.tick(now)
         self._outgoing.tick(now)
         self._connector.tick(now)
 
-    def _poll_fast(self) -> bool:
+    def poll_fast(self) -> bool:
         return (
             self._incoming.poll_fast
             or self._outgoing.poll_fast
@@ -323,22 +296,5 @@ class TransferNode:
             or self.servicer.expects_writes
         )
 
-    def _peer_ended(self, connection: PeerConnection) -> None:
-        self._outgoing.peer_ended(connection)
-
-    def _ask_drain(self, transfer_id: TransferId, writer: Writer) -> None:
-        async def ask() -> None:
-            try:
-                drained = await self._calls.drain(writer, transfer_id, DRAIN_CALL_S)
-                if drained.generation == writer.generation:
-                    generation, clean = drained.generation, drained.clean
-                    self._thread.submit(lambda: self._incoming.drained(transfer_id, generation, clean))
-                    return
-            except BatonError as e:
-                _log.info("%s did not answer Drain of transfer %s: %s", writer.pod, transfer_id, e)
-            if await self._calls.is_replaced(writer, DRAIN_CALL_S):
-                self._thread.submit(lambda: self._incoming.writer_replaced(transfer_id, writer))
-            else:
-                self._thread.submit(lambda: self._incoming.drain_failed(transfer_id))
-
-        self._calls.run_on_loop(ask)
+    def poll_hot(self) -> bool:
+        return self._incoming.poll_hot or self._outgoing.poll_hot

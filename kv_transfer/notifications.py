@@ -51,8 +51,7 @@ class CommittedNotification:
     """Every block and the commit of a transfer arrived."""
 
     transfer_id: TransferId
-    #: Microseconds from the arrival of the commit to the arrival of the last range.
-    awaited_us: int
+    awaited_us: int  # Microseconds from the arrival of the commit to the arrival of the last range
 
     def pack(self) -> bytes:
         return _COMMITTED.pack(_COMMITTED_MAGIC, *_pair(self.transfer_id), min(self.awaited_us, 0xFFFFFFFF))

@@ -8,6 +8,7 @@ stderr report a failure. UCX_TLS and other UCX settings choose the transport, as
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -94,8 +95,9 @@ def receive(where: str = HOST) -> None:
     backend = NixlBackend()
     name = f"probe-receive-{os.getpid()}"
     backend.start(name, memory)
+    described = {field.name: getattr(memory, field.name) for field in dataclasses.fields(PeerMemory)}
     try:
-        _say({"name": name, "metadata": base64.b64encode(backend.metadata()).decode(), "memory": _describe(memory)})
+        _say({"name": name, "metadata": base64.b64encode(backend.metadata()).decode(), "memory": described})
         os.set_blocking(sys.stdin.fileno(), False)
         deadline = time.monotonic() + DEADLINE_S
         while not _closed(sys.stdin.fileno()) and time.monotonic() < deadline:
@@ -127,16 +129,6 @@ def _write(backend: NixlBackend, peer: str, blocks: range) -> float:
         raise TransferFailed(backend.error(handle))
     backend.release(handle)
     return time.perf_counter() - began
-
-
-def _describe(memory: PoolMemory) -> dict[str, Any]:
-    return {
-        "base": memory.base,
-        "block_bytes": memory.block_bytes,
-        "total_blocks": memory.total_blocks,
-        "device": memory.device,
-        "kind": memory.kind,
-    }
 
 
 def _say(message: dict[str, Any]) -> None:

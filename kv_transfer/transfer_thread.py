@@ -20,8 +20,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 from common.errors import TransferFailed
 from kv_transfer.backend.interface import Backend, Notification, WriteState
@@ -43,54 +43,49 @@ T = TypeVar("T")
 WriteCallback = Callable[[str | None], None]
 
 
-@dataclass(slots=True)
-class _PendingWrite:
-    agent: str
+class _PendingWrite(NamedTuple):
     handle: int
     on_ended: WriteCallback
 
 
+class TransferWork(Protocol):
+    """The work of the thread. Every method runs on it."""
+
+    def on_notification(self, notification: Notification) -> None:
+        """Handles one notification."""
+
+    def post_writes(self) -> bool:
+        """Posts at most a few writes. Returns whether it posted any."""
+
+    def tick(self, now: float) -> None:
+        """Runs about every TICK_S seconds."""
+
+    def poll_fast(self) -> bool:
+        """Returns whether messages are expected."""
+
+    def poll_hot(self) -> bool:
+        """Returns whether a transfer is about to end."""
+
+
 class TransferThread:
-    """Runs `backend` on a thread.
+    """Runs `backend` on a thread."""
 
-    Args (the callables run on the thread):
-        on_notification: handles one notification.
-        on_tick: called with the time about every TICK_S seconds.
-        post: posts at most a few writes. Returns whether it posted any.
-        poll_fast: messages are expected.
-        poll_hot: a transfer is about to end.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        clock: Callable[[], float],
-        *,
-        on_notification: Callable[[Notification], None],
-        on_tick: Callable[[float], None],
-        post: Callable[[], bool],
-        poll_fast: Callable[[], bool],
-        poll_hot: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self.backend = backend
-        self.iterations = 0
         self._clock = clock
-        self._on_notification = on_notification
-        self._on_tick = on_tick
-        self._post = post
-        self._poll_fast = poll_fast
-        self._poll_hot = poll_hot
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
         self._pending: list[_PendingWrite] = []
         self._stopping = False
         self._next_tick = 0.0
         self._thread: threading.Thread | None = None
 
-    def start(self, name: str, memory: PoolMemory) -> Future[None]:
+    def start(self, name: str, memory: PoolMemory, work: TransferWork) -> Future[None]:
         """Starts the thread, which starts the backend. If that fails, the future has the error and the thread ends."""
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(name, memory, started), name="kv-transfer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(name, memory, work, started), name="kv-transfer", daemon=True
+        )
         self._thread.start()
         return started
 
@@ -98,7 +93,7 @@ class TransferThread:
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and not self._stopping
 
-    def submit(self, command: Callable[[], None]) -> None:
+    def submit(self, command: Callable[[], object]) -> None:
         """Runs `command` on the thread, after the commands submitted before. Any thread; never blocks."""
         self._commands.append(command)
         self._wake.set()
@@ -120,7 +115,7 @@ class TransferThread:
 
     def stop(self) -> None:
         """Ends the thread after the commands that were submitted before. join() waits for the end."""
-        self.submit(self._stop)
+        self.submit(lambda: setattr(self, "_stopping", True))
 
     def join(self, timeout_s: float) -> bool:
         """Returns whether the thread ended in time."""
@@ -135,16 +130,14 @@ class TransferThread:
     ) -> None:
         """Posts a write. `on_ended` is called once it is terminal."""
         handle = self.backend.write(agent, local, remote, notification)
-        self._pending.append(_PendingWrite(agent, handle, on_ended))
+        self._pending.append(_PendingWrite(handle, on_ended))
 
-    def num_pending(self, agent: str | None = None) -> int:
-        """Writes that are not terminal, to one agent or to all."""
-        return len(self._pending) if agent is None else sum(write.agent == agent for write in self._pending)
+    @property
+    def num_pending(self) -> int:
+        """Writes that are not terminal."""
+        return len(self._pending)
 
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _run(self, name: str, memory: PoolMemory, started: Future[None]) -> None:
+    def _run(self, name: str, memory: PoolMemory, work: TransferWork, started: Future[None]) -> None:
         try:
             self.backend.start(name, memory)
         except BaseException as e:
@@ -154,18 +147,14 @@ class TransferThread:
         reduce_timer_slack()
         wait, poll, hot = _FIRST_WAIT_S, FAST_POLL_S[memory.kind], HOT_POLL_S[memory.kind]
         while not self._stopping:
-            self.iterations += 1
-            worked = self._guard(self._iterate)
-            if worked:
+            if self._guard(partial(self._iterate, work)):
                 wait = _FIRST_WAIT_S
                 continue
             if self._pending:
                 limit = poll
-            elif self._guard(self._poll_fast):
-                wait = limit = poll
             else:
-                wait = limit = IDLE_S
-            if self._guard(self._poll_hot):
+                wait = limit = poll if self._guard(work.poll_fast) else IDLE_S
+            if self._guard(work.poll_hot):
                 limit = min(limit, hot)
                 wait = min(wait, limit)
             self._wake.wait(wait)
@@ -175,24 +164,24 @@ class TransferThread:
             self._guard(self._commands.popleft())
         self._guard(self.backend.close)
 
-    def _iterate(self) -> bool:
+    def _iterate(self, work: TransferWork) -> bool:
         worked = False
         for notification in self._guard(self.backend.notifications) or ():
-            self._guard(lambda n=notification: self._on_notification(n))  # type: ignore[misc]
+            self._guard(partial(work.on_notification, notification))
             worked = True
         for _ in range(min(len(self._commands), _COMMANDS_PER_ITERATION)):
             self._guard(self._commands.popleft())
             worked = True
-        worked |= bool(self._guard(self._post))
+        worked |= bool(self._guard(work.post_writes))
         worked |= self._poll()
         now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
-            self._guard(lambda: self._on_tick(now))
+            self._guard(partial(work.tick, now))
         return worked
 
     def _poll(self) -> bool:
-        on_ended: list[tuple[_PendingWrite, str | None]] = []
+        ended: list[tuple[_PendingWrite, str | None]] = []
         for write in self._pending:
             try:
                 state = self.backend.poll(write.handle)
@@ -201,14 +190,14 @@ class TransferThread:
                 _log.exception("the backend could not poll a write")
                 state, error = WriteState.FAILED, f"{type(e).__name__}: {e}"
             if state is not WriteState.PENDING:
-                on_ended.append((write, error))
-        if not on_ended:
+                ended.append((write, error))
+        if not ended:
             return False
-        done = {write.handle for write, _ in on_ended}
+        done = {write.handle for write, _ in ended}
         self._pending = [write for write in self._pending if write.handle not in done]
-        for write, error in on_ended:
-            self._guard(lambda w=write: self.backend.release(w.handle))  # type: ignore[misc]
-            self._guard(lambda w=write, e=error: w.on_ended(e))  # type: ignore[misc]
+        for write, error in ended:
+            self._guard(partial(self.backend.release, write.handle))
+            self._guard(partial(write.on_ended, error))
         return True
 
     def _guard(self, function: Callable[[], T]) -> T | None:

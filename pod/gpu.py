@@ -22,7 +22,11 @@ from common.types import Role
 #: threads on each pod, and each may wait this long.
 GIL_SWITCH_INTERVAL_S = 0.0001
 
+READING_TTL_S = 1.0
+
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_log = logging.getLogger(__name__)
 
 
 def require_mappable_kv(config: PodConfig, env: Mapping[str, str] = os.environ) -> None:
@@ -40,30 +44,19 @@ def require_mappable_kv(config: PodConfig, env: Mapping[str, str] = os.environ) 
             )
 
 
-_log = logging.getLogger(__name__)
-
-READING_TTL_S = 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One reading of the driver."""
+    """One reading of the driver. Memory is in bytes; `memory_used` is of all processes."""
 
-    #: Bytes, of all processes.
     memory_used: int
-    #: Bytes.
     memory_total: int
-    #: Busy share of about the last second, 0 to 1; None where the driver has no figure.
-    utilization: float | None = None
-
-
-ReadGpu = Callable[[], GpuReading]
+    utilization: float | None = None  # Busy share of about the last second, 0 to 1; None where the driver has no figure
 
 
 class GpuMonitor:
     """Reads one GPU. Any thread. `read` may raise; then there is no reading for READING_TTL_S seconds."""
 
-    def __init__(self, read: ReadGpu, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[], GpuReading], clock: Callable[[], float] = time.monotonic) -> None:
         self._read = read
         self._clock = clock
         self._lock = threading.Lock()
@@ -75,19 +68,14 @@ class GpuMonitor:
         """Returns a reading of the last READING_TTL_S seconds. None while the driver does not answer."""
         with self._lock:
             if self._clock() - self._at >= READING_TTL_S:
-                self._kept, self._at = self._try(), self._clock()
+                try:
+                    self._kept, self._failing = self._read(), False
+                except Exception as error:
+                    if not self._failing:
+                        _log.warning("the GPU's driver does not answer: %s", error)
+                    self._kept, self._failing = None, True
+                self._at = self._clock()
             return self._kept
-
-    def _try(self) -> GpuReading | None:
-        try:
-            reading = self._read()
-        except Exception as error:
-            if not self._failing:
-                _log.warning("the GPU's driver does not answer: %s", error)
-            self._failing = True
-            return None
-        self._failing = False
-        return reading
 
 
 def gpu_monitor(device: torch.device) -> GpuMonitor | None:
@@ -134,14 +122,8 @@ def add_gpu_metrics(metrics: Metrics, gpu: GpuMonitor) -> None:
 
         return samples
 
-    metrics.sampled_gauge(
-        "gpu_utilization_ratio",
-        "Share of the last second in which the GPU was busy, from 0 to 1.",
-        read(lambda reading: reading.utilization),
-    )
-    metrics.sampled_gauge(
-        "gpu_memory_used_bytes", "GPU memory in use, by all processes.", read(lambda reading: reading.memory_used)
-    )
-    metrics.sampled_gauge(
-        "gpu_memory_total_bytes", "GPU memory that there is.", read(lambda reading: reading.memory_total)
-    )
+    busy = "Share of the last second in which the GPU was busy, from 0 to 1."
+    metrics.sampled_gauge("gpu_utilization_ratio", busy, read(lambda gpu: gpu.utilization))
+    used = "GPU memory in use, by all processes."
+    metrics.sampled_gauge("gpu_memory_used_bytes", used, read(lambda gpu: gpu.memory_used))
+    metrics.sampled_gauge("gpu_memory_total_bytes", "GPU memory that there is.", read(lambda gpu: gpu.memory_total))

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from common.errors import InternalError
 from common.types import PoolCounts
@@ -27,46 +28,37 @@ QUARANTINE_LIMIT_S = 60.0
 EXIT_QUARANTINED, EXIT_BROKEN = 3, 4
 
 
+@dataclass(slots=True)
 class QuarantineWatch:
     """Detects that more than `share` of the pool is quarantined for `limit_s` seconds without a break."""
 
-    def __init__(self, share: float = QUARANTINE_SHARE, limit_s: float = QUARANTINE_LIMIT_S) -> None:
-        self._share = share
-        self._limit_s = limit_s
-        self._since: float | None = None
+    share: float = QUARANTINE_SHARE
+    limit_s: float = QUARANTINE_LIMIT_S
+    _since: float | None = None
 
     def overdue(self, counts: PoolCounts, now: float) -> bool:
         """Returns whether the limit has passed. Call about once a second; `now` is monotonic seconds."""
-        if counts.quarantined <= self._share * counts.total:
+        if counts.quarantined <= self.share * counts.total:
             self._since = None
-            return False
-        if self._since is None:
+        elif self._since is None:
             self._since = now
-        return now - self._since >= self._limit_s
+        return self._since is not None and now - self._since >= self.limit_s
 
 
+@dataclass(eq=False)
 class PodHealth:
-    """Runs the checks once per CHECK_PERIOD_S on the event loop.
+    """Runs the checks once per CHECK_PERIOD_S on the event loop."""
 
-    Args:
-        idle: no request of the role's service is active.
-        damaged: called once when the pool turns out to be inconsistent.
-        leave: called with the exit code and the reason, again at each check while the fault lasts.
-    """
+    pool: BlockPool
+    loop: EngineLoop
+    node: TransferNode
+    idle: Callable[[], bool]  # No request of the role's service is active
+    damaged: Callable[[], None]  # Called once when the pool turns out to be inconsistent
+    #: Called with the exit code and the reason, again at each check while the fault lasts.
+    leave: Callable[[int, str], None]
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        loop: EngineLoop,
-        node: TransferNode,
-        *,
-        idle: Callable[[], bool],
-        damaged: Callable[[], None],
-        leave: Callable[[int, str], None],
-    ) -> None:
+    def __post_init__(self) -> None:
         self.intact = True
-        self._pool, self._loop, self._node = pool, loop, node
-        self._idle, self._damaged, self._leave = idle, damaged, leave
         self._quarantine = QuarantineWatch()
         self._task: asyncio.Task[None] | None = None
 
@@ -89,22 +81,22 @@ class PodHealth:
                     _log.exception("a check of the pod failed")
 
     def _check_threads(self) -> None:
-        if not (self._loop.alive and self._node.alive):
-            self._leave(EXIT_BROKEN, f"the {'transfer' if self._loop.alive else 'engine'} thread has ended")
-        elif self._loop.failure is not None:
-            self._leave(EXIT_BROKEN, self._loop.failure)
+        if not (self.loop.alive and self.node.alive):
+            self.leave(EXIT_BROKEN, f"the {'transfer' if self.loop.alive else 'engine'} thread has ended")
+        elif self.loop.failure is not None:
+            self.leave(EXIT_BROKEN, self.loop.failure)
 
     def _check_quarantine(self) -> None:
-        counts = self._pool.counts()
+        counts = self.pool.counts()
         if self._quarantine.overdue(counts, time.monotonic()):
-            self._leave(EXIT_QUARANTINED, f"{counts.quarantined} of {counts.total} blocks stay quarantined")
+            self.leave(EXIT_QUARANTINED, f"{counts.quarantined} of {counts.total} blocks stay quarantined")
 
     def _check_pool(self) -> None:
-        if not (self.intact and self._idle()):
+        if not (self.intact and self.idle()):
             return
         try:
-            self._pool.check_integrity()
+            self.pool.check_integrity()
         except InternalError:
             _log.exception("the KV pool is inconsistent: taking no more work")
             self.intact = False
-            self._damaged()
+            self.damaged()

@@ -13,6 +13,10 @@ from prefix_index.generation import read_name_owner
 from prefix_index.publisher import IndexPublisher
 from prefix_index.records import CacheTier
 
+_log = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 2.0
+
 
 class CacheEventRelay:
     """Forwards stored and evicted block hashes to the index publisher, once there is one.
@@ -23,26 +27,13 @@ class CacheEventRelay:
     def __init__(self) -> None:
         self.index: IndexPublisher | None = None
 
-    def stored(self, hashes: list[bytes]) -> None:
+    def stored(self, hashes: list[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
         if self.index is not None:
-            self.index.stored(hashes)
+            self.index.stored(hashes, tier)
 
-    def evicted(self, hashes: list[bytes]) -> None:
+    def evicted(self, hashes: list[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
         if self.index is not None:
-            self.index.evicted(hashes)
-
-    def host_stored(self, hashes: list[bytes]) -> None:
-        if self.index is not None:
-            self.index.stored(hashes, CacheTier.HOST)
-
-    def host_evicted(self, hashes: list[bytes]) -> None:
-        if self.index is not None:
-            self.index.evicted(hashes, CacheTier.HOST)
-
-
-INFO_TIMEOUT_S = 2.0
-
-_log = logging.getLogger(__name__)
+            self.index.evicted(hashes, tier)
 
 
 async def require_free_name(redis: str, scope: str, name: str, address: str) -> None:

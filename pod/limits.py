@@ -7,6 +7,7 @@ batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, ModelNotFound
@@ -21,11 +22,9 @@ class PodLimits:
 
     served_name: str
     vocab_size: int
-    #: Prompt plus output tokens.
-    max_model_len: int
+    max_model_len: int  # Prompt plus output tokens
     block_size: int
-    #: Blocks of the whole pool.
-    num_blocks: int
+    num_blocks: int  # Blocks of the whole pool
 
     def check(self, request: ValidRequest, *, generates: bool) -> None:
         """Raises InvalidRequest or ModelNotFound, with the field, if this pod can never serve the request.
@@ -50,7 +49,7 @@ class PodLimits:
                 f"{self.max_model_len}",
                 field="max_tokens",
             )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
+        if not self._known(request.prompt_ids):
             raise InvalidRequest(f"a token id of the prompt is outside [0, {self.vocab_size})", field="prompt_ids")
         self._check_output(request)
         self._check_sampling(request.sampling)
@@ -84,7 +83,7 @@ class PodLimits:
 
     def _check_output(self, request: ValidRequest) -> None:
         output, s = request.output_ids, request.sampling
-        if not 0 <= min(output, default=0) <= max(output, default=0) < self.vocab_size:
+        if not self._known(output):
             raise InvalidRequest(f"a token id of the output is outside [0, {self.vocab_size})", field="output_ids")
         if output and len(output) >= s.max_tokens:
             raise InvalidRequest(
@@ -101,7 +100,7 @@ class PodLimits:
         return -(-num_tokens // self.block_size)
 
     def _check_sampling(self, s: SamplingParams) -> None:
-        ranges: tuple[tuple[str, float, float, float], ...] = (
+        bounds: tuple[tuple[str, float, float, float], ...] = (
             ("temperature", s.temperature, 0.0, math.inf),
             ("top_k", s.top_k, 0, math.inf),
             ("min_p", s.min_p, 0.0, 1.0),
@@ -110,21 +109,25 @@ class PodLimits:
             ("max_tokens", s.max_tokens, 1, math.inf),
             ("min_tokens", s.min_tokens, 0, s.max_tokens),
             ("n", s.n, 1, MAX_N),
-            ("logprobs", 0 if s.logprobs is None else s.logprobs, 0, MAX_LOGPROBS),
-            ("prompt_logprobs", 0 if s.prompt_logprobs is None else s.prompt_logprobs, 0, MAX_LOGPROBS),
+            ("logprobs", s.logprobs or 0, 0, MAX_LOGPROBS),
+            ("prompt_logprobs", s.prompt_logprobs or 0, 0, MAX_LOGPROBS),
         )
-        for name, value, low, high in ranges:
+        for name, value, low, high in bounds:
             if not (low <= value <= high and math.isfinite(value)):
                 raise InvalidRequest(f"{name} is {value}, outside [{low}, {high}]", field=name)
-        for name, value in (("top_p", s.top_p), ("repetition_penalty", s.repetition_penalty)):
-            if not (0 < value <= (1 if name == "top_p" else math.inf) and math.isfinite(value)):
+        for name, value, high in (("top_p", s.top_p, 1), ("repetition_penalty", s.repetition_penalty, math.inf)):
+            if not (0 < value <= high and math.isfinite(value)):
                 raise InvalidRequest(f"{name} is {value}, which is out of range", field=name)
         for token, bias in s.logit_bias:
-            if not (0 <= token < self.vocab_size and math.isfinite(bias)):
+            if not (self._known([token]) and math.isfinite(bias)):
                 raise InvalidRequest(f"bias {bias} of token {token} is out of range", field="logit_bias")
-        if any(not 0 <= token < self.vocab_size for token in s.stop_token_ids):
+        if not self._known(s.stop_token_ids):
             raise InvalidRequest(f"a stop token is outside [0, {self.vocab_size})", field="stop_token_ids")
-        if any(not 0 <= token < self.vocab_size for token in s.allowed_token_ids):
+        if not self._known(s.allowed_token_ids):
             raise InvalidRequest(f"a token is outside [0, {self.vocab_size})", field="allowed_token_ids")
-        if any(not word or not 0 <= min(word) <= max(word) < self.vocab_size for word in s.bad_words):
+        if not all(word and self._known(word) for word in s.bad_words):
             raise InvalidRequest(f"a word is empty, or a token outside [0, {self.vocab_size})", field="bad_words")
+
+    def _known(self, tokens: Sequence[int]) -> bool:
+        """Returns whether every token is in the vocabulary."""
+        return not tokens or 0 <= min(tokens) <= max(tokens) < self.vocab_size

@@ -1,71 +1,50 @@
 """Metrics of a pod: step times, batch sizes, tokens, KV blocks, transfers, outcomes; and their form on the wire.
 
-To add a metric: declare it in PodMetrics, or in an add_..._metrics function if it is read at each scrape, and add its
-row to the table in docs/operations.md. tests/integration/test_metric_names.py compares both.
+To add a metric: declare it in PodMetrics and add its row to the table in docs/operations.md.
+tests/integration/test_metric_names.py compares both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 
 from common.pb import transfer_pb2
+from common.settings.configs import MAX_DRAFTS
 from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
-from common.types import PodLoad, PoolCounts
-from engine.config import MAX_DRAFTS
+from common.types import PodLoad
 from engine.engine import Engine
-from engine.kv.host_tier import HostTierStats
 from engine.schedule.outputs import SequenceOutput, StepResult
-from engine.schedule.scheduler import SchedulerStats
 from engine.speculation.stats import SpeculationStats
-from kv_transfer.messages import PairStats, PeerStats, TransferReport, TransferStats
+from kv_transfer.messages import TransferReport
+from kv_transfer.node import TransferNode
 from pod.gpu import GpuReading
 
 #: Seconds. KV is pushed during the prefill, so the wait at its end is a few milliseconds.
-HAND_OFF_BUCKETS = (
-    0.0005,
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    5.0,
-    30.0,
+HAND_OFF_BUCKETS = tuple(
+    ms / 1000 for ms in (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 100, 250, 500, 1000, 5000, 30000)
 )
+
+Read = Callable[[], Iterable[MetricSample]]
 
 
 class PodMetrics:
     """Metrics of one pod, for any role.
 
-    Args (read at each scrape):
-        blocks: KV blocks by state.
-        tokens: prompt tokens computed, by reason.
-        speculation: statistics of speculative decoding; None without it.
-        peers: connections that this pod writes over.
+    Args:
+        load: this pod's load, read at each scrape.
+        computed_tokens: prompt tokens computed, by reason.
     """
 
     def __init__(
-        self,
-        blocks: Callable[[], PoolCounts],
-        tokens: Callable[[], Iterable[MetricSample]],
-        speculation: Callable[[], SpeculationStats | None],
-        peers: Callable[[], Iterable[PeerStats]],
+        self, engine: Engine, node: TransferNode, load: Callable[[], PodLoad], computed_tokens: Mapping[str, int]
     ) -> None:
-        self.metrics = Metrics()
-        m = self.metrics
+        m = self.metrics = Metrics()
         m.add_process_metrics()
         self.generated_tokens = 0
+        self._engine = engine
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
         self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
-        m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", lambda: [((), self.generated_tokens)])
         self._ended = m.counter("sequences_ended", "Sequences that ended on this pod, by reason.", ["outcome"])
         self._cached_tokens = m.counter(
             "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
@@ -88,12 +67,6 @@ class PodMetrics:
         self._exposed_seconds = m.histogram(
             "exposed_hand_off_seconds", "Seconds from the last chunk to the commit.", buckets=HAND_OFF_BUCKETS
         )
-        m.sampled_gauge(
-            "transfer_probe_bytes_per_second",
-            "What the probe of a connection moved, by what carried it.",
-            lambda: [((p.pod, p.transport, p.transport_source), p.gb_s * 1e9) for p in peers()],
-            ["peer", "transport", "source"],
-        )
         self._drafts = m.counter(
             "speculation_tokens", "Drafts verified, by proposer, place and outcome.", ["proposer", "place", "outcome"]
         )
@@ -103,81 +76,147 @@ class PodMetrics:
             ["proposer"],
             buckets=tuple(range(1, MAX_DRAFTS + 2)),
         )
-        m.sampled_counter(
-            "speculation_failures",
-            "Failures of the proposer, which cost its drafts.",
-            lambda: _failed(speculation()),
-            ["proposer"],
-        )
-        m.sampled_gauge(
-            "speculation_useless",
-            "1 while drafts are made and none was right of late.",
-            lambda: _useless(speculation()),
-            ["proposer"],
-        )
-        self._speculation = speculation
         self.intact = m.gauge("kv_pool_intact", "1 while free + cached + leased + quarantined is the pool.")
         self.intact.set(1)
-        m.sampled_gauge("kv_blocks", "KV blocks by state.", lambda: _by_state(blocks()), ["state"])
-        m.sampled_counter("prompt_tokens_computed", "Prompt tokens computed, by reason.", tokens, ["reason"])
+        m.gauge("kv_block_bytes", "Bytes of one KV block.").set(engine.layout.block_bytes)
+        m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", _one(lambda: self.generated_tokens))
+        m.sampled_counter(
+            "prompt_tokens_computed", "Prompt tokens computed, by reason.", _by(lambda: computed_tokens), ["reason"]
+        )
+        self._add_work_metrics(load)
+        self._add_speculation_metrics()
+        self._add_host_tier_metrics(lambda: node.stats().damaged_transfers)
+        self._add_transfer_metrics(node)
 
     def set_pod_info(self, role: str, model: str, version: str) -> None:
         """Sets role, model and version of this pod."""
         info = self.metrics.gauge("pod_info", "1; who this pod is.", ["role", "model", "version"])
         info.labels(role, model, version).set(1)
 
-    def add_work_metrics(self, load: Callable[[], PodLoad], engine: Engine) -> None:
-        """Declares metrics of waiting and running work and of lack of memory. They are read at each scrape."""
-        m = self.metrics
-        m.sampled_gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", lambda: _queued(load()))
-        m.sampled_gauge(
+    # -- metrics that are read at each scrape -------------------------------------------------------------------------
+
+    def _add_work_metrics(self, load: Callable[[], PodLoad]) -> None:
+        engine, counter, gauge = self._engine, self.metrics.sampled_counter, self.metrics.sampled_gauge
+
+        def sequences() -> dict[str, float]:
+            now = load()
+            return {"running": now.running, "waiting": now.waiting, "reserved": now.reserved}
+
+        def resumed() -> dict[str, float]:
+            stats = engine.scheduler.stats()
+            return {"resumed": stats.fully_restored, "recomputed": stats.partly_recomputed}
+
+        gauge("kv_blocks", "KV blocks by state.", _by(lambda: asdict(engine.pool.counts())), ["state"])
+        gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", _one(lambda: load().queued_tokens))
+        gauge(
             "sequences",
             "Sequences that run, wait in the engine, or whose KV is still to come.",
-            lambda: _sequences(load()),
+            _by(sequences),
             ["state"],
         )
-        m.sampled_counter(
+        counter(
             "preemptions",
             "Sequences that lost their KV because others needed the room.",
-            lambda: [((), engine.scheduler.stats().preemptions)],
+            _one(lambda: engine.scheduler.stats().preemptions),
         )
-        m.sampled_counter(
-            "out_of_memory",
-            "Engine steps that failed for want of memory.",
-            lambda: [((), engine.counters.out_of_memory)],
+        counter(
+            "preempted_sequences",
+            "Preempted sequences that went on, with all the KV that they had or not.",
+            _by(resumed),
+            ["outcome"],
         )
-        m.gauge("kv_block_bytes", "Bytes of one KV block.").set(engine.layout.block_bytes)
+        counter(
+            "out_of_memory", "Engine steps that failed for want of memory.", _one(lambda: engine.counters.out_of_memory)
+        )
 
-    def add_transfer_metrics(self, stats: Callable[[], TransferStats]) -> None:
-        """Declares metrics of transfers in both directions. They are read at each scrape."""
-        m = self.metrics
-        m.sampled_gauge(
-            "transfers_open",
-            "Transfers under way, by direction.",
-            lambda: _open(stats()),
-            ["direction"],
+    def _add_speculation_metrics(self) -> None:
+        def read(value: Callable[[SpeculationStats], float]) -> Read:
+            return lambda: [] if (stats := self.speculation()) is None else [((stats.proposer,), value(stats))]
+
+        self.metrics.sampled_counter(
+            "speculation_failures",
+            "Failures of the proposer, which cost its drafts.",
+            read(lambda stats: stats.failures),
+            ["proposer"],
         )
-        m.sampled_counter(
-            "transfers_received",
-            "Transfers that this pod received whole.",
-            lambda: [((), stats().received_transfers)],
+        self.metrics.sampled_gauge(
+            "speculation_useless",
+            "1 while drafts are made and none was right of late.",
+            read(lambda stats: stats.is_useless),
+            ["proposer"],
         )
-        m.sampled_counter(
+
+    def speculation(self) -> SpeculationStats | None:
+        """Returns the counts of drafts; None without speculative decoding."""
+        speculator = self._engine.speculator
+        return None if speculator is None else speculator.stats
+
+    def _add_host_tier_metrics(self, damaged_transfers: Callable[[], int]) -> None:
+        host, block_bytes = self._engine.pool.host_stats, self._engine.layout.block_bytes
+        counter = self.metrics.sampled_counter
+
+        def blocks() -> dict[str, float]:
+            stats = host()
+            return {} if stats is None else {"used": stats.used, "free": stats.host_blocks - stats.used}
+
+        def moved() -> dict[str, float]:
+            stats = host()
+            if stats is None:
+                return {}
+            return {"to_host": stats.saved * block_bytes, "to_device": stats.loaded * block_bytes}
+
+        def damaged() -> dict[str, float]:
+            stats = host()
+            return {"transfer": damaged_transfers(), "host": 0 if stats is None else stats.damaged}
+
+        def dropped() -> list[MetricSample]:
+            stats = host()
+            return [] if stats is None else [((), stats.dropped)]
+
+        self.metrics.sampled_gauge(
+            "host_blocks", "KV blocks in host memory, and room for more.", _by(blocks), ["state"]
+        )
+        counter("host_moved_bytes", "KV bytes copied to host memory and back.", _by(moved), ["direction"])
+        counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", dropped)
+        counter(
+            "damaged_kv",
+            "Batches of KV blocks that failed their checksums (with --checksums).",
+            _by(damaged),
+            ["where"],
+        )
+
+    def _add_transfer_metrics(self, node: TransferNode) -> None:
+        stats, counter, gauge = node.stats, self.metrics.sampled_counter, self.metrics.sampled_gauge
+
+        def transfers() -> dict[str, float]:
+            now = stats()
+            return {"out": now.open_outgoing, "in": now.open_incoming}
+
+        def pairs(value: Callable[[transfer_pb2.Pair], float]) -> Read:
+            return lambda: [((pair.pod,), value(pair)) for pair in node.pair_stats()]
+
+        gauge(
+            "transfer_probe_bytes_per_second",
+            "What the probe of a connection moved, by what carried it.",
+            lambda: [((p.pod, p.transport, p.transport_source), p.gb_s * 1e9) for p in stats().peers],
+            ["peer", "transport", "source"],
+        )
+        gauge("transfers_open", "Transfers under way, by direction.", _by(transfers), ["direction"])
+        counter(
+            "transfers_received", "Transfers that this pod received whole.", _one(lambda: stats().received_transfers)
+        )
+        counter(
             "transfers_failed",
             "Transfers out of this pod that ended by an error.",
-            lambda: [((), stats().failed_transfers)],
+            _one(lambda: stats().failed_transfers),
         )
-        m.sampled_counter(
+        counter(
             "transfer_messages_dropped",
             "Messages of peers that did not fit, by reason.",
-            lambda: [((reason,), count) for reason, count in stats().dropped.items()],
+            _by(lambda: stats().dropped),
             ["reason"],
         )
-
-    def add_pair_metrics(self, pairs: Callable[[], Iterable[PairStats]]) -> None:
-        """Declares metrics of this pod's traffic with every other pod. They are read at each scrape."""
-        m = self.metrics
-        counters: tuple[tuple[str, str, Callable[[PairStats], float]], ...] = (
+        counters: tuple[tuple[str, str, Callable[[transfer_pb2.Pair], float]], ...] = (
             ("pair_hand_offs", "Hand-offs completed to another pod.", lambda p: p.transfers),
             ("pair_pulls", "Pulls served to another pod.", lambda p: p.pulls),
             ("pair_blocks", "KV blocks moved to another pod.", lambda p: p.blocks),
@@ -186,14 +225,16 @@ class PodMetrics:
             ("pair_exposed_seconds", "Seconds from last chunks to commits, by receiver.", lambda p: p.exposed_s),
             ("pair_failures", "Transfers to another pod that failed.", lambda p: p.failures),
         )
-        for name, help_text, read in counters:
-            m.sampled_counter(name, help_text, lambda read=read: [((p.pod,), read(p)) for p in pairs()], ["peer"])  # type: ignore[misc]
-        m.sampled_gauge(
+        for name, help_text, value in counters:
+            counter(name, help_text, pairs(value), ["peer"])
+        gauge(
             "pair_bytes_per_second",
             "Rate of KV written to another pod, lately; before any, of the probe.",
-            lambda: [((p.pod, p.transport), p.gb_s * 1e9) for p in pairs()],
+            lambda: [((p.pod, p.transport), p.gb_s * 1e9) for p in node.pair_stats()],
             ["peer", "transport"],
         )
+
+    # -- metrics that are counted -------------------------------------------------------------------------------------
 
     def count_pull(self, outcome: str, reason: str) -> None:
         """Counts a pull hint. outcome: done, skipped, refused or failed."""
@@ -227,7 +268,7 @@ class PodMetrics:
                 self._cached_tokens.labels("host").inc(output.seq.host_tokens)
 
     def _count_drafts(self, output: SequenceOutput) -> None:
-        stats = self._speculation()
+        stats = self.speculation()
         assert stats is not None
         for place in range(output.num_drafts):
             outcome = "accepted" if place < output.num_accepted else "rejected"
@@ -247,33 +288,14 @@ class PodMetrics:
         self._exposed_seconds.observe(report.exposed_s, exemplar)
 
 
-def _queued(load: PodLoad) -> list[MetricSample]:
-    return [((), load.queued_tokens)]
+def _one(read: Callable[[], float]) -> Read:
+    """Returns the reader of a metric without labels."""
+    return lambda: [((), read())]
 
 
-def _sequences(load: PodLoad) -> list[MetricSample]:
-    return [(("running",), load.running), (("waiting",), load.waiting), (("reserved",), load.reserved)]
-
-
-def _open(stats: TransferStats) -> list[MetricSample]:
-    return [(("out",), stats.open_outgoing), (("in",), stats.open_incoming)]
-
-
-def _failed(stats: SpeculationStats | None) -> list[MetricSample]:
-    return [] if stats is None else [((stats.proposer,), stats.failures)]
-
-
-def _useless(stats: SpeculationStats | None) -> list[MetricSample]:
-    return [] if stats is None else [((stats.proposer,), float(stats.is_useless))]
-
-
-def _by_state(counts: PoolCounts) -> list[MetricSample]:
-    return [
-        (("free",), counts.free),
-        (("cached",), counts.cached),
-        (("leased",), counts.leased),
-        (("quarantined",), counts.quarantined),
-    ]
+def _by(read: Callable[[], Mapping[str, float]]) -> Read:
+    """Returns the reader of a metric with one label. `read` returns the values by label."""
+    return lambda: [((label,), value) for label, value in read().items()]
 
 
 def activity_to_pb(
@@ -301,53 +323,3 @@ def activity_to_pb(
             transfer_pb2.Gpu(utilization=gpu.utilization, memory_used=gpu.memory_used, memory_total=gpu.memory_total)
         )
     return activity
-
-
-def add_host_tier_metrics(
-    metrics: Metrics,
-    host: Callable[[], HostTierStats | None],
-    scheduler: Callable[[], SchedulerStats],
-    block_bytes: int,
-    *,
-    damaged_transfers: Callable[[], int],
-) -> None:
-    """Declares metrics of the host tier, of preemptions and of damage.
-
-    Args:
-        host: returns None without a host tier.
-    """
-
-    def blocks() -> list[MetricSample]:
-        stats = host()
-        return [] if stats is None else [(("used",), stats.used), (("free",), stats.host_blocks - stats.used)]
-
-    def moved() -> list[MetricSample]:
-        stats = host()
-        if stats is None:
-            return []
-        return [(("to_host",), stats.saved * block_bytes), (("to_device",), stats.loaded * block_bytes)]
-
-    def dropped() -> list[MetricSample]:
-        stats = host()
-        return [] if stats is None else [((), stats.dropped)]
-
-    def preempted() -> list[MetricSample]:
-        stats = scheduler()
-        return [(("resumed",), stats.fully_restored), (("recomputed",), stats.partly_recomputed)]
-
-    def damaged() -> list[MetricSample]:
-        stats = host()
-        return [(("transfer",), damaged_transfers()), (("host",), 0 if stats is None else stats.damaged)]
-
-    metrics.sampled_gauge("host_blocks", "KV blocks in host memory, and room for more.", blocks, ["state"])
-    metrics.sampled_counter("host_moved_bytes", "KV bytes copied to host memory and back.", moved, ["direction"])
-    metrics.sampled_counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", dropped)
-    metrics.sampled_counter(
-        "preempted_sequences",
-        "Preempted sequences that went on, with all the KV that they had or not.",
-        preempted,
-        ["outcome"],
-    )
-    metrics.sampled_counter(
-        "damaged_kv", "Batches of KV blocks that failed their checksums (with --checksums).", damaged, ["where"]
-    )

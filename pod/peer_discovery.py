@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from common.errors import BatonError
 from common.types import Role
@@ -29,18 +30,17 @@ RETRY_S = 0.1
 FIRST_ROUND_S = 15.0
 
 
+@dataclass(eq=False)
 class PeerDiscovery:
-    """Keeps connections to every decode pod of `scope` in the index.
+    """Keeps connections to every decode pod of `scope` in the index."""
 
-    connect(address, generation) makes and proves one connection. It is cheap for a pod that is connected.
-    """
+    reader: IndexReader
+    scope: str
+    #: Makes and proves the connection to (address, generation). It is cheap for a pod that is connected.
+    connect: Callable[[str, int], Awaitable[object]]
 
-    def __init__(self, reader: IndexReader, scope: str, connect: Callable[[str, int], Awaitable[object]]) -> None:
-        self._reader = reader
-        self._scope = scope
-        self._connect = connect
-        #: By pod and generation.
-        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
+    def __post_init__(self) -> None:
+        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}  # By pod and generation
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -68,7 +68,7 @@ class PeerDiscovery:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._reader.close()
+        await self.reader.close()
 
     async def _forever(self) -> None:
         while True:
@@ -78,7 +78,7 @@ class PeerDiscovery:
     async def _round(self) -> bool:
         """Connects to new pods. Returns whether the index answered."""
         try:
-            pods = await self._reader.pods()
+            pods = await self.reader.pods()
         except BatonError:
             return False  # the index is optional
         except Exception:
@@ -86,13 +86,13 @@ class PeerDiscovery:
             return False
         for record in (pod.record for pod in pods):
             key = (record.pod, record.generation)
-            if record.scope == self._scope and record.role is not Role.PREFILL and key not in self._attempts:
+            if record.scope == self.scope and record.role is not Role.PREFILL and key not in self._attempts:
                 self._attempts[key] = asyncio.get_running_loop().create_task(self._connect_to(record))
         return True
 
     async def _connect_to(self, record: PodRecord) -> None:
         try:
-            await self._connect(record.address, record.generation)
+            await self.connect(record.address, record.generation)
         except BatonError as error:
             _log.info("decode pod %s at %s is not connected yet: %s", record.pod, record.address, error.message)
         except Exception:

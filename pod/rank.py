@@ -22,7 +22,7 @@ from engine.kv.kv_pool import KVPool
 from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, exit_with, join, serve
 from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_NODES_S, JOIN_S
 from kv_transfer.backend.interface import Backend
-from kv_transfer.backend.rank_backend import serve_rank_backend
+from kv_transfer.backend.rank_backend import RankBackendServer
 from kv_transfer.memory import PoolMemory
 from pod.transfer_backend import TRANSFER_CHANNEL, make_backend, pool_memory
 
@@ -54,7 +54,7 @@ def _run_transfer_backend(channel: RankChannel, make: Callable[[], Backend], poo
     """Runs the agent's thread. Ends the process if the agent fails."""
     code = EXIT_ABANDONED
     try:
-        serve_rank_backend(channel, make, pool.memory)
+        RankBackendServer(channel, make, pool.memory).run()
         return  # rank 0 sent stop, to the main thread too
     except Unavailable as error:
         _log.info("%s", error.message)

@@ -1,23 +1,54 @@
-"""Requests that a pod knows, and retries of an answer that is expected to change."""
+"""Requests that a pod serves, and retries of an answer that is expected to change."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
 
+from common.errors import BatonError
+
+#: Deadline of callers without a gRPC timeout.
+DEFAULT_DEADLINE_S = 600.0
+#: Limit of retry_until, and the time between its tries.
+RETRY_LIMIT_S, POLL_S = 0.5, 0.002
+
+
+class PodRequest(Protocol):
+    """One request that a pod serves."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that have not ended."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that this pod has yet to compute."""
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the request with `error`. Idempotent."""
+
+    async def drained(self) -> None:
+        """Returns once the pod holds nothing for the request, and never will."""
+
+
+R = TypeVar("R", bound=PodRequest)
 T = TypeVar("T")
 
 
-class RequestRegistry(Generic[T]):
-    """Requests by id, until the pod holds nothing for them any more.
+class RequestRegistry(Generic[R]):
+    """Requests by id, each from `add` until it is drained.
 
     Changed on the event loop only. `get` may run on any thread, because an entry never changes identity.
+
+    on_drained: called with each request that was drained.
     """
 
-    def __init__(self) -> None:
-        self._entries: dict[str, T] = {}
+    def __init__(self, on_drained: Callable[[R], None] = lambda _: None) -> None:
+        self._on_drained = on_drained
+        self._entries: dict[str, R] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -27,32 +58,45 @@ class RequestRegistry(Generic[T]):
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
-    def get(self, request_id: str) -> T | None:
+    def __iter__(self) -> Iterator[R]:
+        return iter(list(self._entries.values()))
+
+    def get(self, request_id: str) -> R | None:
         return self._entries.get(request_id)
 
-    def values(self) -> list[T]:
-        return list(self._entries.values())
-
-    def add(self, request_id: str, entry: T) -> None:
+    def add(self, request_id: str, entry: R) -> None:
         assert request_id not in self._entries, "an id is taken once"
         self._entries[request_id] = entry
         self._idle.clear()
+        task = asyncio.get_running_loop().create_task(self._remove_when_drained(request_id, entry))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def remove(self, request_id: str, entry: T) -> bool:
-        """Returns False if the entry was removed before."""
-        if self._entries.get(request_id) is not entry:
-            return False
+    async def _remove_when_drained(self, request_id: str, entry: R) -> None:
+        await entry.drained()
         del self._entries[request_id]
         if not self._entries:
             self._idle.set()
-        return True
+        self._on_drained(entry)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all requests that have not ended."""
+        return sum(entry.num_sequences for entry in self)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of all requests that this pod has yet to compute."""
+        return sum(entry.queued_tokens for entry in self)
+
+    def fail_all(self, error: BatonError) -> None:
+        """Ends every request with `error`."""
+        for entry in self:
+            entry.fail(error)
 
     async def wait_idle(self) -> None:
         """Returns once the registry is empty."""
         await self._idle.wait()
-
-
-RETRY_LIMIT_S, POLL_S = 0.5, 0.002
 
 
 async def retry_until(ask: Callable[[], T], temporary: Callable[[T], bool]) -> T:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import grpc
 
 from common.auth import Signer
+from common.block_hash import hash_blocks, matchable_blocks
 from common.errors import BatonError, InternalError, Overloaded, Unavailable
 from common.grammar import CompiledGrammar
 from common.model.directory import default_served_name
@@ -39,24 +40,23 @@ from engine.engine import Engine
 from engine.kv.blocks import BlockPin
 from engine.loop import EngineLoop
 from engine.schedule.outputs import StepResult
-from engine.speculation.stats import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
-from kv_transfer.peers.traffic import pair_to_pb
 from pod.engine_config import engine_config
 from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, require_mappable_kv
 from pod.health import PodHealth
 from pod.index_entry import CacheEventRelay, require_free_name
 from pod.limits import PodLimits
-from pod.metrics import PodMetrics, activity_to_pb, add_host_tier_metrics
+from pod.metrics import PodMetrics, activity_to_pb
 from pod.peer_discovery import PeerDiscovery
 from pod.rates import PodRates
+from pod.requests import RequestRegistry
 from pod.services import ControlServicer, Embedder
 from pod.transfer_backend import BackendFactory, pod_backend, pool_memory, start_ranks
 from prefix_index.generation import mint_generation
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader
-from prefix_index.records import PodRecord
+from prefix_index.records import CacheTier, PodRecord
 
 _log = logging.getLogger(__name__)
 
@@ -81,19 +81,6 @@ class PodRuntime:
         self.generation = generation
         self.address = ""
         self.computed_tokens = {"prefill": 0, "local": 0, "recompute": 0}
-        self.metrics = PodMetrics(
-            engine.pool.counts,
-            lambda: [((k,), v) for k, v in self.computed_tokens.items()],
-            self._speculation,
-            lambda: self.transfer_node.stats().peers,
-        )
-        add_host_tier_metrics(
-            self.metrics.metrics,
-            engine.pool.host_stats,
-            engine.scheduler.stats,
-            engine.layout.block_bytes,
-            damaged_transfers=lambda: self.transfer_node.stats().damaged_transfers,
-        )
         self.limits = PodLimits(
             served_name=self.served_name,
             vocab_size=engine.vocab_size,
@@ -114,13 +101,11 @@ class PodRuntime:
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
         )
-        self._gpu = gpu_monitor(engine.device)
+        self.metrics = PodMetrics(engine, self.transfer_node, self.load, self.computed_tokens)
         self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))
-        self.metrics.add_work_metrics(self.load, engine)
-        self.metrics.add_transfer_metrics(self.transfer_node.stats)
+        self._gpu = gpu_monitor(engine.device)
         if self._gpu is not None:
             add_gpu_metrics(self.metrics.metrics, self._gpu)
-        self.metrics.add_pair_metrics(self.transfer_node.pair_stats)
         self._server = RpcServer(config.host, config.port)
         self._service: PodService | None = None
         self._index: IndexPublisher | None = None
@@ -130,7 +115,7 @@ class PodRuntime:
             engine.pool,
             self.engine_loop,
             self.transfer_node,
-            idle=lambda: self._service is not None and not self._service.num_active,
+            idle=lambda: self._service is not None and not self._service.requests,
             damaged=self._on_pool_inconsistent,
             leave=self._drain_and_exit,
         )
@@ -152,8 +137,8 @@ class PodRuntime:
             Engine,
             on_stored=cache_events.stored,
             on_evicted=cache_events.evicted,
-            on_host_stored=cache_events.host_stored,
-            on_host_evicted=cache_events.host_evicted,
+            on_host_stored=functools.partial(cache_events.stored, tier=CacheTier.HOST),
+            on_host_evicted=functools.partial(cache_events.evicted, tier=CacheTier.HOST),
             start_ranks=functools.partial(start_ranks, config),
         )
         engine = await asyncio.to_thread(load, settings)
@@ -162,13 +147,8 @@ class PodRuntime:
         if config.redis is not None:
             await require_free_name(config.redis, scope, name, config.advertise or f"{config.host}:{config.port}")
         generation = await mint_generation(config.redis, scope, name)
-        return cls(
-            config,
-            engine,
-            cache_events,
-            generation,
-            backend or functools.partial(pod_backend, members=engine.rank_group),
-        )
+        make_backend = backend or functools.partial(pod_backend, members=engine.rank_group)
+        return cls(config, engine, cache_events, generation, make_backend)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -179,14 +159,12 @@ class PodRuntime:
         """
         self._service = service
         self._server.add_servicer(type(service).register, service, service.full_name)
-        self._server.add_servicer(
-            transfer_pb2_grpc.add_TransferServicer_to_server, self.transfer_node.servicer, "baton.v1.Transfer"
-        )
+        add = self._server.add_servicer
+        add(transfer_pb2_grpc.add_TransferServicer_to_server, self.transfer_node.servicer, "baton.v1.Transfer")
         control = ControlServicer(self.engine.pool, lambda: self._index)
-        self._server.add_servicer(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
+        add(control_pb2_grpc.add_ControlServicer_to_server, control, "baton.v1.Control")
         if self.config.role is not Role.DECODE:
-            add_embedding = embedding_pb2_grpc.add_EmbeddingServicer_to_server
-            self._server.add_servicer(add_embedding, self._embedder, "baton.v1.Embedding")
+            add(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self._embedder, "baton.v1.Embedding")
         self.engine_loop.start()
         port = await self._server.start()
         self.address = self.config.advertise or f"{self.config.host}:{port}"
@@ -278,8 +256,8 @@ class PodRuntime:
         if self._index is not None:
             await self._index.stop()
         if self._service is not None:
-            await self._service.wait_idle()
-        await self._embedder.wait_idle()
+            await self._service.requests.wait_idle()
+        await self._embedder.requests.wait_idle()
 
     async def stop(self) -> None:
         """Ends running requests and frees everything. Idempotent."""
@@ -290,7 +268,7 @@ class PodRuntime:
         if self._service is not None:
             leaving = Unavailable(f"pod {self.name} is stopping")
             self._service.abort_all(leaving)
-            self._embedder.abort_all(leaving)
+            self._embedder.requests.fail_all(leaving)
             await asyncio.sleep(0)
         await self._server.stop(STOP_GRACE_S)
         try:
@@ -299,16 +277,12 @@ class PodRuntime:
             _log.error("%s", error.message)
         await self.transfer_node.stop(STOP_GRACE_S)
         await asyncio.to_thread(self.engine.close)
-        if self._metrics_server is not None:
-            self._metrics_server.stop()
-            self._metrics_server = None
+        server, self._metrics_server = self._metrics_server, None
+        if server is not None:
+            server.stop()
         tracer, self.tracer = self.tracer, None
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
-
-    def _speculation(self) -> SpeculationStats | None:
-        speculator = self.engine.speculator
-        return None if speculator is None else speculator.stats
 
     # -- for services and peers ---------------------------------------------------------------------------------------
 
@@ -329,7 +303,7 @@ class PodRuntime:
     def _check_embedding(self, request: ValidRequest, queued_tokens: int, deadline_s: float) -> None:
         self.require_ready()
         self.limits.check(request, generates=False)
-        others = 0 if self._service is None else self._service.queued_tokens
+        others = 0 if self._service is None else self._service.requests.queued_tokens
         self.require_deadline(others + queued_tokens + request.prompt_len, deadline_s)
 
     def require_deadline(self, queued_tokens: int, deadline_s: float) -> None:
@@ -350,6 +324,16 @@ class PodRuntime:
         if request.grammar is None:
             return None
         return grammars.get_cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
+
+    def prompt_hashes(self, request: ValidRequest) -> list[bytes]:
+        """Returns the hashes of the prompt's leading full blocks that a cache may supply."""
+        layout = self.engine.layout
+        return hash_blocks(
+            request.context_ids[: matchable_blocks(request.context_len, layout.block_size) * layout.block_size],
+            fingerprint=layout.fingerprint,
+            block_size=layout.block_size,
+            salt=request.cache_salt,
+        )
 
     def info(self) -> transfer_pb2.InfoResponse:
         """Returns the authoritative description of this pod. Any thread."""
@@ -376,10 +360,10 @@ class PodRuntime:
             activity=activity_to_pb(
                 self.metrics.generated_tokens,
                 self.engine.scheduler.stats().preemptions,
-                self._speculation(),
+                self.metrics.speculation(),
                 None if self._gpu is None else self._gpu.reading(),
             ),
-            pairs=[pair_to_pb(pair) for pair in self.transfer_node.pair_stats()],
+            pairs=self.transfer_node.pair_stats(),
             pulls=self.config.role is Role.PREFILL and self.config.pull != "off",
             late_targets=self.config.role is Role.PREFILL,
         )
@@ -391,10 +375,11 @@ class PodRuntime:
         step_s, step_slope_s = self.rates.decode_fit()
         transfer_rate, hand_off_s = self.rates.transfer_fit()
         return PodLoad(
-            queued_tokens=self._embedder.queued_tokens + (0 if service is None else service.queued_tokens),
+            queued_tokens=self._embedder.requests.queued_tokens
+            + (0 if service is None else service.requests.queued_tokens),
             running=stats.running,
             waiting=stats.waiting,
-            reserved=0 if service is None else max(0, service.num_sequences - stats.running - stats.waiting),
+            reserved=0 if service is None else max(0, service.requests.num_sequences - stats.running - stats.waiting),
             free_blocks=self.engine.pool.num_available(),
             draining=self.lifecycle.draining,
             prefill_rate=prefill_rate,
@@ -443,26 +428,15 @@ class PodService(Protocol):
 
     full_name: str
 
+    @property
+    def requests(self) -> RequestRegistry[Any]:
+        """Requests that hold blocks or a place in the engine."""
+
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to the server."""
 
     def on_step(self, result: StepResult) -> None:
         """Runs after each engine step, before the leases of ended sequences are finished."""
-
-    @property
-    def num_active(self) -> int:
-        """Requests that hold blocks or a place in the engine."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of active requests that have not ended."""
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that this pod has yet to compute."""
-
-    async def wait_idle(self) -> None:
-        """Returns once no request is active."""
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request with `error`."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,47 +25,70 @@ from engine.kv.blocks import BlockPool
 from engine.loop import EngineLoop
 from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
-from pod.requests import RequestRegistry
+from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry
 from prefix_index.publisher import IndexPublisher
-
-#: Deadline of callers without a gRPC timeout.
-DEFAULT_DEADLINE_S = 600.0
 
 
 class _EmbeddingRequest:
-    """One prompt."""
+    """One prompt. The event loop owns it."""
 
-    def __init__(self, seq: Sequence) -> None:
+    num_sequences = 1
+
+    def __init__(self, loop: EngineLoop, seq: Sequence) -> None:
         self.seq = seq
         #: The embedding, of length 1.
         self.vector: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-
-
-class Embedder(embedding_pb2_grpc.EmbeddingServicer):
-    """Serves Embedding. on_step and refusals run on the engine's thread, the rest on the event loop.
-
-    check: raises if the pod cannot serve a request now. Its arguments: request, queued prompt tokens of embeddings,
-    seconds until the deadline.
-    """
-
-    def __init__(self, engine: Engine, loop: EngineLoop, check: Callable[[ValidRequest, int, float], None]) -> None:
-        self._engine = engine
         self._loop = loop
-        self._check = check
+        self._released = asyncio.Event()
+
+    @property
+    def queued_tokens(self) -> int:
+        return self.seq.prompt_len - self.seq.computed
+
+    def end(self, outcome: list[float] | BatonError) -> None:
+        """Handles that the engine released the sequence."""
+        self._released.set()
+        if self.vector.done():
+            return
+        if isinstance(outcome, BatonError):
+            self.vector.set_exception(outcome)
+        else:
+            self.vector.set_result(outcome)
+
+    def fail(self, error: BatonError) -> None:
+        self._loop.abort(self.seq.request_id)
+        if not self.vector.done():
+            self.vector.set_exception(error)
+
+    async def drained(self) -> None:
+        await self._released.wait()
+
+
+@dataclass(eq=False)
+class Embedder(embedding_pb2_grpc.EmbeddingServicer):
+    """Serves Embedding. on_step and refusals run on the engine's thread, the rest on the event loop."""
+
+    engine: Engine
+    loop: EngineLoop
+    #: Raises if the pod cannot serve a request now. Its arguments: request, queued prompt tokens of embeddings, seconds
+    #: until the deadline.
+    check: Callable[[ValidRequest, int, float], None]
+
+    def __post_init__(self) -> None:
         self._aio = asyncio.get_running_loop()
-        self._requests: RequestRegistry[_EmbeddingRequest] = RequestRegistry()
+        self.requests = RequestRegistry[_EmbeddingRequest]()
 
     async def Embed(
         self, request: embedding_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> embedding_pb2.EmbedResponse:
         """Implements Embed of embedding.proto."""
         valid, left = request_from_pb(request.request), remaining_s(context, DEFAULT_DEADLINE_S)
-        self._check(valid, self.queued_tokens, left)
-        if valid.request_id in self._requests:
+        self.check(valid, self.requests.queued_tokens, left)
+        if valid.request_id in self.requests:
             raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
-        pending = _EmbeddingRequest(self._engine.new_sequence(valid, hand_off=True, wants_embedding=True))
-        self._requests.add(valid.request_id, pending)
-        self._loop.add(pending.seq, lambda error: self._on_refused(pending, error))
+        pending = _EmbeddingRequest(self.loop, self.engine.new_sequence(valid, hand_off=True, wants_embedding=True))
+        self.requests.add(valid.request_id, pending)
+        self.loop.add(pending.seq, partial(self._end, pending))
         try:
             async with asyncio.timeout(left):
                 vector = await asyncio.shield(pending.vector)
@@ -72,87 +97,51 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         finally:
             if not pending.vector.done():
                 pending.vector.cancel()
-                self._loop.abort(valid.request_id)
+                self.loop.abort(valid.request_id)
         return embedding_pb2.EmbedResponse(values=vector, cached_tokens=pending.seq.cached_tokens)
 
-    def _on_refused(self, pending: _EmbeddingRequest, error: BatonError) -> None:
-        """Handles that the engine did not accept the sequence. Any thread."""
-        self._aio.call_soon_threadsafe(self._end, pending, None, error)
+    def _end(self, pending: _EmbeddingRequest, outcome: list[float] | BatonError) -> None:
+        """Handles that the engine released the sequence, or did not accept it. Any thread."""
+        self._aio.call_soon_threadsafe(pending.end, outcome)
 
     def on_step(self, result: StepResult) -> None:
         """Ends the embedding requests that ended in a step. Engine thread."""
         for output in result.outputs:
-            if output.seq.wants_embedding and output.ended:
-                vector, error = self._outcome(output)
-                self._aio.call_soon_threadsafe(self._end_sequence, output.seq, vector, error)
+            pending = self.requests.get(output.seq.request_id)
+            if pending is not None and pending.seq is output.seq and output.ended:
+                self._end(pending, _embedding_of(output))
 
-    def _outcome(self, output: SequenceOutput) -> tuple[list[float] | None, BatonError | None]:
-        state = output.seq.embedding
-        if output.error is not None or not output.tokens or state is None:
-            return None, output.error or Cancelled("the request was aborted")
-        try:
-            vector: list[float] = F.normalize(state.float(), dim=0).tolist()
-        except Exception as error:  # must not end the step's other sequences
-            return None, InternalError(f"{type(error).__name__}: {error}")
-        return vector, None
 
-    def _end_sequence(self, seq: Sequence, vector: list[float] | None, error: BatonError | None) -> None:
-        pending = self._requests.get(seq.request_id)
-        if pending is not None and pending.seq is seq:
-            self._end(pending, vector, error)
-
-    def _end(self, pending: _EmbeddingRequest, vector: list[float] | None, error: BatonError | None) -> None:
-        self._requests.remove(pending.seq.request_id, pending)
-        if pending.vector.done():
-            return
-        if vector is None:
-            pending.vector.set_exception(error or InternalError("no vector"))
-        else:
-            pending.vector.set_result(vector)
-
-    @property
-    def num_active(self) -> int:
-        """Requests that the engine still knows."""
-        return len(self._requests)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that are not computed yet."""
-        return sum(pending.seq.prompt_len - pending.seq.computed for pending in self._requests.values())
-
-    async def wait_idle(self) -> None:
-        """Returns once no request is active."""
-        await self._requests.wait_idle()
-
-    def abort_all(self, error: BatonError) -> None:
-        """Ends every request with `error`, because the pod stops."""
-        for pending in self._requests.values():
-            self._loop.abort(pending.seq.request_id)
-            self._end(pending, None, error)
+def _embedding_of(output: SequenceOutput) -> list[float] | BatonError:
+    """Returns the normalized embedding, or why there is none."""
+    state = output.seq.embedding
+    if output.error is not None or not output.tokens or state is None:
+        return output.error or Cancelled("the request was aborted")
+    try:
+        vector: list[float] = F.normalize(state.float(), dim=0).tolist()
+    except Exception as error:  # must not end the step's other sequences
+        return InternalError(f"{type(error).__name__}: {error}")
+    return vector
 
 
 #: An answer waits at most 1 s for the index.
 INDEX_POLLS, POLL_S = 100, 0.01
 
 
+@dataclass(eq=False)
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """Serves Control.
+    """Serves Control."""
 
-    Args:
-        index: returns the pod's publisher, once the pod joined the index.
-    """
-
-    def __init__(self, pool: BlockPool, index: Callable[[], IndexPublisher | None]) -> None:
-        self._pool = pool
-        self._index = index
+    pool: BlockPool
+    index: Callable[[], IndexPublisher | None]  # Returns the pod's publisher, once the pod joined the index
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> control_pb2.ResetPrefixCacheResponse:
         """Implements ResetPrefixCache of control.proto."""
-        cleared = await asyncio.to_thread(self._pool.reset_prefix_cache)  # it may wait for a copy to the host
-        kept = len(self._pool.cached_hashes())
-        index = self._index()
+        cleared = await asyncio.to_thread(self.pool.reset_prefix_cache)  # it may wait for a copy to the host
+        kept = len(self.pool.cached_hashes())
+        index = self.index()
         for _ in range(INDEX_POLLS):
             if index is None or index.up_to_date:
                 break

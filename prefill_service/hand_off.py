@@ -9,7 +9,7 @@
 The KV target may arrive after the prompt. Until then this object keeps the pins of the computed blocks.
 
 The engine thread calls `on_output` after each step. It pins the blocks that a chunk completed before it pushes them, so
-the sequence's lease may end while writes are in flight. The transfer thread calls `on_progress` and releases the pins.
+the sequence's lease may end while writes are in flight. The transfer thread reports progress and releases the pins.
 Everything else runs on the event loop.
 """
 
@@ -17,18 +17,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import threading
 import time
 from collections import abc
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, LayoutMismatch, Unavailable
-from common.kv_layout import KVLayout
+from common.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    LayoutMismatch,
+    Unavailable,
+)
 from common.pb import prefill_pb2
 from common.tracing.context import TraceContext
-from common.types import FinishReason, KvTarget, PromptLogprobs, Token, ValidRequest
+from common.types import FinishReason, KvTarget, PromptLogprobs, Token
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from engine.kv.blocks import BlockPin
 from engine.schedule.outputs import SequenceOutput
@@ -38,6 +47,8 @@ from kv_transfer.sender.transfers import OutgoingTransfer
 from pod.runtime import PodRuntime
 from prefill_service.prefix_pull import PrefixPuller
 
+_log = logging.getLogger(__name__)
+
 Event = prefill_pb2.PrefillEvent
 
 #: HandedOff lists at most this many pushes one by one.
@@ -46,25 +57,14 @@ MAX_REPORTED_PUSHES = 256
 SET_TARGET_TIMEOUT_S = 10.0
 
 
-def require_fitting_target(layout: KVLayout, request: ValidRequest, target: KvTarget) -> None:
-    """Raises LayoutMismatch or InvalidRequest when the request's KV cannot go to `target`."""
-    if target.fingerprint != layout.fingerprint:
-        raise LayoutMismatch("the target's KV layout differs from this pod's", field="fingerprint")
-    if target.first_block + len(target.blocks) != layout.blocks_for(request.context_len):
-        raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
-
-
 @dataclass(frozen=True, slots=True)
 class HandOffEvent:
     """One entry of a hand-off's history. Times are time.monotonic() seconds."""
 
-    #: chunk, delivered, first_token or end
-    kind: str
-    #: chunk: prompt tokens computed so far. delivered, end: blocks so far. first_token: the token's id.
-    value: int
+    kind: str  # chunk, delivered, first_token or end
+    value: int  # chunk: prompt tokens computed so far. delivered, end: blocks so far. first_token: the token's id.
     at: float
-    #: Start of the step; chunks only.
-    start: float = 0.0
+    start: float = 0.0  # Start of the step; chunks only
 
 
 class _PushPin:
@@ -90,10 +90,8 @@ class Push:
     """Blocks of one chunk on their way. Times are time.monotonic() seconds."""
 
     blocks: int
-    #: The transfer got the blocks.
-    start: float
-    #: The last write of the blocks ended; 0 until then.
-    end: float = 0.0
+    start: float  # The transfer got the blocks
+    end: float = 0.0  # The last write of the blocks ended; 0 until then
 
 
 class PrefillHandOff:
@@ -101,6 +99,8 @@ class PrefillHandOff:
 
     Build, start, iterate and close it on the event loop. Call `start` once.
     """
+
+    num_sequences = 1  # A prompt is computed once for all n samples
 
     def __init__(
         self,
@@ -112,62 +112,57 @@ class PrefillHandOff:
         caller_span: TraceContext | None = None,
     ) -> None:
         self.seq = seq
-        #: The caller's span, if the request is traced.
-        self.caller_span = caller_span
+        self.caller_span = caller_span  # The caller's span, if the request is traced
         self.target: KvTarget | None = None
-        #: Events in the order in which they happened.
-        self.history: list[HandOffEvent] = []
+        self.history: list[HandOffEvent] = []  # Events in the order in which they happened
         self.arrived_at = time.monotonic()
         self.deadline = self.arrived_at + deadline_s
-        #: How the hand-off ended; None until then.
-        self.outcome: TransferReport | BatonError | None = None
+        self.outcome: TransferReport | BatonError | None = None  # How the hand-off ended; None until then
         #: The pod that a prefix was pulled from, and the end of the pull.
         self.pulled_from: tuple[str, float] | None = None
-        #: Pushes by first block.
-        self.pushes: dict[int, Push] = {}
+        self.pushes: dict[int, Push] = {}  # Pushes by first block
         self._pod = pod
         self._puller = puller
         self._aio = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._inbox: asyncio.Queue[Event | TransferReport | BatonError] = asyncio.Queue()
-        self._closed = asyncio.Event()
         self._engine_ended = asyncio.Event()
-        #: Set once the target is known, or will never be.
-        self._target_decided = asyncio.Event()
-        #: Ends with the transfer.
-        self._transfer_task: asyncio.Task[None] | None = None
-        #: First blocks of pushes with a write in flight.
-        self._open_pushes: set[int] = set()
+        self._target_decided = asyncio.Event()  # Set once the target is known, or will never be
+        self._transfer_task: asyncio.Task[None] | None = None  # Ends with the transfer
         self._push_released = asyncio.Event()
         self._first_chunk_at: float | None = None
         self._first_push_at = 0.0
-        #: Seconds from the first push to the commit.
-        self._transfer_s = 0.0
+        self._transfer_s = 0.0  # Seconds from the first push to the commit
         self._next_block = 0
         self._has_first_token = False
         self._first_tokens: list[tuple[int, FinishReason | None]] = []
         # The engine thread and the event loop share the fields below, under the lock.
         self._lock = threading.Lock()
+        self._closed = asyncio.Event()
         self._transfer: OutgoingTransfer | None = None
-        #: Pushes that wait for a target, by first block.
+        #: Pushes that wait for a target, by first block; and the scope that releases their pins.
         self._held_pushes: list[tuple[int, _PushPin]] = []
+        self._held_pins = ExitStack()
         #: First tokens and finish reasons, once all exist.
         self._finished: tuple[list[int], list[FinishReason | None]] | None = None
-        #: The hand-off closed: no target will be set.
-        self._abandoned = False
 
     def start(self, target: KvTarget | None, hint: prefill_pb2.PullHint | None) -> None:
         """Queues the prompt in the engine, after the pull that `hint` suggests.
 
         Without a target the hand-off fails unless `set_target` follows within SET_TARGET_TIMEOUT_S.
-        Raises Unavailable when the transfer node does not run.
+        Raises what set_target raises; the hand-off is closed then.
         """
-        if target is not None:
-            self.set_target(target)
-        else:
+        if target is None:
             self._spawn(self._await_target())
+        else:
+            try:
+                self.set_target(target)
+            except BaseException:
+                self._engine_ended.set()
+                self.close()
+                raise
         if hint is None:
-            self._pod.engine_loop.add(self.seq, self.on_refused)
+            self._pod.engine_loop.add(self.seq, self._on_refused)
         else:
             self._spawn(self._pull_then_add(hint))
 
@@ -185,20 +180,22 @@ class PrefillHandOff:
                 raise InvalidRequest("the request has another target", field="target")
             return
         layout = self._pod.engine.layout
-        require_fitting_target(layout, request, target)
-        transfer = self._pod.transfer_node.start_transfer(
-            target, request.request_id, layout.blocks_for(request.context_len), self._remaining_s()
-        )
+        num_blocks = layout.blocks_for(request.context_len)
+        if target.fingerprint != layout.fingerprint:
+            raise LayoutMismatch("the target's KV layout differs from this pod's", field="fingerprint")
+        if target.first_block + len(target.blocks) != num_blocks:
+            raise InvalidRequest("the target does not cover the prompt's blocks", field="target")
+        transfer = self._pod.transfer_node.start_transfer(target, request.request_id, num_blocks, self._remaining_s())
         with self._lock:
             self.target, self._transfer = target, transfer
             self._next_block = max(self._next_block, target.first_block)
-            transfer.on_progress = self.on_progress
-            held, self._held_pushes = self._held_pushes, []
-            for first, pin in held:
+            transfer.on_progress = self._on_progress
+            self._held_pins.pop_all()
+            for first, pin in self._held_pushes:
                 transfer.push(first, pin.blocks, pin)
             if self._finished is not None:
                 transfer.finish(*self._finished)
-        self._transfer_task = self._aio.create_task(self._await_transfer())
+        self._transfer_task = self._aio.create_task(self._await_transfer(transfer))
         self._target_decided.set()
 
     @property
@@ -210,10 +207,18 @@ class PrefillHandOff:
 
     def on_output(self, output: SequenceOutput, seconds: float) -> None:
         """Handles the output of a step that took `seconds`. The sequence's lease is still valid."""
+        try:
+            self._take_output(output, seconds)
+        except Exception as error:  # must not end the step's other sequences
+            _log.exception("the output of a step could not be handled", extra={"request_id": output.seq.request_id})
+            if output.ended:
+                self._on_engine_released()
+            self._aio.call_soon_threadsafe(self.fail, InternalError(f"{type(error).__name__}: {error}"))
+
+    def _take_output(self, output: SequenceOutput, seconds: float) -> None:
         now = time.monotonic()
         if output.error is not None or output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            self._post(output.error or Cancelled("the request was aborted"))
-            self.on_engine_released()
+            self._on_refused(output.error or Cancelled("the request was aborted"))
             return
         if self._first_chunk_at is None:
             self._first_chunk_at = now - seconds
@@ -237,13 +242,7 @@ class PrefillHandOff:
                 self._finished = tokens, finishes
                 if self._transfer is not None:
                     self._transfer.finish(tokens, finishes)
-            self.on_engine_released()
-
-    def on_step_failed(self, output: SequenceOutput, error: BatonError) -> None:
-        """Ends the hand-off because `on_output` failed for this output."""
-        if output.ended:
-            self.on_engine_released()
-        self._aio.call_soon_threadsafe(self.fail, error)
+            self._on_engine_released()
 
     def _push(self, computed: int, done: bool) -> None:
         """Pushes the blocks that are full since the last push; all that are left if `done`."""
@@ -251,45 +250,40 @@ class PrefillHandOff:
         assert lease is not None, "a sequence that computed has a lease"
         size = self.seq.block_size
         end = -(-self.seq.prefill_len // size) if done else computed // size
-        if end > self._next_block:  # after a preemption the first chunks repeat blocks that were pushed before
-            first, self._next_block = self._next_block, end
+        with self._lock:
+            first = self._next_block
+            if end <= first or self._closed.is_set():
+                return  # after a preemption the first chunks repeat blocks that were pushed before
+            self._next_block = end
             now = time.monotonic()
             self._first_push_at = self._first_push_at or now
             self.pushes[first] = Push(end - first, now)
             pin = _PushPin(lease.pin_for_read(first, end - first), lambda: self._on_push_released(first))
-            self._open_pushes.add(first)
-            with self._lock:
-                if self._transfer is not None:
-                    self._transfer.push(first, pin.blocks, pin)
-                elif self._abandoned:
-                    pin.release()
-                else:
-                    self._held_pushes.append((first, pin))
+            if self._transfer is not None:
+                self._transfer.push(first, pin.blocks, pin)
+            else:
+                self._held_pushes.append((first, pin))
+                self._held_pins.callback(pin.release)
 
-    def on_engine_released(self) -> None:
+    def _on_refused(self, error: BatonError) -> None:
+        """Handles that the engine did not accept the sequence, or gave it up. Any thread."""
+        self._post(error)
+        self._on_engine_released()
+
+    def _on_engine_released(self) -> None:
         """Handles that the engine released the sequence. Any thread."""
         self._aio.call_soon_threadsafe(self._engine_ended.set)
 
-    def on_refused(self, error: BatonError) -> None:
-        """Handles that the engine did not accept the sequence. Any thread."""
-        self._post(error)
-        self.on_engine_released()
-
     # -- transfer thread ----------------------------------------------------------------------------------------------
 
-    def on_progress(self, delivered: int) -> None:
+    def _on_progress(self, delivered: int) -> None:
         """Handles that `delivered` blocks have reached the target."""
         self.history.append(HandOffEvent("delivered", delivered, time.monotonic()))
 
     def _on_push_released(self, first: int) -> None:
         """Handles that no write of the push that starts at block `first` is left."""
         self.pushes[first].end = time.monotonic()
-
-        def end() -> None:
-            self._open_pushes.discard(first)
-            self._push_released.set()
-
-        self._aio.call_soon_threadsafe(end)
+        self._aio.call_soon_threadsafe(self._push_released.set)
 
     # -- event loop ---------------------------------------------------------------------------------------------------
 
@@ -324,10 +318,10 @@ class PrefillHandOff:
 
     async def _await_target(self) -> None:
         """Fails a hand-off that gets no target in time: its blocks would stay pinned without a use."""
-        decided = self._aio.create_task(self._target_decided.wait())
-        await asyncio.wait({decided}, timeout=SET_TARGET_TIMEOUT_S)
-        if not decided.done():
-            decided.cancel()
+        try:
+            async with asyncio.timeout(SET_TARGET_TIMEOUT_S):
+                await self._target_decided.wait()
+        except TimeoutError:
             self.fail(Unavailable(f"no KV target was set within {SET_TARGET_TIMEOUT_S:g} s (SetTarget did not arrive)"))
 
     async def _pull_then_add(self, hint: prefill_pb2.PullHint) -> None:
@@ -341,14 +335,13 @@ class PrefillHandOff:
             pull.cancel()
             closed.cancel()
         if self._closed.is_set():
-            self.on_engine_released()
+            self._engine_ended.set()
         else:
-            self._pod.engine_loop.add(self.seq, self.on_refused)
+            self._pod.engine_loop.add(self.seq, self._on_refused)
 
-    async def _await_transfer(self) -> None:
-        assert self._transfer is not None
+    async def _await_transfer(self, transfer: OutgoingTransfer) -> None:
         try:
-            report = await self._transfer.done()
+            report = await transfer.done()
         except BatonError as error:
             self._inbox.put_nowait(error)
             return
@@ -369,16 +362,13 @@ class PrefillHandOff:
         """Ends the sequence if it has no first token, and the transfer if it is not committed. Idempotent."""
         if self._closed.is_set():
             return
-        self._closed.set()
         if not self._engine_ended.is_set():
             self._pod.engine_loop.abort(self.seq.request_id)
         with self._lock:
-            self._abandoned = True
-            held, self._held_pushes = self._held_pushes, []
+            self._closed.set()
             if self._transfer is not None:
                 self._transfer.abort("the prefill request ended")
-        for _, pin in held:
-            pin.release()
+        self._held_pins.close()
         self._target_decided.set()
 
     async def drained(self) -> None:
@@ -387,7 +377,7 @@ class PrefillHandOff:
         await self._target_decided.wait()
         if self._transfer_task is not None:
             await self._transfer_task
-        while self._open_pushes:
+        while not all(push.end for push in self.pushes.values()):
             self._push_released.clear()
             await self._push_released.wait()
 

@@ -16,11 +16,11 @@ import asyncio
 import logging
 import time
 
-from common.block_hash import hash_blocks, matchable_blocks
+from common.block_hash import matchable_blocks
 from common.errors import BatonError, DeadlineExceeded
 from common.pb import prefill_pb2
 from common.types import ValidRequest
-from kv_transfer.messages import PrefixHolder, PullResult, WantedBlocks
+from kv_transfer.messages import PullResult, WantedBlocks
 from pod.rates import PodRates
 from pod.requests import retry_until
 from pod.runtime import PodRuntime
@@ -48,8 +48,7 @@ class PrefixPuller:
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        #: Running pulls by the hash of the last wanted block.
-        self._pulls: dict[bytes, asyncio.Task[bool]] = {}
+        self._pulls: dict[bytes, asyncio.Task[bool]] = {}  # Running pulls by the hash of the last wanted block
 
     async def pull(self, request: ValidRequest, hint: prefill_pb2.PullHint, deadline_s: float) -> bool:
         """Pulls what `hint` offers and returns whether a holder was asked. Raises only CancelledError."""
@@ -57,17 +56,11 @@ class PrefixPuller:
         if self._pod.config.pull == "off":
             metrics.count_pull("skipped", "off")
             return False
-        layout = self._pod.engine.layout
-        num_blocks = min(hint.blocks, matchable_blocks(request.context_len, layout.block_size))
+        num_blocks = min(hint.blocks, matchable_blocks(request.context_len, self._pod.engine.layout.block_size))
         if not num_blocks or request.sampling.prompt_logprobs is not None:
             metrics.count_pull("skipped", "useless")
             return False
-        hashes = hash_blocks(
-            request.context_ids[: num_blocks * layout.block_size],
-            fingerprint=layout.fingerprint,
-            block_size=layout.block_size,
-            salt=request.cache_salt,
-        )
+        hashes = self._pod.prompt_hashes(request)[:num_blocks]
         task = self._pulls.get(hashes[-1])
         if task is None:
             work = self._pull_accounted(request.request_id, hashes, hint, deadline_s)
@@ -110,7 +103,6 @@ class PrefixPuller:
         if pod.engine.scheduler.waits_for_blocks:
             return "skipped", "no_room"
         began, limit_s = time.monotonic(), min(deadline_s, limit_s)
-        holder = PrefixHolder(hint.pod, hint.generation, hint.address)
         lease = await retry_until(
             lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
             lambda lease: lease is None and pool.copies_pending(),
@@ -132,7 +124,7 @@ class PrefixPuller:
             asked = time.monotonic()
             pod.metrics.pulls_asked.inc()
             try:
-                got = await pod.transfer_node.pull(holder, wanted)
+                got = await pod.transfer_node.pull(hint.address, wanted)
             except DeadlineExceeded:
                 pod.rates.observe_pull(time.monotonic() - asked, 0.0)
                 raise

@@ -6,31 +6,28 @@ end earlier (cancel, deadline, failure).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from common.errors import BatonError, Cancelled, InternalError, InvalidRequest, Unavailable
+from common.errors import BatonError, Cancelled, InvalidRequest, Unavailable
 from common.grammar import CompiledGrammar
 from common.pb import prefill_pb2, prefill_pb2_grpc
 from common.rpc import remaining_s
+from common.settings.configs import PodConfig
 from common.tracing.context import TraceContext
 from common.types import KvTarget, ValidRequest
 from common.wire import kv_target_from_pb, request_from_pb
 from engine.schedule.outputs import StepResult
-from pod.requests import RequestRegistry, retry_until
+from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_until
 from pod.runtime import PodRuntime
-from prefill_service.hand_off import PrefillHandOff, require_fitting_target
+from prefill_service.hand_off import PrefillHandOff
 from prefill_service.prefix_pull import PrefixPuller
 from prefill_service.spans import record_spans
 
 _log = logging.getLogger(__name__)
-
-#: Deadline of callers without a gRPC timeout.
-DEFAULT_DEADLINE_S = 600.0
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -40,9 +37,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        self._requests: RequestRegistry[PrefillHandOff] = RequestRegistry()
+        self.requests = RequestRegistry[PrefillHandOff](self._on_drained)
         self._puller = PrefixPuller(pod)
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
@@ -72,7 +68,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> prefill_pb2.SetTargetResponse:
         """Implements SetTarget of prefill.proto. Waits for the Prefill that it belongs to, which it may overtake."""
         target = kv_target_from_pb(request.target)
-        hand_off = await retry_until(lambda: self._requests.get(request.request_id), lambda found: found is None)
+        hand_off = await retry_until(lambda: self.requests.get(request.request_id), lambda found: found is None)
         if hand_off is None:
             raise Unavailable(f"request {request.request_id} is not known to this pod, or has ended")
         hand_off.set_target(target)
@@ -82,7 +78,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillAbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.PrefillAbortResponse:
         """Implements Abort of prefill.proto."""
-        if hand_off := self._requests.get(request.request_id):
+        if hand_off := self.requests.get(request.request_id):
             hand_off.fail(Cancelled("the request was aborted"))
         return prefill_pb2.PrefillAbortResponse()
 
@@ -104,30 +100,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         pod = self._pod
         pod.require_ready()
         pod.limits.check(request, generates=False)
-        if target is not None:
-            require_fitting_target(pod.engine.layout, request, target)
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise InvalidRequest(f"request {request.request_id} is already running on this pod", field="request_id")
-        pod.require_deadline(self.queued_tokens + request.context_len, deadline_s)
+        pod.require_deadline(self.requests.queued_tokens + request.context_len, deadline_s)
         seq = pod.engine.new_sequence(
             request, hand_off=True, grammar=grammar, output=request.output_ids, child=request.child
         )
         hand_off = PrefillHandOff(pod, seq, deadline_s, puller=self._puller, caller_span=caller_span)
         # Added first, because the engine may run a step as soon as it has the prompt.
-        self._requests.add(request.request_id, hand_off)
-        try:
-            hand_off.start(target, hint)
-        except BaseException:
-            self._requests.remove(request.request_id, hand_off)
-            raise
-        task = asyncio.get_running_loop().create_task(self._remove_when_drained(request.request_id, hand_off))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.requests.add(request.request_id, hand_off)
+        hand_off.start(target, hint)
         return hand_off
 
-    async def _remove_when_drained(self, request_id: str, hand_off: PrefillHandOff) -> None:
-        await hand_off.drained()
-        self._requests.remove(request_id, hand_off)
+    def _on_drained(self, hand_off: PrefillHandOff) -> None:
         if hand_off.caller_span is not None and self._pod.tracer is not None:
             record_spans(self._pod.tracer, hand_off.caller_span, hand_off)
 
@@ -136,35 +121,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def on_step(self, result: StepResult) -> None:
         """Handles the outputs of a step. Engine thread, before the leases of ended sequences are finished."""
         for output in result.outputs:
-            hand_off = self._requests.get(output.seq.request_id)
-            if hand_off is None or hand_off.seq.request is not output.seq.request:
-                continue
-            try:
+            hand_off = self.requests.get(output.seq.request_id)
+            if hand_off is not None and hand_off.seq.request is output.seq.request:
                 hand_off.on_output(output, result.seconds)
-            except Exception as error:  # must not end the step's other sequences
-                _log.exception("the output of a step could not be handled", extra={"request_id": output.seq.request_id})
-                hand_off.on_step_failed(output, InternalError(f"{type(error).__name__}: {error}"))
-
-    @property
-    def num_active(self) -> int:
-        """Requests that hold blocks or a place in the engine."""
-        return len(self._requests)
-
-    @property
-    def num_sequences(self) -> int:
-        """One per request: a prompt is computed once for all n samples."""
-        return len(self._requests)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that are not computed yet."""
-        return sum(hand_off.queued_tokens for hand_off in self._requests.values())
-
-    async def wait_idle(self) -> None:
-        """Returns once no request is active."""
-        await self._requests.wait_idle()
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request with `error`, because the pod stops."""
-        for hand_off in self._requests.values():
-            hand_off.fail(error)
+        self.requests.fail_all(error)
+
+
+async def serve(config: PodConfig) -> None:
+    """Runs a prefill pod until SIGTERM and the drain after it.
+
+    Raises ConfigError, and SystemExit like PodRuntime.run.
+    """
+    pod = await PodRuntime.create(config)
+    await pod.run(PrefillServicer(pod))

@@ -16,6 +16,9 @@ from typing import Protocol
 
 from kv_transfer.memory import PeerMemory, PoolMemory
 
+#: Transports over which KV in GPU memory travels only with allow_tcp.
+REFUSABLE_TRANSPORTS = ("tcp", "unknown")
+
 
 class WriteState(enum.Enum):
     """State of one write."""
@@ -29,8 +32,7 @@ class WriteState(enum.Enum):
 class Transport:
     """The transport that carries writes to a peer."""
 
-    #: cma, tcp, shm, cuda_ipc, rdma, loopback or unknown.
-    name: str
+    name: str  # cma, tcp, shm, cuda_ipc, rdma, loopback or unknown
     #: "reported" by the transport library's protocol selection for this agent, or "derived" from hosts and settings
     source: str
 
@@ -45,10 +47,6 @@ class Notification:
 
 class Backend(Protocol):
     """One transfer agent. Peers are identified by agent names, writes by opaque handles."""
-
-    @property
-    def kind(self) -> str:
-        """ "nixl" or "loopback"."""
 
     def start(self, name: str, memory: PoolMemory) -> None:
         """Creates the agent and registers the pool. `name` must never have been used before. Raises TransferFailed."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.errors import TransferFailed
 from kv_transfer.backend.interface import Notification, Transport, WriteState
@@ -24,14 +25,8 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 class LoopbackFault:
     """Fault of one write."""
 
-    #: The write ends this much later.
-    delay_s: float = 0.0
-    #: The write fails with this reason and writes no byte.
-    fail: str | None = None
-
-
-NotifyFaults = Callable[[str, str, bytes], Sequence[float]]
-WriteFaults = Callable[[str, str, int], LoopbackFault]
+    delay_s: float = 0.0  # The write ends this much later
+    fail: str | None = None  # The write fails with this reason and writes no byte
 
 
 @dataclass(slots=True)
@@ -41,7 +36,6 @@ class _LoopbackWrite:
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
     notification: bytes
-    planned_failure: str | None
     state: WriteState = WriteState.PENDING
     error: str = ""
 
@@ -60,16 +54,16 @@ class LoopbackFabric:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         #: (source, peer, payload) -> delays in seconds, one per delivered copy: [] drops it, [0, 0] doubles it, unequal
         #: delays reorder it.
-        self.on_notify: NotifyFaults = lambda _source, _peer, _payload: (0.0,)
+        self.on_notify: Callable[[str, str, bytes], Sequence[float]] = lambda _source, _peer, _payload: (0.0,)
         #: (source, peer, number of blocks) -> fault of the write.
-        self.on_write: WriteFaults = lambda _source, _peer, _count: LoopbackFault()
-        #: Transport that the agents report.
-        self.transport = "loopback"
+        self.on_write: Callable[[str, str, int], LoopbackFault] = lambda _source, _peer, _count: LoopbackFault()
+        self.transport = "loopback"  # Transport that the agents report
         self._clock = clock
         self._lock = threading.Lock()
         self._agents: dict[str, _LoopbackAgent] = {}
         self._order = itertools.count(1)
-        self._scheduled: list[tuple[float, int, _LoopbackWrite | tuple[str, Notification]]] = []
+        #: Heap of (due time, order, peer, delivery).
+        self._scheduled: list[tuple[float, int, str, Callable[[], None]]] = []
 
     def add_agent(self, name: str, memory: PoolMemory) -> None:
         """Adds an agent. Raises TransferFailed if the name exists."""
@@ -99,11 +93,14 @@ class LoopbackFabric:
                 raise TransferFailed(f"agent {name} does not exist")
 
     def post(self, write: _LoopbackWrite) -> None:
-        """Schedules a write with its planned fault."""
+        """Schedules a write with its fault."""
         fault = self.on_write(write.source, write.peer, len(write.local_blocks))
-        write.planned_failure = fault.fail
         with self._lock:
-            heapq.heappush(self._scheduled, (self._clock() + fault.delay_s, next(self._order), write))
+            self._schedule(fault.delay_s, write.peer, partial(self._land, write, fault.fail))
+
+    def notify(self, source: str, peer: str, payload: bytes) -> None:
+        with self._lock:
+            self._send(source, peer, payload)
 
     def take_notifications(self, name: str) -> list[Notification]:
         self.advance()
@@ -120,72 +117,64 @@ class LoopbackFabric:
             now, frozen = self._clock(), []
             while self._scheduled and self._scheduled[0][0] <= now:
                 entry = heapq.heappop(self._scheduled)
-                message = entry[2]
-                peer = self._agents[message.peer if isinstance(message, _LoopbackWrite) else message[0]]
+                peer = self._agents[entry[2]]
                 if peer.frozen and not peer.dead:
                     frozen.append(entry)
-                elif isinstance(message, _LoopbackWrite):
-                    self._land(message, peer, now)
                 else:
-                    peer.inbox.append(message[1])
+                    entry[3]()
             for entry in frozen:
                 heapq.heappush(self._scheduled, entry)
 
-    def _land(self, write: _LoopbackWrite, peer: _LoopbackAgent, now: float) -> None:
-        source = self._agents[write.source]
+    def _schedule(self, delay_s: float, peer: str, deliver: Callable[[], None]) -> None:
+        heapq.heappush(self._scheduled, (self._clock() + delay_s, next(self._order), peer, deliver))
+
+    def _land(self, write: _LoopbackWrite, planned_failure: str | None) -> None:
+        source, peer = self._agents[write.source], self._agents[write.peer]
         if source.dead:
             return
-        if peer.dead or write.planned_failure is not None:
-            write.error = write.planned_failure or f"agent {write.peer} is gone"
-            write.state = WriteState.FAILED
+        if peer.dead or planned_failure is not None:
+            write.state, write.error = WriteState.FAILED, planned_failure or f"agent {write.peer} is gone"
             return
         for mine, theirs in zip(write.local_blocks, write.remote_blocks, strict=True):
             peer.memory.write_block(theirs, source.memory.read_block(mine))
         write.state = WriteState.DONE
         if write.notification:
-            self._send(write.source, write.peer, write.notification, now)
+            self._send(write.source, write.peer, write.notification)
 
-    def notify(self, source: str, peer: str, payload: bytes) -> None:
-        with self._lock:
-            self._send(source, peer, payload, self._clock())
+    def _send(self, source: str, peer: str, payload: bytes) -> None:
+        agent, message = self._agents[peer], Notification(source, payload)
 
-    def _send(self, source: str, peer: str, payload: bytes, now: float) -> None:
-        message = Notification(source, payload)
+        def deliver() -> None:
+            agent.inbox.append(message)
+
         for delay_s in self.on_notify(source, peer, payload):
             if delay_s <= 0:
-                self._agents[peer].inbox.append(message)
+                deliver()
             else:
-                heapq.heappush(self._scheduled, (now + delay_s, next(self._order), (peer, message)))
+                self._schedule(delay_s, peer, deliver)
 
 
 class LoopbackBackend:
     """One agent on a fabric. The methods are documented in interface.py."""
 
-    kind = "loopback"
-
     def __init__(self, fabric: LoopbackFabric) -> None:
         self._fabric = fabric
         self._name = ""
-        self._memory: PoolMemory | None = None
-        self._peers: dict[str, PeerMemory] = {}
+        self._connected: set[str] = set()
         self._notified_peers: set[str] = set()
         self._writes: dict[int, _LoopbackWrite] = {}
         self._handles = itertools.count(1)
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def start(self, name: str, memory: PoolMemory) -> None:
         self._fabric.add_agent(name, memory)
-        self._name, self._memory = name, memory
+        self._name = name
 
     def metadata(self) -> bytes:
         return self._name.encode()
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         self._require(peer, metadata)
-        self._peers[peer] = memory
+        self._connected.add(peer)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         self._require(peer, metadata)
@@ -200,12 +189,12 @@ class LoopbackBackend:
         self._fabric.require_alive(peer)
 
     def disconnect(self, peer: str) -> None:
-        self._peers.pop(peer, None)
+        self._connected.discard(peer)
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         handle = next(self._handles)
-        write = self._writes[handle] = _LoopbackWrite(self._name, peer, tuple(local), tuple(remote), notification, None)
-        if peer in self._peers:
+        write = self._writes[handle] = _LoopbackWrite(self._name, peer, tuple(local), tuple(remote), notification)
+        if peer in self._connected:
             self._fabric.post(write)
             self._fabric.advance()
         else:
@@ -213,7 +202,7 @@ class LoopbackBackend:
         return handle
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._peers and peer not in self._notified_peers:
+        if peer not in self._connected | self._notified_peers:
             raise TransferFailed(f"agent {peer} is not connected")
         self._fabric.notify(self._name, peer, payload)
 

@@ -37,12 +37,6 @@ _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
 
 
 @dataclass(slots=True)
-class _Peer:
-    memory: PeerMemory
-    blocks: Any
-
-
-@dataclass(slots=True)
 class _NixlTransfer:
     handle: Any
     state: WriteState = WriteState.PENDING
@@ -57,9 +51,8 @@ class _NixlAgent:
     memory: PoolMemory
     registered: Any
     blocks: Any
-    peers: dict[str, _Peer] = field(default_factory=dict)
-    #: Peers of add_peer, with their metadata.
-    notified_peers: dict[str, bytes] = field(default_factory=dict)
+    peers: dict[str, Any] = field(default_factory=dict)  # Block lists of connected peers
+    notified_peers: dict[str, bytes] = field(default_factory=dict)  # Peers of add_peer, with their metadata
 
 
 class NixlBackend:
@@ -68,8 +61,6 @@ class NixlBackend:
     Args:
         net_devices: value for UCX_NET_DEVICES; None leaves the environment as it is.
     """
-
-    kind = "nixl"
 
     def __init__(self, net_devices: str | None = None) -> None:
         self._net_devices = net_devices
@@ -110,7 +101,7 @@ class NixlBackend:
             if known is not None:
                 agent.notified_peers[peer] = metadata
         try:
-            agent.peers[peer] = _Peer(memory, agent.nixl.prep_xfer_dlist(peer, _descriptor_row(memory), memory.kind))
+            agent.peers[peer] = agent.nixl.prep_xfer_dlist(peer, _descriptor_row(memory), memory.kind)
         except Exception as e:
             if peer not in agent.notified_peers:
                 agent.nixl.remove_remote_agent(peer)
@@ -134,7 +125,7 @@ class NixlBackend:
         if connected is None:
             return
         try:
-            connected.blocks.release()
+            connected.release()
             agent.nixl.remove_remote_agent(peer)
             if peer in agent.notified_peers:  # remove_remote_agent ended notifications too
                 self._load(peer, agent.notified_peers[peer])
@@ -170,7 +161,7 @@ class NixlBackend:
                 "WRITE",
                 agent.blocks,
                 np.asarray(local, dtype=np.int32),
-                known.blocks,
+                known,
                 np.asarray(remote, dtype=np.int32),
                 notification,
             )
@@ -240,7 +231,7 @@ class NixlBackend:
             self.release(handle)
         for peer in {*agent.peers, *agent.notified_peers}:
             if peer in agent.peers:
-                agent.peers[peer].blocks.release()
+                agent.peers[peer].release()
             agent.nixl.remove_remote_agent(peer)
         agent.blocks.release()
         agent.nixl.deregister_memory(agent.registered)

@@ -1,6 +1,6 @@
 """Transfer agents of the other ranks of a tensor-parallel group. Rank 0 drives each over a channel.
 
-    rank 0: RankBackendClient <-- channel --> rank r: serve_rank_backend, on a thread of its own
+    rank 0: RankBackendClient <-- channel --> rank r: RankBackendServer, on a thread of its own
 
 Writes are posted without an answer. The rank polls pending writes and reports the result of each once. A rank that is
 gone posts nothing more: every write that it had in flight counts as failed.
@@ -8,11 +8,11 @@ gone posts nothing more: every write that it had in flight counts as failed.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -38,41 +38,38 @@ class RankBackendClient:
     def __init__(self, rank: int, channel: RankChannel) -> None:
         self.rank = rank
         self._channel = channel
-        #: Ended writes by number: "" or the reason of the failure.
-        self._ended: dict[int, str] = {}
+        self._ended: dict[int, str] = {}  # Ended writes by number: "" or the reason of the failure
         self._progress_requested = False
-        #: Why the rank cannot be used any more.
-        self._gone: str | None = None
+        self._gone: str | None = None  # Why the rank cannot be used any more
 
-    def send_request(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Sends a request; `wait_response` must follow. Requests to several ranks run at the same time."""
+    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+        """Sends a message. `wait_response` must follow a request. Requests to several ranks run at the same time."""
         if self._gone is None:
-            self._send(kind, payload, **fields)
+            try:
+                self._channel.send(kind, payload, **fields)
+            except Unavailable as error:
+                self._mark_gone(error.message)
 
     def wait_response(self, timeout_s: float = CALL_S) -> RankMessage:
         """Returns the response to the last request. Raises TransferFailed if the rank refuses, ended or is silent."""
         until = time.monotonic() + timeout_s
-        while self._gone is None:
-            if not self._ready(max(0.0, until - time.monotonic())):
-                self._mark_gone(f"tensor-parallel rank {self.rank} did not answer within {timeout_s:g} s")
-                break
-            message = self._take()
-            if message is not None and message.kind == "refused":
+        while (message := self._receive(max(0.0, until - time.monotonic()))) is not None:
+            if message.kind == "refused":
                 raise TransferFailed(f"tensor-parallel rank {self.rank}: {message.fields['error']}")
-            if message is not None:
+            if message.kind == "done":
                 return message
+        if self._gone is None:
+            self._mark_gone(f"tensor-parallel rank {self.rank} did not answer within {timeout_s:g} s")
         raise TransferFailed(self._gone or "")
 
     def post(self, number: int, peer: str, local: Sequence[int], remote: Sequence[int]) -> None:
         """Posts a write. `number` must be new."""
         blocks = np.array([local, remote], dtype=np.int32).tobytes()
-        self._send("write", blocks, number=number, peer=peer)
+        self.send("write", blocks, number=number, peer=peer)
 
     def result(self, number: int) -> str | None:
         """Returns None while the write is pending, "" if it is done, else the reason of its failure."""
-        if self._gone is not None:
-            return self._ended.get(number, self._gone)
-        return self._ended.get(number)
+        return self._ended.get(number, self._gone)
 
     def forget(self, number: int) -> None:
         """Forgets an ended write."""
@@ -80,71 +77,57 @@ class RankBackendClient:
 
     def receive_results(self) -> None:
         """Receives the results that the rank has sent."""
-        while self._gone is None and self._ready(0.0):
-            self._take()
+        while self._receive(0.0) is not None:
+            pass
 
     def request_progress(self) -> None:
         """Wakes the rank to make progress. At most one of these requests is in flight."""
         if not self._progress_requested:
             self._progress_requested = True
-            self._send("nudge")
+            self.send("nudge")
 
     def close(self) -> None:
         """Ends the rank's agent."""
         try:
-            self.send_request("close")
+            self.send("close")
             self.wait_response(CLOSE_S)
         except TransferFailed as error:
             _log.warning("%s", error.message)
 
-    def _send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
+    def _receive(self, timeout_s: float) -> RankMessage | None:
+        """Takes the next message; None if there is none within timeout_s or the rank is gone."""
         if self._gone is not None:
-            return
+            return None
         try:
-            self._channel.send(kind, payload, **fields)
-        except Unavailable as error:
-            self._mark_gone(error.message)
-
-    def _ready(self, timeout_s: float) -> bool:
-        try:
-            return self._channel.wait_readable(timeout_s)
-        except Unavailable as error:
-            self._mark_gone(error.message)
-            return False
-
-    def _take(self) -> RankMessage | None:
-        """Returns the next message, or None if it was about writes or progress."""
-        try:
-            message = self._channel.receive()
+            message = self._channel.receive() if self._channel.wait_readable(timeout_s) else None
         except Unavailable as error:
             self._mark_gone(error.message)
             return None
-        if message.kind == "ended":
+        if message is not None and message.kind == "ended":
             self._ended |= {int(number): why for number, why in message.fields["writes"].items()}
-            return None
-        if message.kind == "nudged":
+        elif message is not None and message.kind == "nudged":
             self._progress_requested = False
-            return None
         return message
 
     def _mark_gone(self, why: str) -> None:
-        if self._gone is None:
-            _log.error("%s", why)
-            self._gone = why
+        _log.error("%s", why)
+        self._gone = why
 
 
-class _RankBackendServer:
-    """The rank's end of the channel: drives one backend until rank 0 is gone."""
+class RankBackendServer:
+    """The rank's end of the channel: drives one backend until rank 0 is gone.
+
+    make and memory give the backend and this rank's pool when rank 0 starts it.
+    """
 
     def __init__(self, channel: RankChannel, make: Callable[[], Backend], memory: Callable[[], PoolMemory]) -> None:
         self._channel, self._make, self._memory = channel, make, memory
         self._backend: Backend | None = None
-        #: Rank 0's number -> the backend's handle.
-        self._pending: dict[int, int] = {}
-        #: Results to send: "" or the reason of the failure.
-        self._done: dict[int, str] = {}
+        self._pending: dict[int, int] = {}  # Rank 0's number -> the backend's handle
+        self._done: dict[int, str] = {}  # Results to send: "" or the reason of the failure
 
     def run(self) -> None:
+        """Returns when rank 0 sends stop. Raises Unavailable when rank 0 is gone."""
         while True:
             if self._channel.wait_readable(POLL_S if self._pending else IDLE_S):
                 message = self._channel.receive()
@@ -180,20 +163,20 @@ class _RankBackendServer:
         backend = self._backend
         if backend is None:
             raise TransferFailed("the agent of this rank is not started")
-        if message.kind == "metadata":
-            return backend.metadata(), {}
-        if message.kind == "connect":
-            backend.connect(fields["peer"], message.payload, PeerMemory(**fields["memory"]))
-        elif message.kind == "disconnect":
-            backend.disconnect(fields["peer"])
-        elif message.kind == "transport":
-            transport = backend.transport(fields["peer"], same_host=fields["same_host"])
-            return b"", dataclasses.asdict(transport)
-        elif message.kind == "close":
-            backend.close()
-            self._backend = None
-        else:
-            raise TransferFailed(f"unknown request {message.kind!r}")
+        match message.kind:
+            case "metadata":
+                return backend.metadata(), {}
+            case "connect":
+                backend.connect(fields["peer"], message.payload, PeerMemory(**fields["memory"]))
+            case "disconnect":
+                backend.disconnect(fields["peer"])
+            case "transport":
+                return b"", asdict(backend.transport(fields["peer"], same_host=fields["same_host"]))
+            case "close":
+                backend.close()
+                self._backend = None
+            case _:
+                raise TransferFailed(f"unknown request {message.kind!r}")
         return b"", {}
 
     def _post(self, message: RankMessage) -> None:
@@ -211,14 +194,6 @@ class _RankBackendServer:
                 self._done[number] = backend.error(handle) or "failed" if state is WriteState.FAILED else ""
                 backend.release(handle)
                 del self._pending[number]
-
-
-def serve_rank_backend(channel: RankChannel, make: Callable[[], Backend], memory: Callable[[], PoolMemory]) -> None:
-    """Drives a rank's backend until rank 0 sends stop. Raises Unavailable when rank 0 is gone.
-
-    make and memory give the backend and this rank's pool when rank 0 starts it.
-    """
-    _RankBackendServer(channel, make, memory).run()
 
 
 def pack_group_metadata(agents: Sequence[tuple[str, bytes, int, int]]) -> bytes:

@@ -13,19 +13,15 @@ from dataclasses import asdict, dataclass, replace
 
 from common.errors import TransferFailed
 from common.process.rank_channel import RankMessage
-from kv_transfer.backend.interface import Backend, Notification, Transport, WriteState
+from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS, Backend, Notification, Transport, WriteState
 from kv_transfer.backend.rank_backend import RankBackendClient, pack_group_metadata, unpack_group_metadata
 from kv_transfer.memory import PeerMemory, PoolMemory
-
-#: Transports that a pod refuses for KV in GPU memory without allow_tcp.
-REFUSABLE_TRANSPORTS = ("tcp", "unknown")
 
 
 @dataclass(slots=True)
 class _ShardedWrite:
     peer: str
-    #: Handle of rank 0's backend.
-    handle: int
+    handle: int  # Handle of rank 0's backend
     notification: bytes
     state: WriteState = WriteState.PENDING
     error: str = ""
@@ -42,27 +38,21 @@ class ShardedBackend:
     def __init__(self, own: Backend, ranks: Sequence[RankBackendClient]) -> None:
         self._own, self._ranks = own, ranks
         self._name = ""
-        #: Base address and device of each rank's pool.
-        self._places: list[tuple[int, int]] = []
+        self._places: list[tuple[int, int]] = []  # Base address and device of each rank's pool
         self._writes: dict[int, _ShardedWrite] = {}
         self._numbers = itertools.count(1)
-        #: Agent of the peer's rank 0 -> agents of its other ranks.
-        self._peers: dict[str, list[str]] = {}
-
-    @property
-    def kind(self) -> str:
-        return self._own.kind
+        self._peers: dict[str, list[str]] = {}  # Agent of the peer's rank 0 -> agents of its other ranks
 
     def start(self, name: str, memory: PoolMemory) -> None:
         for rank in self._ranks:
-            rank.send_request("start", name=_agent(name, rank))
+            rank.send("start", name=_agent(name, rank))
         started = self._on_all_ranks(lambda: self._own.start(name, memory))
         self._name = name
         self._places = [(memory.base, memory.device), *((s.fields["base"], s.fields["device"]) for s in started)]
 
     def metadata(self) -> bytes:
         for rank in self._ranks:
-            rank.send_request("metadata")
+            rank.send("metadata")
         own: list[bytes] = []
         others = self._on_all_ranks(lambda: own.append(self._own.metadata()))
         names = [self._name, *(_agent(self._name, rank) for rank in self._ranks)]
@@ -74,9 +64,7 @@ class ShardedBackend:
         if len(agents) != 1 + len(self._ranks):
             raise TransferFailed(f"{peer} has {len(agents)} tensor-parallel ranks, this pod {1 + len(self._ranks)}")
         for rank, (name, rank_metadata, base, device) in zip(self._ranks, agents[1:], strict=True):
-            rank.send_request(
-                "connect", rank_metadata, peer=name, memory=asdict(replace(memory, base=base, device=device))
-            )
+            rank.send("connect", rank_metadata, peer=name, memory=asdict(replace(memory, base=base, device=device)))
         self._peers[peer] = [name for name, *_ in agents[1:]]
         try:
             self._on_all_ranks(lambda: self._own.connect(peer, agents[0][1], memory))
@@ -88,7 +76,7 @@ class ShardedBackend:
         names = self._peers.pop(peer, None)
         if names is not None:
             for rank, name in zip(self._ranks, names, strict=True):
-                rank.send_request("disconnect", peer=name)
+                rank.send("disconnect", peer=name)
             self._on_all_ranks(lambda: self._own.disconnect(peer))
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
@@ -169,7 +157,7 @@ class ShardedBackend:
         if peer not in self._peers:
             return self._own.transport(peer, same_host=same_host)
         for rank, name in zip(self._ranks, self._peers[peer], strict=True):
-            rank.send_request("transport", peer=name, same_host=same_host)
+            rank.send("transport", peer=name, same_host=same_host)
         found: list[Transport] = []
         others = self._on_all_ranks(lambda: found.append(self._own.transport(peer, same_host=same_host)))
         found += [Transport(**response.fields) for response in others]

@@ -31,21 +31,15 @@ _WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w
 _ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
 _WARNING = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
 _UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_NAMES = (
-    ("cuda_ipc", "cuda_ipc"),
-    ("gdr_copy", "cuda"),
-    ("cuda_copy", "cuda"),
-    ("cma/", "cma"),
-    ("xpmem/", "shm"),
-    ("posix/", "shm"),
-    ("sysv/", "shm"),
-    ("knem/", "shm"),
-    ("rc_", "rdma"),
-    ("dc_", "rdma"),
-    ("ud_", "rdma"),
-    ("srd/", "rdma"),
-    ("tcp/", "tcp"),
-)
+#: Transport -> marks in a configuration; the first mark counts.
+_MARKS = {
+    "cuda_ipc": ("cuda_ipc",),
+    "cuda": ("gdr_copy", "cuda_copy"),
+    "cma": ("cma/",),
+    "shm": ("xpmem/", "posix/", "sysv/", "knem/"),
+    "rdma": ("rc_", "dc_", "ud_", "srd/"),
+    "tcp": ("tcp/",),
+}
 
 
 class UcxLog:
@@ -131,4 +125,5 @@ def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *
 
 
 def _name(config: str) -> str:
-    return next((name for mark, name in _NAMES if mark in config), config.partition("/")[0])
+    found = (name for name, marks in _MARKS.items() if any(mark in config for mark in marks))
+    return next(found, config.partition("/")[0])

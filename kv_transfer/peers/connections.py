@@ -25,6 +25,7 @@ from common.errors import BatonError, DeadlineExceeded, InvalidRequest, LayoutMi
 from common.pb import transfer_pb2
 from common.process.lifecycle import host_boot_id
 from common.wire import layout_from_pb, role_from_pb
+from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS
 from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
 from kv_transfer.messages import PeerStats
 from kv_transfer.peers.process_watch import ProcessWatch, watch_process
@@ -59,63 +60,44 @@ class PeerConnection:
     memory: PeerMemory
     metadata: bytes
     same_host: bool
-    #: Detects the end of the peer's process; None where that is not possible.
-    watch: ProcessWatch | None
-    #: The peer takes commits as notifications and acknowledges them by one.
-    accepts_commit_notifications: bool = False
+    watch: ProcessWatch | None  # Detects the end of the peer's process; None where that is not possible
+    accepts_commit_notifications: bool = False  # The peer takes commits as notifications and acknowledges them by one
     transport: str = ""
     transport_source: str = ""
-    #: Rate of the probe in 1e9 bytes per second.
-    gb_s: float = 0.0
+    gb_s: float = 0.0  # Rate of the probe in 1e9 bytes per second
     # The transfer thread owns the fields below.
     #: No new transfer may use the connection.
     broken: bool = False
-    #: The peer's process is proven to have ended.
-    process_ended: bool = False
-    #: Posted writes.
-    in_flight: int = 0
-    #: Commit notifications in a row that were not acknowledged in time.
-    missed_acks: int = 0
-    #: No commit notification is sent before this time.
-    notifications_resume_at: float = 0.0
+    process_ended: bool = False  # The peer's process is proven to have ended. The sender ends its transfers then.
+    in_flight: int = 0  # Posted writes
+    missed_acks: int = 0  # Commit notifications in a row that were not acknowledged in time
+    notifications_resume_at: float = 0.0  # No commit notification is sent before this time
 
     @property
     def stats(self) -> PeerStats:
         return PeerStats(self.pod, self.generation, self.address, self.transport, self.transport_source, self.gb_s)
 
+    def close_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
 
+
+@dataclass(eq=False)
 class PeerConnector:
-    """Makes and keeps connections. Owned by the event loop.
+    """Makes and keeps connections. Owned by the event loop."""
 
-    Args:
-        on_lost: called on the transfer thread when the process of a connection is proven to have ended.
-        allow_tcp: KV in GPU memory may travel over TCP or an unknown transport.
-    """
+    thread: TransferThread
+    rpc: PeerRpcClient
+    memory: PoolMemory
+    info: Callable[[], transfer_pb2.InfoResponse]
+    clock: Callable[[], float]
+    allow_tcp: bool  # KV in GPU memory may travel over TCP or an unknown transport
 
-    def __init__(
-        self,
-        thread: TransferThread,
-        rpc: PeerRpcClient,
-        memory: PoolMemory,
-        info: Callable[[], transfer_pb2.InfoResponse],
-        clock: Callable[[], float],
-        on_lost: Callable[[PeerConnection], None],
-        *,
-        allow_tcp: bool,
-    ) -> None:
-        self._thread = thread
-        self._rpc = rpc
-        self._memory = memory
-        self._info = info
-        self._clock = clock
-        self._on_lost = on_lost
-        self._allow_tcp = allow_tcp
+    def __post_init__(self) -> None:
         self._connections: dict[str, PeerConnection] = {}
         self._attempts: dict[str, asyncio.Task[PeerConnection]] = {}
-        #: Connections that the backend knows. Owned by the transfer thread.
-        self._attached: list[PeerConnection] = []
-        #: Guards this pod's probe block.
-        self._probe_lock = asyncio.Lock()
+        self._attached: list[PeerConnection] = []  # Connections that the backend knows. Owned by the transfer thread.
+        self._probe_lock = asyncio.Lock()  # Guards this pod's probe block
         self._next_process_check = 0.0
 
     @property
@@ -158,17 +140,15 @@ class PeerConnector:
             _log.warning("no connection to %s: %s", address, error)
 
     async def _establish(self, address: str) -> PeerConnection:
-        metadata = await self._on_thread(self._thread.backend.metadata)
-        mine = self._info()
-        request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata)
-        answer = await self._handshake(address, request)
+        mine = self.info()
+        answer = await self._handshake(address, mine)
         require_compatible(mine, answer.info)
-        connection = await asyncio.to_thread(self._describe, address, answer)
+        connection = await asyncio.to_thread(_describe, address, answer)
         try:
             await self._attach(connection)
             await self._probe(connection)
         except BaseException:
-            self._thread.submit(lambda: self._discard(connection))
+            self.thread.submit(lambda: self._discard(connection))
             raise
         for other in [c for c in self._connections.values() if c.broken and not c.in_flight]:
             del self._connections[other.address]
@@ -183,47 +163,18 @@ class PeerConnector:
         )
         return connection
 
-    async def _handshake(self, address: str, request: transfer_pb2.HandshakeRequest) -> transfer_pb2.HandshakeResponse:
+    async def _handshake(self, address: str, mine: transfer_pb2.InfoResponse) -> transfer_pb2.HandshakeResponse:
         """Shakes hands and retries for a while: gRPC's back-off may refuse a call to a pod that was just restarted."""
-        until = self._clock() + UNREACHABLE_S
+        metadata = await self._on_thread(self.thread.backend.metadata)
+        request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata)
+        until = self.clock() + UNREACHABLE_S
         while True:
             try:
-                return await self._rpc.call(address, "Handshake", request, transfer_pb2.HandshakeResponse, HANDSHAKE_S)
+                return await self.rpc.call(address, "Handshake", request, transfer_pb2.HandshakeResponse, HANDSHAKE_S)
             except Unavailable:
-                if self._clock() >= until:
+                if self.clock() >= until:
                     raise
                 await asyncio.sleep(0.1)
-
-    def _describe(self, address: str, answer: transfer_pb2.HandshakeResponse) -> PeerConnection:
-        info = answer.info
-        if answer.pool_memory == "DRAM":
-            kind = "DRAM"
-        elif answer.pool_memory == "VRAM":
-            kind = "VRAM"
-        else:
-            raise LayoutMismatch(
-                f"invalid pool_memory {answer.pool_memory!r}: expected DRAM or VRAM", field="pool_memory"
-            )
-        memory = PeerMemory(
-            answer.pool_base,
-            info.layout.block_bytes,
-            max(info.num_blocks, answer.probe_block + 1),
-            answer.pool_device,
-            "VRAM" if kind == "VRAM" else "DRAM",
-        )
-        return PeerConnection(
-            pod=info.pod,
-            generation=info.generation,
-            address=address,
-            agent=agent_name(info),
-            num_blocks=info.num_blocks,
-            probe_block=answer.probe_block,
-            memory=memory,
-            metadata=answer.agent_metadata,
-            same_host=info.boot_id == host_boot_id(),
-            watch=watch_process(info.pid, info.boot_id, address),
-            accepts_commit_notifications=answer.notes,
-        )
 
     async def _attach(self, connection: PeerConnection) -> None:
         """Connects the backend to the new agent, after the former connection to this address is marked as broken."""
@@ -231,14 +182,13 @@ class PeerConnector:
 
         def attach() -> bool:
             if former is not None:
-                self.mark_broken(former)
+                former.broken = True
                 replaced = former.pod == connection.pod and former.generation < connection.generation
                 # A newer generation at the same address proves the end of a process that cannot be watched.
-                if replaced and former.watch is None:
-                    self._mark_process_ended(former)
+                former.process_ended |= replaced and former.watch is None
             if any(other.agent == connection.agent for other in self._attached):
                 return False
-            self._thread.backend.connect(connection.agent, connection.metadata, connection.memory)
+            self.thread.backend.connect(connection.agent, connection.metadata, connection.memory)
             self._attached.append(connection)
             return True
 
@@ -254,47 +204,43 @@ class PeerConnector:
         Several pods may share the peer's probe block, so a mismatch is retried. One probe at a time uses this pod's
         probe block. The first write is outside the lock, so a peer that accepts no writes does not delay the others.
         """
+        memory, info = self.memory, self.info()
+        burst = max(1, min(PROBE_BURST_BLOCKS, PROBE_BURST_BYTES[memory.kind] // memory.block_bytes))
         await self._time_probe_writes(connection, 1)
         for attempt in range(PROBE_TRIES):
             if attempt:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
             async with self._probe_lock:
                 nonce = os.urandom(NONCE_BYTES)
-                data = nonce + os.urandom(self._memory.block_bytes - NONCE_BYTES)
-                await self._on_thread(partial(self._memory.write_block, self._memory.probe_block, data))
-                most = PROBE_BURST_BYTES[self._memory.kind] // self._memory.block_bytes
-                burst = max(1, min(PROBE_BURST_BLOCKS, most))
+                data = nonce + os.urandom(memory.block_bytes - NONCE_BYTES)
+                await self._on_thread(partial(memory.write_block, memory.probe_block, data))
                 seconds = await self._time_probe_writes(connection, burst)
                 request = transfer_pb2.ProbeRequest(
-                    pod=self._info().pod,
-                    generation=self._info().generation,
-                    nonce=nonce,
-                    digest=probe_digest(nonce, data),
+                    pod=info.pod, generation=info.generation, nonce=nonce, digest=probe_digest(nonce, data)
                 )
-                answer = await self._rpc.call(
+                answer = await self.rpc.call(
                     connection.address, "Probe", request, transfer_pb2.ProbeResponse, HANDSHAKE_S
                 )
             if answer.intact:
-                connection.gb_s = burst * self._memory.block_bytes / max(seconds, 1e-9) / 1e9
-                transport = await self._on_thread(
-                    lambda: self._thread.backend.transport(connection.agent, same_host=connection.same_host)
-                )
-                connection.transport, connection.transport_source = transport.name, transport.source
-                if self._memory.kind == "VRAM" and transport.name in ("tcp", "unknown") and not self._allow_tcp:
-                    by = "TCP" if transport.name == "tcp" else "an unknown transport"
-                    raise TransferFailed(
-                        f"KV in GPU memory would travel to {connection.pod} over {by}; allow_tcp permits that"
-                    )
-                return
-        raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
+                break
+        else:
+            raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
+        transport = await self._on_thread(
+            lambda: self.thread.backend.transport(connection.agent, same_host=connection.same_host)
+        )
+        connection.gb_s = burst * memory.block_bytes / max(seconds, 1e-9) / 1e9
+        connection.transport, connection.transport_source = transport.name, transport.source
+        if memory.kind == "VRAM" and transport.name in REFUSABLE_TRANSPORTS and not self.allow_tcp:
+            by = "TCP" if transport.name == "tcp" else "an unknown transport"
+            raise TransferFailed(f"KV in GPU memory would travel to {connection.pod} over {by}; allow_tcp permits that")
 
     async def _time_probe_writes(self, connection: PeerConnection, count: int) -> float:
         """Times one write of `count` copies of the probe block, in seconds. Raises TransferFailed, Unavailable."""
         ended: Future[float] = Future()
-        mine, theirs = [self._memory.probe_block] * count, [connection.probe_block] * count
+        mine, theirs = [self.memory.probe_block] * count, [connection.probe_block] * count
 
         def post() -> None:
-            started = self._clock()
+            started = self.clock()
             connection.in_flight += 1
 
             def on_ended(error: str | None) -> None:
@@ -302,66 +248,77 @@ class PeerConnector:
                 if ended.cancelled():
                     return
                 if error is None:
-                    ended.set_result(self._clock() - started)
+                    ended.set_result(self.clock() - started)
                 else:
                     ended.set_exception(TransferFailed(f"the probe of {connection.pod} failed: {error}"))
 
-            self._thread.write(connection.agent, mine, theirs, b"", on_ended)
+            self.thread.write(connection.agent, mine, theirs, b"", on_ended)
 
-        self._thread.submit(post)
+        self.thread.submit(post)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
         except TimeoutError as e:
             raise Unavailable(f"a probe write to {connection.pod} did not end within {PROBE_WRITE_S:g} s") from e
 
-    # -- transfer thread ----------------------------------------------------------------------------------------------
-    def mark_broken(self, connection: PeerConnection) -> None:
-        """Ends the use of the connection. Its agent is forgotten once no write to it is pending."""
-        connection.broken = True
-
-    def _discard(self, connection: PeerConnection) -> None:
-        """Drops a connection that failed to establish."""
-        self.mark_broken(connection)
-        if connection not in self._attached:
-            _close_watch(connection)
-
-    def tick(self, now: float) -> None:
-        """Forgets the agents of broken connections and checks the peers' processes."""
-        for connection in [c for c in self._attached if c.broken and not c.in_flight]:
-            self._thread.backend.disconnect(connection.agent)
-            self._attached.remove(connection)
-            _close_watch(connection)
-        if now < self._next_process_check:
-            return
-        self._next_process_check = now + PROCESS_CHECK_S
-        for connection in self._attached:
-            if connection.watch is not None and connection.watch.ended():
-                self._mark_process_ended(connection)
-
-    def _mark_process_ended(self, connection: PeerConnection) -> None:
-        connection.broken = True
-        if not connection.process_ended:
-            connection.process_ended = True
-            self._on_lost(connection)
+    async def _on_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self.thread.call(function))
 
     async def close(self) -> None:
         attempts = list(self._attempts.values())
         for attempt in attempts:
             attempt.cancel()
         await asyncio.gather(*attempts, return_exceptions=True)
-        self._thread.submit(self._close_watches)
+        self.thread.submit(self._close_watches)
 
+    # -- transfer thread ----------------------------------------------------------------------------------------------
     def _close_watches(self) -> None:
         for connection in self._attached:
-            _close_watch(connection)
+            connection.close_watch()
 
-    async def _on_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._thread.call(function))
+    def _discard(self, connection: PeerConnection) -> None:
+        """Drops a connection that failed to establish."""
+        connection.broken = True
+        if connection not in self._attached:
+            connection.close_watch()
+
+    def tick(self, now: float) -> None:
+        """Forgets the agents of broken connections and checks the peers' processes."""
+        for connection in [c for c in self._attached if c.broken and not c.in_flight]:
+            self.thread.backend.disconnect(connection.agent)
+            self._attached.remove(connection)
+            connection.close_watch()
+        if now < self._next_process_check:
+            return
+        self._next_process_check = now + PROCESS_CHECK_S
+        for connection in self._attached:
+            if connection.watch is not None and connection.watch.ended():
+                connection.broken = connection.process_ended = True
 
 
-def _close_watch(connection: PeerConnection) -> None:
-    if connection.watch is not None:
-        connection.watch.close()
+def _describe(address: str, answer: transfer_pb2.HandshakeResponse) -> PeerConnection:
+    """Returns the connection that a handshake describes. It blocks while it looks for the peer's process."""
+    info = answer.info
+    if answer.pool_memory not in ("DRAM", "VRAM"):
+        raise LayoutMismatch(f"invalid pool_memory {answer.pool_memory!r}: expected DRAM or VRAM", field="pool_memory")
+    return PeerConnection(
+        pod=info.pod,
+        generation=info.generation,
+        address=address,
+        agent=agent_name(info),
+        num_blocks=info.num_blocks,
+        probe_block=answer.probe_block,
+        memory=PeerMemory(
+            base=answer.pool_base,
+            block_bytes=info.layout.block_bytes,
+            total_blocks=max(info.num_blocks, answer.probe_block + 1),
+            device=answer.pool_device,
+            kind="VRAM" if answer.pool_memory == "VRAM" else "DRAM",
+        ),
+        metadata=answer.agent_metadata,
+        same_host=info.boot_id == host_boot_id(),
+        watch=watch_process(info.pid, info.boot_id, address),
+        accepts_commit_notifications=answer.notes,
+    )
 
 
 def probe_digest(nonce: bytes, block: bytes) -> bytes:
@@ -383,8 +340,7 @@ def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.Inf
             f"protocol versions differ: {mine.protocol_version} on this pod, {theirs.protocol_version} on {theirs.pod}",
             field="protocol_version",
         )
-    layout, other = layout_from_pb(mine.layout), layout_from_pb(theirs.layout)
-    layout.require_equal(other)
+    layout_from_pb(mine.layout).require_equal(layout_from_pb(theirs.layout))
     if mine.layout.block_bytes != theirs.layout.block_bytes:
         raise LayoutMismatch(
             f"KV layouts differ in block_bytes: {mine.layout.block_bytes} on this pod, {theirs.layout.block_bytes} on "

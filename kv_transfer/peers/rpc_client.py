@@ -7,16 +7,23 @@ gRPC keeps dialling an address where no pod answers, so channels without a call 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from common.auth import Signer
-from common.errors import DeadlineExceeded
+from common.auth import MetadataItem, Signer
+from common.errors import BatonError, DeadlineExceeded
 from common.pb import transfer_pb2
 from common.rpc import open_channel, translate_rpc_errors
+from common.types import KvTarget, TransferId
+from common.wire import finish_reason_to_pb, kv_target_to_pb, transfer_id_to_pb
+from kv_transfer.messages import Commit, WantedBlocks, Writer
+
+_log = logging.getLogger(__name__)
 
 SERVICE = "baton.v1.Transfer"
 #: Longer than any call.
@@ -31,17 +38,95 @@ def method_path(name: str) -> str:
 
 
 class PeerRpcClient:
-    """Owned by the event loop."""
+    """Every call raises BatonError and nothing else. Owned by the event loop, except run_on_loop().
 
-    def __init__(self, signer: Signer) -> None:
+    Args:
+        info: current description of this pod.
+        address: host:port of this pod's gRPC server, once it is bound.
+    """
+
+    def __init__(
+        self, signer: Signer, info: Callable[[], transfer_pb2.InfoResponse], address: Callable[[], str]
+    ) -> None:
         self._signer = signer
+        self._info = info
+        self._address = address
         self._channels: dict[str, grpc.aio.Channel] = {}
-        #: Time of the last call, by address.
-        self._used: dict[str, float] = {}
+        self._used: dict[str, float] = {}  # Time of the last call, by address
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Enables run_on_loop(). Event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs a coroutine on the event loop. Any thread; no effect after close()."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin, work)
+
+    def _begin(self, work: Callable[[], Awaitable[None]]) -> None:
+        if self._loop is None:
+            return
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception:
+                _log.exception("unexpected error in a call to a peer")
+
+        task = self._loop.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def info(self, address: str, timeout_s: float) -> transfer_pb2.InfoResponse:
         """Calls Info of the pod at `address`."""
         return await self._send(address, "Info", transfer_pb2.InfoRequest(), transfer_pb2.InfoResponse, timeout_s, ())
+
+    async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None:
+        info = self._info()
+        request = transfer_pb2.OpenRequest(
+            transfer_id=transfer_id_to_pb(target.transfer_id),
+            request_id=request_id,
+            pod=info.pod,
+            generation=info.generation,
+            address=self._address(),
+            polled=polled,
+        )
+        await self.call(target.address, "Open", request, transfer_pb2.OpenResponse, timeout_s)
+
+    async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float:
+        """Returns the seconds that the commit waited on the receiver for the last range."""
+        request = transfer_pb2.CommitRequest(
+            transfer_id=transfer_id_to_pb(target.transfer_id),
+            generation=self._info().generation,
+            first_tokens=commit.first_tokens,
+            finish_reasons=[finish_reason_to_pb(reason) for reason in commit.finish_reasons],
+            checksums=commit.checksums,
+        )
+        answer = await self.call(target.address, "Commit", request, transfer_pb2.CommitResponse, timeout_s)
+        return answer.awaited_s
+
+    async def pull(self, address: str, target: KvTarget, wanted: WantedBlocks) -> transfer_pb2.PullResponse:
+        request = transfer_pb2.PullRequest(
+            request_id=wanted.request_id,
+            target=kv_target_to_pb(target),
+            hashes=wanted.hashes,
+            timeout_s=wanted.timeout_s,
+        )
+        return await self.call(address, "Pull", request, transfer_pb2.PullResponse, wanted.timeout_s)
+
+    async def drain(self, writer: Writer, transfer_id: TransferId, timeout_s: float) -> transfer_pb2.DrainResponse:
+        request = transfer_pb2.DrainRequest(transfer_id=transfer_id_to_pb(transfer_id))
+        return await self.call(writer.address, "Drain", request, transfer_pb2.DrainResponse, timeout_s)
+
+    async def is_replaced(self, writer: Writer, timeout_s: float) -> bool:
+        """Returns whether a newer generation of the same pod answers at the writer's address."""
+        try:
+            info = await self.info(writer.address, timeout_s)
+        except BatonError:
+            return False
+        return info.pod == writer.pod and info.generation > writer.generation
 
     async def call(
         self, address: str, name: str, request: Message, response: type[_Response], timeout_s: float
@@ -58,7 +143,7 @@ class PeerRpcClient:
         request: Message,
         response: type[_Response],
         timeout_s: float,
-        metadata: tuple[tuple[str, str | bytes], ...],
+        metadata: tuple[MetadataItem, ...],
     ) -> _Response:
         if timeout_s <= 0:
             raise DeadlineExceeded(f"no time left for {name}")
@@ -86,5 +171,10 @@ class PeerRpcClient:
         return [self._channels.pop(address) for address in old]
 
     async def close(self) -> None:
+        """Cancels what run_on_loop() started and closes the channels."""
+        self._loop = None
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         channels, self._channels = list(self._channels.values()), {}
         await asyncio.gather(*(one.close(None) for one in channels))

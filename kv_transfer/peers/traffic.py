@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from common.pb import transfer_pb2
-from kv_transfer.messages import PairStats, PeerStats
+from kv_transfer.messages import PeerStats
 
 #: Beyond this number the pod without traffic for the longest time is forgotten.
 MAX_PAIRS = 1024
@@ -19,65 +20,36 @@ RATE_DECAY = 0.9
 RATE_TTL_S = 120.0
 
 
-class _RateMeter:
-    """Recent rate of writes, measured while at least one is in flight. Times are the caller's clock."""
-
-    __slots__ = ("_bytes", "_in_flight", "_since", "busy_s", "ended_at", "recent_bytes", "recent_s")
-
-    def __init__(self) -> None:
-        self.busy_s = self.recent_s = 0.0
-        self.recent_bytes = 0.0
-        self.ended_at = float("-inf")
-        self._since = 0.0
-        self._in_flight = self._bytes = 0
-
-    def begin(self, now: float) -> None:
-        if not self._in_flight:
-            self._since = now
-            if now - self.ended_at >= RATE_TTL_S:
-                self.recent_bytes = self.recent_s = 0.0
-        self._in_flight += 1
-
-    def end(self, num_bytes: int, now: float) -> None:
-        self._in_flight -= 1
-        self._bytes += num_bytes
-        if not self._in_flight:
-            seconds, self.ended_at = now - self._since, now
-            self.busy_s += seconds
-            self.recent_s = RATE_DECAY * self.recent_s + seconds
-            self.recent_bytes = RATE_DECAY * self.recent_bytes + self._bytes
-            self._bytes = 0
-
-    @property
-    def gb_s(self) -> float:
-        """1e9 bytes per second; 0 before the first byte."""
-        return self.recent_bytes / self.recent_s / 1e9 if self.recent_s > 0 else 0.0
-
-
+@dataclass(slots=True)
 class PairTraffic:
-    """Traffic to one other pod. `begin` and `end` enclose every write."""
+    """Traffic to one other pod. `begin` and `end` enclose every write. The counts are those of Pair in transfer.proto.
 
-    __slots__ = (
-        "_clock",
-        "_meter",
-        "blocks",
-        "bytes",
-        "exposed_s",
-        "failures",
-        "pulled_blocks",
-        "pulls",
-        "transfers",
-    )
+    The rate is measured while at least one write is in flight.
+    """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.transfers = self.pulls = self.blocks = self.pulled_blocks = self.bytes = self.failures = 0
-        self.exposed_s = 0.0
-        self._clock = clock
-        self._meter = _RateMeter()
+    clock: Callable[[], float]
+    transfers: int = 0
+    pulls: int = 0
+    blocks: int = 0
+    pulled_blocks: int = 0
+    bytes: int = 0
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+    failures: int = 0
+    _in_flight: int = 0
+    _busy_since: float = 0.0  # Begin of the current or last busy period
+    _busy_until: float = float("-inf")  # End of the last busy period
+    _busy_bytes: int = 0  # Moved in the current busy period
+    _recent_bytes: float = 0.0
+    _recent_s: float = 0.0
 
     def begin(self) -> None:
         """Records that a write is posted."""
-        self._meter.begin(self._clock())
+        if not self._in_flight:
+            self._busy_since = self.clock()
+            if self._busy_since - self._busy_until >= RATE_TTL_S:
+                self._recent_bytes = self._recent_s = 0.0
+        self._in_flight += 1
 
     def end(self, blocks: int, num_bytes: int, *, pulled: bool) -> None:
         """Records that a write is terminal.
@@ -89,17 +61,20 @@ class PairTraffic:
         self.blocks += blocks
         self.pulled_blocks += blocks if pulled else 0
         self.bytes += num_bytes
-        self._meter.end(num_bytes, self._clock())
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds with at least one write in flight."""
-        return self._meter.busy_s
+        self._busy_bytes += num_bytes
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._busy_until = self.clock()
+            seconds = self._busy_until - self._busy_since
+            self.busy_s += seconds
+            self._recent_s = RATE_DECAY * self._recent_s + seconds
+            self._recent_bytes = RATE_DECAY * self._recent_bytes + self._busy_bytes
+            self._busy_bytes = 0
 
     @property
     def gb_s(self) -> float:
         """Recent rate in 1e9 bytes per second, while writes are in flight; 0 before the first."""
-        return self._meter.gb_s
+        return self._recent_bytes / self._recent_s / 1e9 if self._recent_s > 0 else 0.0
 
 
 class PairTrafficTable:
@@ -108,8 +83,7 @@ class PairTrafficTable:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        #: By pod; the most recently used is the last.
-        self._pairs: dict[str, PairTraffic] = {}
+        self._pairs: dict[str, PairTraffic] = {}  # By pod; the most recently used is the last
 
     def get(self, pod: str) -> PairTraffic:
         """Returns the traffic to this pod."""
@@ -120,7 +94,7 @@ class PairTrafficTable:
                 del self._pairs[next(iter(self._pairs))]
             return pair
 
-    def stats(self, peers: tuple[PeerStats, ...]) -> tuple[PairStats, ...]:
+    def stats(self, peers: tuple[PeerStats, ...]) -> tuple[transfer_pb2.Pair, ...]:
         """Returns every pod with traffic or in `peers` (the connected pods), sorted by name."""
         connected = {peer.pod: peer for peer in peers}
         with self._lock:
@@ -129,7 +103,7 @@ class PairTrafficTable:
         for pod in sorted({*connected, *pairs}):
             pair, peer = pairs.get(pod) or PairTraffic(self._clock), connected.get(pod)
             found.append(
-                PairStats(
+                transfer_pb2.Pair(
                     pod=pod,
                     generation=peer.generation if peer else 0,
                     address=peer.address if peer else "",
@@ -147,23 +121,3 @@ class PairTrafficTable:
                 )
             )
         return tuple(found)
-
-
-def pair_to_pb(pair: PairStats) -> transfer_pb2.Pair:
-    """Converts to the wire format."""
-    return transfer_pb2.Pair(
-        pod=pair.pod,
-        generation=pair.generation,
-        address=pair.address,
-        transport=pair.transport,
-        transport_source=pair.transport_source,
-        gb_s=pair.gb_s,
-        transfers=pair.transfers,
-        pulls=pair.pulls,
-        blocks=pair.blocks,
-        pulled_blocks=pair.pulled_blocks,
-        bytes=pair.bytes,
-        busy_s=pair.busy_s,
-        exposed_s=pair.exposed_s,
-        failures=pair.failures,
-    )

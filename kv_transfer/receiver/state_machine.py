@@ -21,14 +21,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from common.errors import (
-    BatonError,
-    BlockDamaged,
-    Cancelled,
-    DeadlineExceeded,
-    TransferFailed,
-    UnknownTransfer,
-)
+from common.errors import BatonError, BlockDamaged, Cancelled, DeadlineExceeded, TransferFailed, UnknownTransfer
 from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
 
@@ -43,16 +36,11 @@ _DRAIN_RETRY_S = (0.05, 2.0)
 class ReceiverState(enum.Enum):
     """State of the transfer."""
 
-    #: The blocks wait for a writer.
-    RESERVED = "reserved"
-    #: A writer may write to the blocks.
-    OPEN = "open"
-    #: Every block and the commit arrived.
-    READY = "ready"
-    #: The request has ended, but the writer may still write.
-    DRAINING = "draining"
-    #: No block can be written any more.
-    CLOSED = "closed"
+    RESERVED = "reserved"  # The blocks wait for a writer
+    OPEN = "open"  # A writer may write to the blocks
+    READY = "ready"  # Every block and the commit arrived
+    DRAINING = "draining"  # The request has ended, but the writer may still write
+    CLOSED = "closed"  # No block can be written any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +89,7 @@ class ReceiverMachine:
         self.state = ReceiverState.RESERVED
         self.writer: Writer | None = None
         self.deadline = deadline
-        #: Blocks that are not known to be written.
-        self._missing = set(range(first_block, first_block + num_blocks))
+        self._missing = set(range(first_block, first_block + num_blocks))  # Blocks that are not known to be written
         #: Written blocks. They stay pinned until the transfer has ended, because a release may reach this machine
         #: later than the last range, and the checksums must be compared before another request gets the blocks.
         self._landed: set[int] = set()

@@ -1,11 +1,14 @@
 """Transfers into this pod: the table of receiver machines, and the execution of their actions.
 
-Every method but new_transfer_id runs on the transfer thread. A transfer leaves the table when it is READY or CLOSED.
-The receiver remembers a bounded number of committed transfers, to answer a repeated commit.
+    pull: add to the table -> Pull call -> Open, writes, Commit by the holder -> complete
+
+Every method but new_transfer_id and pull runs on the transfer thread. A transfer leaves the table when it is READY or
+CLOSED. The receiver remembers a bounded number of committed transfers, to answer a repeated commit.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
@@ -14,14 +17,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from common.errors import BatonError, BlockDamaged, TransferFailed, Unavailable, UnknownTransfer
-from common.types import TransferId
+from common.types import KvTarget, TransferId
 from kv_transfer.memory import PinnedBlocks, PoolMemory, release_and_log_errors
-from kv_transfer.messages import Commit, DroppedMessages, Writer
+from kv_transfer.messages import Commit, DroppedMessages, PullResult, WantedBlocks, Writer
 from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten
 from kv_transfer.peers.process_watch import ProcessWatch
+from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.receiver.state_machine import (
     CheckChecksums,
     FreeBlocks,
@@ -32,38 +37,26 @@ from kv_transfer.receiver.state_machine import (
     RequestDrain,
     TransferReady,
 )
-from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S
+from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S, TransferThread
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_REMEMBERED = 65536
-#: The end of a pod on another host is not visible. Beyond this number the oldest peer gets no more notifications.
-MAX_NOTIFICATION_PEERS = 1024
-_TICK_S = 0.01
-_PROCESS_CHECK_S = 0.1
+DRAIN_CALL_S = 2.0
 #: Seconds that a commit waits for the last ranges before it is answered with Unavailable ("ask again").
 COMMIT_WAIT_S = 0.05
+_REMEMBERED = 65536
+_TICK_S = 0.01
+_PROCESS_CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _WaitingCommit:
     """A commit without an answer."""
 
-    #: The call's answer; None for a commit notification.
-    answer: Future[float] | None
+    answer: Future[float] | None  # The call's answer; None for a commit notification
     until: float
-
-
-class NotificationPeers(Protocol):
-    """The part of a backend that notifications need."""
-
-    def add_peer(self, peer: str, metadata: bytes) -> None: ...
-
-    def remove_peer(self, peer: str) -> None: ...
-
-    def notify(self, peer: str, payload: bytes) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -73,50 +66,32 @@ class _IncomingTransfer:
     machine: ReceiverMachine
     request_id: str
     first_block: int
-    #: Physical blocks.
-    blocks: tuple[int, ...]
+    blocks: tuple[int, ...]  # Physical blocks
     pin: PinnedBlocks
     on_ready: Callable[[Commit], None]
     on_failed: Callable[[BatonError], None]
     waiting: list[_WaitingCommit] = field(default_factory=list)
-    #: The first commit arrived; 0 before.
-    asked_at: float = 0.0
+    asked_at: float = 0.0  # The first commit arrived; 0 before
 
 
+@dataclass(eq=False)
 class TransferReceiver:
-    """All incoming transfers of this pod.
+    """All incoming transfers of this pod."""
 
-    Args:
-        ask_drain: starts a Drain call to the writer of a transfer. Its result comes as drained(), writer_replaced() or
-            drain_failed().
-        agents: the backend, once it is started.
-    """
+    thread: TransferThread
+    rpc: PeerRpcClient
+    memory: PoolMemory
+    clock: Callable[[], float]
+    dropped: DroppedMessages
 
-    def __init__(
-        self,
-        memory: PoolMemory,
-        dropped: DroppedMessages,
-        clock: Callable[[], float],
-        ask_drain: Callable[[TransferId, Writer], None],
-        agents: Callable[[], NotificationPeers],
-    ) -> None:
-        self.received_transfers = 0
-        self.received_blocks = 0
-        self.damaged_transfers = 0
-        self._memory = memory
-        self._dropped = dropped
-        self._clock = clock
-        self._ask_drain = ask_drain
-        self._agents = agents
-        #: Oldest first.
-        self._notification_peers: dict[str, None] = {}
+    def __post_init__(self) -> None:
+        self.received_transfers = self.damaged_transfers = 0
+        self._notification_peers: set[str] = set()  # Agents of writers that shook hands. The servicer forgets old ones.
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._table: dict[TransferId, _IncomingTransfer] = {}
-        #: Committed transfer -> the writer's generation.
-        self._committed: OrderedDict[TransferId, int] = OrderedDict()
-        #: By agent; None for a process that cannot be watched.
-        self._watches: dict[str, ProcessWatch | None] = {}
+        self._committed: OrderedDict[TransferId, int] = OrderedDict()  # Committed transfer -> the writer's generation
+        self._watches: dict[str, ProcessWatch | None] = {}  # By agent; None for a process that cannot be watched
         self._next_tick = 0.0
         self._next_process_check = 0.0
 
@@ -136,11 +111,45 @@ class TransferReceiver:
         on_ready: Callable[[Commit], None],
         on_failed: Callable[[BatonError], None],
     ) -> None:
-        """Adds a transfer that waits for its writer. See TransferNode.expect_transfer."""
+        """Adds a transfer that waits for its writer, and owns the pin. See TransferNode.expect_transfer."""
         machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
         self._table[transfer_id] = _IncomingTransfer(
             machine, request_id, first_block, tuple(blocks), pin, on_ready, on_failed
         )
+
+    def pull(self, address: str, target: KvTarget, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
+        """Starts a task that asks the pod at `address` to write the blocks to `target`. Event loop.
+
+        The task raises BatonError. When this method returns, the table owns the pin, and the end of the task releases
+        the transfer. The coroutine owns nothing, because a task that is cancelled before its first step never runs its
+        `finally` blocks.
+        """
+        transfer_id, deadline = target.transfer_id, self.clock() + wanted.timeout_s
+        over: Future[None] = Future()
+        self.thread.submit(
+            lambda: self.add(
+                transfer_id,
+                wanted.request_id,
+                wanted.first_block,
+                wanted.blocks,
+                wanted.pin,
+                deadline,
+                lambda _: over.set_result(None),
+                over.set_exception,
+            )
+        )
+
+        async def ask_holder() -> PullResult:
+            answer = await self.rpc.pull(address, target, wanted)
+            if answer.blocks:
+                if answer.blocks < len(wanted.blocks):
+                    self.thread.submit(partial(self.update, transfer_id, lambda m, _: m.shrink_to(answer.blocks)))
+                await asyncio.shield(asyncio.wrap_future(over))
+            return PullResult(answer.blocks, answer.reason, answer.gb_s)
+
+        task = asyncio.get_running_loop().create_task(ask_holder())
+        task.add_done_callback(lambda _: self.thread.submit(partial(self.release, transfer_id)))
+        return task
 
     @property
     def num_open(self) -> int:
@@ -158,7 +167,7 @@ class TransferReceiver:
     @property
     def poll_hot(self) -> bool:
         """A commit arrived before the last bytes, less than HOT_POLL_LIMIT_S ago."""
-        since = self._clock() - HOT_POLL_LIMIT_S
+        since = self.clock() - HOT_POLL_LIMIT_S
         return any(entry.machine.commit_waits_for_ranges and entry.asked_at > since for entry in self._table.values())
 
     @property
@@ -185,20 +194,18 @@ class TransferReceiver:
         """
         self.remove_peer(agent)
         try:
-            self._agents().add_peer(agent, metadata)
+            self.thread.backend.add_peer(agent, metadata)
         except TransferFailed as e:
             _log.warning("%s cannot be notified, its commits are answered by calls: %s", agent, e.message)
             return False
-        self._notification_peers[agent] = None
-        if len(self._notification_peers) > MAX_NOTIFICATION_PEERS:
-            self.remove_peer(next(iter(self._notification_peers)))
+        self._notification_peers.add(agent)
         return True
 
     def remove_peer(self, agent: str) -> None:
         """Sends no more notifications to this writer."""
         if agent in self._notification_peers:
-            del self._notification_peers[agent]
-            self._agents().remove_peer(agent)
+            self._notification_peers.remove(agent)
+            self.thread.backend.remove_peer(agent)
 
     def forget_writer(self, agent: str) -> None:
         """Forgets a writer that ended or has a successor. Its process stays watched while it has an open transfer."""
@@ -217,9 +224,9 @@ class TransferReceiver:
         """Raises UnknownTransfer if the writer may not write."""
         entry = self._table.get(transfer_id)
         if entry is None or entry.request_id != request_id:
-            self._dropped.count("open_unknown")
+            self.dropped.count("open_unknown")
             raise UnknownTransfer(f"transfer {transfer_id} of request {request_id} is not expected by this pod")
-        entry.machine.open(writer, self._clock())
+        entry.machine.open(writer, self.clock())
 
     def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[float]) -> None:
         """Handles a Commit call. Idempotent.
@@ -233,11 +240,11 @@ class TransferReceiver:
             if self._committed.get(transfer_id) == generation:
                 _resolve(answer, 0.0)
             else:
-                self._dropped.count("commit_unknown")
+                self.dropped.count("commit_unknown")
                 _resolve(answer, UnknownTransfer(f"transfer {transfer_id} has ended"))
             return
         try:
-            actions = entry.machine.commit(generation, commit, self._clock())
+            actions = entry.machine.commit(generation, commit, self.clock())
         except UnknownTransfer as error:
             _resolve(answer, error)
             return
@@ -245,7 +252,7 @@ class TransferReceiver:
         self._apply(entry, actions)
 
     def _wait(self, entry: _IncomingTransfer, answer: Future[float] | None) -> None:
-        now = self._clock()
+        now = self.clock()
         entry.asked_at = entry.asked_at or now
         entry.waiting.append(_WaitingCommit(answer, now + COMMIT_WAIT_S))
 
@@ -256,59 +263,63 @@ class TransferReceiver:
         """
         entry = self._table.get(message.transfer_id)
         if entry is None:
-            self._dropped.count("notification_late")
+            self.dropped.count("notification_late")
             return
         machine = entry.machine
         if isinstance(message, RangeWritten):
-            actions = machine.range_written(peer, message.first, message.count, self._clock())
+            actions = machine.range_written(peer, message.first, message.count, self.clock())
         elif machine.writer is None or machine.writer.agent != peer:
             actions = None
         else:
             try:
-                actions = machine.commit(machine.writer.generation, message.commit, self._clock())
+                actions = machine.commit(machine.writer.generation, message.commit, self.clock())
             except UnknownTransfer:
                 actions = None
             else:
                 self._wait(entry, None)
         if actions is None:
-            self._dropped.count("notification_misfit")
+            self.dropped.count("notification_misfit")
         else:
             self._apply(entry, actions)
 
-    def shrink_to(self, transfer_id: TransferId, num_blocks: int) -> None:
-        """Keeps only the first num_blocks blocks, because the writer sends no others."""
+    def update(
+        self, transfer_id: TransferId, event: Callable[[ReceiverMachine, float], Sequence[ReceiverAction]]
+    ) -> None:
+        """Reports an event to the machine of a transfer, with the time. Ignores unknown ids."""
         entry = self._table.get(transfer_id)
         if entry is not None:
-            self._apply(entry, entry.machine.shrink_to(num_blocks))
+            self._apply(entry, event(entry.machine, self.clock()))
 
     def release(self, transfer_id: TransferId) -> None:
-        """Handles that the request has ended on this pod. Ignores unknown ids."""
-        entry = self._table.get(transfer_id)
-        if entry is not None:
-            self._apply(entry, entry.machine.release(self._clock()))
+        """Handles that the request has ended on this pod. No effect after READY."""
+        self.update(transfer_id, ReceiverMachine.release)
 
-    def drained(self, transfer_id: TransferId, generation: int, clean: bool) -> None:
-        entry = self._table.get(transfer_id)
-        if entry is not None:
-            self._apply(entry, entry.machine.drained(generation, clean, self._clock()))
+    def _request_drain(self, transfer_id: TransferId, writer: Writer) -> None:
+        """Calls Drain on the writer, and reports the outcome to the machine."""
 
-    def drain_failed(self, transfer_id: TransferId) -> None:
-        entry = self._table.get(transfer_id)
-        if entry is not None:
-            self._apply(entry, entry.machine.drain_failed(self._clock()))
+        async def ask() -> None:
+            try:
+                answer = await self.rpc.drain(writer, transfer_id, DRAIN_CALL_S)
+            except BatonError as e:
+                _log.info("%s did not answer Drain of transfer %s: %s", writer.pod, transfer_id, e)
+            else:
+                if answer.generation == writer.generation:
+                    self.thread.submit(
+                        partial(
+                            self.update, transfer_id, lambda m, now: m.drained(answer.generation, answer.clean, now)
+                        )
+                    )
+                    return
+            replaced = await self.rpc.is_replaced(writer, DRAIN_CALL_S)
 
-    def writer_replaced(self, transfer_id: TransferId, writer: Writer) -> None:
-        """Handles that a newer generation answers at the writer's address.
+            def no_answer(machine: ReceiverMachine, now: float) -> list[ReceiverAction]:
+                # A newer generation at the writer's address proves the writer's end, unless the process can be watched.
+                proven = replaced and self._watches.get(writer.agent) is None
+                return machine.writer_ended(now) if proven else machine.drain_failed(now)
 
-        That proves the writer's end, unless its process can be watched, which is the better proof.
-        """
-        entry = self._table.get(transfer_id)
-        if entry is None or entry.machine.writer != writer:
-            return
-        if self._watches.get(writer.agent) is not None:
-            self._apply(entry, entry.machine.drain_failed(self._clock()))
-        else:
-            self._apply(entry, entry.machine.writer_ended(self._clock()))
+            self.thread.submit(partial(self.update, transfer_id, no_answer))
+
+        self.rpc.run_on_loop(ask)
 
     def tick(self, now: float) -> None:
         if now < self._next_tick:
@@ -317,10 +328,8 @@ class TransferReceiver:
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
             if entry.waiting and entry.waiting[0].until <= now:
-                missing = (
-                    f"{entry.machine.num_missing} blocks of transfer {entry.machine.transfer_id} have not arrived yet"
-                )
-                self._answer_all(entry, Unavailable(missing))
+                missing, transfer_id = entry.machine.num_missing, entry.machine.transfer_id
+                self._answer_all(entry, Unavailable(f"{missing} blocks of transfer {transfer_id} have not arrived yet"))
         if now < self._next_process_check:
             return
         self._next_process_check = now + _PROCESS_CHECK_S
@@ -334,7 +343,7 @@ class TransferReceiver:
     def close(self) -> None:
         """Fails every transfer: this pod ends. Blocks that may be written stay pinned until the process ends."""
         for entry in list(self._table.values()):
-            self._apply(entry, entry.machine.release(self._clock()))
+            self._apply(entry, entry.machine.release(self.clock()))
         for watch in self._watches.values():
             if watch is not None:
                 watch.close()
@@ -349,13 +358,12 @@ class TransferReceiver:
                 case CheckChecksums(commit):
                     error = self._mismatch(entry, commit)
                     self.damaged_transfers += error is not None
-                    self._apply(entry, machine.checked(error, self._clock()))
+                    self._apply(entry, machine.checked(error, self.clock()))
                 case TransferReady(commit):
                     assert machine.writer is not None, "ready without a writer"
                     self._remember_committed(machine.transfer_id, machine.writer.generation)
                     del self._table[machine.transfer_id]
                     self.received_transfers += 1
-                    self.received_blocks += machine.num_blocks
                     self._answer_all(entry)  # before on_ready, which takes a while: the writer waits
                     _notify(entry.on_ready, commit)
                 case ReceiveFailed(error):
@@ -364,14 +372,14 @@ class TransferReceiver:
                     self._answer_all(entry, TransferFailed(over) if damaged else UnknownTransfer(over))
                     _notify(entry.on_failed, error)
                 case RequestDrain(writer):
-                    self._ask_drain(machine.transfer_id, writer)
+                    self._request_drain(machine.transfer_id, writer)
         if machine.state is ReceiverState.CLOSED:
             self._table.pop(machine.transfer_id, None)
 
     def _answer_all(self, entry: _IncomingTransfer, error: BatonError | None = None) -> None:
         """Answers every waiting commit. Commit notifications get no errors: the calls that follow get them."""
         waiting, entry.waiting = entry.waiting, []
-        awaited_s = self._clock() - entry.asked_at
+        awaited_s = self.clock() - entry.asked_at
         if error is None and any(one.answer is None for one in waiting):
             self._notify_committed(entry, awaited_s)
         for one in waiting:
@@ -384,7 +392,7 @@ class TransferReceiver:
         if writer.agent not in self._notification_peers:
             return  # the peer's call follows
         try:
-            self._agents().notify(
+            self.thread.backend.notify(
                 writer.agent, CommittedNotification(entry.machine.transfer_id, int(awaited_s * 1e6)).pack()
             )
         except TransferFailed as e:
@@ -395,7 +403,7 @@ class TransferReceiver:
         if len(commit.checksums) != len(blocks):
             return f"{len(commit.checksums)} checksums for {len(blocks)} blocks"
         for index, (block, expected) in enumerate(zip(blocks, commit.checksums, strict=True)):
-            if zlib.crc32(self._memory.read_block(block)) != expected:
+            if zlib.crc32(self.memory.read_block(block)) != expected:
                 return f"block {entry.first_block + index} arrived damaged"
         return None
 

@@ -5,16 +5,17 @@ A loan is an outgoing transfer of pinned blocks. Its pin is released by the rule
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from common.block_hash import HASH_BYTES
-from common.errors import BatonError, InvalidRequest
+from common.errors import InvalidRequest
 from common.types import KvTarget
-from kv_transfer.memory import PinnedBlocks
-from kv_transfer.sender.transfers import TransferSender
+from kv_transfer.memory import PinnedBlocks, release_unless_handed_on
+from kv_transfer.messages import TransferReport
+from kv_transfer.sender.transfers import OutgoingTransfer, TransferSender
 
 _log = logging.getLogger(__name__)
 
@@ -29,10 +30,8 @@ LendCallback = Callable[[Sequence[bytes], int], PinnedBlocks | None]
 class LendResult:
     """Answer to a Pull."""
 
-    #: This many blocks, from the first wanted one on, will be pushed.
-    blocks: int
-    #: "none", or why some wanted blocks are missing: leaving, busy or absent.
-    reason: str
+    blocks: int  # This many blocks, from the first wanted one on, will be pushed
+    reason: str  # "none", or why some wanted blocks are missing: leaving, busy or absent
 
 
 class PrefixLender:
@@ -41,8 +40,8 @@ class PrefixLender:
     def __init__(self, outgoing: TransferSender, lend: LendCallback) -> None:
         self._outgoing = outgoing
         self._lend = lend
-        self._loans: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._loans: set[OutgoingTransfer] = set()
+        self.closed = False  # No new loan is made. Open ones end with the outgoing transfers.
 
     @property
     def num_loans(self) -> int:
@@ -51,42 +50,30 @@ class PrefixLender:
 
     def lend(self, request_id: str, target: KvTarget, hashes: Sequence[bytes], timeout_s: float) -> LendResult:
         """Answers a Pull at once and starts to push. Raises InvalidRequest if hashes and target do not match."""
-        num_blocks = len(target.blocks)
-        if (
-            not num_blocks
-            or len(hashes) != target.first_block + num_blocks
-            or any(len(h) != HASH_BYTES for h in hashes)
-        ):
-            expected = f"{target.first_block + num_blocks} hashes of {HASH_BYTES} bytes"
-            raise InvalidRequest(f"{len(hashes)} hashes for {num_blocks} blocks: expected {expected}", field="hashes")
-        if self._closed:
+        first, wanted = target.first_block, len(target.blocks)
+        if not wanted or len(hashes) != first + wanted or any(len(h) != HASH_BYTES for h in hashes):
+            expected = f"{first + wanted} hashes of {HASH_BYTES} bytes"
+            raise InvalidRequest(f"{len(hashes)} hashes for {wanted} blocks: expected {expected}", field="hashes")
+        if self.closed:
             return LendResult(0, "leaving")
         if self.num_loans >= MAX_LOANS:
             return LendResult(0, "busy")
-        pin = self._lend(hashes, target.first_block)
+        pin = self._lend(hashes, first)
         if pin is None:
             return LendResult(0, "absent")
-        count = len(pin.blocks)
-        self._push(request_id, replace(target, blocks=target.blocks[:count]), pin, timeout_s)
-        return LendResult(count, "none" if count == num_blocks else "absent")
-
-    def _push(self, request_id: str, target: KvTarget, pin: PinnedBlocks, timeout_s: float) -> None:
-        blocks = tuple(pin.blocks)
-        end = target.first_block + len(blocks)
-        transfer = self._outgoing.start(target, request_id, end, timeout_s, for_pull=True)
-        transfer.push(target.first_block, blocks, pin)
+        with release_unless_handed_on(pin) as scope:
+            blocks = tuple(pin.blocks)
+            lent = replace(target, blocks=target.blocks[: len(blocks)])
+            transfer = self._outgoing.start(lent, request_id, first + len(blocks), timeout_s, for_pull=True)
+            scope.pop_all()
+        transfer.push(first, blocks, pin)
         transfer.finish((), ())
+        self._loans.add(transfer)
+        transfer.outcome.add_done_callback(lambda outcome: self._on_ended(transfer, outcome))
+        return LendResult(len(blocks), "none" if len(blocks) == wanted else "absent")
 
-        async def wait_end() -> None:
-            try:
-                await transfer.done()
-            except BatonError as e:
-                _log.info("the loan to %s failed: %s", target.pod, e, extra={"request_id": request_id})
-
-        task = asyncio.get_running_loop().create_task(wait_end())
-        self._loans.add(task)
-        task.add_done_callback(self._loans.discard)
-
-    def close(self) -> None:
-        """Refuses new loans. Open ones end with the outgoing transfers. Idempotent."""
-        self._closed = True
+    def _on_ended(self, loan: OutgoingTransfer, outcome: Future[TransferReport]) -> None:
+        """Handles the end of a loan. Transfer thread."""
+        self._loans.discard(loan)
+        if error := outcome.exception():
+            _log.info("the loan to %s failed: %s", loan.target.pod, error, extra={"request_id": loan.request_id})

@@ -40,20 +40,13 @@ _MAX_RETRY_S = 1.0
 class SenderState(enum.Enum):
     """State of the transfer."""
 
-    #: Handshake and probe with the peer are under way.
-    CONNECTING = "connecting"
-    #: The Open call is under way. Nothing is written before the receiver acknowledged it.
-    OPENING = "opening"
-    #: Writes are posted as blocks are pushed.
-    OPEN = "open"
-    #: The commit is sent; the last writes may still be in flight.
-    COMMITTING = "committing"
-    #: The receiver acknowledged the commit and every write ended.
-    DONE = "done"
-    #: Failed for the caller. Nothing more is posted, but posted writes may be in flight.
-    STOPPING = "stopping"
-    #: Failed, and no write is in flight.
-    STOPPED = "stopped"
+    CONNECTING = "connecting"  # Handshake and probe with the peer are under way
+    OPENING = "opening"  # The Open call is under way. Nothing is written before the receiver acknowledged it.
+    OPEN = "open"  # Writes are posted as blocks are pushed
+    COMMITTING = "committing"  # The commit is sent; the last writes may still be in flight
+    DONE = "done"  # The receiver acknowledged the commit and every write ended
+    STOPPING = "stopping"  # Failed for the caller. Nothing more is posted, but posted writes may be in flight.
+    STOPPED = "stopped"  # Failed, and no write is in flight
 
 
 _ENDED = (SenderState.DONE, SenderState.STOPPING, SenderState.STOPPED)
@@ -117,8 +110,7 @@ class SendFailed:
 class WritesStopped:
     """No write is or will be in flight."""
 
-    #: No write failed.
-    clean: bool
+    clean: bool  # No write failed
 
 
 SenderAction = (
@@ -158,8 +150,7 @@ class SenderMachine:
         self._unpushed = set(range(self._first, self._end))
         self._queue: deque[BlockWrite] = deque()
         self._posted: dict[int, BlockWrite] = {}
-        #: Push -> number of its writes that are queued or posted.
-        self._num_unfinished: dict[int, int] = {}
+        self._num_unfinished: dict[int, int] = {}  # Push -> number of its writes that are queued or posted
         self._num_writes = 0
         self._commit: Commit | None = None
         self._calling = False

@@ -1,7 +1,4 @@
-"""Transfers out of this pod: the caller's handle, the table of sender machines, and the execution of their actions.
-
-Any thread may use an OutgoingTransfer. Every other method but TransferSender.start runs on the transfer thread.
-"""
+"""Transfers out of this pod: their table, and the execution of the actions of the sender machines."""
 
 from __future__ import annotations
 
@@ -11,16 +8,17 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed, UnknownTransfer
 from common.types import FinishReason, KvTarget, TransferId
-from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_and_log_errors
+from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS
+from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_and_log_errors, release_unless_handed_on
 from kv_transfer.messages import Commit, ExposedParts, TransferReport
-from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten
-from kv_transfer.peers.connections import PeerConnection
+from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten, TransferNotification
+from kv_transfer.peers.connections import PeerConnection, PeerConnector
+from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.sender.state_machine import (
     BlocksDelivered,
@@ -53,12 +51,9 @@ _REMEMBERED = 65536
 class WriteLimits:
     """Sizes of writes."""
 
-    #: Most bytes of a push's first write.
-    first_bytes: int
-    #: Most bytes of one write.
-    max_bytes: int
-    #: Most posted writes per connection.
-    max_in_flight: int
+    first_bytes: int  # most bytes of a push's first write
+    max_bytes: int  # most bytes of one write
+    max_in_flight: int  # most posted writes per connection
 
 
 # Host memory: posting a write may copy all of its bytes inline. GPU: posting a write takes a tenth of a millisecond of
@@ -69,32 +64,49 @@ DEFAULT_WRITE_LIMITS: dict[MemoryKind, WriteLimits] = {
 }
 
 
-class ReceiverCalls(Protocol):
-    """Calls to the receiver on the event loop. The coroutines raise BatonError."""
-
-    async def connect(self, target: KvTarget, timeout_s: float) -> PeerConnection: ...
-
-    async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None: ...
-
-    async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float: ...
-
-    def run_on_loop(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Runs a coroutine on the event loop. Any thread."""
-
-
 class OutgoingTransfer:
-    """The KV of one prompt on its way to a decode pod. Any thread."""
+    """The KV of one prompt on its way to another pod. Any thread may call its methods.
 
-    def __init__(self, owner: TransferSender, target: KvTarget, num_prompt_blocks: int) -> None:
+    The transfer thread owns the fields below `outcome`. Times are of the sender's clock.
+    """
+
+    def __init__(
+        self,
+        sender: TransferSender,
+        target: KvTarget,
+        machine: SenderMachine,
+        request_id: str,
+        num_prompt_blocks: int,
+        *,
+        for_pull: bool,
+    ) -> None:
         self.target = target
+        self.request_id = request_id
+        self.num_prompt_blocks = num_prompt_blocks
+        self.for_pull = for_pull  # The target asked for cached blocks
         #: Called on the transfer thread with the number of delivered blocks after each write. It must not block.
         self.on_progress: Callable[[int], None] | None = None
-        self._owner = owner
-        self._num_prompt_blocks = num_prompt_blocks
-        #: Blocks that are in the target's memory.
-        self.delivered_blocks = 0
-        #: The owner sets it once.
-        self.outcome: Future[TransferReport] = Future()
+        self.delivered_blocks = 0  # Blocks that are in the target's memory
+        self._sender = sender
+        self.outcome: Future[TransferReport] = Future()  # The sender sets it once
+        self.machine = machine
+        self.connection: PeerConnection | None = None
+        self.pins: dict[int, PinnedBlocks] = {}  # By push number
+        self.checksums: dict[int, int] = {}  # CRC-32 by logical block
+        self.delivered_before_finish = 0
+        self.finished_at = 0.0  # finish() was called
+        self.noticed_at = 0.0  # the transfer thread handled finish()
+        self.posted_at = 0.0  # the newest write was posted
+        self.written_at = 0.0  # the newest write ended
+        self.committed_at = 0.0  # the first commit was sent; 0 before
+        self.awaited_s = 0.0  # Seconds that the commit waited on the receiver for the last range
+        self.unacknowledged_commit: Commit | None = None  # The commit of a notification that is not acknowledged
+        self.drains: list[Future[bool]] = []  # Answers to Drain calls
+
+    @property
+    def key(self) -> tuple[str, TransferId]:
+        """Receiver and id: a receiver makes its ids, so an id is unique only together with the receiver's name."""
+        return self.target.pod, self.target.transfer_id
 
     @property
     def ended(self) -> bool:
@@ -104,37 +116,32 @@ class OutgoingTransfer:
     def push(self, first_block: int, blocks: Sequence[int], pin: PinnedBlocks) -> None:
         """Sends the physical `blocks`, which hold the finished logical blocks from first_block on.
 
-        `pin` keeps them from reuse. It is released at the latest when every posted write of this push is terminal.
-        Blocks that the target already has are skipped. Raises InvalidRequest for blocks outside the prompt, and
-        releases the pin.
+        `pin` keeps them from reuse. The transfer owns the pin from this call on, also if it raises. It releases the pin
+        at the latest when every posted write of this push is terminal. Blocks that the target already has are skipped.
+        Raises InvalidRequest for blocks outside the prompt.
         """
-        if first_block < 0 or first_block + len(blocks) > self._num_prompt_blocks:
-            release_and_log_errors(pin)
-            raise InvalidRequest(
-                f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self._num_prompt_blocks}",
-                field="first_block",
-            )
-        self._owner.push(self, first_block, tuple(blocks), pin)
+        with release_unless_handed_on(pin) as scope:
+            if first_block < 0 or first_block + len(blocks) > self.num_prompt_blocks:
+                raise InvalidRequest(
+                    f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self.num_prompt_blocks}",
+                    field="first_block",
+                )
+            if self._sender.thread.running:
+                self._sender.thread.submit(partial(self._sender.on_push, self, first_block, tuple(blocks), pin))
+                scope.pop_all()
 
     def finish(self, first_tokens: Sequence[int], finish_reasons: Sequence[FinishReason | None]) -> None:
         """Sends the commit with these first tokens, because the last chunk is computed.
 
         The receiver acknowledges the commit once every block arrived.
         """
-        self._owner.finish(self, Commit(tuple(first_tokens), tuple(finish_reasons)), self.delivered_blocks)
+        commit = Commit(tuple(first_tokens), tuple(finish_reasons))
+        now = self._sender.clock()
+        self._sender.thread.submit(partial(self._sender.on_finish, self, commit, self.delivered_blocks, now))
 
     def abort(self, reason: str) -> None:
         """Ends the transfer: nothing more is posted, and done() raises Cancelled. Idempotent."""
-        self._owner.abort(self, Cancelled(reason))
-
-    def set_delivered(self, blocks: int) -> None:
-        """Sets the number of delivered blocks, for the owner."""
-        self.delivered_blocks = blocks
-        if self.on_progress is not None:
-            try:
-                self.on_progress(blocks)
-            except Exception:
-                _log.exception("a transfer's progress callback failed")
+        self._sender.thread.submit(partial(self._sender.fail, self, Cancelled(reason)))
 
     async def done(self) -> TransferReport:
         """Waits until the decode pod acknowledged the commit.
@@ -145,79 +152,26 @@ class OutgoingTransfer:
         return await asyncio.shield(asyncio.wrap_future(self.outcome))
 
 
-@dataclass(slots=True, eq=False)
-class _OutgoingTransferState:
-    """Entry of the table. The transfer thread owns it. Times are of the sender's clock."""
-
-    transfer: OutgoingTransfer
-    machine: SenderMachine
-    request_id: str
-    #: The target asked for cached blocks.
-    for_pull: bool
-    connection: PeerConnection | None = None
-    #: By push number.
-    pins: dict[int, PinnedBlocks] = field(default_factory=dict)
-    #: CRC-32 by logical block.
-    checksums: dict[int, int] = field(default_factory=dict)
-    delivered_before_finish: int = 0
-    #: finish() was called.
-    finished_at: float = 0.0
-    #: The transfer thread handled finish().
-    noticed_at: float = 0.0
-    #: The newest write was posted.
-    posted_at: float = 0.0
-    #: The newest write ended.
-    written_at: float = 0.0
-    #: The first commit was sent; 0 before.
-    committed_at: float = 0.0
-    #: Seconds that the commit waited on the receiver for the last range.
-    awaited_s: float = 0.0
-    #: The commit of a notification that is not acknowledged.
-    unacknowledged_commit: Commit | None = None
-    #: Answers to Drain calls.
-    drains: list[Future[bool]] = field(default_factory=list)
-
-
+@dataclass(eq=False)
 class TransferSender:
-    """All outgoing transfers of this pod.
+    """All outgoing transfers of this pod. Every method but `start` runs on the transfer thread."""
 
-    Args:
-        checksums: commits carry a CRC-32 of every block.
-        fingerprint: of this pod's KV layout.
-        write_limits: sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
-        commit_notifications: see TransferNode.
-    """
+    thread: TransferThread
+    connector: PeerConnector
+    rpc: PeerRpcClient
+    memory: PoolMemory
+    clock: Callable[[], float]
+    pairs: PairTrafficTable
+    _: KW_ONLY
+    fingerprint: Callable[[], str]  # Of this pod's KV layout
+    with_checksums: bool  # Commits carry a CRC-32 of every block
+    write_limits: WriteLimits
+    commit_notifications: bool  # See TransferNode
 
-    def __init__(
-        self,
-        thread: TransferThread,
-        calls: ReceiverCalls,
-        memory: PoolMemory,
-        clock: Callable[[], float],
-        pairs: PairTrafficTable,
-        *,
-        checksums: bool,
-        fingerprint: Callable[[], str],
-        write_limits: WriteLimits | None = None,
-        commit_notifications: bool = True,
-    ) -> None:
-        self.sent_blocks = 0
-        self.sent_bytes = 0
-        self.sent_transfers = 0
-        self.failed_transfers = 0
-        self._thread = thread
-        self._calls = calls
-        self._memory = memory
-        self._clock = clock
-        self._pairs = pairs
-        self._checksums = checksums
-        self._fingerprint = fingerprint
-        self._write_limits = write_limits or DEFAULT_WRITE_LIMITS[memory.kind]
-        self._commit_notifications = commit_notifications
+    def __post_init__(self) -> None:
+        self.sent_blocks = self.sent_transfers = self.failed_transfers = 0
         self._pushes = 0
-        self._table: dict[OutgoingTransfer, _OutgoingTransferState] = {}
-        #: By receiver and id: a receiver makes its ids, so an id is unique only together with the receiver's name.
-        self._by_id: dict[tuple[str, TransferId], _OutgoingTransferState] = {}
+        self._table: dict[tuple[str, TransferId], OutgoingTransfer] = {}  # Transfers that are not over, by key
         #: Transfers that ended or that a drain refused -> whether every write succeeded.
         self._over: OrderedDict[tuple[str, TransferId], bool] = OrderedDict()
 
@@ -229,50 +183,29 @@ class TransferSender:
         Args:
             for_pull: the target asked for cached blocks.
         """
-        transfer = OutgoingTransfer(self, target, num_prompt_blocks)
-        deadline = self._clock() + deadline_s
-        first, most = (
-            max(1, size // self._memory.block_bytes)
-            for size in (self._write_limits.first_bytes, self._write_limits.max_bytes)
-        )
+        limits, block_bytes = self.write_limits, self.memory.block_bytes
         machine = SenderMachine(
             target,
-            max_write_blocks=most,
-            first_write_blocks=first,
-            deadline=deadline,
-            commit_ahead=self._write_limits.max_in_flight,
+            max_write_blocks=max(1, limits.max_bytes // block_bytes),
+            first_write_blocks=max(1, limits.first_bytes // block_bytes),
+            deadline=self.clock() + deadline_s,
+            commit_ahead=limits.max_in_flight,
         )
-        entry = _OutgoingTransferState(transfer, machine, request_id, for_pull)
-        self._thread.submit(lambda: self._add(entry, num_prompt_blocks))
+        transfer = OutgoingTransfer(self, target, machine, request_id, num_prompt_blocks, for_pull=for_pull)
+        self.thread.submit(lambda: self._add(transfer))
 
         async def connect() -> None:
             try:
-                connection = await self._calls.connect(target, deadline_s)
+                connection = await self.connector.connect(target.address, deadline_s, target.transfer_id.generation)
             except BatonError as e:
-                error = e
-                self._thread.submit(lambda: self._apply(entry, machine.fail(error, self._clock())))
+                self.thread.submit(partial(self.fail, transfer, e))
             else:
-                self._thread.submit(lambda: self._connected(entry, connection))
+                self.thread.submit(lambda: self._connected(transfer, connection))
 
-        if target.fingerprint == self._fingerprint():
-            self._calls.run_on_loop(connect)
+        if target.fingerprint == self.fingerprint():
+            self.rpc.run_on_loop(connect)
         return transfer
 
-    # -- any thread, through OutgoingTransfer -------------------------------------------------------------------------
-    def push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], pin: PinnedBlocks) -> None:
-        if not self._thread.running:
-            release_and_log_errors(pin)
-            return
-        self._thread.submit(lambda: self._push(transfer, first, blocks, pin))
-
-    def finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int) -> None:
-        now = self._clock()
-        self._thread.submit(lambda: self._finish(transfer, commit, delivered, now))
-
-    def abort(self, transfer: OutgoingTransfer, error: BatonError) -> None:
-        self._thread.submit(lambda: self._fail(transfer, error))
-
-    # -- transfer thread ----------------------------------------------------------------------------------------------
     @property
     def num_open(self) -> int:
         """Transfers that are not over."""
@@ -281,29 +214,29 @@ class TransferSender:
     @property
     def poll_fast(self) -> bool:
         """A commit is under way: its call may be due again. On some transports notifications leave by polls only."""
-        return any(entry.machine.state is SenderState.COMMITTING for entry in self._table.values())
+        return any(transfer.machine.state is SenderState.COMMITTING for transfer in self._table.values())
 
     @property
     def poll_hot(self) -> bool:
         """A commit was sent less than HOT_POLL_LIMIT_S ago."""
-        since = self._clock() - HOT_POLL_LIMIT_S
+        since = self.clock() - HOT_POLL_LIMIT_S
         return any(
-            entry.machine.state is SenderState.COMMITTING and entry.committed_at > since
-            for entry in self._table.values()
+            transfer.machine.state is SenderState.COMMITTING and transfer.committed_at > since
+            for transfer in self._table.values()
         )
 
     def post_writes(self) -> bool:
         """Posts at most one write of each transfer. Returns whether it posted any."""
         posted = False
-        for entry in list(self._table.values()):
-            connection = entry.connection
-            if connection is None or connection.in_flight >= self._write_limits.max_in_flight:
+        for transfer in list(self._table.values()):
+            connection = transfer.connection
+            if connection is None or connection.in_flight >= self.write_limits.max_in_flight:
                 continue
-            write = entry.machine.next_write()
+            write = transfer.machine.next_write()
             if write is not None:
                 posted = True
-                self._post(entry, connection, write)
-                self._apply(entry, entry.machine.posted())
+                self._post(transfer, connection, write)
+                self._apply(transfer, transfer.machine.posted())
         return posted
 
     def drain(self, pod: str, transfer_id: TransferId) -> Future[bool]:
@@ -313,198 +246,178 @@ class TransferSender:
         succeeded.
         """
         answer: Future[bool] = Future()
-        key = (pod, transfer_id)
-        entry = self._by_id.get(key)
-        if entry is None:
-            clean = self._over.setdefault(key, False)
-            self._remember(key, clean)
+        transfer = self._table.get((pod, transfer_id))
+        if transfer is None:
+            clean = self._over.get((pod, transfer_id), False)
+            self._remember((pod, transfer_id), clean)
             answer.set_result(clean)
         else:
-            entry.drains.append(answer)
-            self._apply(
-                entry,
-                entry.machine.fail(TransferFailed(f"{entry.machine.target.pod} gave the transfer up"), self._clock()),
-            )
+            transfer.drains.append(answer)
+            self.fail(transfer, TransferFailed(f"{pod} gave the transfer up"))
         return answer
-
-    def peer_ended(self, connection: PeerConnection) -> None:
-        """Handles that the process behind this connection is proven to have ended."""
-        for entry in list(self._table.values()):
-            if entry.connection is connection:
-                self._apply(entry, entry.machine.peer_ended(self._clock()))
 
     def on_committed(self, peer: str, message: CommittedNotification) -> None:
         """Handles that the receiver acknowledged a commit. Ignored if the answer to the call ended the transfer."""
-        for entry in list(self._table.values()):
-            connection = entry.connection
-            if entry.machine.target.transfer_id != message.transfer_id or connection is None:
+        for transfer in list(self._table.values()):
+            connection = transfer.connection
+            if transfer.target.transfer_id != message.transfer_id or connection is None:
                 continue
-            if connection.agent == peer and entry.committed_at:
+            if connection.agent == peer and transfer.committed_at:
                 connection.missed_acks = 0
-                entry.unacknowledged_commit, entry.awaited_s = None, message.awaited_us / 1e6
-                self._apply(entry, entry.machine.committed(self._clock()))
+                transfer.unacknowledged_commit, transfer.awaited_s = None, message.awaited_us / 1e6
+                self._apply(transfer, transfer.machine.committed(self.clock()))
 
     def tick(self, now: float) -> None:
-        for entry in list(self._table.values()):
-            self._apply(entry, entry.machine.tick(now))
-            if (
-                entry.unacknowledged_commit is not None
-                and now >= entry.committed_at + COMMIT_NOTIFICATION_WAIT_S
-                and not entry.machine.ended
-            ):
-                self._on_missed_ack(entry, entry.unacknowledged_commit, now)
+        for transfer in list(self._table.values()):
+            self._apply(transfer, transfer.machine.tick(now))
+            if transfer.connection is not None and transfer.connection.process_ended:
+                self._apply(transfer, transfer.machine.peer_ended(now))
+            overdue = now >= transfer.committed_at + COMMIT_NOTIFICATION_WAIT_S
+            if transfer.unacknowledged_commit is not None and overdue and not transfer.machine.ended:
+                self._on_missed_ack(transfer, transfer.unacknowledged_commit, now)
 
     def close(self, error: BatonError) -> None:
         """Fails every transfer with `error`, because this pod ends."""
-        for entry in list(self._table.values()):
-            self._apply(entry, entry.machine.fail(error, self._clock()))
+        for transfer in list(self._table.values()):
+            self.fail(transfer, error)
 
-    def _add(self, entry: _OutgoingTransferState, num_prompt_blocks: int) -> None:
-        target = entry.machine.target
-        self._table[entry.transfer] = entry
-        error: BatonError | None = None
-        key = (target.pod, target.transfer_id)
-        if key in self._over or key in self._by_id:
-            error = TransferFailed(f"transfer {target.transfer_id} was given up or used before")
-        else:
-            self._by_id[key] = entry
-        if target.fingerprint != self._fingerprint():
-            error = LayoutMismatch(f"the KV layout of {target.pod} has another fingerprint", field="fingerprint")
-        elif target.blocks and target.first_block + len(target.blocks) != num_prompt_blocks:
-            error = InvalidRequest(
-                f"a target of {len(target.blocks)} blocks from {target.first_block} on for {num_prompt_blocks} blocks",
-                field="target.blocks",
-            )
-        if error is not None:
-            self._apply(entry, entry.machine.fail(error, self._clock()))
-
-    def _connected(self, entry: _OutgoingTransferState, connection: PeerConnection) -> None:
-        entry.connection = connection
-        now = self._clock()
-        if any(block >= connection.num_blocks for block in entry.machine.target.blocks):
-            self._apply(
-                entry,
-                entry.machine.fail(
-                    InvalidRequest("the target has a block outside the pool", field="target.blocks"), now
-                ),
-            )
-        elif connection.broken:
-            error = TransferFailed(f"the connection to {connection.pod} broke")
-            self._apply(entry, entry.machine.fail(error, now))
-        else:
-            self._apply(entry, entry.machine.connected(now))
-
-    def _push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], pin: PinnedBlocks) -> None:
-        entry = self._table.get(transfer)
-        if entry is None:
-            release_and_log_errors(pin)
-            return
+    def on_push(self, transfer: OutgoingTransfer, first: int, blocks: tuple[int, ...], pin: PinnedBlocks) -> None:
         self._pushes += 1
-        entry.pins[self._pushes] = pin
-        if self._checksums:  # taken now: a change before the write is damage too
+        transfer.pins[self._pushes] = pin
+        if self.with_checksums and not transfer.machine.ended:  # taken now: a change before the write is damage too
             wanted = range(len(transfer.target.blocks))
             for index, block in enumerate(blocks, first):
                 if index - transfer.target.first_block in wanted:
-                    entry.checksums[index] = zlib.crc32(self._memory.read_block(block))
-        self._apply(entry, entry.machine.push(self._pushes, first, blocks, self._clock()))
+                    transfer.checksums[index] = zlib.crc32(self.memory.read_block(block))
+        self._apply(transfer, transfer.machine.push(self._pushes, first, blocks, self.clock()))
 
-    def _finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int, now: float) -> None:
-        entry = self._table.get(transfer)
-        if entry is not None:
-            entry.delivered_before_finish, entry.finished_at, entry.noticed_at = delivered, now, self._clock()
-            self._apply(entry, entry.machine.finish(commit, entry.noticed_at))
+    def on_finish(self, transfer: OutgoingTransfer, commit: Commit, delivered: int, now: float) -> None:
+        transfer.delivered_before_finish, transfer.finished_at = delivered, now
+        transfer.noticed_at = self.clock()
+        self._apply(transfer, transfer.machine.finish(commit, transfer.noticed_at))
 
-    def _fail(self, transfer: OutgoingTransfer, error: BatonError) -> None:
-        entry = self._table.get(transfer)
-        if entry is not None:
-            self._apply(entry, entry.machine.fail(error, self._clock()))
+    def fail(self, transfer: OutgoingTransfer, error: BatonError) -> None:
+        self._apply(transfer, transfer.machine.fail(error, self.clock()))
 
-    def _post(self, entry: _OutgoingTransferState, connection: PeerConnection, write: BlockWrite) -> None:
-        written = RangeWritten(entry.machine.target.transfer_id, write.first, len(write.local))
-        pair = self._pairs.get(connection.pod)
+    def _add(self, transfer: OutgoingTransfer) -> None:
+        target, key, num_blocks = transfer.target, transfer.key, transfer.num_prompt_blocks
+        first = target.first_block
+        error: BatonError | None = None
+        if key in self._over or key in self._table:
+            error = TransferFailed(f"transfer {target.transfer_id} was given up or used before")
+        else:
+            self._table[key] = transfer
+        if target.fingerprint != self.fingerprint():
+            error = LayoutMismatch(f"the KV layout of {target.pod} has another fingerprint", field="fingerprint")
+        elif target.blocks and first + len(target.blocks) != num_blocks:
+            error = InvalidRequest(
+                f"a target of {len(target.blocks)} blocks from {first} on for {num_blocks} blocks",
+                field="target.blocks",
+            )
+        if error is not None:
+            self.fail(transfer, error)
+
+    def _connected(self, transfer: OutgoingTransfer, connection: PeerConnection) -> None:
+        transfer.connection = connection
+        if any(block >= connection.num_blocks for block in transfer.target.blocks):
+            self.fail(transfer, InvalidRequest("the target has a block outside the pool", field="target.blocks"))
+        elif connection.broken:
+            self.fail(transfer, TransferFailed(f"the connection to {connection.pod} broke"))
+        else:
+            self._apply(transfer, transfer.machine.connected(self.clock()))
+
+    def _post(self, transfer: OutgoingTransfer, connection: PeerConnection, write: BlockWrite) -> None:
+        written = RangeWritten(transfer.target.transfer_id, write.first, len(write.local))
+        pair = self.pairs.get(connection.pod)
 
         def ended(error: str | None) -> None:
             connection.in_flight -= 1
             moved = len(write.local) if error is None else 0
-            pair.end(moved, moved * self._memory.block_bytes, pulled=entry.for_pull)
+            pair.end(moved, moved * self.memory.block_bytes, pulled=transfer.for_pull)
             self.sent_blocks += moved
-            self.sent_bytes += moved * self._memory.block_bytes
             if error is not None:
                 connection.broken = True
-            entry.written_at = self._clock()
-            self._apply(entry, entry.machine.write_ended(write.number, error, entry.written_at))
+            transfer.written_at = self.clock()
+            self._apply(transfer, transfer.machine.write_ended(write.number, error, transfer.written_at))
 
         connection.in_flight += 1
         pair.begin()
-        self._thread.write(connection.agent, write.local, write.remote, written.pack(), ended)
-        entry.posted_at = self._clock()
+        self.thread.write(connection.agent, write.local, write.remote, written.pack(), ended)
+        transfer.posted_at = self.clock()
 
-    def _apply(self, entry: _OutgoingTransferState, actions: Sequence[SenderAction]) -> None:
-        machine = entry.machine
+    def _apply(self, transfer: OutgoingTransfer, actions: Sequence[SenderAction]) -> None:
+        machine, target = transfer.machine, transfer.target
         for action in actions:
             match action:
                 case SendOpen():
-                    call = partial(self._calls.open, machine.target, entry.request_id, self._needs_target_polls(entry))
-                    self._call(entry, call, machine.opened)
+                    call = partial(self.rpc.open, target, transfer.request_id, self._needs_target_polls(transfer))
+                    self._call(transfer, call, machine.opened)
                 case SendCommit(commit):
-                    sums = tuple(entry.checksums[block] for block in sorted(entry.checksums))
-                    self._commit(entry, replace(commit, checksums=sums))
+                    sums = tuple(transfer.checksums[block] for block in sorted(transfer.checksums))
+                    self._commit(transfer, replace(commit, checksums=sums))
                 case RenotifyRanges():
-                    self._renotify(entry)
+                    everything = RangeWritten(target.transfer_id, target.first_block, len(target.blocks))
+                    connection = transfer.connection
+                    if connection is not None and not connection.broken and self._notify(connection, everything):
+                        _log.info("notified %s of transfer %s again", target.pod, target.transfer_id)
                 case ReleasePush(push):
-                    release_and_log_errors(entry.pins.pop(push))
+                    release_and_log_errors(transfer.pins.pop(push))
                 case BlocksDelivered(blocks):
-                    entry.transfer.set_delivered(blocks)
+                    self._set_delivered(transfer, blocks)
                 case SendDone():
                     self.sent_transfers += 1
-                    self._forget(entry, clean=True)
-                    report = self._report(entry)
-                    pair = self._pairs.get(machine.target.pod)
-                    if entry.for_pull:
+                    self._forget(transfer, clean=True)
+                    report, pair = self._report(transfer), self.pairs.get(target.pod)
+                    if transfer.for_pull:
                         pair.pulls += 1
                     else:
                         pair.transfers += 1
                         pair.exposed_s += report.exposed_s
-                    entry.transfer.outcome.set_result(report)
+                    transfer.outcome.set_result(report)
                 case SendFailed(error):
                     if not isinstance(error, Cancelled):
                         self.failed_transfers += 1
-                        self._pairs.get(machine.target.pod).failures += 1
-                    entry.transfer.outcome.set_exception(error)
+                        self.pairs.get(target.pod).failures += 1
+                    transfer.outcome.set_exception(error)
                 case WritesStopped(clean):
-                    self._forget(entry, clean=clean)
+                    self._forget(transfer, clean=clean)
 
-    def _commit(self, entry: _OutgoingTransferState, commit: Commit) -> None:
+    def _set_delivered(self, transfer: OutgoingTransfer, blocks: int) -> None:
+        transfer.delivered_blocks = blocks
+        if transfer.on_progress is not None:
+            try:
+                transfer.on_progress(blocks)
+            except Exception:
+                _log.exception("a transfer's progress callback failed")
+
+    def _commit(self, transfer: OutgoingTransfer, commit: Commit) -> None:
         """Commits by notification where the receiver polls often, else by call.
 
         A call passes through the event loops of both pods.
         """
-        connection, first = entry.connection, not entry.committed_at
+        connection, first, now = transfer.connection, not transfer.committed_at, self.clock()
         assert connection is not None, "all is posted without a connection"
-        entry.committed_at = entry.committed_at or self._clock()
+        transfer.committed_at = transfer.committed_at or now
         use_notification = (
-            self._commit_notifications
+            first
+            and self.commit_notifications
             and connection.accepts_commit_notifications
-            and self._clock() >= connection.notifications_resume_at
+            and now >= connection.notifications_resume_at
+            and self._needs_target_polls(transfer)
+            and not commit.checksums
         )
-        if first and use_notification and self._needs_target_polls(entry) and not commit.checksums:
-            notification = CommitNotification(entry.machine.target.transfer_id, commit)
-            try:
-                self._thread.backend.notify(connection.agent, notification.pack())
-            except TransferFailed as e:
-                _log.warning("%s cannot be notified: %s", connection.pod, e)
-            else:
-                entry.unacknowledged_commit = commit
-                return
-        self._call_commit(entry, commit)
+        if use_notification and self._notify(connection, CommitNotification(transfer.target.transfer_id, commit)):
+            transfer.unacknowledged_commit = commit
+        else:
+            self._call_commit(transfer, commit)
 
-    def _on_missed_ack(self, entry: _OutgoingTransferState, commit: Commit, now: float) -> None:
+    def _on_missed_ack(self, transfer: OutgoingTransfer, commit: Commit, now: float) -> None:
         """Calls Commit, because the commit notification was not acknowledged in time.
 
         A peer that misses several in a row gets calls for a while, because each unanswered notification delays its
         call.
         """
-        connection, entry.unacknowledged_commit = entry.connection, None
+        connection, transfer.unacknowledged_commit = transfer.connection, None
         assert connection is not None, "a commit notification without a connection"
         connection.missed_acks += 1
         if connection.missed_acks >= MAX_MISSED_ACKS:
@@ -514,92 +427,82 @@ class TransferSender:
                 connection.pod,
                 NOTIFICATION_PAUSE_S,
             )
-        self._call_commit(entry, commit)
+        self._call_commit(transfer, commit)
 
-    def _call_commit(self, entry: _OutgoingTransferState, commit: Commit) -> None:
-        target = entry.machine.target
-
+    def _call_commit(self, transfer: OutgoingTransfer, commit: Commit) -> None:
         async def call(timeout_s: float) -> None:
-            entry.awaited_s = await self._calls.commit(target, commit, timeout_s)
+            transfer.awaited_s = await self.rpc.commit(transfer.target, commit, timeout_s)
 
-        self._call(entry, call, entry.machine.committed)
+        self._call(transfer, call, transfer.machine.committed)
 
-    def _needs_target_polls(self, entry: _OutgoingTransferState) -> bool:
+    def _needs_target_polls(self, transfer: OutgoingTransfer) -> bool:
         """Returns whether a write ends only while the target polls. Assumed of unknown transports.
 
         From GPU to GPU the bytes move by themselves, but UCX reports the write as done when the target's polls have
         answered.
         """
-        if self._memory.kind == "VRAM":
+        if self.memory.kind == "VRAM":
             return True
-        return entry.connection is not None and entry.connection.transport in ("tcp", "unknown")
+        return transfer.connection is not None and transfer.connection.transport in REFUSABLE_TRANSPORTS
 
-    def _renotify(self, entry: _OutgoingTransferState) -> None:
-        connection, target = entry.connection, entry.machine.target
-        assert connection is not None, "all is written without a connection"
-        if connection.broken:
-            return
-        everything = RangeWritten(target.transfer_id, target.first_block, len(target.blocks))
+    def _notify(self, connection: PeerConnection, notification: TransferNotification) -> bool:
+        """Sends a notification. Returns whether the backend accepted it."""
         try:
-            self._thread.backend.notify(connection.agent, everything.pack())
+            self.thread.backend.notify(connection.agent, notification.pack())
         except TransferFailed as e:
-            _log.warning("%s cannot be notified: %s", target.pod, e)
-        else:
-            _log.info("notified %s of transfer %s again", target.pod, target.transfer_id)
+            _log.warning("%s cannot be notified: %s", connection.pod, e)
+            return False
+        return True
 
     def _call(
         self,
-        entry: _OutgoingTransferState,
+        transfer: OutgoingTransfer,
         call: Callable[[float], Awaitable[None]],
         acknowledged: Callable[[float], list[SenderAction]],
     ) -> None:
         """Makes a call on the event loop and reports its end to the machine."""
-        machine = entry.machine
 
         async def work() -> None:
             try:
-                await call(min(CALL_S, machine.deadline - self._clock()))
+                await call(min(CALL_S, transfer.machine.deadline - self.clock()))
             except BatonError as e:
-                error = e
-                self._thread.submit(lambda: self._call_failed(entry, error))
+                self.thread.submit(partial(self._call_failed, transfer, e))
             else:
-                self._thread.submit(lambda: self._apply(entry, acknowledged(self._clock())))
+                self.thread.submit(lambda: self._apply(transfer, acknowledged(self.clock())))
 
-        self._calls.run_on_loop(work)
+        self.rpc.run_on_loop(work)
 
-    def _call_failed(self, entry: _OutgoingTransferState, error: BatonError) -> None:
-        if isinstance(error, UnknownTransfer) and error.field == "pod" and entry.connection is not None:
-            entry.connection.broken = True  # the peer has forgotten this pod: the next transfer repeats the handshake
-        self._apply(entry, entry.machine.call_failed(error, self._clock()))
+    def _call_failed(self, transfer: OutgoingTransfer, error: BatonError) -> None:
+        if isinstance(error, UnknownTransfer) and error.field == "pod" and transfer.connection is not None:
+            transfer.connection.broken = True  # the peer has forgotten this pod: the next transfer shakes hands again
+        self._apply(transfer, transfer.machine.call_failed(error, self.clock()))
 
-    def _report(self, entry: _OutgoingTransferState) -> TransferReport:
-        blocks = len(entry.machine.target.blocks)
+    def _report(self, transfer: OutgoingTransfer) -> TransferReport:
+        blocks = len(transfer.target.blocks)
 
         def after(at: float) -> float:
-            return max(0.0, at - entry.finished_at)
+            return max(0.0, at - transfer.finished_at)
 
         return TransferReport(
             blocks=blocks,
-            bytes=blocks * self._memory.block_bytes,
-            delivered_before_finish=entry.delivered_before_finish,
-            exposed_s=after(self._clock()),
-            transport=entry.connection.transport if entry.connection is not None else "",
+            bytes=blocks * self.memory.block_bytes,
+            delivered_before_finish=transfer.delivered_before_finish,
+            exposed_s=after(self.clock()),
+            transport=transfer.connection.transport if transfer.connection is not None else "",
             parts=ExposedParts(
-                noticed_s=after(entry.noticed_at),
-                posted_s=after(entry.posted_at),
-                written_s=after(entry.written_at),
-                committed_s=after(entry.committed_at),
-                awaited_s=entry.awaited_s,
+                noticed_s=after(transfer.noticed_at),
+                posted_s=after(transfer.posted_at),
+                written_s=after(transfer.written_at),
+                committed_s=after(transfer.committed_at),
+                awaited_s=transfer.awaited_s,
             ),
         )
 
-    def _forget(self, entry: _OutgoingTransferState, *, clean: bool) -> None:
-        del self._table[entry.transfer]
-        key = (entry.machine.target.pod, entry.machine.target.transfer_id)
-        if self._by_id.get(key) is entry:
-            del self._by_id[key]
-            self._remember(key, clean)
-        for answer in entry.drains:
+    def _forget(self, transfer: OutgoingTransfer, *, clean: bool) -> None:
+        if self._table.get(transfer.key) is transfer:
+            del self._table[transfer.key]
+            self._remember(transfer.key, clean)
+        for answer in transfer.drains:
             if not answer.cancelled():
                 answer.set_result(clean)
 

@@ -146,7 +146,7 @@ class TestLocal:
             held = runtime.engine_loop.call(lambda: gate.wait(60))
             running = asyncio.create_task(cluster.generate(request([*prompt, 9], 2)))
             async with asyncio.timeout(30):
-                while not cluster.decode.service.num_active:
+                while not len(cluster.decode.service.requests):
                     await asyncio.sleep(0.005)
             pool = runtime.engine.pool
             others = pool.lease([], pool.num_available())  # evicts every block that it can

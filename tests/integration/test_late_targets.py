@@ -47,7 +47,7 @@ async def test_the_target_may_come_at_any_time(model_dir: Path, monkeypatch: pyt
         kinds: list[str] = []
         with translate_rpc_errors():
             if not after:
-                await until(lambda: cluster.prefill.service.num_active > 0)
+                await until(lambda: len(cluster.prefill.service.requests) > 0)
                 await cluster.prefill.prefill.SetTarget(set_target)
                 await cluster.prefill.prefill.SetTarget(set_target)  # again: no effect
             async for event in call:
@@ -121,13 +121,13 @@ async def test_only_the_first_target_counts_and_it_has_to_fit(model_dir: Path) -
         with pytest.raises(Unavailable):
             await tell()
         call = stub.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
-        await until(lambda: cluster.prefill.service.num_active > 0)
+        await until(lambda: len(cluster.prefill.service.requests) > 0)
         with pytest.raises(LayoutMismatch):
             await tell(fingerprint="00" * 16)
         with pytest.raises(InvalidRequest):
             await tell(blocks=target.blocks[1:])
         await tell()
-        if cluster.prefill.service.num_active:
+        if len(cluster.prefill.service.requests):
             with pytest.raises((InvalidRequest, Unavailable)):
                 await tell(first_block=0, blocks=tuple(reversed(target.blocks)))
         kinds = [event.WhichOneof("event") async for event in call]

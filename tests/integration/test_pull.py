@@ -12,7 +12,7 @@ from common.errors import BatonError, DeadlineExceeded
 from common.types import Role, ValidRequest
 from engine.llm import LLM
 from kv_transfer.backend.loopback import LoopbackFault
-from kv_transfer.messages import PrefixHolder, PullResult, WantedBlocks
+from kv_transfer.messages import PullResult, WantedBlocks
 from prefill_service import prefix_pull
 from prefill_service.hand_off import PrefillHandOff
 from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, Pod, expected, prompt_of, request
@@ -223,7 +223,7 @@ async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monk
         monkeypatch.setattr(second.runtime.rates, "prefill_s", lambda tokens: tokens * 0.01)
         limits: list[float] = []
 
-        async def pull(_holder: PrefixHolder, wanted: WantedBlocks) -> PullResult:
+        async def pull(_holder: str, wanted: WantedBlocks) -> PullResult:
             limits.append(wanted.timeout_s)
             wanted.pin.release()
             raise DeadlineExceeded("too late")

@@ -119,11 +119,11 @@ class TestAdmission:
     async def test_a_reservation_that_the_transfer_node_refuses_holds_no_blocks(
         self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(**_: object) -> None:
+        def refuse() -> None:
             raise Unavailable("the node is leaving")
 
         async with Cluster.start(model_dir) as cluster:
-            monkeypatch.setattr(cluster.decode.runtime.transfer_node, "expect_transfer", refuse)
+            monkeypatch.setattr(cluster.decode.runtime.transfer_node, "_require_running", refuse)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(30)))
             await cluster.decode.settled()
@@ -162,7 +162,7 @@ class TestIsolation:
             gate = threading.Event()
             cluster.prefill.runtime.engine_loop.call(lambda: gate.wait(60))
             running = [asyncio.create_task(cluster.generate(r)) for r in (first, victim, last)]
-            await until(lambda: cluster.prefill.service.num_active == 3)
+            await until(lambda: len(cluster.prefill.service.requests) == 3)
             gate.set()
             a, failed, b = await asyncio.gather(*running, return_exceptions=True)
             assert isinstance(failed, InternalError)
@@ -225,7 +225,7 @@ class TestStreams:
         async with Cluster.start(model_dir) as cluster:
             await cluster.reserve(request(prompt_of(9)))
             running = asyncio.create_task(cluster.generate(request(prompt_of(9, seed=2), 100)))
-            await until(lambda: cluster.decode.service.num_active == 2)
+            await until(lambda: len(cluster.decode.service.requests) == 2)
             await cluster.streams[0].close()
             await cluster.decode.settled()
             running.cancel()

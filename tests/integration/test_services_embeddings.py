@@ -53,7 +53,7 @@ class TestEmbeddings:
             assert answer.ids == expected(llm, r)
             for one, other in zip(alone, await together, strict=True):
                 assert torch.allclose(torch.tensor(list(one.values)), torch.tensor(list(other.values)), atol=1e-4)
-            await until(lambda: not cluster.prefill.runtime._embedder.num_active)
+            await until(lambda: not cluster.prefill.runtime._embedder.requests)
             await cluster.prefill.settled()
 
     async def test_impossible_requests_are_refused(self, model_dir: Path) -> None:

@@ -103,7 +103,7 @@ async def test_a_broken_connection_is_not_kept_forever(cluster: Cluster) -> None
     await prefill.node.connect(gone.address)
     connector = prefill.node._connector
     (connection,) = connector._connections.values()
-    prefill.node._thread.submit(lambda: connector.mark_broken(connection))
+    prefill.node._thread.submit(lambda: setattr(connection, "broken", True))
     await until(lambda: connection not in connector._attached)
     other = await cluster.start("decode-1", Role.DECODE)
     await prefill.node.connect(other.address)

@@ -46,13 +46,13 @@ class Calls:
 
     def __init__(self, pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Commit] = []
-        make = pod.node._calls.commit
+        make = pod.node._rpc.commit
 
         async def commit(target: KvTarget, commit: Commit, timeout_s: float) -> float:
             self.made.append(commit)
             return await make(target, commit, timeout_s)
 
-        monkeypatch.setattr(pod.node._calls, "commit", commit)
+        monkeypatch.setattr(pod.node._rpc, "commit", commit)
 
 
 def lose(pod: Pod, kind: type, *, copies: Sequence[float] = ()) -> list[Notification]:
@@ -245,7 +245,7 @@ async def test_a_broken_connection_keeps_notifications_of_the_other_direction(
         await hand_over(source, target, 1)
     connector = first.node._connector
     (connection,) = connector._connections.values()
-    await told(first, lambda: connector.mark_broken(connection))
+    await told(first, lambda: setattr(connection, "broken", True))
     await until(lambda: connection not in connector._attached)
     monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     calls = Calls(second, monkeypatch)
@@ -276,7 +276,7 @@ async def test_a_repeated_handshake_renews_the_way_of_acknowledgements(
     assert len(calls.made) == 1
     connector = prefill.node._connector
     (connection,) = connector._connections.values()
-    await told(prefill, lambda: connector.mark_broken(connection))
+    await told(prefill, lambda: setattr(connection, "broken", True))
     monkeypatch.setattr(transfers, "COMMIT_NOTIFICATION_WAIT_S", 30.0)
     await hand_over(prefill, decode, 2)
     assert len(calls.made) == 1

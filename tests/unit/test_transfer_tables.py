@@ -13,9 +13,8 @@ from kv_transfer.messages import Commit, DroppedMessages, Writer
 from kv_transfer.notifications import CommitNotification, RangeWritten
 from kv_transfer.peers.connections import PeerConnection
 from kv_transfer.peers.traffic import PairTrafficTable
-from kv_transfer.receiver import transfers
 from kv_transfer.receiver.transfers import TransferReceiver
-from kv_transfer.sender.transfers import TransferSender
+from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, TransferSender
 from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S
 
 ID = TransferId(5, 1)
@@ -64,6 +63,9 @@ class Thread:
 
     running = True
 
+    def __init__(self, backend: Agents | None = None) -> None:
+        self.backend = backend
+
     def submit(self, command: Callable[[], None]) -> None:
         command()
 
@@ -77,7 +79,8 @@ class Calls:
 
 
 def receiving(now: Now, agents: Agents) -> TransferReceiver:
-    return TransferReceiver(host_pool(4, 64), DroppedMessages(), now, lambda *_: None, lambda: agents)
+    unused: Any = (Thread(agents), Calls())
+    return TransferReceiver(*unused, host_pool(4, 64), now, DroppedMessages())
 
 
 def test_a_commit_without_its_ranges_is_polled_hot_for_a_moment_only() -> None:
@@ -98,38 +101,42 @@ def test_a_commit_without_its_ranges_is_polled_hot_for_a_moment_only() -> None:
 
 
 def test_an_acknowledgement_is_polled_hot_for_a_moment_only() -> None:
-    now, thread, calls = Now(), Thread(), Calls()
-    unused: Any = (thread, calls)
+    now = Now()
+    unused: Any = (Thread(), None, Calls())
     table = TransferSender(
-        *unused, host_pool(4, 64), now, PairTrafficTable(now), checksums=False, fingerprint=lambda: "f"
+        *unused,
+        host_pool(4, 64),
+        now,
+        PairTrafficTable(now),
+        fingerprint=lambda: "f",
+        with_checksums=False,
+        write_limits=DEFAULT_WRITE_LIMITS["DRAM"],
+        commit_notifications=True,
     )
     transfer = table.start(KvTarget(ID, "decode-0", "127.0.0.1:1", 1, (), "f"), "r", 1, 60.0)
-    (entry,) = table._table.values()
     peer = PeerMemory(0, 64, 4, 0, "DRAM")
-    table._connected(entry, PeerConnection("decode-0", 5, "127.0.0.1:1", "a", 3, 3, peer, b"", True, None))
-    table._apply(entry, entry.machine.opened(now()))
+    table._connected(transfer, PeerConnection("decode-0", 5, "127.0.0.1:1", "a", 3, 3, peer, b"", True, None))
+    table._apply(transfer, transfer.machine.opened(now()))
     assert not table.poll_hot
     transfer.finish([1], [None])
     assert table.poll_hot
     now.s += HOT_POLL_LIMIT_S + 0.01
     assert (table.poll_hot, table.poll_fast) == (False, True)
-    table._apply(entry, entry.machine.committed(now()))
+    table._apply(transfer, transfer.machine.committed(now()))
     assert transfer.ended
     assert not table.poll_fast
 
 
-def test_of_too_many_writers_the_oldest_are_forgotten() -> None:
+def test_a_writer_with_refused_metadata_and_a_forgotten_writer_are_unknown_to_the_backend() -> None:
     agents = Agents()
     table = receiving(Now(), agents)
-    for number in range(transfers.MAX_NOTIFICATION_PEERS + 5):
+    for number in range(3):
         assert table.add_peer(f"prefill-{number}", b"good")
         table.watch(f"prefill-{number}", None)
-    assert agents.known == [f"prefill-{number}" for number in range(5, transfers.MAX_NOTIFICATION_PEERS + 5)]
-    assert not table.add_peer("prefill-9", b"bad")
-    assert "prefill-9" not in agents.known
-    table.forget_writer("prefill-10")
-    assert "prefill-10" not in agents.known
-    assert not table.is_watched("prefill-10")
+    assert not table.add_peer("prefill-0", b"bad")
+    table.forget_writer("prefill-1")
+    assert agents.known == ["prefill-2"]
+    assert not table.is_watched("prefill-1")
 
 
 def test_a_forgotten_writer_gets_no_notification() -> None:

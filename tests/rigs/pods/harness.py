@@ -145,10 +145,10 @@ class Pod(PodClient):
         while True:
             counts = pool.counts()
             pool.check_integrity()
-            if self.service.num_active == 0 and counts.free + counts.cached == counts.total:
+            if len(self.service.requests) == 0 and counts.free + counts.cached == counts.total:
                 return
             assert time.monotonic() < end, (
-                f"{self.runtime.name} still holds {counts}, {self.service.num_active} requests"
+                f"{self.runtime.name} still holds {counts}, {len(self.service.requests)} requests"
             )
             await asyncio.sleep(0.01)
 

@@ -55,10 +55,6 @@ class FaultyBackend:
         self._writes: dict[int, _FaultyWrite] = {}
         self._late: list[tuple[float, int, Notification]] = []
 
-    @property
-    def kind(self) -> str:
-        return self._inner.kind
-
     def start(self, name: str, memory: PoolMemory) -> None:
         self._memory = memory
         self._inner.start(name, memory)
