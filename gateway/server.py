@@ -28,7 +28,6 @@ from common.process.lifecycle import Lifecycle
 from common.rpc import RpcServer
 from common.settings.configs import GatewayConfig
 from common.tracing.tracer import Tracer
-from gateway.admission.gate import GateLimits
 from gateway.admission.key_ring import KeyRing
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.protocol import BoundedHttpProtocol, WriteBatcher
@@ -36,7 +35,7 @@ from gateway.api.openai.responses.store import ResponseStore
 from gateway.app import build_app
 from gateway.dashboard.history import MetricsHistory
 from gateway.pods.endpoint_slices import EndpointSliceWatcher, KubernetesApi
-from gateway.serving.gateway import Gateway, GatewaySettings
+from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
 from prefix_index.reader import IndexReader
 
@@ -99,20 +98,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def gateway_settings(config: GatewayConfig) -> GatewaySettings:
-    """Returns the settings of the core from the configuration."""
-    return GatewaySettings(
-        aliases=config.aliases(),
-        pods=config.pods,
-        request_timeout_s=config.request_timeout_s,
-        max_inflight=config.max_inflight,
-        max_body_bytes=config.max_body_bytes,
-        open_metrics=config.open_metrics,
-        redis=config.redis,
-        gate=GateLimits(max_running=config.max_running, max_queue=config.max_queue, max_ttft_s=config.max_ttft_s),
-    )
-
-
 def make_gateway(config: GatewayConfig) -> Gateway:
     """Returns the core for a configuration. The model directories need no weights.
 
@@ -132,7 +117,7 @@ def make_gateway(config: GatewayConfig) -> Gateway:
     index = None if config.redis is None else IndexReader(config.redis)
     instance = f"{socket.gethostname()}:{config.port}"
     tracer = Tracer.open(config.traces, service="gateway", instance=instance, sample=config.trace_sample)
-    return Gateway(gateway_settings(config), texts, index, KeyRing(config.api_keys, config.redis), tracer)
+    return Gateway(config, texts, index, KeyRing(config.api_keys, config.redis), tracer)
 
 
 class GatewayServer:
@@ -167,7 +152,7 @@ class GatewayServer:
         sock = listening_socket(config.host, config.port)
         try:
             if config.grpc_port:
-                self._grpc = RpcServer(config.host, config.grpc_port, self.gateway.settings.max_body_bytes)
+                self._grpc = RpcServer(config.host, config.grpc_port, config.max_body_bytes)
                 self._grpc.add_servicer(
                     inference_pb2_grpc.add_InferenceServicer_to_server,
                     InferenceServicer(self.gateway),

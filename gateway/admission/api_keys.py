@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import ConfigError, InvalidApiKey
+from common.errors import ConfigError, InvalidApiKey, Unavailable
 
 _PRESENTED = re.compile(r"sk-baton-([0-9a-z]{12})-([A-Za-z0-9_-]{43})")
 _PERSON = b"baton-api-key-1"
@@ -111,19 +111,38 @@ _DUMMY_KEY = ApiKey(id="0" * 12, tenant="nobody", salt="0" * 32, hash="0" * 64, 
 
 
 class KeySet:
-    """Key records by id. If two have the same id, the later one counts."""
+    """The valid keys at one moment, by id. If two have the same id, the later one counts."""
 
-    def __init__(self, records: Iterable[ApiKey] = ()) -> None:
+    def __init__(self, records: Iterable[ApiKey] = (), *, anonymous: bool = False, complete: bool = True) -> None:
+        """
+        Args:
+            anonymous: No key is needed.
+            complete: All sources have been read.
+        """
         self._by_id = {record.id: record for record in records}
+        self._anonymous = anonymous
+        self._complete = complete
 
-    def identify(self, presented: str) -> Caller:
-        """Returns the caller that a presented key identifies. Raises InvalidApiKey, which does not name the reason."""
-        match = _PRESENTED.fullmatch(presented)
+    def identify(self, authorization: str | None) -> Caller:
+        """Returns the caller of the header `Authorization: Bearer KEY`.
+
+        Raises:
+            InvalidApiKey: The key is missing or not valid. The error does not name the reason.
+            Unavailable: The key is not known, and a source has never answered.
+        """
+        if self._anonymous:
+            return ANONYMOUS
+        scheme, _, key = (authorization or "").strip().partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise InvalidApiKey("an API key is missing: send the header Authorization: Bearer KEY")
+        match = _PRESENTED.fullmatch(key.strip())
         record = self._by_id.get(match[1], _DUMMY_KEY) if match else _DUMMY_KEY
         matches = record.is_secret(match[2] if match else "")
-        if not matches or record is _DUMMY_KEY or record.expired(datetime.now(UTC)):
-            raise InvalidApiKey("the API key is not valid")
-        return record.caller
+        if matches and record is not _DUMMY_KEY and not record.expired(datetime.now(UTC)):
+            return record.caller
+        if not self._complete:
+            raise Unavailable("API keys cannot be checked: Redis has not answered yet", retry_after_s=1.0)
+        raise InvalidApiKey("the API key is not valid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,14 @@ that were read from it last stay valid.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from common.errors import BatonError, ConfigError, InvalidApiKey, Unavailable
-from gateway.admission.api_keys import ANONYMOUS, ApiKey, Caller, KeySet
+from common.errors import BatonError, ConfigError
+from gateway.admission.api_keys import ApiKey, KeySet
 from gateway.admission.key_store import KeyFile, RedisKeyStore
 
 FILE_PERIOD_S, REDIS_PERIOD_S = 0.5, 1.0
@@ -39,21 +39,18 @@ class KeyRing:
         self._versions = [file.version() for file in self._files]
         self._of_files = [file.read() for file in self._files]
         self._hash: RedisKeyStore | None = None
+        #: None until Redis has answered.
         self._of_hash: list[ApiKey] | None = None
         if REDIS_SOURCE in sources:
             if redis is None:
                 raise ConfigError("api_keys: the source 'redis' needs --redis URL", field="api_keys")
             self._hash = RedisKeyStore(redis)
-        self._keys = KeySet()
+        #: The valid keys; replaced when a source has changed.
+        self.current = KeySet()
         self._tasks: list[asyncio.Task[None]] = []
         #: Last logged error of each source that cannot be read.
         self._errors: dict[str, str] = {}
         self._rebuild()
-
-    @property
-    def allows_anonymous(self) -> bool:
-        """No key is needed, because no source is configured."""
-        return not self._files and self._hash is None
 
     async def start(self) -> None:
         """Reads the keys in Redis, and starts to look for changes."""
@@ -72,25 +69,6 @@ class KeyRing:
                 await task
         if self._hash is not None:
             await self._hash.close()
-
-    def identify(self, authorization: str | None) -> Caller:
-        """Returns the caller of the header `Authorization: Bearer KEY`.
-
-        Raises:
-            InvalidApiKey: The key is missing or not valid.
-            Unavailable: No file has the key, and Redis has never answered.
-        """
-        if self.allows_anonymous:
-            return ANONYMOUS
-        scheme, _, key = (authorization or "").strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise InvalidApiKey("an API key is missing: send the header Authorization: Bearer KEY")
-        try:
-            return self._keys.identify(key.strip())
-        except InvalidApiKey:
-            if self._hash is not None and self._of_hash is None:
-                raise Unavailable("API keys cannot be checked: Redis has not answered yet", retry_after_s=1.0) from None
-            raise
 
     async def _watch_files(self) -> None:
         while True:
@@ -134,5 +112,8 @@ class KeyRing:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        every: list[Iterable[Any]] = [*self._of_files, self._of_hash or ()]
-        self._keys = KeySet(record for records in every for record in records)
+        self.current = KeySet(
+            itertools.chain(*self._of_files, self._of_hash or ()),
+            anonymous=not self._files and self._hash is None,
+            complete=self._hash is None or self._of_hash is not None,
+        )

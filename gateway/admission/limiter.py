@@ -49,23 +49,11 @@ class LimitReservation:
 
 
 class Limiter:
-    def __init__(
-        self,
-        url: str | None,
-        metrics: GatewayMetrics,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """
-        Args:
-            url: Redis; None counts in this process only.
-            clock: Returns seconds since the epoch.
-        """
+    def __init__(self, url: str | None, metrics: GatewayMetrics, *, timeout_s: float = TIMEOUT_S) -> None:
+        """`url`: Redis; None counts in this process only."""
         self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self._clock = clock
         self._breaker = CircuitBreaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
         self._take = LuaScript("take", directory=_LUA)
@@ -96,10 +84,8 @@ class Limiter:
         if self._client is not None:
             await self._client.aclose()
 
-    async def reserve(
-        self, caller: Caller, request_id: str, tokens: int, headers: dict[str, str]
-    ) -> LimitReservation | None:
-        """Reserves one request and its prompt and output tokens. Returns None if the caller has no limits.
+    async def reserve(self, caller: Caller, request_id: str, tokens: int, headers: dict[str, str]) -> LimitReservation:
+        """Reserves one request and its prompt and output tokens.
 
         Args:
             headers: Gets OpenAI's x-ratelimit-* headers, whether the request is granted or not.
@@ -110,14 +96,12 @@ class Limiter:
             InvalidRequest: The request is larger than a limit.
         """
         limits = caller.limits
-        if not limits:
-            return None
         for name, limit in (("minute", limits.tokens_per_minute), ("day", limits.tokens_per_day)):
             if limit and tokens > limit:
                 text = f"the request may need {tokens} tokens, and this API key has {limit} tokens a {name}"
                 raise InvalidRequest(f"{text}; a smaller max_tokens may help", field="max_tokens")
         buckets = self._local.setdefault(caller.key_id, KeyBuckets())
-        now = int(self._clock() * 1000)
+        now = int(time.time() * 1000)
         try:
             decision = await self._call_redis(
                 lambda client: self._reserve_in_redis(client, caller, request_id, tokens, buckets)
@@ -134,7 +118,9 @@ class Limiter:
             raise
         headers.update(_headers(caller, decision))
         if decision.refused:
-            raise _rejection(caller, decision)
+            rejection = _rejection(caller, decision)
+            self._metrics.rejections.labels(rejection.field).inc()
+            raise rejection
         self._running.setdefault(caller.key_id, {})[request_id] = caller
         return LimitReservation(caller, request_id, tokens, decision.day)
 
@@ -146,7 +132,7 @@ class Limiter:
             return
         if not running:
             del self._running[caller.key_id]
-        now = int(self._clock() * 1000)
+        now = int(time.time() * 1000)
         self._local[caller.key_id].settle(
             caller.limits, request_id, reservation.tokens, used_tokens, reservation.day, now
         )

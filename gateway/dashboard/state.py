@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from common.types import PoolCounts
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
 from gateway.dashboard.history import MetricsHistory, MetricsSample, MetricsWindow, link_json, speculation_json
 from gateway.pods.info import DraftCounts
 from gateway.pods.pod import Pod
@@ -75,7 +75,7 @@ class DashboardState:
                 "aliases": [alias for alias, name in models.aliases.items() if name == model.name],
                 "ready": model.pod_table.ready,
                 "waiting": model.gate.waiting,
-                "max_model_len": model.limits().max_model_len if model.pod_table.ready else None,
+                "max_model_len": model.pod_table.limits().max_model_len if model.pod_table.ready else None,
             }
             for model in models
         ]

@@ -19,10 +19,11 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 from common.errors import (
     BatonError,
@@ -49,25 +50,18 @@ from gateway.dispatch.token_queue import TokenQueue
 from gateway.pods.pod import Pod
 from gateway.routing.placement import Placement
 from gateway.routing.router import RoutingPlan
-from gateway.telemetry.metrics import GatewayMetrics
-from gateway.telemetry.timeline import Timeline
+from gateway.telemetry.timeline import AttemptTrace, Timeline
 
 #: A decode pod answers Reserve at once. One that takes longer is skipped.
 RESERVE_TIMEOUT_S = 5.0
-
 #: Wait after the prefill pod vanished behind the first token: the decode pod may have all KV already and go on.
 HAND_OFF_GRACE_S = 2.0
-
 #: Tokens, their alternatives counted too, that may wait for a client before its request is ended.
 MAX_PENDING_TOKENS = 8192
-
 #: Error text after the deadline of a request.
 DEADLINE_MESSAGE = "the request's time is over"
 
 _log = logging.getLogger(__name__)
-
-#: Starts a background task that may outlive the attempt.
-Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -80,19 +74,17 @@ class _Prefill:
     decode_pod: Pod
     #: The blocks on the decode pod that the KV goes to. Cancelled if Reserve gave no KvTarget.
     kv_target: asyncio.Future[types_pb2.KvTarget]
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = dataclasses.field(init=False)
     first_token_received: bool = False
-    #: The prefill pod reported that the decode pod has all KV.
-    handed_off: bool = False
+    handed_off: bool = False  # the prefill pod reported that the decode pod has all KV
 
 
 class Attempt:
     """Reserves, starts the prefill, and gives the tokens of both pods in order through `token_queue`.
 
     Lifecycle: `start`, read `token_queue`, `close`. `close` releases everything on every path: the bookings, the
-    subscription to the decode pod's tokens and, unless it ended there by itself, the sequence on both pods.
-
-    Each reservation has a request id of its own, so an abort of one reservation never ends the next.
+    subscription to the decode pod's tokens and, unless it ended there by itself, the sequence on both pods. Each
+    reservation has a request id of its own, so an abort of one reservation never ends the next.
 
     The Prefill call outlives `close` if the answer is complete: a cancel before the hand-off is acknowledged would
     abort the request on both pods, and the caches would lose the prompt. If that hand-off then fails, an abort frees
@@ -103,13 +95,10 @@ class Attempt:
         self,
         plan: RoutingPlan,
         *,
-        number: int,
-        avoided_pods: frozenset[str],
+        number: int = 1,
+        avoided_pods: frozenset[str] = frozenset(),
         deadline: float,
-        gateway_id: str,
-        metrics: GatewayMetrics,
         timeline: Timeline,
-        spawn: Spawn,
     ) -> None:
         """
         Args:
@@ -123,44 +112,34 @@ class Attempt:
         self.token_queue = TokenQueue(
             sampling.n, MAX_PENDING_TOKENS // (1 + (sampling.logprobs or 0)), request.output_ids
         )
-        #: Addresses that the next attempt should avoid.
-        self.blamed_pods: set[str] = set()
+        self.blamed_pods: set[str] = set()  # addresses that the next attempt should avoid
         #: KV layout fingerprint of the pods that took the attempt; None before.
         self.layout_fingerprint: str | None = None
-        #: Prompt tokens that were in a cache; known with the first token.
-        self.cached_tokens = 0
+        self.cached_tokens = 0  # prompt tokens that were in a cache; known with the first token
         #: Draft tokens that the decode pod verified, and those of them that were right.
         self.drafts_proposed = self.drafts_accepted = 0
-        #: In the order of the prompt; complete with the first token.
-        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt; complete with the first token
 
         self._plan = plan
         self._number = number
         self._avoided_pods = avoided_pods
         self._deadline = deadline
-        self._gateway_id = gateway_id
-        self._metrics = metrics
-        self._timeline = timeline
-        self._spawn = spawn
-        self._trace = None if timeline.trace is None else timeline.trace.new_attempt(number)
-        self._metadata = None if self._trace is None else self._trace.metadata
         self._deadline_timer: asyncio.TimerHandle | None = None
+        self._metrics = plan.router.metrics
+        self._timeline = timeline
+        self._trace = AttemptTrace(timeline.trace, number)
 
-        #: The request under the id of the current reservation.
-        self._request: ValidRequest = request
+        self._request: ValidRequest = request  # under the id of the current reservation
         #: The current reservation: its bookings and its decode pod. None when released.
         self._placement: Placement | None = None
         self._decode: Pod | None = None
         self._prefill: _Prefill | None = None
         #: A Prefill call ended without a confirmed hand-off, and the decode pod has sent nothing.
         self._hand_off_failed = False
-        #: The decode pod has sent something for this request, so it has the KV.
-        self._decode_responded = False
-        #: When the prefill pod began to compute the prompt; time.monotonic().
-        self._computing_since = timeline.start
+        self._decode_responded = False  # the decode pod has sent something for this request, so it has the KV
+        self._computing_since = timeline.start  # when the prefill pod began to compute the prompt; time.monotonic()
 
-        #: Index of the first token that this attempt gives.
-        self._first_index = len(request.output_ids)
+        self._first_index = len(request.output_ids)  # index of the first token that this attempt gives
         #: Each token has nothing but its id, and there is one sequence, number 0.
         self._ids_only = sampling.n == 1 and not request.child and sampling.logprobs is None
         self._tokens_from_pb = tokens_without_logprobs_from_pb if self._ids_only else tokens_from_pb
@@ -177,7 +156,7 @@ class Attempt:
             BatonError: The error of the last decode pod, or Unavailable if there is no pod to ask.
         """
         self._deadline_timer = asyncio.get_running_loop().call_later(
-            timeout_until(self._deadline), self.fail, DeadlineExceeded(DEADLINE_MESSAGE)
+            timeout_until(self._deadline), self.token_queue.fail, DeadlineExceeded(DEADLINE_MESSAGE)
         )
         tried: set[str] = set()
         rejections: list[decode_pb2.Rejected] = []
@@ -194,16 +173,24 @@ class Attempt:
                 # ModelNotFound is the pod's failure: the gateway has checked the model's name.
                 if isinstance(e, InvalidRequest) and not isinstance(e, ModelNotFound):
                     raise
-                self._on_reserve_failed(pod, e)
+                _log.info("reserve on %s failed: %s", pod.name, e)
+                self._trace.on_reserve_answer(pod.name, "failed", e.message)
+                self._release_decode(abort=True)  # the pod may have reserved all the same
+                self.blamed_pods.add(pod.address)
+                pod.recheck()
                 last_error = e
                 continue
-            if self._trace is not None:
-                self._trace.on_reserve_answer(pod.name, answer.WhichOneof("outcome") or "nothing")
-            if answer.HasField("rejected"):
-                self._on_rejected(pod, answer.rejected)
+            outcome = answer.WhichOneof("outcome") or "nothing"
+            self._trace.on_reserve_answer(pod.name, outcome)
+            if outcome != "target":
+                self._cancel_prefill()
+            if outcome == "rejected":
+                self._release_decode(abort=False)
+                self._metrics.rejections.labels("decode").inc()
+                self._timeline.mark("rejected", pod=pod.name, reason=answer.rejected.reason)
                 rejections.append(answer.rejected)
                 continue
-            self._on_reserved(placement, answer)
+            self._on_reserved(placement, answer, outcome)
             return
         if rejections:
             wait_s = min(max(r.retry_after_s, 0.1) for r in rejections)
@@ -216,73 +203,49 @@ class Attempt:
         with self._metrics.routing.labels("place").time():
             self._placement = placement = await self._plan.place(request_id, self._avoided_pods, tried)
         self._request = dataclasses.replace(self._plan.request, request_id=request_id)
-        if self._trace is not None and placement is not None:
+        if placement is not None:
             prefill = None if placement.prefill is None else placement.prefill.name
             self._trace.on_placed(placement.decode.name, prefill, placement.predicted_hit_tokens)
         return placement
 
     async def _reserve(self, placement: Placement) -> decode_pb2.ReserveResponse:
         """Asks the decode pod for a reservation. Raises BatonError."""
-        remote_cost = placement.remote_prefill_cost()
+        cost = placement.remote_prefill_cost()
         self._decode = pod = placement.decode
         pod.subscribe(self._request.request_id, self)
-        message = decode_pb2.ReserveRequest(request=request_to_pb(self._request), gateway_id=self._gateway_id)
-        if remote_cost is not None:
-            message.remote.queue_s, message.remote.compute_s = remote_cost.queue_s, remote_cost.compute_s
-            message.remote.hand_off_s, message.remote.tokens_per_s = remote_cost.hand_off_s, remote_cost.tokens_per_s
+        message = decode_pb2.ReserveRequest(
+            request=request_to_pb(self._request),
+            gateway_id=pod.gateway_id,
+            remote=None if cost is None else decode_pb2.RemotePrefill(**dataclasses.asdict(cost)),
+        )
         try:
             # The RPC carries the request's deadline, because the pod plans with it. The answer is due much earlier.
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
+                timeout_s = timeout_until(self._deadline)
                 with translate_rpc_errors():
-                    return await pod.decode.Reserve(
-                        message, timeout=timeout_until(self._deadline), metadata=self._metadata
-                    )
+                    return await pod.decode.Reserve(message, timeout=timeout_s, metadata=self._trace.metadata)
         except TimeoutError as e:
             raise Unavailable(f"decode pod {pod.name} did not answer Reserve within {RESERVE_TIMEOUT_S:g} s") from e
 
-    def _on_reserve_failed(self, pod: Pod, error: BatonError) -> None:
-        """The decode pod did not answer, or with an error: it may have reserved all the same."""
-        _log.info("reserve on %s failed: %s", pod.name, error)
-        if self._trace is not None:
-            self._trace.on_reserve_answer(pod.name, "failed", error.message)
-        self._release_decode(abort=True)
-        self.blamed_pods.add(pod.address)
-        pod.recheck()
-
-    def _on_rejected(self, pod: Pod, rejected: decode_pb2.Rejected) -> None:
-        """The decode pod has no room."""
-        self._cancel_prefill()
-        self._release_decode(abort=False)
-        self._metrics.rejections.labels("decode").inc()
-        self._timeline.mark("rejected", pod=pod.name, reason=rejected.reason)
-
-    def _on_reserved(self, placement: Placement, answer: decode_pb2.ReserveResponse) -> None:
+    def _on_reserved(self, placement: Placement, answer: decode_pb2.ReserveResponse, outcome: str) -> None:
         """The decode pod computes the prompt itself (local), or gave the blocks for its KV (target)."""
-        outcome, pod = answer.WhichOneof("outcome"), placement.decode
+        pod = placement.decode
         self.layout_fingerprint = None if pod.info is None else pod.info.fingerprint
-        if outcome != "target":
-            self._cancel_prefill()
+        reserved = {"pod": pod.name, "outcome": outcome, "cached_tokens": answer.cached_tokens}
         if outcome == "local":
-            self._timeline.mark("reserved", pod=pod.name, outcome="local", cached_tokens=answer.cached_tokens)
+            self._timeline.mark("reserved", **reserved)
             placement.on_local_prefill()
-            self._record_hits(placement, answer.cached_tokens)
-            self.cached_tokens = answer.cached_tokens
+            self._on_cached_tokens(placement, answer.cached_tokens)
             return
         if outcome != "target":
             raise InternalError(f"decode pod {pod.name} answered Reserve without an outcome")
-        self._timeline.mark(
-            "reserved",
-            pod=pod.name,
-            outcome="target",
-            cached_tokens=answer.cached_tokens,
-            first_block=answer.target.first_block,
-            blocks=len(answer.target.blocks),
-        )
+        target = answer.target
+        self._timeline.mark("reserved", **reserved, first_block=target.first_block, blocks=len(target.blocks))
         if placement.prefill is None:
             raise InternalError(f"aggregated pod {pod.name} asked for a remote prefill; expected a local one")
         prefill = self._prefill or self._start_prefill(placement)
         if not prefill.kv_target.done():
-            prefill.kv_target.set_result(answer.target)
+            prefill.kv_target.set_result(target)
 
     # -- prefill
 
@@ -291,17 +254,16 @@ class Attempt:
         assert placement.prefill is not None
         kv_target = asyncio.get_running_loop().create_future()
         prefill = _Prefill(self._request, placement, placement.prefill, placement.decode, kv_target)
-        prefill.task = self._spawn(self._run_prefill(prefill))
+        prefill.task = self._plan.router.spawn(self._run_prefill(prefill))
         self._prefill = prefill
         return prefill
 
     def _cancel_prefill(self) -> None:
-        """Cancels a Prefill call that was sent early, because Reserve gave no KvTarget."""
+        """Ends a Prefill call that was sent early, because Reserve gave no KvTarget."""
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
             prefill.kv_target.cancel()
-            if prefill.task is not None:
-                prefill.task.cancel()
+            prefill.task.cancel()
 
     async def _run_prefill(self, prefill: _Prefill) -> None:
         """Makes the Prefill call and handles its events until it ends."""
@@ -309,16 +271,16 @@ class Attempt:
         self._timeline.mark("prefill", pod=pod.name, predicted_tokens=prefill.placement.predicted_hit_tokens)
         early = not kv_target.done()
         message = prefill_pb2.PrefillRequest(
-            request=request_to_pb(prefill.request), pull=self._pull_hint(prefill.placement)
+            request=request_to_pb(prefill.request),
+            pull=self._pull_hint(prefill.placement),
+            target=None if early else kv_target.result(),
         )
-        if not early:
-            message.target.CopyFrom(kv_target.result())
         try:
             timeout_s = timeout_until(self._deadline)
         except DeadlineExceeded:  # the attempt's own timer is about to end it
             return
-        call = pod.prefill.Prefill(message, timeout=timeout_s, metadata=self._metadata)
-        target_task = self._spawn(self._send_kv_target(prefill)) if early else None
+        call = pod.prefill.Prefill(message, timeout=timeout_s, metadata=self._trace.metadata)
+        target_task = self._plan.router.spawn(self._send_kv_target(prefill)) if early else None
         try:
             error = await self._handle_prefill_events(prefill, call)
         finally:
@@ -338,20 +300,20 @@ class Attempt:
 
     async def _handle_prefill_events(self, prefill: _Prefill, call: Any) -> BatonError | None:
         """Handles the events of a Prefill call. Returns the error that it ended with, None after a hand-off."""
-        pod, placement = prefill.prefill_pod, prefill.placement
-        error: BatonError | None = None
+        pod, error = prefill.prefill_pod, None
         try:
             async for event in call:
                 kind = event.WhichOneof("event")
                 if kind == "progress":
-                    placement.on_progress(prefill.request.context_len - event.progress.computed_tokens)
-                    self._on_progress(event.progress)
+                    chunk = event.progress
+                    prefill.placement.on_progress(prefill.request.context_len - chunk.computed_tokens)
+                    if chunk.HasField("prompt_logprobs"):
+                        self._add_prompt_logprobs(chunk.prompt_logprobs)
+                    details = _details(chunk, "computed_tokens", "cached_tokens", "delivered_blocks")
+                    self._timeline.mark("chunk", **details)
                 elif kind == "first_token":
                     await asyncio.shield(prefill.kv_target)  # without a reservation there is no answer
-                    prefill.first_token_received = True
-                    placement.on_first_token()
-                    self._record_hits(placement, event.first_token.cached_tokens)
-                    self._on_first_token(pod, event.first_token)
+                    self._on_first_token(prefill, event.first_token)
                 elif kind == "handed_off":
                     prefill.handed_off = True
                     self._on_handed_off(event.handed_off)
@@ -374,10 +336,11 @@ class Attempt:
         target, pod = await asyncio.shield(prefill.kv_target), prefill.prefill_pod
         message = prefill_pb2.SetTargetRequest(request_id=prefill.request.request_id, target=target)
         try:
-            await pod.prefill.SetTarget(message, timeout=timeout_until(self._deadline), metadata=self._metadata)
-        except grpc.aio.AioRpcError as e:
-            self._prefill_failed(pod, error_from_rpc(e))
-        except DeadlineExceeded as e:  # the deadline passed before the call was sent
+            with translate_rpc_errors():
+                await pod.prefill.SetTarget(
+                    message, timeout=timeout_until(self._deadline), metadata=self._trace.metadata
+                )
+        except BatonError as e:  # also if the deadline passed before the call was sent
             self._prefill_failed(pod, e)
 
     def _pull_hint(self, placement: Placement) -> prefill_pb2.PullHint | None:
@@ -395,32 +358,17 @@ class Attempt:
             seconds=offer.predicted_s,
         )
 
-    def _on_progress(self, event: prefill_pb2.PrefillProgress) -> None:
-        """A chunk of the prompt is computed."""
-        if event.HasField("prompt_logprobs"):
-            self._add_prompt_logprobs(event.prompt_logprobs)
-        self._timeline.mark(
-            "chunk",
-            computed_tokens=event.computed_tokens,
-            cached_tokens=event.cached_tokens,
-            delivered_blocks=event.delivered_blocks,
-        )
-
-    def _on_first_token(self, pod: Pod, event: prefill_pb2.FirstToken) -> None:
+    def _on_first_token(self, prefill: _Prefill, event: prefill_pb2.FirstToken) -> None:
         """The prompt is computed; with n samples, this is called for the first token of each."""
-        self._timeline.mark(
-            "first_token",
-            pod=pod.name,
-            queue_s=round(event.queue_s, 6),
-            compute_s=round(event.compute_s, 6),
-            cached_tokens=event.cached_tokens,
-        )
-        self.cached_tokens = event.cached_tokens
+        prefill.first_token_received = True
+        prefill.placement.on_first_token()
+        self._on_cached_tokens(prefill.placement, event.cached_tokens)
+        details = _details(event, "queue_s", "compute_s", "cached_tokens")
+        self._timeline.mark("first_token", pod=prefill.prefill_pod.name, **details)
         if event.child == self._request.child:
             self._computing_since = time.monotonic() - event.compute_s
             self._metrics.prefill_queue.observe(event.queue_s, self._timeline.exemplar)
-            if self._trace is not None:
-                self._trace.on_first_token()
+            self._trace.on_first_token()
         self._put_tokens(event.child, [token_from_pb(event.token)], finish_reason_from_pb(event.finish_reason))
 
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
@@ -430,11 +378,7 @@ class Attempt:
             self._metrics.exposed_hand_off.observe(event.exposed_s)
         self._timeline.mark(
             "handed_off",
-            blocks=event.blocks,
-            bytes=event.bytes,
-            exposed_s=round(event.exposed_s, 6),
-            blocks_before_last_chunk=event.blocks_before_last_chunk,
-            transport=event.transport,
+            **_details(event, "blocks", "bytes", "exposed_s", "blocks_before_last_chunk", "transport"),
             parts={field.name: round(value, 6) for field, value in event.parts.ListFields()},
             pushes=[
                 (p.first_block, p.blocks, round(since + p.start_s, 6), round(since + p.end_s, 6)) for p in event.pushes
@@ -450,7 +394,7 @@ class Attempt:
         # Either side may have broken the hand-off, unless the prefill pod has no room or is gone.
         if not isinstance(error, Overloaded) and pod.serving:
             self._blame_decode()
-        self.fail(error)
+        self.token_queue.fail(error)
 
     # -- the decode pod's token stream (gateway.pods.pod.TokenSink)
 
@@ -459,8 +403,7 @@ class Attempt:
         if not self._decode_responded:
             self._decode_responded = True
             self._timeline.mark("decode")
-            if self._trace is not None:
-                self._trace.on_first_token()
+            self._trace.on_first_token()
         token_pbs = delta.tokens
         has_more = delta.finish_reason or delta.cached_tokens or delta.child or delta.HasField("speculation")
         if self._ids_only and len(token_pbs) == 1 and not has_more:
@@ -483,18 +426,16 @@ class Attempt:
         finish = finish_reason_from_pb(delta.finish_reason)
         failed = finish in (FinishReason.ERROR, FinishReason.ABORT)
         self._put_tokens(delta.child, tokens, None if failed else finish)
-        if finish is FinishReason.ERROR:
-            error = error_from_pb(delta.error) if delta.HasField("error") else InternalError("the decode pod failed")
-            self._blame_decode()
-            self.fail(error)
-        elif finish is FinishReason.ABORT:
-            self._blame_decode()
-            self.fail(Unavailable("the decode pod ended the request"))
+        if finish is FinishReason.ABORT:
+            self.on_stream_lost(Unavailable("the decode pod ended the request"))
+        elif failed:
+            known = delta.HasField("error")
+            self.on_stream_lost(error_from_pb(delta.error) if known else InternalError("the decode pod failed"))
 
     def on_stream_lost(self, error: BatonError) -> None:
-        """Fails the attempt: the decode pod's token stream has ended."""
+        """Fails the attempt: the decode pod will send no more tokens."""
         self._blame_decode()
-        self.fail(error)
+        self.token_queue.fail(error)
 
     # -- both pods
 
@@ -504,10 +445,10 @@ class Attempt:
         sample = child - first
         if not 0 <= sample < self.token_queue.num_samples:
             last = first + self.token_queue.num_samples - 1
-            self.fail(InternalError(f"a pod sent tokens of sequence {child}; expected {first} to {last}"))
+            self.token_queue.fail(InternalError(f"a pod sent tokens of sequence {child}; expected {first} to {last}"))
         elif not self.token_queue.put(sample, tokens, finish):
             # The reader is stuck in a write to the client, maybe for long. So the pod and its memory are freed now.
-            self.fail(Overloaded("the client reads too slowly"))
+            self.token_queue.fail(Overloaded("the client reads too slowly"))
             self._release_decode(abort=True)
         elif sample in self.token_queue.stopped_samples and tokens and finish is None and self._decode is not None:
             self._decode.abort_orphan(self._request.request_id, child)
@@ -518,13 +459,15 @@ class Attempt:
         if not parts or part.first >= parts[-1].first + len(parts[-1].logprobs):
             parts.append(part)
 
-    def _record_hits(self, placement: Placement, cached_tokens: int) -> None:
-        self._metrics.record_hits(
-            placement.predicted_hit_tokens,
-            cached_tokens,
-            prompt_tokens=self._request.context_len,
-            repeated=self._plan.repeated_tokens,
-        )
+    def _on_cached_tokens(self, placement: Placement, cached_tokens: int) -> None:
+        """Records how many tokens of the prompt a pod found in its cache, beside the number that routing expected."""
+        self.cached_tokens = cached_tokens
+        metrics, predicted = self._metrics, placement.predicted_hit_tokens
+        metrics.prompt_lookup_tokens.inc(self._request.context_len)
+        metrics.repeated.inc(self._plan.repeated_tokens)
+        metrics.predicted_hits.inc(predicted)
+        metrics.actual_hits.inc(cached_tokens)
+        metrics.hit_error.observe(abs(predicted - cached_tokens))
 
     def _blame_decode(self) -> None:
         if self._decode is not None:
@@ -537,21 +480,16 @@ class Attempt:
         if self.token_queue.stop_sample(sample) and self._decode is not None:
             self._decode.abort(self._request.request_id, self._deadline, child=sample)
 
-    def fail(self, error: BatonError) -> None:
-        """Ends the attempt. The reader first gets the tokens that are in order."""
-        self.token_queue.fail(error)
-
     def close(self) -> None:
         """Releases everything that the attempt holds. Idempotent."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
-        if self._trace is not None:
-            drafts = {"baton.drafts_proposed": self.drafts_proposed, "baton.drafts_accepted": self.drafts_accepted}
-            error = self.token_queue.error
-            self._trace.end(None if error is None else error.message, drafts)
+        error = self.token_queue.error
+        drafts = {"baton.drafts_proposed": self.drafts_proposed, "baton.drafts_accepted": self.drafts_accepted}
+        self._trace.end(None if error is None else error.message, drafts)
         self._metrics.duplicates.inc(self.token_queue.take_duplicates())
         self._release_decode(abort=not self.token_queue.complete or self._hand_off_failed)
-        if not self.token_queue.complete and self._prefill is not None and self._prefill.task is not None:
+        if not self.token_queue.complete and self._prefill is not None:
             self._prefill.task.cancel()
 
     def _release_decode(self, *, abort: bool) -> None:
@@ -560,8 +498,13 @@ class Attempt:
         if placement is not None:
             placement.release()
         pod, self._decode = self._decode, None
-        if pod is None:
-            return
-        pod.unsubscribe(self._request.request_id)
-        if abort:
-            pod.abort(self._request.request_id, self._deadline)
+        if pod is not None:
+            pod.unsubscribe(self._request.request_id)
+            if abort:
+                pod.abort(self._request.request_id, self._deadline)
+
+
+def _details(event: Message, *names: str) -> dict[str, Any]:
+    """Returns fields of an event for the timeline."""
+    values = {name: getattr(event, name) for name in names}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}

@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from common.errors import (
     BatonError,
@@ -36,7 +35,6 @@ from common.types import PromptLogprobs, ValidRequest
 from gateway.dispatch.attempt import DEADLINE_MESSAGE, Attempt
 from gateway.dispatch.token_queue import OnTokenId, OnTokens, TokenDelta
 from gateway.routing.router import Router, RoutingPlan
-from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.timeline import Timeline
 
 MAX_ATTEMPTS = 3
@@ -53,67 +51,21 @@ _POD_ERRORS = (LayoutMismatch, ModelNotFound, Unauthenticated, ConfigError, Unkn
 _log = logging.getLogger(__name__)
 
 
-class Dispatcher:
-    """Creates the dispatches of one model and owns the background tasks of their attempts."""
-
-    def __init__(self, router: Router, metrics: GatewayMetrics, *, gateway_id: str) -> None:
-        self.router = router
-        self.metrics = metrics
-        self._gateway_id = gateway_id
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def dispatch(self, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = "") -> Dispatch:
-        """Returns a dispatch; its first attempt starts when its first delta is read.
-
-        Args:
-            deadline: time.monotonic() at which the request fails.
-            affinity: Requests of equal affinity prefer the same pods; a hint for routing.
-        """
-        return Dispatch(self, request, deadline=deadline, timeline=timeline, affinity=affinity)
-
-    def new_attempt(
-        self, plan: RoutingPlan, number: int, avoided_pods: frozenset[str], deadline: float, timeline: Timeline
-    ) -> Attempt:
-        """Returns an attempt of a planned request; it does not start by itself."""
-        return Attempt(
-            plan,
-            number=number,
-            avoided_pods=avoided_pods,
-            deadline=deadline,
-            gateway_id=self._gateway_id,
-            metrics=self.metrics,
-            timeline=timeline,
-            spawn=self._spawn,
-        )
-
-    async def stop(self) -> None:
-        """Cancels the Prefill calls that still run, and stops the router."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.router.stop()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-        return task
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("background work of an attempt failed", exc_info=error)
-
-
 class Dispatch:
     """One request on its way. Read it with `next` and `relay`, then `close` it; `close` also ends it early."""
 
     def __init__(
-        self, dispatcher: Dispatcher, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str
+        self, router: Router, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = ""
     ) -> None:
+        """
+        Args:
+            deadline: time.monotonic() at which the request fails.
+            affinity: Requests of equal affinity prefer the same pods; a hint for routing.
+        """
         #: Dispatches of samples that continue on their own, by sample number. Once there are any, `next` gives nothing.
         self.resumed_samples: dict[int, Dispatch] = {}
-        self._dispatcher = dispatcher
+        self._router = router
+        self._metrics = router.metrics
         self._request = request
         self._deadline = deadline
         self._timeline = timeline
@@ -184,15 +136,17 @@ class Dispatch:
 
     async def _start_attempt(self) -> Attempt:
         """Plans the request if it has changed, and starts the next attempt."""
-        dispatcher = self._dispatcher
         if self._plan is None:
-            with dispatcher.metrics.routing.labels("plan").time():
-                self._plan = await dispatcher.router.plan(self._request, self._affinity, self._layout_fingerprint)
+            with self._metrics.routing.labels("plan").time():
+                self._plan = await self._router.plan(self._request, self._affinity, self._layout_fingerprint)
         self._attempt_number += 1
-        attempt = dispatcher.new_attempt(
-            self._plan, self._attempt_number, self._avoided_pods, self._deadline, self._timeline
+        self._attempt = attempt = Attempt(
+            self._plan,
+            number=self._attempt_number,
+            avoided_pods=self._avoided_pods,
+            deadline=self._deadline,
+            timeline=self._timeline,
         )
-        self._attempt = attempt
         await attempt.start()
         for sample in self._stopped_samples:  # stopped in an earlier attempt
             attempt.stop_sample(sample)
@@ -204,7 +158,7 @@ class Dispatch:
             self._answering_attempts.append(attempt)
         if self._lost_error is not None:
             self._lost_error = None
-            self._dispatcher.metrics.resumptions.labels("resumed").inc()
+            self._metrics.resumptions.labels("resumed").inc()
 
     def _prepare_retry(self, error: BatonError) -> float:
         """Ends the failed attempt and prepares the next. Returns the pause before it in seconds.
@@ -226,11 +180,11 @@ class Dispatch:
         in_time = time.monotonic() + pause_s < self._deadline
         if not (retryable and continuable and in_time and self._attempt_number < MAX_ATTEMPTS):
             if self._lost_error is not None or (retryable and attempt.token_queue.has_tokens):
-                self._dispatcher.metrics.resumptions.labels("failed").inc(len(unfinished))
+                self._metrics.resumptions.labels("failed").inc(len(unfinished))
             client_error = error if isinstance(error, DeadlineExceeded) else self._lost_error or error
             raise _for_client(client_error) from error
         self._avoided_pods |= attempt.blamed_pods
-        self._dispatcher.metrics.retries.labels(error.kind).inc()
+        self._metrics.retries.labels(error.kind).inc()
         if attempt.token_queue.has_tokens:
             self._resume(attempt, unfinished, error)
         else:
@@ -263,7 +217,8 @@ class Dispatch:
 
     def _resume_sample(self, sample: int, output_ids: Sequence[int], attempt: Attempt, error: BatonError) -> Dispatch:
         """Returns a dispatch for the rest of one sample. It continues the count of attempts."""
-        resumed = self._dispatcher.dispatch(
+        resumed = Dispatch(
+            self._router,
             replace(self._request, request_id=f"{self._request.request_id}.{sample}"),
             deadline=self._deadline,
             timeline=self._timeline,

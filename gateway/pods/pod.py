@@ -111,7 +111,7 @@ class Pod:
         self.terminating = False
         #: Info carries the load, so reports of the index are not needed.
         self._reports_load = False
-        self._gateway_id = gateway_id
+        self.gateway_id = gateway_id
         self._model = model
         self._only_model = only_model
         self._on_change = on_change
@@ -334,7 +334,7 @@ class Pod:
         acks = _AckCounter()
         helpers: list[asyncio.Task[Any]] = []
         try:
-            await call.write(decode_pb2.TokensRequest(gateway_id=self._gateway_id))
+            await call.write(decode_pb2.TokensRequest(gateway_id=self.gateway_id))
             loop = asyncio.get_running_loop()
             helpers += [loop.create_task(self._wait_for_hello(call)), loop.create_task(_acknowledge(call, acks))]
             async for batch in call:

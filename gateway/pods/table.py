@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from common.errors import IndexUnavailable, Unavailable
 from common.types import Role
-from gateway.pods.info import ModelLimits
+from gateway.pods.info import ModelLimits, PodInfo
 from gateway.pods.pod import Pod
 from gateway.pods.view import fill_in_from_peers
 from prefix_index.reader import IndexReader
@@ -50,6 +50,16 @@ class _UsablePods:
         for fingerprint, prefills in self.prefills.items():
             if fingerprint in self.layouts:
                 self.layouts[fingerprint] += prefills
+        pairs = [self._pair_limits(pod.info) for pod in self.decodes if pod.info is not None]
+        #: The limits of the pair that takes the longest requests; None without a pair.
+        self.limits = max(pairs, key=lambda pair: pair.max_model_len, default=None)
+
+    def _pair_limits(self, info: PodInfo) -> ModelLimits:
+        """Returns the limits of a decode pod with the prefill pod that takes the longest requests."""
+        prefills = [info] if info.role is Role.BOTH else [p.info for p in self.prefills[info.fingerprint] if p.info]
+        longest = min(info.max_request_tokens, max(prefill.max_request_tokens for prefill in prefills))
+        # The default leaves one block of slack. A client that sends max_tokens may use all blocks.
+        return ModelLimits(longest, min(longest, (info.num_blocks - 1) * info.block_size), info.vocab_size)
 
 
 def _newest(pods: Iterable[Pod]) -> list[Pod]:
@@ -133,21 +143,10 @@ class PodTable:
 
     def limits(self) -> ModelLimits:
         """Returns the limits of the usable pair that takes the longest requests. Raises Unavailable without a pair."""
-        best: ModelLimits | None = None
-        for decode in self.decode_pods():
-            info = decode.info
-            assert info is not None
-            sides = (
-                [info] if info.role is Role.BOTH else [p.info for p in self.prefill_pods(info.fingerprint) if p.info]
-            )
-            longest = min(info.max_request_tokens, max(side.max_request_tokens for side in sides))
-            # The default leaves one block of slack. A client that sends max_tokens may use all blocks.
-            default = min(longest, (info.num_blocks - 1) * info.block_size)
-            if best is None or longest > best.max_model_len:
-                best = ModelLimits(longest, default, info.vocab_size)
-        if best is None:
+        limits = self._usable().limits
+        if limits is None:
             raise Unavailable("no prefill and decode pods are ready to serve this model", retry_after_s=1.0)
-        return best
+        return limits
 
     def _pod(self, address: str, *, static: bool) -> Pod:
         pod = self.pods.get(address)

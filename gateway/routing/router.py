@@ -65,14 +65,17 @@ class HashedPrompt:
 
 
 class Router:
-    """Plans requests, and keeps what their placements share: prompts in flight and bookings in the index."""
+    """Plans the requests of one model.
+
+    It keeps what their attempts share: prompts in flight, bookings in the index, and background tasks.
+    """
 
     def __init__(self, table: PodTable, metrics: GatewayMetrics, *, rng: random.Random | None = None) -> None:
         rng = rng or random.Random()
         self.inflight = InFlightPrompts()
         self.approx_index = ApproxIndex()
         self._table = table
-        self._metrics = metrics
+        self.metrics = metrics
         self._policy = CostPolicy(rng)
         self._rendezvous = RendezvousHash(rng)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,10 +85,11 @@ class Router:
         table.on_forget(self.approx_index.forget)
 
     async def stop(self) -> None:
-        """Cancels the background calls to the index."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Cancels the background tasks: Prefill calls that still run, and calls to the index."""
+        while tasks := list(self._tasks):  # an attempt that ends starts a call to the index
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- look-up
 
@@ -141,7 +145,7 @@ class Router:
             found = await index.lookup_tiers(info.scope, hashes, generations)
         except IndexUnavailable:
             return None
-        self._metrics.index_lookup.observe(time.monotonic() - start)
+        self.metrics.index_lookup.observe(time.monotonic() - start)
         device_hits = {pod: hits.device_blocks * size for pod, hits in found.items() if hits.device_blocks}
         host_hits = {
             pod: (hits.total_blocks - hits.device_blocks) * size
@@ -158,8 +162,8 @@ class Router:
         index = self._index()
         local = "local" if len(self.approx_index) else "hash"
         mode = "redis" if index is not None and index.available else local
-        if mode != self._metrics.current_index_mode:
-            self._metrics.set_index_mode(mode)
+        if mode != self.metrics.current_index_mode:
+            self.metrics.set_index_mode(mode)
 
     # -- placements and the bookings that gateways share
 
@@ -193,7 +197,7 @@ class Router:
 
     def book_shared(self, scope: str, request_id: str, groups: Sequence[Sequence[BookingCandidate]]) -> None:
         """Books groups of one candidate each, in the background."""
-        booking = self._booking[request_id] = self._spawn(self._book(scope, request_id, groups))
+        booking = self._booking[request_id] = self.spawn(self._book(scope, request_id, groups))
         booking.add_done_callback(lambda _: self._booking.pop(request_id, None))
 
     async def _book(self, scope: str, request_id: str, groups: Sequence[Sequence[BookingCandidate]]) -> None:
@@ -205,7 +209,7 @@ class Router:
     def _unbook_in_background(self, request_id: str, pods: Sequence[Pod]) -> None:
         index = self._table.index
         if index is not None:
-            self._spawn(self._unbook(index, request_id, pods))
+            self.spawn(self._unbook(index, request_id, pods))
 
     async def _unbook(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
         if (booking := self._booking.get(request_id)) is not None:
@@ -222,11 +226,17 @@ class Router:
                     return
             await asyncio.sleep(pause_s)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a background task that may outlive its request."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_done)
         return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("background work of a request failed", exc_info=error)
 
 
 async def _hash_blocks(request: ValidRequest, info: PodInfo) -> list[bytes]:
@@ -262,11 +272,11 @@ class RoutingPlan:
             index_answered: The hits are from the prefix index, so bookings are shared too.
         """
         self.request = request
+        self.router = router
         #: Leading prompt tokens that an earlier prompt of this gateway began with.
         self.repeated_tokens = repeated_tokens
         self._prompts = prompts
         self._table = table
-        self._router = router
         self._policy = policy
         self._index_answered = index_answered
         self._affinity = affinity
@@ -307,21 +317,21 @@ class RoutingPlan:
         settled = (
             not self._policy.uses_shared_bookings
             or all(len(options) == 1 for options in groups)
-            or self._router.only_gateway(scope)
+            or self.router.only_gateway(scope)
         )
         groups = [options[:1] for options in groups] if settled else groups
         pods = {option.view.address: self._table.pods[option.view.address] for group in groups for option in group}
         first = [group[0] for group in groups]
-        placement = self._router.new_placement(request_id, *_chosen_pods(pods, first), prompt.hashes)
+        placement = self.router.new_placement(request_id, *_chosen_pods(pods, first), prompt.hashes)
         candidates = [[_candidate(option, now) for option in options] for options in groups]
         placement.book()
         if not self._index_answered:
             return placement
         if settled:
-            self._router.book_shared(scope, request_id, candidates)
+            self.router.book_shared(scope, request_id, candidates)
             return placement
         try:
-            results = await self._router.choose_shared(scope, request_id, candidates)
+            results = await self.router.choose_shared(scope, request_id, candidates)
         except IndexUnavailable:
             return placement
         except BaseException:
@@ -371,7 +381,7 @@ class RoutingPlan:
         return next((pod.info for pod in pods if pod.info is not None and pod.info.name == name), None)
 
     def _routing_request(self, prompt: HashedPrompt) -> RoutingRequest:
-        inflight = self._router.inflight.match_blocks(prompt.hashes)
+        inflight = self.router.inflight.match_blocks(prompt.hashes)
         return RoutingRequest(
             prompt_len=self.request.context_len,
             max_tokens=self.request.sampling.max_tokens - len(self.request.output_ids),

@@ -10,17 +10,18 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from common.errors import BatonError, Overloaded
-from common.types import SamplingParams, Token, TokenLogprob, ValidRequest
+from common.types import SamplingParams, Token, TokenLogprob
+from gateway.dispatch.dispatch import Dispatch
 from gateway.serving.beam_search import Beam, BeamSearchParams, beam_search
 from gateway.serving.choice import Choice, CompleteAnswer
-from gateway.serving.request import GenerationSpec
-from gateway.serving.request_context import Usage
+from gateway.serving.request import GenerationSpec, Usage
+from gateway.telemetry.timeline import Timeline
 from gateway.text.output import OutputPiece
 
 #: Least and most seconds before a beam that found no room is tried again.
@@ -30,23 +31,17 @@ T = TypeVar("T")
 
 
 async def complete_answers(choices: Sequence[Choice], spec: GenerationSpec) -> list[CompleteAnswer]:
-    """Returns n complete answers for each prompt. Raises BatonError."""
-    if spec.beam_search is not None:
-        return [
-            a
-            for answers in await gather_or_cancel([beam_search_answers(c, spec.beam_search) for c in choices])
-            for a in answers
-        ]
-    return _best(await gather_or_cancel([choice.collect() for choice in choices]), spec)
+    """Returns n complete answers for each prompt. Raises BatonError.
 
-
-def _best(answers: Sequence[CompleteAnswer], spec: GenerationSpec) -> list[CompleteAnswer]:
-    """Returns the n best of each prompt's best_of candidates, best first; all answers, in order, if best_of is n.
-
-    The earlier answer wins a tie. The mean covers all generated tokens, also the tokens of a stop string.
+    Of best_of candidates these are the n with the highest mean log-probability, best first. The earlier candidate wins
+    a tie. The mean covers all generated tokens, also the tokens of a stop string.
     """
+    if spec.beam_search is not None:
+        searches = [_BeamSearch(choice, spec.beam_search).run() for choice in choices]
+        return [answer for answers in await gather_or_cancel(searches) for answer in answers]
+    answers = await gather_or_cancel([choice.collect() for choice in choices])
     if spec.candidates == spec.n:
-        return list(answers)
+        return answers
     chosen: list[CompleteAnswer] = []
     for first in range(0, len(answers), spec.candidates):
         chosen += sorted(answers[first : first + spec.candidates], key=_mean_logprob, reverse=True)[: spec.n]
@@ -66,29 +61,20 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except* BatonError as e:
-        raise _first_error(e) from e
+        error: BaseException = e
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from e
     return [task.result() for task in tasks]
 
 
-def _first_error(group: BaseExceptionGroup[BatonError]) -> BatonError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, BatonError)
-    return error
-
-
-async def beam_search_answers(choice: Choice, params: BeamSearchParams) -> list[CompleteAnswer]:
-    """Returns the n best answers, best first. Raises BatonError.
-
-    The choice's usage counts the prompt once and the tokens of these answers. Its charged usage counts every generated
-    token.
-    """
-    return await _BeamSearch(choice, params).run()
-
-
 class _BeamSearch:
-    """One beam search over the pods: every expansion of a beam is a dispatch of one token."""
+    """One beam search over the pods: every expansion of a beam is a dispatch of one token.
+
+    The choice's usage counts the prompt once and the tokens of the answers. Its charged usage counts every generated
+    token. All dispatches share an affinity, so that they go to the pods that hold the prompt. Only the first one is
+    recorded in the request's timeline, which has no room for all.
+    """
 
     def __init__(self, choice: Choice, params: BeamSearchParams) -> None:
         self._choice = choice
@@ -98,12 +84,12 @@ class _BeamSearch:
         self._sampling = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=params.width + len(self._stops), seed=sampling.seed
         )
-        self._dispatch_indexes: Iterator[int] = itertools.count()
+        self._indexes = itertools.count()
         self._usage = Usage(choice.request.prompt_len)
         self._generated = 0
 
     async def run(self) -> list[CompleteAnswer]:
-        """Searches, records the result in the choice and returns the answers."""
+        """Returns the n best answers, best first, and records the result in the choice. Raises BatonError."""
         choice, sampling = self._choice, self._choice.request.sampling
         beams = await beam_search(
             self._expand,
@@ -113,16 +99,13 @@ class _BeamSearch:
             stops=self._stops,
             num_top=choice.spec.logprobs or 0,
         )
-        answers = [self._answer(beam) for beam in beams[: choice.spec.n]]
+        answers = []
+        for beam in beams[: choice.spec.n]:
+            output = choice.new_output()
+            answers.append(choice.complete_answer([output.add(beam.tokens, beam.finish)]))
+            self._usage += Usage(completion=output.num_tokens, reasoning=output.reasoning_tokens)
         choice.record_search(self._usage, self._generated, answers[0].finish)
         return answers
-
-    def _answer(self, beam: Beam) -> CompleteAnswer:
-        """Turns a beam into an answer and adds its tokens to the usage."""
-        output = self._choice.new_output()
-        answer = self._choice.complete_answer([output.add(beam.tokens, beam.finish)])
-        self._usage += Usage(completion=output.num_tokens, reasoning=output.reasoning_tokens)
-        return answer
 
     async def _expand(self, beams: Sequence[Beam]) -> list[tuple[TokenLogprob, ...]]:
         """Returns the likeliest next tokens of each beam; the `expand` of `beam_search`."""
@@ -141,31 +124,33 @@ class _BeamSearch:
                 return (await self._next_token(beam)).top
             except Overloaded as e:
                 pause = min(max(e.retry_after_s or 0.0, BEAM_RETRY_PAUSE_S[0]), BEAM_RETRY_PAUSE_S[1])
-                if not beam.tokens or time.monotonic() + pause >= self._choice.deadline:
+                if not beam.tokens or time.monotonic() + pause >= self._choice.context.deadline:
                     raise
                 await asyncio.sleep(pause)
 
     async def _next_token(self, beam: Beam) -> Token:
         """Dispatches a beam as a prompt of its own and returns the one generated token."""
-        base, index = self._choice.request, next(self._dispatch_indexes)
-        request = ValidRequest(
-            f"{base.request_id}-{index}",
-            base.model,
-            (*base.prompt_ids, *(token.id for token in beam.tokens)),
-            self._sampling,
-            base.cache_salt,
-            base.priority,
+        base, context, index = self._choice.request, self._choice.context, next(self._indexes)
+        request = replace(
+            base,
+            request_id=f"{base.request_id}-{index}",
+            prompt_ids=(*base.prompt_ids, *(token.id for token in beam.tokens)),
+            sampling=self._sampling,
         )
-        dispatch = self._choice.dispatch_for_search(request, first=index == 0)
+        dispatch = Dispatch(
+            self._choice.model.router,
+            request,
+            deadline=context.deadline,
+            timeline=Timeline(request.request_id, None, context.endpoint) if index else context.timeline,
+            affinity=context.affinity or base.request_id,
+        )
         tokens: list[Token] = []
         finished = False
-        try:
+        with closing(dispatch):
             while not finished:
                 delta = await dispatch.next()
                 tokens.extend(delta.tokens)
                 finished = delta.finish is not None
-        finally:
-            dispatch.close()
         if index == 0:
             self._usage = replace(self._usage, cached=dispatch.cached_tokens)
         self._generated += 1
@@ -205,8 +190,3 @@ async def _queue_pieces(
     except Exception as e:
         with suppress(asyncio.CancelledError):
             await queue.put((index, e))
-
-
-def total_usage(choices: Sequence[Choice]) -> Usage:
-    """Returns the usage summed over the choices of a request; a prompt counts once."""
-    return sum((choice.usage_share for choice in choices), Usage())

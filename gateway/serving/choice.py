@@ -16,10 +16,7 @@ from gateway.dispatch.dispatch import Dispatch
 from gateway.dispatch.samples import Sample, SampleGroup
 from gateway.dispatch.token_queue import OnTokenId
 from gateway.serving.models import ServedModel
-from gateway.serving.request import GenerationSpec
-from gateway.serving.request_context import RequestContext, Usage
-from gateway.telemetry.metrics import GatewayMetrics
-from gateway.telemetry.timeline import Timeline
+from gateway.serving.request import GenerationSpec, RequestContext, Usage
 from gateway.text.output import (
     ChoiceOutput,
     OutputPiece,
@@ -56,9 +53,8 @@ class Choice:
 
     def __init__(
         self,
-        metrics: GatewayMetrics,
-        model: ServedModel,
         context: RequestContext,
+        model: ServedModel,
         spec: GenerationSpec,
         request: ValidRequest,
         parser_config: OutputParserConfig | None = None,
@@ -66,25 +62,104 @@ class Choice:
         group: SampleGroup | None = None,
         sample_index: int = 0,
     ) -> None:
+        self.context = context
+        self.model = model
+        self.spec = spec
+        self.request = request
+        #: How the text is parsed, None if all of it is content.
+        self.parser_config = parser_config
         #: Index of this choice among the samples of its prompt; 0 if the prompt has no other.
         self.sample_index = sample_index
         self._group = group
-        self.model = model
-        #: How the text is parsed, None if all of it is content.
-        self.parser_config = parser_config
-        self._metrics = metrics
-        self._context = context
-        self.spec = spec
-        self.request = request
+        self._metrics = model.router.metrics
         self._output = self.new_output()
         self._dispatch: Dispatch | Sample | None = None
         self._last_tokens_at: float | None = None
-        self._echoed_chars = 0
-        self._echoed = not spec.echo
+        #: Characters of the echoed prompt; None before it was shown.
+        self._echoed_chars: int | None = None
         self._prompt_logprobs_taken = False
         #: Usage of a beam search, which uses neither `_output` nor `_dispatch`.
         self._search_usage: Usage | None = None
         self._generated = 0
+
+    # -- reading
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> OutputPiece:
+        """Returns the text and tokens since the last piece; the last piece has a finish reason. Raises BatonError."""
+        if self._output.finish is not None:
+            raise StopAsyncIteration
+        dispatch = self._dispatch or self._start()
+        delta = await dispatch.next()
+        return self._piece(delta.tokens, delta.finish, dispatch)
+
+    async def relay(
+        self, on_piece: Callable[[OutputPiece], bool], on_text: Callable[[str], bool] | None = None
+    ) -> None:
+        """Calls `on_piece` for each following piece until it returns False.
+
+        The call comes in the event loop turn in which the piece's tokens arrive. `relay` is used after the first piece.
+        It returns when `on_piece` returned False, when the answer ended, and at once if the choice cannot be relayed;
+        iteration continues from there. It raises what `on_piece` raises. `on_text`, if given, is called instead of
+        `on_piece` for most pieces that are the text of one token and nothing else.
+        """
+        dispatch = self._dispatch
+        if not isinstance(dispatch, Dispatch) or self._output.finish is not None:
+            return
+
+        def on_tokens(tokens: Sequence[Token], finish: FinishReason | None) -> bool:
+            piece = self._piece(tokens, finish, dispatch)
+            return on_piece(piece) and piece.finish is None
+
+        on_token_id = self._text_callback(on_text) if on_text is not None and self._output.text_only else None
+        await dispatch.relay(on_tokens, on_token_id)
+
+    def _text_callback(self, on_text: Callable[[str], bool]) -> OnTokenId:
+        """Returns the callback for a token that is neither the first nor the last. It does the work of `_piece`."""
+        output, observe = self._output, self._metrics.itl.observe
+
+        def on_token_id(token_id: int) -> bool:
+            assert self._last_tokens_at is not None
+            now = time.monotonic()
+            observe(now - self._last_tokens_at)
+            self._last_tokens_at = now
+            return on_text(output.add_id(token_id))
+
+        return on_token_id
+
+    async def collect(self) -> CompleteAnswer:
+        """Reads all pieces and returns the complete answer. Raises BatonError."""
+        try:
+            return self.complete_answer([piece async for piece in self])
+        finally:
+            self.close()
+
+    def complete_answer(self, pieces: Sequence[OutputPiece]) -> CompleteAnswer:
+        """Returns the answer that these pieces make up; they are all of its pieces."""
+        finish = pieces[-1].finish
+        assert finish is not None
+        deltas = None if self.parser_config is None else tuple(d for piece in pieces for d in piece.deltas or ())
+        num_top = self.spec.prompt_logprobs
+        return CompleteAnswer(
+            "".join([piece.text for piece in pieces]),
+            tuple(token for piece in pieces for token in piece.reported),
+            finish,
+            None if deltas is None else assemble(deltas),
+            None if num_top is None else self._prompt_tokens(num_top),
+            tuple(token for piece in pieces for token in piece.tokens),
+            deltas,
+        )
+
+    def close(self) -> None:
+        """Ends the choice and aborts incomplete work on the pods; idempotent."""
+        if self._dispatch is not None:
+            self._dispatch.close()
+        elif self._group is not None:
+            self._group.samples[self.sample_index].close()
+
+    # -- tokens
 
     @property
     def usage(self) -> Usage:
@@ -112,24 +187,83 @@ class Choice:
         """What the caller's limits are charged: `usage_share`, and after a beam search every generated token."""
         return self.usage_share if self._search_usage is None else replace(self.usage_share, completion=self._generated)
 
-    @property
-    def deadline(self) -> float:
-        """Deadline as a time.monotonic() value."""
-        return self._context.deadline
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """Returns the prompt's log-probabilities once, after the first piece.
 
-    def dispatch_for_search(self, request: ValidRequest, *, first: bool) -> Dispatch:
-        """Returns a dispatch that a beam search for this choice needs.
-
-        All dispatches of the search share an affinity, so that they go to the pods that hold the prompt. Only the first
-        one is recorded in the request's timeline, which has no room for all.
+        Returns None at every other call, and if they are not requested.
         """
-        context = self._context
-        return self.model.dispatcher.dispatch(
-            request,
-            deadline=context.deadline,
-            timeline=context.timeline if first else Timeline(request.request_id, None, context.endpoint),
-            affinity=context.affinity or self.request.request_id,
+        if self._prompt_logprobs_taken or self.spec.prompt_logprobs is None or self._dispatch is None:
+            return None
+        parts = self._dispatch.prompt_logprobs
+        self._prompt_logprobs_taken = bool(parts)
+        return join_prompt_logprobs(parts) if parts else None
+
+    def _prompt_tokens(self, num_top: int) -> tuple[PromptToken, ...]:
+        """Returns the prompt's tokens with `num_top` alternatives each, once the first token was generated."""
+        parts = () if self._dispatch is None else self._dispatch.prompt_logprobs
+        return prompt_tokens_with_logprobs(self.request.prompt_ids, parts, num_top)
+
+    # -- pieces
+
+    def new_output(self) -> ChoiceOutput:
+        """Returns an empty ChoiceOutput for this request."""
+        return ChoiceOutput(
+            self.model.tokenizer,
+            self.spec.stop,
+            logprobs=self.spec.logprobs is not None,
+            parser_config=self.parser_config,
+            include_stop=self.spec.include_stop,
         )
+
+    def _start(self) -> Dispatch | Sample:
+        group, index = self._group, self.sample_index
+        self._dispatch = self._new_dispatch() if group is None else group.start(index, self._new_dispatch)
+        return self._dispatch
+
+    def _new_dispatch(self) -> Dispatch:
+        context = self.context
+        return Dispatch(
+            self.model.router,
+            self.request,
+            deadline=context.deadline,
+            timeline=context.timeline,
+            affinity=context.affinity,
+        )
+
+    def _piece(self, tokens: Sequence[Token], finish: FinishReason | None, dispatch: Dispatch | Sample) -> OutputPiece:
+        """Turns tokens into a piece; records latencies, and closes the dispatch with the last piece."""
+        now = time.monotonic()
+        if self._last_tokens_at is None and not self.sample_index:
+            self._on_first_token(now)
+        elif self._last_tokens_at is not None and tokens:
+            self._metrics.itl.observe((now - self._last_tokens_at) / len(tokens))
+        self._last_tokens_at = now
+        if self.spec.max_tokens == 0:  # the client wants the prompt only
+            self._output.finish = FinishReason.LENGTH
+            piece = OutputPiece("", (), (), FinishReason.LENGTH)
+        else:
+            piece = self._output.add(tokens, finish)
+        if self.spec.echo:
+            piece = self._with_echo(piece)
+        if piece.finish is not None:
+            self._on_finished(piece.finish, stop_string=finish is None)
+            dispatch.close()
+        return piece
+
+    def _with_echo(self, piece: OutputPiece) -> OutputPiece:
+        """Puts the prompt before the first piece, and makes token offsets count from the start of the prompt."""
+        text, reported = "", tuple[ReportedToken, ...]()
+        if self._echoed_chars is None:
+            num_top, ids = self.spec.logprobs, self.request.prompt_ids
+            tokens = tuple(map(PromptToken, ids)) if num_top is None else self._prompt_tokens(num_top)
+            text, reported = prompt_echo(self.model.tokenizer, tokens)
+            self._echoed_chars = len(text)
+            if num_top is None:
+                reported = ()
+        shifted = [ReportedToken(r.token, r.offset + self._echoed_chars) for r in piece.reported]
+        return replace(piece, text=text + piece.text, reported=(*reported, *shifted))
+
+    # -- what is recorded
 
     def record_search(self, usage: Usage, generated: int, finish: FinishReason | None = None) -> None:
         """Records the state of a beam search.
@@ -145,194 +279,15 @@ class Choice:
         if finish is not None:
             self._on_finished(finish, stop_string=False)
 
-    def new_output(self) -> ChoiceOutput:
-        """Returns an empty ChoiceOutput for this request."""
-        logprobs = self.spec.logprobs is not None
-        return ChoiceOutput(
-            self.model.tokenizer,
-            self.spec.stop,
-            logprobs=logprobs,
-            parser_config=self.parser_config,
-            include_stop=self.spec.include_stop,
-        )
-
-    def prompt_tokens(self, num_top: int | None) -> tuple[PromptToken, ...]:
-        """Returns the prompt's tokens, with log-probabilities once the first token was generated.
-
-        Args:
-            num_top: Alternatives per token; None leaves the log-probabilities out.
-        """
-        parts = () if self._dispatch is None or num_top is None else self._dispatch.prompt_logprobs
-        return prompt_tokens_with_logprobs(self.request.prompt_ids, parts, num_top or 0)
-
-    def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Returns the prompt's log-probabilities once, after the first piece.
-
-        Returns None at every other call, and if they are not requested.
-        """
-        dispatch = self._dispatch
-        if (
-            dispatch is None
-            or self._prompt_logprobs_taken
-            or self.spec.prompt_logprobs is None
-            or not dispatch.prompt_logprobs
-        ):
-            return None
-        self._prompt_logprobs_taken = True
-        return join_prompt_logprobs(dispatch.prompt_logprobs)
-
-    def _echo(self, piece: OutputPiece) -> OutputPiece:
-        """Puts the prompt before the first piece, or in its place if no token was to be generated."""
-        tokens = self.prompt_tokens(self.spec.logprobs)
-        if self.spec.logprobs is None:
-            tokens = tuple(map(PromptToken, self.request.prompt_ids))
-        echo = prompt_echo(self.model.tokenizer, tokens)
-        self._echoed_chars = len(echo.text)
-        reported = echo.reported if self.spec.logprobs is not None else ()
-        if self.spec.max_tokens == 0:
-            return OutputPiece(echo.text, reported, (), FinishReason.LENGTH)
-        piece = self._shift_offsets(piece)
-        return replace(piece, text=echo.text + piece.text, reported=(*reported, *piece.reported))
-
-    def _shift_offsets(self, piece: OutputPiece) -> OutputPiece:
-        """Makes token offsets count from the start of the echoed prompt."""
-        if not (self._echoed_chars and piece.reported):
-            return piece
-        return replace(
-            piece, reported=tuple(ReportedToken(r.token, r.offset + self._echoed_chars) for r in piece.reported)
-        )
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> OutputPiece:
-        """Returns the text and tokens since the last piece; the last piece has a finish reason. Raises BatonError."""
-        if self._output.finish is not None:
-            raise StopAsyncIteration
-        return await self._next()
-
-    async def relay(
-        self, on_piece: Callable[[OutputPiece], bool], on_text: Callable[[str], bool] | None = None
-    ) -> None:
-        """Calls `on_piece` for each following piece until it returns False.
-
-        The call comes in the event loop turn in which the piece's tokens arrive. `relay` is used after the first piece.
-        It returns when `on_piece` returned False, when the answer ended, and at once if the choice cannot be relayed;
-        iteration continues from there. It raises what `on_piece` raises. `on_text`, if given, is called instead of
-        `on_piece` for most pieces that are the text of one token and nothing else.
-        """
-        dispatch = self._dispatch
-        if not isinstance(dispatch, Dispatch) or self._output.finish is not None:
-            return
-
-        def on_tokens(tokens: Sequence[Token], finish: FinishReason | None) -> bool:
-            piece = self._piece(tokens, finish, dispatch)
-            return on_piece(piece) and piece.finish is None
-
-        await dispatch.relay(
-            on_tokens, self._text_callback(on_text) if on_text is not None and self._output.text_only else None
-        )
-
-    def _text_callback(self, on_text: Callable[[str], bool]) -> OnTokenId:
-        """Returns the callback for a token that is neither the first nor the last. It does the work of `_piece`."""
-        output, observe = self._output, self._metrics.itl.observe
-
-        def on_token_id(token_id: int) -> bool:
-            assert self._last_tokens_at is not None
-            now = time.monotonic()
-            observe(now - self._last_tokens_at)
-            self._last_tokens_at = now
-            return on_text(output.add_id(token_id))
-
-        return on_token_id
-
-    async def collect(self) -> CompleteAnswer:
-        """Reads all pieces and returns the complete answer. Raises BatonError."""
-        pieces: list[OutputPiece] = []
-        try:
-            while not pieces or pieces[-1].finish is None:
-                pieces.append(await self._next())
-        finally:
-            self.close()
-        return self.complete_answer(pieces)
-
-    def complete_answer(self, pieces: Sequence[OutputPiece]) -> CompleteAnswer:
-        """Returns the answer that these pieces make up; they are all of its pieces."""
-        finish = pieces[-1].finish
-        assert finish is not None
-        deltas = None if self.parser_config is None else tuple(d for piece in pieces for d in piece.deltas or ())
-        num_top = self.spec.prompt_logprobs
-        return CompleteAnswer(
-            "".join([piece.text for piece in pieces]),
-            tuple(token for piece in pieces for token in piece.reported),
-            finish,
-            None if deltas is None else assemble(deltas),
-            None if num_top is None else self.prompt_tokens(num_top),
-            tuple(token for piece in pieces for token in piece.tokens),
-            deltas,
-        )
-
-    def close(self) -> None:
-        """Ends the choice and aborts incomplete work on the pods; idempotent."""
-        if self._dispatch is not None:
-            self._dispatch.close()
-        elif self._group is not None:
-            self._group.samples[self.sample_index].close()
-
-    async def _next(self) -> OutputPiece:
-        dispatch = self._dispatch or self._start()
-        delta = await dispatch.next()
-        return self._piece(delta.tokens, delta.finish, dispatch)
-
-    def _piece(self, tokens: Sequence[Token], finish: FinishReason | None, dispatch: Dispatch | Sample) -> OutputPiece:
-        """Turns tokens into a piece; records latencies, and closes the dispatch with the last piece."""
-        metrics, now = self._metrics, time.monotonic()
-        if self._last_tokens_at is None and not self.sample_index:
-            self._on_first_token(now)
-        elif self._last_tokens_at is not None and tokens:
-            metrics.itl.observe((now - self._last_tokens_at) / len(tokens))
-        self._last_tokens_at = now
-        if self.spec.max_tokens == 0:
-            self._output.finish = FinishReason.LENGTH
-            piece = self._echo(OutputPiece("", (), ()))
-        else:
-            piece = self._output.add(tokens, finish)
-            if not self._echoed:
-                piece = self._echo(piece)
-            elif self._echoed_chars:
-                piece = self._shift_offsets(piece)
-        self._echoed = True
-        if piece.finish is not None:
-            self._on_finished(piece.finish, stop_string=finish is None)
-            dispatch.close()
-        return piece
-
-    def _start(self) -> Dispatch | Sample:
-        if self._group is None:
-            self._dispatch = self._new_dispatch()
-        else:
-            self._dispatch = self._group.start(self.sample_index, self._new_dispatch)
-        return self._dispatch
-
-    def _new_dispatch(self) -> Dispatch:
-        context = self._context
-        return self.model.dispatcher.dispatch(
-            self.request,
-            deadline=context.deadline,
-            timeline=context.timeline,
-            affinity=context.affinity,
-        )
-
     def _on_first_token(self, now: float) -> None:
         """Records TTFT: the first token of the prompt has arrived."""
-        timeline = self._context.timeline
+        timeline = self.context.timeline
         ttft_s = now - timeline.start
         self._metrics.ttft.observe(ttft_s, timeline.exemplar)
         timeline.set_facts(ttft_s=round(ttft_s, 6))
 
     def _on_finished(self, finish: FinishReason, *, stop_string: bool) -> None:
-        metrics, usage = self._metrics, self.charged_usage
-        timeline = self._context.timeline
+        metrics, usage, timeline = self._metrics, self.charged_usage, self.context.timeline
         metrics.e2e.observe(time.monotonic() - timeline.start, timeline.exemplar)
         metrics.prompt_tokens.inc(usage.prompt)
         metrics.output_tokens.inc(usage.completion)
@@ -340,3 +295,8 @@ class Choice:
             metrics.aborts.labels("stop_string").inc()
         drafts = {"accepted": usage.accepted, "rejected": usage.rejected} if usage.accepted or usage.rejected else {}
         timeline.mark("finished", reason=finish.value, output_tokens=usage.completion, **drafts)
+
+
+def total_usage(choices: Sequence[Choice]) -> Usage:
+    """Returns the usage summed over the choices of a request; a prompt counts once."""
+    return sum((choice.usage_share for choice in choices), Usage())

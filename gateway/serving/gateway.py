@@ -1,8 +1,8 @@
 """The gateway's core for all protocols: admission, prompts to requests, requests to choices.
 
-    start -> requests -> drain (refuses new requests, waits for the running ones) -> stop
+start -> requests -> drain (refuses new requests, waits for the running ones) -> stop
 
-A request takes its permit at arrival and returns it when its answer, streamed or not, has ended.
+one request:  admit -> chat or completion: render, tokenize, check -> key limits -> gate -> choices -> release
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, PermissionDenied, Unavailable
+from common.errors import (
+    BatonError,
+    Cancelled,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PermissionDenied,
+    Unavailable,
+)
+from common.settings.configs import GatewayConfig
 from common.tracing.context import TraceContext
 from common.tracing.tracer import Tracer
 from gateway.admission.api_keys import Caller
-from gateway.admission.gate import Gate, GateLimits, PodQueueForecast
+from gateway.admission.forecast import PodQueueForecast
+from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_ring import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter
-from gateway.admission.permit import Permit, RequestSize
-from gateway.dispatch.dispatch import Dispatcher
 from gateway.dispatch.samples import SampleGroup
 from gateway.pods.cache_reset import CacheResetResult, reset_prefix_caches
 from gateway.pods.info import ModelLimits
@@ -34,11 +41,17 @@ from gateway.routing.local_index import ANY_POD
 from gateway.routing.router import Router
 from gateway.serving.choice import Choice
 from gateway.serving.models import ModelRegistry, ServedModel, TextProcessor
-from gateway.serving.request import MAX_JSON_PARTS, ChatBody, CompletionBody, GenerationSpec, to_valid_request
-from gateway.serving.request_context import RequestContext, Usage
+from gateway.serving.request import (
+    MAX_JSON_PARTS,
+    ChatBody,
+    CompletionBody,
+    GenerationSpec,
+    RequestContext,
+    Usage,
+    to_valid_request,
+)
 from gateway.telemetry.metrics import INTERNAL_OUTCOME, GatewayMetrics
 from gateway.telemetry.timeline import RecentTimelines, RequestTrace, Timeline
-from gateway.text.chat_format import parser_config_with_special_tokens
 from gateway.text.output_parser import OutputParserConfig
 from gateway.text.tokenizer import TextTokenizer
 from prefix_index.reader import IndexReader
@@ -47,27 +60,10 @@ from prefix_index.reader import IndexReader
 COMPLETION_MAX_TOKENS = 16
 #: Prompts of one request that are handled before other tasks run.
 PROMPTS_PER_LOOP_TURN = 16
+#: Output tokens that the gate expects of a request that allows more.
+EXPECTED_OUTPUT_TOKENS = 256
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings:
-    """The part of the configuration that the core needs."""
-
-    #: Model name by alias.
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    #: Addresses of pods that are given by hand (--pods).
-    pods: tuple[str, ...] = ()
-    request_timeout_s: float = 600.0
-    max_inflight: int = 1024
-    max_body_bytes: int = 8 << 20
-    #: /metrics needs no API key.
-    open_metrics: bool = True
-    #: URL of Redis, None without one.
-    redis: str | None = None
-    limits_timeout_s: float = TIMEOUT_S
-    gate: GateLimits = field(default_factory=GateLimits)
 
 
 class Gateway:
@@ -75,11 +71,13 @@ class Gateway:
 
     def __init__(
         self,
-        settings: GatewaySettings,
+        settings: GatewayConfig,
         processors: Sequence[TextProcessor],
         index: IndexReader | None,
         keys: KeyRing | None = None,
         tracer: Tracer | None = None,
+        *,
+        limits_timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.tracer = tracer
         self.settings = settings
@@ -87,19 +85,21 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.timelines = RecentTimelines()
         self.id = gateway_id = f"gateway-{secrets.token_hex(8)}"
+        gate_limits = GateLimits(
+            max_running=settings.max_running, max_queue=settings.max_queue, max_ttft_s=settings.max_ttft_s
+        )
 
         def served_model(text: TextProcessor) -> ServedModel:
             only_model = len(processors) == 1
             table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, only_model=only_model)
-            router = Router(table, self.metrics)
-            gate = Gate(settings.gate, PodQueueForecast(table, time.monotonic), self.metrics)
-            return ServedModel(text, table, Dispatcher(router, self.metrics, gateway_id=gateway_id), gate)
+            gate = Gate(gate_limits, PodQueueForecast(table), self.metrics)
+            return ServedModel(text.name, text.tokenizer, text.chat_format, table, Router(table, self.metrics), gate)
 
-        self.models = ModelRegistry([served_model(text) for text in processors], settings.aliases)
+        self.models = ModelRegistry([served_model(text) for text in processors], settings.aliases())
         self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])
         self.metrics.watch_ready(lambda: self.ready)
         self.metrics.watch_pods(self._pods_by_state)
-        self._limiter = Limiter(settings.redis, self.metrics, timeout_s=settings.limits_timeout_s)
+        self._limiter = Limiter(settings.redis, self.metrics, timeout_s=limits_timeout_s)
         #: The gateway is no longer ready, but serves the requests that arrive.
         self.leaving = False
         #: The gateway refuses new requests.
@@ -144,7 +144,7 @@ class Gateway:
     async def stop(self) -> None:
         """Frees everything; running requests fail. Call `abort_requests` first, so that their clients get an error."""
         for model in self.models:
-            await model.dispatcher.stop()
+            await model.router.stop()
             await model.pod_table.stop()
             model.gate.stop()
         await self._limiter.stop()
@@ -169,7 +169,7 @@ class Gateway:
 
     def max_json_parts(self) -> int:
         """Returns how many arrays, objects, members and entries a body may have; a full context of token ids fits."""
-        limits = (model.limits() for model in self.models if model.pod_table.ready)
+        limits = (model.pod_table.limits() for model in self.models if model.pod_table.ready)
         return MAX_JSON_PARTS + max((limit.max_model_len for limit in limits), default=0)
 
     @contextmanager
@@ -200,9 +200,8 @@ class Gateway:
             raise Overloaded("too many requests are being served", retry_after_s=1.0)
         timeline = self._timeline(client_id, endpoint, caller, client_span)
         limit_s = self.settings.request_timeout_s
-        permit = Permit(caller, timeline.request_id, self._limiter, self.metrics)
-        time_s = limit_s if timeout_s is None else min(limit_s, timeout_s)
-        context = RequestContext(timeline, endpoint, timeline.start + time_s, caller, permit, affinity)
+        deadline = timeline.start + (limit_s if timeout_s is None else min(limit_s, timeout_s))
+        context = RequestContext(timeline, endpoint, deadline, caller, affinity)
         self._requests[context.id] = context
         self.timelines.add(timeline)
         self.metrics.running.inc()
@@ -226,7 +225,7 @@ class Gateway:
                 choice.close()
             used = sum((choice.charged_usage for choice in context.choices), Usage())
             answered = outcome == "ok" or used.completion  # a failed request without output is not charged
-            permit.release(used.prompt if answered else 0, used.completion)
+            self._release(context, used.prompt if answered else 0, used.completion)
             if context.choices:
                 timeline.set_facts(output_tokens=used.completion)
             timeline.end(outcome)
@@ -234,6 +233,18 @@ class Gateway:
             del self._requests[context.id]
             if not self._requests:
                 self._idle.set()
+
+    def _release(self, context: RequestContext, prompt_tokens: int, output_tokens: int) -> None:
+        """Charges the caller and frees the request's place in the gate."""
+        used, caller = prompt_tokens + output_tokens, context.caller
+        if context.reservation is not None:
+            self._limiter.settle(context.reservation, used)
+        if context.admitted is not None:
+            model, entry = context.admitted
+            model.gate.release(entry, used)
+        if used and caller.key_id:
+            self.metrics.tenant_tokens.labels(caller.tenant, "prompt").inc(prompt_tokens)
+            self.metrics.tenant_tokens.labels(caller.tenant, "output").inc(output_tokens)
 
     def num_output_tokens(self, request_id: str) -> int:
         """Returns the output tokens of a running request so far; 0 for any other request."""
@@ -266,78 +277,51 @@ class Gateway:
         for model in self.models:
             pods |= {pod.address: pod for pod in model.pod_table.pods.values() if pod.alive or pod.address not in pods}
             for name in (ANY_POD[0], *(pod.name for pod in model.pod_table.pods.values())):
-                model.dispatcher.router.approx_index.forget(name)
+                model.router.approx_index.forget(name)
         return await reset_prefix_caches(pods.values())
 
     def model_for(self, caller: Caller, name: str) -> ServedModel:
-        """Returns the model that a caller asks for. Raises ModelNotFound, PermissionDenied."""
-        model = self.models.find(name)
+        """Returns the model with this name or alias. Raises ModelNotFound, PermissionDenied."""
+        model = self.models.by_name.get(name)
+        if model is None:
+            raise ModelNotFound(
+                f"the model {name[:200]!r} does not exist; /v1/models lists those that do", field="model"
+            )
         if not caller.may_use(name, model.name):
             raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
         return model
-
-    async def acquire_permit(self, context: RequestContext, model: ServedModel, choices: Sequence[Choice]) -> None:
-        """Waits until all choices of the request may go to the pods; Permit.acquire says which errors it raises."""
-        context.choices = choices
-        context.timeline.set_facts(model=model.name)
-        firsts = [choice for choice in choices if choice.sample_index == 0]
-        requests = [choice.request for choice in firsts]
-        size = RequestSize(
-            sum(request.prompt_len for request in requests),
-            sum(choice.request.sampling.max_tokens * choice.spec.candidates for choice in firsts),
-            open_ended=any(choice.spec.max_tokens is None for choice in choices),
-        )
-
-        async def expected_hits() -> int:
-            plans = [await model.dispatcher.router.plan(request, context.affinity) for request in requests]
-            return sum(plan.expected_hit_tokens for plan in plans)
-
-        priority = requests[0].priority
-        await context.permit.acquire(
-            model.gate, size, priority, context.deadline, context.response_headers, expected_hits
-        )
-        context.timeline.mark("admitted")
 
     async def completion(self, context: RequestContext, body: CompletionBody) -> list[Choice]:
         """Returns the choices in the order of the prompts, `candidates` for each prompt.
 
         Raises InvalidRequest, ModelNotFound, Unavailable.
         """
-        model = self.model_for(context.caller, body.spec.model)
-        limits = model.limits()
-        if body.spec.grammar is not None:
-            await model.chat_format.grammar_checker.check(body.spec.grammar)
-        parser_config = None if body.spec.skip_special_tokens else parser_config_with_special_tokens(model.tokenizer)
+        spec = body.spec
+        model = self.model_for(context.caller, spec.model)
+        limits = model.pod_table.limits()
+        if spec.grammar is not None:
+            await model.chat_format.check_grammar(spec.grammar)
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         for text in texts:
             _reject_too_long(text, model, limits, "prompt")
         prompts: Sequence[Sequence[int]] = [prompt for prompt in body.prompts if not isinstance(prompt, str)]
         if texts:  # a body has either texts or token ids
             prompts = await model.tokenizer.encode_all(texts, add_special_tokens=True)
-        bad_words = await model.tokenizer.encode_words(body.spec.bad_words)
-        choices: list[Choice] = []
-        for number, ids in enumerate(prompts):
-            if number % PROMPTS_PER_LOOP_TURN == PROMPTS_PER_LOOP_TURN - 1:
-                await asyncio.sleep(0)
-            choices += self._choices(
-                context,
-                model,
-                body.spec,
-                ids,
-                limits,
-                number,
-                COMPLETION_MAX_TOKENS,
-                "prompt",
-                parser_config,
-                bad_words,
-            )
-        await self.acquire_permit(context, model, choices)
-        return choices
+        parser_config = None if spec.skip_special_tokens else model.chat_format.special_tokens_config()
+        return await self._choices(
+            context,
+            model,
+            spec,
+            prompts,
+            parser_config,
+            prompt_field="prompt",
+            default_max_tokens=COMPLETION_MAX_TOKENS,
+        )
 
     async def chat(self, context: RequestContext, body: ChatBody) -> list[Choice]:
         """Returns the spec's n choices. Raises InvalidRequest, ModelNotFound, Unavailable."""
         model = self.model_for(context.caller, body.spec.model)
-        limits = model.limits()
+        limits = model.pod_table.limits()
         chat = await model.chat_format.prepare(
             body.messages,
             body.template_kwargs,
@@ -349,48 +333,76 @@ class Gateway:
         _reject_too_long(chat.prompt, model, limits, "messages")
         ids = await model.tokenizer.encode_async(chat.prompt, add_special_tokens=False)
         spec = replace(body.spec, grammar=chat.grammar)
-        bad_words = await model.tokenizer.encode_words(body.spec.bad_words)
-        choices = self._choices(context, model, spec, ids, limits, 0, None, "messages", chat.parser_config, bad_words)
-        await self.acquire_permit(context, model, choices)
-        return choices
+        return await self._choices(context, model, spec, [ids], chat.parser_config, prompt_field="messages")
 
-    def _choices(
+    async def _choices(
         self,
         context: RequestContext,
         model: ServedModel,
         spec: GenerationSpec,
-        ids: Sequence[int],
-        limits: ModelLimits,
-        number: int,
-        default_max_tokens: int | None,
-        prompt_field: str,
+        prompts: Sequence[Sequence[int]],
         parser_config: OutputParserConfig | None,
-        bad_words: Sequence[tuple[int, ...]],
+        *,
+        prompt_field: str,
+        default_max_tokens: int | None = None,
     ) -> list[Choice]:
-        """Checks one tokenized prompt and returns its choices."""
-        caller = context.caller
-        request = to_valid_request(
-            replace(
-                spec,
-                model=model.name,
-                priority=caller.effective_priority(spec.priority),
-                cache_salt=caller.effective_salt(spec.cache_salt),
-            ),
-            ids,
-            limits,
-            request_id=f"{context.id}-{number}",
-            eos_ids=model.tokenizer.eos_ids,
-            default_max_tokens=default_max_tokens,
-            prompt_field=prompt_field,
-            bad_words=bad_words,
+        """Checks the tokenized prompts, and returns their choices when they may go to the pods."""
+        caller, limits = context.caller, model.pod_table.limits()
+        bad_words = await model.tokenizer.encode_words(spec.bad_words)
+        effective = replace(
+            spec,
+            model=model.name,
+            priority=caller.effective_priority(spec.priority),
+            cache_salt=caller.effective_salt(spec.cache_salt),
         )
-        context.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
-        n = request.sampling.n
-        group = SampleGroup(n) if n > 1 else None
-        return [
-            Choice(self.metrics, model, context, spec, request, parser_config, group=group, sample_index=sample_index)
-            for sample_index in range(n)
-        ]
+        choices: list[Choice] = []
+        for number, ids in enumerate(prompts):
+            if number % PROMPTS_PER_LOOP_TURN == PROMPTS_PER_LOOP_TURN - 1:
+                await asyncio.sleep(0)
+            request = to_valid_request(
+                effective,
+                ids,
+                limits,
+                request_id=f"{context.id}-{number}",
+                eos_ids=model.tokenizer.eos_ids,
+                default_max_tokens=default_max_tokens,
+                prompt_field=prompt_field,
+                bad_words=bad_words,
+            )
+            context.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
+            n = request.sampling.n
+            group = SampleGroup(n) if n > 1 else None
+            choices += [
+                Choice(context, model, spec, request, parser_config, group=group, sample_index=index)
+                for index in range(n)
+            ]
+        await self._pass_gate(context, model, choices)
+        return choices
+
+    async def _pass_gate(self, context: RequestContext, model: ServedModel, choices: Sequence[Choice]) -> None:
+        """Waits until all choices may go to the pods. Raises as Limiter.reserve and Gate.acquire do."""
+        context.choices = choices
+        context.timeline.set_facts(model=model.name)
+        firsts = [choice for choice in choices if choice.sample_index == 0]
+        requests = [choice.request for choice in firsts]
+        prompt_tokens = sum(request.prompt_len for request in requests)
+        max_output = sum(choice.request.sampling.max_tokens * choice.spec.candidates for choice in firsts)
+        expected_tokens = prompt_tokens + min(max_output, EXPECTED_OUTPUT_TOKENS)
+        caller, spec = context.caller, choices[0].spec
+        if caller.limits:  # the most that the client asked for
+            tokens = expected_tokens if spec.max_tokens is None else prompt_tokens + max_output
+            context.reservation = await self._limiter.reserve(caller, context.id, tokens, context.response_headers)
+
+        async def expected_hits() -> int:
+            plans = [await model.router.plan(request, context.affinity) for request in requests]
+            return sum(plan.expected_hit_tokens for plan in plans)
+
+        priority = requests[0].priority
+        entry = await model.gate.acquire(
+            caller, priority, prompt_tokens, expected_tokens, context.deadline, expected_hits
+        )
+        context.admitted = model, entry
+        context.timeline.mark("admitted")
 
 
 def _log_request(timeline: Timeline) -> None:

@@ -1,19 +1,25 @@
-"""A checked request: what to generate, from which prompts, and the ValidRequest for the pods.
+"""One client request: its checked body, the ValidRequest for the pods, and its context while it is served.
 
 The API rooms parse bodies into CompletionBody and ChatBody. `to_valid_request` adds the model's limits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from common.errors import InvalidRequest
+from common.errors import BatonError, InvalidRequest
 from common.types import Grammar, SamplingParams, ValidRequest
+from gateway.admission.api_keys import Caller
+from gateway.admission.gate import QueueEntry
+from gateway.admission.limiter import LimitReservation
 from gateway.pods.info import ModelLimits
 from gateway.serving.beam_search import BeamSearchParams
+from gateway.serving.models import ServedModel
+from gateway.telemetry.timeline import Timeline
 from gateway.text.tools.format import RequestTools
 
 #: Arrays, objects, members and entries that a body may have besides one context of token ids.
@@ -33,19 +39,10 @@ class GenerationSpec:
     max_tokens: int | None = None
     #: Field of the client's body that `max_tokens` came from; errors name it.
     max_tokens_field: str = "max_tokens"
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    #: Pairs of token id and bias.
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    #: The parameters that go to the pods as the client sent them. `to_valid_request` sets the others.
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
-    min_tokens: int = 0
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     #: Alternatives to report per generated token; 0 reports the token alone, None reports nothing.
     logprobs: int | None = None
@@ -61,7 +58,6 @@ class GenerationSpec:
     continuous_usage: bool = False
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
-    allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     #: A stop string is part of the answer's text.
     include_stop: bool = False
@@ -129,42 +125,34 @@ def to_valid_request(
     if length >= limits.max_model_len:
         text = f"the prompt has {length} tokens, and this model's context is {limits.max_model_len} tokens"
         raise InvalidRequest(f"{text}; one must be left for the answer", field=prompt_field)
-    max_tokens = spec.max_tokens
+    sampling, max_tokens = spec.sampling, spec.max_tokens
     if max_tokens is None:
         room = max(1, limits.default_total_len - length)
         max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
     elif length + max_tokens > limits.max_model_len:
         text = f"the prompt's {length} tokens and {spec.max_tokens_field} ({max_tokens}) exceed this model's context of"
         raise InvalidRequest(f"{text} {limits.max_model_len} tokens", field=spec.max_tokens_field)
-    if spec.min_tokens > max_tokens:
-        text = f"min_tokens ({spec.min_tokens}) is larger than {spec.max_tokens_field} ({max_tokens})"
+    if sampling.min_tokens > max_tokens:
+        text = f"min_tokens ({sampling.min_tokens}) is larger than {spec.max_tokens_field} ({max_tokens})"
         raise InvalidRequest(text, field="min_tokens")
     _require_ids(prompt_ids, limits.vocab_size, prompt_field)
-    _require_ids(spec.stop_token_ids, limits.vocab_size, "stop_token_ids")
-    _require_ids([token for token, _ in spec.logit_bias], limits.vocab_size, "logit_bias")
-    _require_ids(spec.allowed_token_ids, limits.vocab_size, "allowed_token_ids")
-    if spec.allowed_token_ids and set(spec.allowed_token_ids) <= {word[0] for word in bad_words if len(word) == 1}:
+    _require_ids(sampling.stop_token_ids, limits.vocab_size, "stop_token_ids")
+    _require_ids([token for token, _ in sampling.logit_bias], limits.vocab_size, "logit_bias")
+    _require_ids(sampling.allowed_token_ids, limits.vocab_size, "allowed_token_ids")
+    allowed = set(sampling.allowed_token_ids)
+    if allowed and allowed <= {word[0] for word in bad_words if len(word) == 1}:
         raise InvalidRequest("bad_words forbids all of allowed_token_ids", field="bad_words")
     scores = [s for s in (spec.prompt_logprobs, spec.logprobs if spec.echo else None) if s is not None]
-    stops = tuple(dict.fromkeys((*spec.stop_token_ids, *(() if spec.ignore_eos else eos_ids))))
+    stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if spec.ignore_eos else eos_ids))))
     if spec.beam_search is not None:
         check_beam_search(spec.beam_search, spec.grammar, stops)
-    sampling = SamplingParams(
-        temperature=spec.temperature,
-        top_k=spec.top_k,
-        top_p=spec.top_p,
-        min_p=spec.min_p,
-        repetition_penalty=spec.repetition_penalty,
-        presence_penalty=spec.presence_penalty,
-        frequency_penalty=spec.frequency_penalty,
-        logit_bias=spec.logit_bias,
+    sampling = replace(
+        sampling,
         seed=secrets.randbits(63) if spec.seed is None else spec.seed % 2**64,
         max_tokens=max(1, max_tokens),
-        min_tokens=spec.min_tokens,
         stop_token_ids=stops,
         logprobs=spec.logprobs if spec.candidates == spec.n else spec.logprobs or 0,
         n=1 if spec.beam_search is not None else spec.candidates,
-        allowed_token_ids=spec.allowed_token_ids,
         bad_words=tuple(bad_words),
         prompt_logprobs=max(scores, default=None),
     )
@@ -186,3 +174,88 @@ def check_beam_search(beams: BeamSearchParams, grammar: Grammar | None, stops: S
     if beams.width + len(stops) > MAX_ALTERNATIVES:
         text = f"{beams.width} beams and {len(stops)} stop tokens are more than {MAX_ALTERNATIVES} together"
         raise InvalidRequest(f"with use_beam_search, {text}", field="stop_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a choice, or summed over choices."""
+
+    #: Prompt tokens.
+    prompt: int = 0
+    #: Generated tokens that belong to the answer.
+    completion: int = 0
+    #: Prompt tokens found in the prefix cache of the pod that computed the prompt.
+    cached: int = 0
+    #: Completion tokens inside reasoning sections.
+    reasoning: int = 0
+    #: Draft tokens of speculative decoding that were right; they are part of the completion.
+    accepted: int = 0
+    #: Draft tokens of speculative decoding that were wrong.
+    rejected: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt + other.prompt,
+            self.completion + other.completion,
+            self.cached + other.cached,
+            self.reasoning + other.reasoning,
+            self.accepted + other.accepted,
+            self.rejected + other.rejected,
+        )
+
+
+class OpenChoice(Protocol):
+    """The part of a Choice that the end of its request needs."""
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+
+    @property
+    def charged_usage(self) -> Usage:
+        """Token counts that the caller's limits are charged for."""
+
+    def close(self) -> None:
+        """Ends the choice; idempotent."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestContext:
+    """One client request in progress, from its arrival to its end, for all protocols."""
+
+    timeline: Timeline
+    #: Name of the endpoint in metrics and timelines.
+    endpoint: str
+    #: Deadline as a time.monotonic() value.
+    deadline: float
+    caller: Caller
+    #: Affinity hint of the client, "" for none. The router prefers the same pods for requests with the same value.
+    affinity: str = ""
+    #: The choices of the answer; empty until the request is tokenized.
+    choices: Sequence[OpenChoice] = ()
+    #: Rate limit headers of the answer.
+    response_headers: dict[str, str] = field(default_factory=dict)
+    #: Tokens reserved from the limits of the caller's key; None for a key without limits.
+    reservation: LimitReservation | None = None
+    #: The model, and the place in its gate; None until the request has passed.
+    admitted: tuple[ServedModel, QueueEntry] | None = None
+    #: The error of the first `abort`, None while the request was not aborted.
+    abort_error: BatonError | None = None
+    _task: asyncio.Task[Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """Our id of the request."""
+        return self.timeline.request_id
+
+    def set_task(self, task: asyncio.Task[Any]) -> None:
+        """Sets the task that `abort` cancels. An abort that came earlier cancels it now."""
+        self._task = task
+        if self.abort_error is not None:
+            task.cancel()
+
+    def abort(self, error: BatonError) -> None:
+        """Cancels the request's task (Abort call, shutdown). The client gets the first error given."""
+        self.abort_error = self.abort_error or error
+        if self._task is not None:
+            self._task.cancel()

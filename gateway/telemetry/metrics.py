@@ -108,18 +108,6 @@ class GatewayMetrics:
             "pods", "Pods that this gateway knows, by what they are to it", pods, ["model", "role", "state"]
         )
 
-    def record_hits(self, predicted: int, actual: int, *, prompt_tokens: int, repeated: int) -> None:
-        """Records the predicted and the actual cached tokens of one prompt.
-
-        Args:
-            repeated: Leading tokens that an earlier prompt of this gateway began with.
-        """
-        self.prompt_lookup_tokens.inc(prompt_tokens)
-        self.repeated.inc(repeated)
-        self.predicted_hits.inc(predicted)
-        self.actual_hits.inc(actual)
-        self.hit_error.observe(abs(predicted - actual))
-
     def set_index_mode(self, mode: str) -> None:
         """Sets the source of hits: redis (the prefix index), local (this gateway's memory) or hash (rendezvous)."""
         self.current_index_mode = mode

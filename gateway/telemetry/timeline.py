@@ -109,21 +109,18 @@ class RecentTimelines:
 
 
 class AttemptTrace:
-    """Records the spans of one attempt."""
+    """Records the spans of one attempt, if its request is traced."""
 
-    def __init__(self, tracer: Tracer, parent: TraceContext, number: int) -> None:
-        self.context = parent.new_child()
-        self._tracer = tracer
-        self._parent = parent
+    def __init__(self, trace: RequestTrace | None, number: int) -> None:
+        self._trace = trace
+        self._context = None if trace is None else trace.context.new_child()
+        #: gRPC metadata for the calls to pods; None without a trace.
+        self.metadata = None if self._context is None else self._context.metadata
         self._number = number
+        #: When the attempt began, and when its last step ended.
         self._start = self._since = time.monotonic()
         self._first_token_at: float | None = None
         self._ended = False
-
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """gRPC metadata for the calls to pods."""
-        return self.context.metadata
 
     def on_placed(self, decode: str, prefill: str | None, predicted_tokens: int) -> None:
         """Records that pods were chosen."""
@@ -145,22 +142,22 @@ class AttemptTrace:
 
     def end(self, error: str | None, attributes: Attributes) -> None:
         """Records the spans of the attempt, which has ended. Idempotent."""
-        if self._ended:
+        trace, context = self._trace, self._context
+        if self._ended or trace is None or context is None:
             return
         self._ended, now = True, time.monotonic()
+        record = trace.tracer.record_span
         if self._first_token_at is not None:
-            self._tracer.record_span(
-                "gateway.stream", self.context.new_child(), self.context, self._first_token_at, now, attributes
-            )
+            record("gateway.stream", context.new_child(), context, self._first_token_at, now, attributes)
         number = {"baton.attempt": self._number}
-        self._tracer.record_span("gateway.attempt", self.context, self._parent, self._start, now, number, error=error)
+        record("gateway.attempt", context, trace.context, self._start, now, number, error=error)
 
     def _step(self, name: str, attributes: Attributes, *, kind: str = "internal", error: str | None = None) -> None:
         """Records a span from the end of the last step until now."""
-        now = time.monotonic()
-        child = self.context.new_child()
-        self._tracer.record_span(name, child, self.context, self._since, now, attributes, kind=kind, error=error)
-        self._since = now
+        since, self._since = self._since, time.monotonic()
+        if self._trace is not None and self._context is not None:
+            child, record = self._context.new_child(), self._trace.tracer.record_span
+            record(name, child, self._context, since, self._since, attributes, kind=kind, error=error)
 
 
 class RequestTrace:
@@ -173,12 +170,8 @@ class RequestTrace:
             parent: The context of the client's span, None if there is none.
         """
         self.context = context
-        self._tracer = tracer
+        self.tracer = tracer
         self._parent = parent
-
-    def new_attempt(self, number: int) -> AttemptTrace:
-        """Returns the trace of one more attempt; numbers begin with 1."""
-        return AttemptTrace(self._tracer, self.context, number)
 
     def end(self, start: float, events: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
         """Records the request's spans from its timeline. `start` is its arrival, time.monotonic()."""
@@ -189,10 +182,10 @@ class RequestTrace:
             if name is not None and name not in seen:
                 seen.add(name)
                 until = start + event["t"]
-                self._tracer.record_span(name, self.context.new_child(), self.context, since, until)
+                self.tracer.record_span(name, self.context.new_child(), self.context, since, until)
                 since = until
         named = {f"baton.{key}": value for key, value in facts.items() if isinstance(value, str | int | float)}
         failed = facts.get("error") if facts.get("outcome") != "ok" else None
-        self._tracer.record_span(
+        self.tracer.record_span(
             "gateway.request", self.context, self._parent, start, time.monotonic(), named, kind="server", error=failed
         )

@@ -68,7 +68,8 @@ class ChatFormat:
         #: The reasoning markers, None for a model without reasoning sections.
         self.reasoning_format = choose_reasoning_format(reasoning_parser, template.source, added)
         self._grammar_tokenizer = GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)
-        self.grammar_checker = GrammarChecker(GrammarCompiler(self._grammar_tokenizer))
+        self._compiler = GrammarCompiler(self._grammar_tokenizer)
+        self._compile_threads = ThreadPoolExecutor(MAX_COMPILING, "grammar")
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
@@ -99,28 +100,49 @@ class ChatFormat:
             keep_special: The answer's text shows special tokens.
         """
         if text is not None:
-            await self.grammar_checker.check(text)
+            await self.check_grammar(text)
         prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
+        reasoning = self.reasoning_format
         # Without reasoning sections the answer begins at once, as it does after a section.
-        initial_section = (
-            ReasoningSection.AFTER
-            if self.reasoning_format is None
-            else ReasoningSection.from_prompt(self.reasoning_format, prompt)
-        )
-        grammar = self._answer_grammar.build(
-            text,
-            tools.callable_functions if tools else (),
-            required=tools is not None and tools.required,
-            parallel=tools is not None and tools.parallel,
-            initial_section=initial_section,
-            field=tools.field if tools else "",
-        )
+        section = ReasoningSection.AFTER if reasoning is None else ReasoningSection.from_prompt(reasoning, prompt)
+        grammar = None
+        if text is not None or tools is not None:
+            grammar = self._answer_grammar.build(
+                text,
+                tools.callable_functions if tools else (),
+                required=tools is not None and tools.required,
+                parallel=tools is not None and tools.parallel,
+                initial_section=section,
+                field=tools.field if tools else "",
+            )
         if grammar is not None and grammar is not text:
-            await self._check_grammar(grammar, tools)
+            await self._check_answer_grammar(grammar, tools)
         parser_config = self._parser_config(
-            tools, initial_section, include_reasoning=include_reasoning, keep_special=keep_special
+            tools, section, include_reasoning=include_reasoning, keep_special=keep_special
         )
         return PreparedChat(prompt, parser_config, grammar)
+
+    def _parser_config(
+        self, tools: RequestTools | None, section: ReasoningSection, *, include_reasoning: bool, keep_special: bool
+    ) -> OutputParserConfig | None:
+        reasoning, tokenizer = self.reasoning_format, self._tokenizer
+        if tools is None and reasoning is None:
+            return self.special_tokens_config() if keep_special else None
+        markers = list(self.tool_format.markers if tools else ())
+        if reasoning is not None:
+            markers += [reasoning.start, reasoning.end]
+        marker_ids = {tokenizer.raw.token_to_id(marker) for marker in markers}
+        kept_ids = tokenizer.special_ids if keep_special else tokenizer.special_ids & marker_ids
+        return OutputParserConfig(
+            tokenizer=tokenizer,
+            reasoning_format=reasoning,
+            initial_section=section,
+            show_reasoning=include_reasoning,
+            tool_format=self.tool_format if tools else None,
+            function_names=frozenset(f.name for f in tools.callable_functions) if tools else frozenset(),
+            max_calls=1 if tools and not tools.parallel else None,
+            kept_special_ids=kept_ids - frozenset(tokenizer.eos_ids),
+        )
 
     async def render(
         self,
@@ -140,68 +162,33 @@ class ChatFormat:
 
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
-    async def _check_grammar(self, grammar: Grammar, tools: RequestTools | None) -> None:
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Compiles a grammar in a thread, as the pods will; results are cached.
+
+        Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported.
+        """
+        if self._compiler.get_cached(grammar) is None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compile_threads, self._compiler.compile, grammar)
+
+    async def _check_answer_grammar(self, grammar: Grammar, tools: RequestTools | None) -> None:
         """Raises InvalidRequest if the grammar is rejected.
 
         The error names the function whose parameters are the reason, if there is one.
         """
         try:
-            await self.grammar_checker.check(grammar)
+            await self.check_grammar(grammar)
         except InvalidRequest:
             for function in tools.callable_functions if tools else ():
-                await self.grammar_checker.check(from_json_schema(parameters_schema(function), field=function.field))
+                await self.check_grammar(from_json_schema(parameters_schema(function), field=function.field))
             raise
 
-    def _parser_config(
-        self,
-        tools: RequestTools | None,
-        initial_section: ReasoningSection,
-        *,
-        include_reasoning: bool,
-        keep_special: bool,
-    ) -> OutputParserConfig | None:
-        if tools is None and self.reasoning_format is None:
-            return parser_config_with_special_tokens(self._tokenizer) if keep_special else None
+    def special_tokens_config(self) -> OutputParserConfig:
+        """Returns the parser configuration of answers without tools and reasoning that show special tokens."""
         tokenizer = self._tokenizer
-        markers = [*(self.tool_format.markers if tools else ())]
-        if self.reasoning_format is not None:
-            markers += [self.reasoning_format.start, self.reasoning_format.end]
-        kept_ids = tokenizer.special_ids if keep_special else tokenizer.special_ids & _token_ids(tokenizer, markers)
-        return OutputParserConfig(
-            tokenizer=tokenizer,
-            reasoning_format=self.reasoning_format,
-            initial_section=initial_section,
-            show_reasoning=include_reasoning,
-            tool_format=self.tool_format if tools else None,
-            function_names=frozenset(f.name for f in tools.callable_functions) if tools else frozenset(),
-            max_calls=1 if tools and not tools.parallel else None,
-            kept_special_ids=kept_ids - frozenset(tokenizer.eos_ids),
-        )
-
-
-def parser_config_with_special_tokens(tokenizer: TextTokenizer) -> OutputParserConfig:
-    """Returns the parser configuration of a completion that shows special tokens."""
-    return OutputParserConfig(
-        tokenizer=tokenizer, kept_special_ids=tokenizer.special_ids - frozenset(tokenizer.eos_ids)
-    )
+        kept_ids = tokenizer.special_ids - frozenset(tokenizer.eos_ids)
+        return OutputParserConfig(tokenizer=tokenizer, kept_special_ids=kept_ids)
 
 
 def _uses_tools(message: Mapping[str, Any]) -> bool:
     return message["role"] == "tool" or "tool_calls" in message
-
-
-def _token_ids(tokenizer: TextTokenizer, texts: Sequence[str]) -> frozenset[int]:
-    return frozenset(i for text in texts if (i := tokenizer.raw.token_to_id(text)) is not None)
-
-
-class GrammarChecker:
-    """Rejects grammars that the model's pods would reject. Compiles them in threads and caches the results."""
-
-    def __init__(self, compiler: GrammarCompiler) -> None:
-        self._compiler = compiler
-        self._threads = ThreadPoolExecutor(MAX_COMPILING, "grammar")
-
-    async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported."""
-        if self._compiler.get_cached(grammar) is None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.compile, grammar)

@@ -1,22 +1,138 @@
 """The output of one choice: tokens in order become pieces of text with log-probabilities.
 
-Lifecycle: `add` tokens until `finish` is set, by a stop string or by the finish reason of the pods. While text is held
-back because a stop string may begin in it, the log-probabilities of its tokens are held back too. Tokens that begin
-inside a stop string are counted but not reported.
+    token -> detokenizer -> text -> stop strings -> released text -> parser (reasoning, tool calls) -> OutputPiece
+
+Invariant of the detokenizers: all returned texts joined, `flush` included, equal the tokenizer's decode of all ids at
+once, and no returned text ends inside a character. Byte-level vocabularies use the standard library's incremental UTF-8
+decoder, all others the two offsets of text-generation-inference (prefix and read). `tokenizers.decoders.DecodeStream`
+was tried: its text was right, but without a flush it kept back the tail of 45% of random byte-level sequences, and it
+decodes a window per token.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.types import FinishReason, PromptLogprobs, Token, TokenLogprob
-from gateway.text.detokenizer import make_detokenizer
-from gateway.text.output_parser import OutputParserConfig
-from gateway.text.stop_strings import StopStringScanner
+from gateway.text.output_parser import OutputParser, OutputParserConfig
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import MessageDelta
+
+_REPLACEMENT = "\ufffd"
+#: Tokens that may be held back for an incomplete character. No character takes more, so longer ones are invalid bytes.
+_MAX_PENDING = 8
+
+
+class ByteLevelDetokenizer:
+    """Token ids of one sequence to text, for vocabularies of byte strings.
+
+    Special tokens have no text, but those in `kept_ids` have their name as text.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._texts = tokenizer.token_texts
+        self._kept_ids = kept_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        #: No character is incomplete.
+        self._clean = True
+
+    def feed(self, token_id: int) -> str:
+        """Returns the text that this token completes, "" while a character is incomplete."""
+        if self._clean and token_id not in self._kept_ids and (text := self._texts[token_id]) is not None:
+            return text
+        if token_id in self._tokenizer.special_ids and token_id not in self._kept_ids:
+            return ""
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._clean = not self._decoder.getstate()[0]
+        return text
+
+    def flush(self) -> str:
+        """Returns the text held back, with U+FFFD for incomplete characters. Nothing is pending afterwards."""
+        self._clean = True
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """ByteLevelDetokenizer's interface for any vocabulary.
+
+    It decodes a short window with and without the new tokens. The difference is the new text.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._kept_ids = kept_ids
+        self._ids: list[int] = []
+        self._prefix = 0
+        self._read = 0
+
+    def feed(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return self.flush() + self._tokenizer.token_bytes(token_id).decode() if token_id in self._kept_ids else ""
+        self._ids.append(token_id)
+        return self._advance(force=len(self._ids) - self._read > _MAX_PENDING)
+
+    def flush(self) -> str:
+        return self._advance(force=True)
+
+    def _advance(self, *, force: bool) -> str:
+        window = self._ids[self._prefix :]
+        before = self._tokenizer.decode(window[: self._read - self._prefix])
+        after = self._tokenizer.decode(window)
+        if not force and (len(after) <= len(before) or after.endswith(_REPLACEMENT)):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return after[len(before) :]
+
+
+def make_detokenizer(
+    tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()
+) -> ByteLevelDetokenizer | WindowDetokenizer:
+    """Returns the detokenizer that fits the vocabulary."""
+    return ByteLevelDetokenizer(tokenizer, kept_ids) if tokenizer.byte_level else WindowDetokenizer(tokenizer, kept_ids)
+
+
+class StopStringScanner:
+    """Finds stop strings in a growing text; a stop string may begin in one token and end in another.
+
+    Invariant: `feed` never returns a character that may belong to a stop string, and returns all others at once. If
+    several stop strings occur, the one that begins first counts.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        """`include`: a stop string is part of the released text."""
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        #: A stop string occurred; no more text is released.
+        self.found = False
+
+    def feed(self, text: str) -> str:
+        """Returns the text that may be sent now."""
+        if self.found or not self._stops:
+            return "" if self.found else text
+        buffer = self._held + text
+        matches = [(at, len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        if matches:
+            self.found, self._held = True, ""
+            start, length = min(matches)
+            return buffer[: start + length if self._include else start]
+        keep = max(_overlap(buffer, stop) for stop in self._stops)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def flush(self) -> str:
+        """Returns the text held back, once the output is known to end."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest proper prefix of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +159,12 @@ class OutputPiece:
 
 
 class ChoiceOutput:
-    """Turns the tokens of one sequence into pieces of text."""
+    """Turns the tokens of one sequence into pieces of text.
+
+    Lifecycle: `add` tokens until `finish` is set, by a stop string or by the finish reason of the pods. While text is
+    held back because a stop string may begin in it, the log-probabilities of its tokens are held back too. Tokens that
+    begin inside a stop string are counted but not reported.
+    """
 
     def __init__(
         self,
@@ -62,16 +183,14 @@ class ChoiceOutput:
         self._detokenizer = make_detokenizer(
             tokenizer, parser_config.kept_special_ids if parser_config else frozenset()
         )
-        self._parser = parser_config.new_parser() if parser_config else None
+        self._parser = OutputParser(parser_config) if parser_config else None
         self._scanner = StopStringScanner(stops, include=include_stop)
         self._logprobs = logprobs
         #: Pieces hold text and nothing else: no stop strings, no log-probabilities and no parser.
         self.text_only = not stops and not logprobs and parser_config is None
         self._pending: deque[ReportedToken] = deque()
-        #: Characters detokenized.
-        self._length = 0
-        #: Characters returned.
-        self._released = 0
+        #: Characters detokenized, and characters returned.
+        self._length = self._released = 0
         self.num_tokens = 0
         self.finish: FinishReason | None = None
 
@@ -90,22 +209,18 @@ class ChoiceOutput:
             taken.append(token)
             if self._logprobs:
                 self._pending.append(ReportedToken(token, self._length))
-            piece = self._detokenizer.feed(token.id)
-            self._length += len(piece)
-            text.append(self._scanner.feed(piece))
+            text.append(self._scan(self._detokenizer.feed(token.id)))
         self.num_tokens += len(taken)
         if ended is not None and not self._scanner.found:
-            tail = self._detokenizer.flush()
-            self._length += len(tail)
-            text.append(self._scanner.feed(tail))
+            text.append(self._scan(self._detokenizer.flush()))
             if not self._scanner.found:
                 text.append(self._scanner.flush())
         self.finish = FinishReason.STOP if self._scanner.found else ended
         out = "".join(text)
         self._released += len(out)
-        if self._parser is None:
-            return OutputPiece(out, self._take_reported(), tuple(taken), self.finish)
-        deltas, self.finish = self._parser.feed(out, taken, self.finish)
+        deltas = None
+        if self._parser is not None:
+            deltas, self.finish = self._parser.feed(out, taken, self.finish)
         return OutputPiece(out, self._take_reported(), tuple(taken), self.finish, deltas)
 
     def add_id(self, token_id: int) -> str:
@@ -117,6 +232,10 @@ class ChoiceOutput:
     def reasoning_tokens(self) -> int:
         """Number of tokens in reasoning sections; `num_tokens` includes them."""
         return self._parser.reasoning_tokens if self._parser else 0
+
+    def _scan(self, text: str) -> str:
+        self._length += len(text)
+        return self._scanner.feed(text)
 
     def _take_reported(self) -> tuple[ReportedToken, ...]:
         """Returns the tokens of the released text; at the end of the output, all that are left."""
@@ -167,23 +286,11 @@ def join_prompt_logprobs(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PromptEcho:
-    """The prompt as part of an answer."""
-
-    text: str
-    #: The prompt's tokens with their offsets in `text`.
-    reported: tuple[ReportedToken, ...]
-
-
-def prompt_echo(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]) -> PromptEcho:
-    """Returns the prompt's text and tokens, detokenized from its ids."""
+def prompt_echo(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]) -> tuple[str, tuple[ReportedToken, ...]]:
+    """Returns the prompt's text, detokenized from its ids, and its tokens with their offsets in the text."""
     out = make_detokenizer(tokenizer)
-    text, reported, length = [], [], 0
+    text, reported = "", []
     for index, token in enumerate(tokens):
-        reported.append(ReportedToken(Token(index, token.id, token.logprob, token.top), length))
-        piece = out.feed(token.id)
-        text.append(piece)
-        length += len(piece)
-    text.append(out.flush())
-    return PromptEcho("".join(text), tuple(reported))
+        reported.append(ReportedToken(Token(index, token.id, token.logprob, token.top), len(text)))
+        text += out.feed(token.id)
+    return text + out.flush(), tuple(reported)

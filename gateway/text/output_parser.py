@@ -1,8 +1,6 @@
 """Parses the text of one answer, piece by piece, into reasoning, tool calls and content.
 
-`OutputParserConfig` says how the answers of a request are parsed; `new_parser()` makes the OutputParser of one choice.
-ChoiceOutput calls `feed` for every piece and stores the deltas in it; `assemble` makes the complete message of them.
-Requests without tools and reasoning have no configuration: their pieces have no deltas, and all text is content.
+Requests without tools and reasoning have no OutputParserConfig: their pieces have no deltas, and all text is content.
 """
 
 from __future__ import annotations
@@ -36,25 +34,15 @@ class OutputParserConfig:
     #: Special tokens that appear in the text, because a parser needs them or the client wants to see them.
     kept_special_ids: frozenset[int] = frozenset()
 
-    def new_parser(self) -> OutputParser:
-        """Returns a parser for one choice."""
-        return OutputParser(self)
-
 
 class OutputParser:
     """Splits the text of one choice into reasoning, tool calls and content."""
 
     def __init__(self, config: OutputParserConfig) -> None:
         self._config = config
-        reasoning_format = config.reasoning_format
-        self._reasoning = (
-            None if reasoning_format is None else ReasoningParser(reasoning_format, config.initial_section)
-        )
-        self._tools = (
-            None
-            if config.tool_format is None
-            else config.tool_format.new_parser(config.function_names, config.max_calls)
-        )
+        reasoning, tools = config.reasoning_format, config.tool_format
+        self._reasoning = None if reasoning is None else ReasoningParser(reasoning, config.initial_section)
+        self._tools = None if tools is None else tools.new_parser(config.function_names, config.max_calls)
         #: Tokens of the reasoning section, its markers included.
         self.reasoning_tokens = 0
 
@@ -66,25 +54,27 @@ class OutputParser:
         The choice also finishes when the last allowed call is complete.
         """
         deltas: list[MessageDelta] = []
-        self._feed(text, tokens, deltas)
+        reasoning, answer = self._reasoning, text
+        if reasoning is not None:
+            was_in_reasoning = reasoning.in_reasoning
+            reasoning_text, answer = reasoning.feed(text)
+            self._add_reasoning(reasoning_text, deltas)
+            if was_in_reasoning:
+                answer_chars = None if reasoning.in_reasoning else reasoning.chars_after_section
+                self._count_reasoning_tokens(tokens, len(text), answer_chars)
+        self._add_answer(answer, deltas)
         if finish is not None:
-            self._finish(deltas)
+            if reasoning is not None:
+                reasoning_text, answer = reasoning.finish()
+                self._add_reasoning(reasoning_text, deltas)
+                self._add_answer(answer, deltas)
+            if self._tools is not None:
+                deltas.extend(self._tools.finish())
         if self._tools is not None and self._tools.num_completed:
             full = self._tools.num_completed == self._config.max_calls
             if finish is FinishReason.STOP or (finish is None and full):
                 finish = FinishReason.TOOL_CALLS
         return tuple(deltas), finish
-
-    def _feed(self, text: str, tokens: Sequence[Token], deltas: list[MessageDelta]) -> None:
-        reasoning, answer = self._reasoning, text
-        if reasoning is not None and reasoning.in_reasoning:
-            reasoning_text, answer = reasoning.feed(text)
-            self._add_reasoning(reasoning_text, deltas)
-            answer_chars = None if reasoning.in_reasoning else reasoning.chars_after_section
-            self._count_reasoning_tokens(tokens, len(text), answer_chars)
-        elif reasoning is not None:
-            answer = reasoning.feed(text)[1]
-        self._add_answer(answer, deltas)
 
     def _count_reasoning_tokens(self, tokens: Sequence[Token], length: int, answer_chars: int | None) -> None:
         """Counts the tokens that begin in the reasoning section.
@@ -104,14 +94,6 @@ class OutputParser:
                     break
                 self.reasoning_tokens += 1
                 at += len(self._config.tokenizer.token_bytes(token.id).decode("utf-8", "ignore"))
-
-    def _finish(self, deltas: list[MessageDelta]) -> None:
-        if self._reasoning is not None:
-            reasoning_text, answer = self._reasoning.finish()
-            self._add_reasoning(reasoning_text, deltas)
-            self._add_answer(answer, deltas)
-        if self._tools is not None:
-            deltas.extend(self._tools.finish())
 
     def _add_reasoning(self, text: str, deltas: list[MessageDelta]) -> None:
         if text and self._config.show_reasoning:

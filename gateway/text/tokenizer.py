@@ -84,7 +84,7 @@ class TextTokenizer:
         #: Content of tokenizer_config.json.
         self.config = read_json(model_dir / "tokenizer_config.json")
         decoder = read_json(path).get("decoder") or {}
-        #: Tokens are byte strings (see detokenizer.py).
+        #: Tokens are byte strings.
         self.byte_level: bool = decoder.get("type") == "ByteLevel"
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
@@ -135,18 +135,17 @@ class TextTokenizer:
 
     async def encode_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of words, at the start of a text and after a space."""
+        if not texts:
+            return ()
         forms = [form for text in texts for bare in (text.removeprefix(" "),) for form in (text, bare, f" {bare}")]
         sequences = await self.encode_all(forms, add_special_tokens=False)
         return tuple(dict.fromkeys(tuple(ids) for ids in sequences if ids))
 
     async def decode_async(self, ids: list[int]) -> str:
         """Returns the text of token ids, special tokens included, in a thread if there are many."""
-
-        def decode() -> str:
-            text: str = self.raw.decode_batch([ids], skip_special_tokens=False)[0]
-            return text
-
-        return await asyncio.to_thread(decode) if len(ids) > INLINE_CHARS else decode()
+        decode = functools.partial(self.raw.decode_batch, [ids], skip_special_tokens=False)
+        texts: list[str] = await asyncio.to_thread(decode) if len(ids) > INLINE_CHARS else decode()
+        return texts[0]
 
     async def token_strings_async(self, ids: list[int]) -> list[str]:
         """Returns the vocabulary entries of token ids, in a thread if there are many."""

@@ -13,7 +13,7 @@ import pytest
 from cli.stack.valkey import EmbeddedValkey
 from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
-from gateway.dispatch.dispatch import Dispatcher
+from gateway.dispatch.dispatch import Dispatch
 from gateway.pods.table import PodTable
 from gateway.routing.router import Router
 from gateway.telemetry.metrics import GatewayMetrics
@@ -29,10 +29,10 @@ TURNS, SAID, ANSWER = 10, BLOCK + 1, BLOCK + 1  # an answer fills the block in w
 class World:
     """Pods, a gateway's dispatch over them, and a real index."""
 
-    def __init__(self, cluster: Cluster, table: PodTable, pipeline: Dispatcher) -> None:
+    def __init__(self, cluster: Cluster, table: PodTable, router: Router) -> None:
         self.cluster = cluster
         self._table = table
-        self._pipeline = pipeline
+        self._router = router
         self._asked = 0
 
     async def ask(self, prompt: list[int]) -> list[int]:
@@ -41,7 +41,7 @@ class World:
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER)
         valid = ValidRequest(f"turn{self._asked}", "tiny", tuple(prompt), sampling)
         timeline = Timeline(valid.request_id, None, "test")
-        run = self._pipeline.dispatch(valid, deadline=time.monotonic() + 30, timeline=timeline)
+        run = Dispatch(self._router, valid, deadline=time.monotonic() + 30, timeline=timeline)
         ids: list[int] = []
         try:
             while True:
@@ -89,15 +89,14 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
             reader = IndexReader(url, timeout_s=20.0, clock=lambda: time.monotonic() * 1e6)
             table = PodTable((), reader, gateway_id="g", model="tiny")
             router = Router(table, GatewayMetrics(), rng=random.Random(1))
-            pipeline = Dispatcher(router, GatewayMetrics(), gateway_id="g")
             await table.start()
             try:
                 await until(
                     lambda: len(table.decode_pods()) == 2 and sum(map(len, table.pods_by_layout().values())) == 4
                 )
-                yield World(cluster, table, pipeline)
+                yield World(cluster, table, router)
             finally:
-                await pipeline.stop()
+                await router.stop()
                 await table.stop()
     finally:
         await valkey.stop()

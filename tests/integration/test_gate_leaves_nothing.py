@@ -43,7 +43,7 @@ async def test_the_gate_leaves_nothing_behind(smollm2_dir: Path) -> None:
         pod = await cluster.add(Role.PREFILL, "prefill-0", RatedPod)
         cluster.decodes[0].faults.token_delay_s = 0.01
         async with rig(cluster, smollm2_dir, max_running=6, max_queue=8, max_ttft_s=1.0) as gw:
-            gate, router = gw.gateway.models.first.gate, gw.gateway.models.first.dispatcher.router
+            gate, router = gw.gateway.models.first.gate, gw.gateway.models.first.router
             end = time.monotonic() + SECONDS
 
             async def client() -> None:

@@ -14,11 +14,12 @@ import pytest_asyncio
 
 from common.errors import Cancelled
 from common.pb import inference_pb2
+from common.settings.configs import GatewayConfig
 from gateway.admission.api_keys import ANONYMOUS
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http import endpoint
 from gateway.api.openai.generate import GenerateHandler
-from gateway.serving.gateway import Gateway, GatewaySettings
+from gateway.serving.gateway import Gateway
 from tests.rigs.gateway.gateway_rig import MODEL, Rig
 from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 from tests.rigs.waiting import until
@@ -114,7 +115,7 @@ async def test_a_client_that_has_gone_before_the_headers_is_no_failure(gw: Rig) 
 
 
 def test_a_deadline_that_has_passed_is_not_an_unlimited_one() -> None:
-    gateway = Gateway(GatewaySettings(), [], None)
+    gateway = Gateway(GatewayConfig(), [], None)
     for given, least, most in ((0.0, -1.0, 0.0), (3.0, 0.0, 3.0), (None, 3.0, 600.0), (1e9, 3.0, 600.0)):
         with gateway.admit("generate", None, given, caller=ANONYMOUS) as context:
             assert least < context.deadline - time.monotonic() <= most

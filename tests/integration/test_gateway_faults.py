@@ -296,9 +296,9 @@ async def test_a_failed_hand_off_after_a_complete_answer_frees_the_decode_pod(
 
 
 async def make_attempt(gw: Rig, max_tokens: int) -> Attempt:
-    dispatcher = gw.gateway.models.first.dispatcher
-    plan = await dispatcher.router.plan(ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens)))
-    return dispatcher.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, Timeline("id", None, "completions"))
+    request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=max_tokens))
+    plan, timeline = await gw.gateway.models.first.router.plan(request), Timeline("id", None, "completions")
+    return Attempt(plan, deadline=time.monotonic() + 30, timeline=timeline)
 
 
 async def test_a_hand_off_that_fails_before_the_answer_is_taken_frees_the_decode_pod(

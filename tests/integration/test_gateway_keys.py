@@ -122,7 +122,7 @@ async def test_keys_come_and_go_in_a_file_and_a_broken_file_changes_nothing(smol
 
         def allowed(key: str) -> bool:
             try:
-                return bool(gw.gateway.keys.identify(key))
+                return bool(gw.gateway.keys.current.identify(key))
             except InvalidApiKey:
                 return False
 
@@ -148,10 +148,10 @@ async def test_keys_in_redis_stay_valid_while_it_is_away(smollm2_dir: Path, tmp_
         async with fake_cluster() as cluster, rig(cluster, smollm2_dir, api_keys=("redis",), redis=url) as gw:
             keys = gw.gateway.keys
             with pytest.raises(Exception, match="not valid"):
-                keys.identify(f"Bearer {key}")
+                keys.current.identify(f"Bearer {key}")
             await store.add(record)
             await until(lambda: bool(keys._of_hash))
-            assert keys.identify(f"Bearer {key}").limits.tokens_per_minute == 7
+            assert keys.current.identify(f"Bearer {key}").limits.tokens_per_minute == 7
             await store._client.hset("kv:api-keys", "x", "no record")
             await until(lambda: bool(keys._errors))
             await store._client.hdel("kv:api-keys", "x")
@@ -171,6 +171,6 @@ async def test_a_gateway_that_never_reached_redis_answers_503(tmp_path: Path, un
     await ring.start()
     try:
         with pytest.raises(Exception, match="cannot be checked"):
-            ring.identify(f"Bearer {create_key('t')[0]}")
+            ring.current.identify(f"Bearer {create_key('t')[0]}")
     finally:
         await ring.stop()

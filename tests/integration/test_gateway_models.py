@@ -15,7 +15,6 @@ from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
 from common.settings.configs import GatewayConfig
 from common.types import Role
-from gateway.server import gateway_settings
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
 from tests.rigs.gateway.gateway_rig import Rig, rig, texts
@@ -74,7 +73,7 @@ async def test_requests_go_to_the_pods_of_their_model(smollm2_dir: Path, unused_
 async def test_one_model_may_have_no_pods_while_another_serves(smollm2_dir: Path) -> None:
     async with two_models(smollm2_dir) as (gw, cluster):
         await cluster.decodes[0].stop()
-        await until(lambda: not gw.gateway.models.find("one").pod_table.ready)
+        await until(lambda: not gw.gateway.models.by_name["one"].pod_table.ready)
         assert (await gw.http.get("/ready")).status_code == 200
         assert (await gw.complete(model="one", max_tokens=2)).status_code == 503
         assert (await gw.complete(model="two", max_tokens=2)).status_code == 200
@@ -139,9 +138,7 @@ def test_ambiguous_and_unknown_names_are_rejected(
 ) -> None:
     def make() -> Gateway:
         config = GatewayConfig(models=models, alias=alias)
-        return Gateway(
-            gateway_settings(config), [TextProcessor(m, *texts(smollm2_dir)) for m in config.served_models()], None
-        )
+        return Gateway(config, [TextProcessor(m, *texts(smollm2_dir)) for m in config.served_models()], None)
 
     with pytest.raises(ConfigError) as error:
         make()

@@ -260,7 +260,7 @@ async def test_a_client_that_reads_too_slowly_gets_no_second_pod(
     monkeypatch.setattr(attempt, "MAX_PENDING_TOKENS", 2)
     request = ValidRequest("slow", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS))
     timeline = Timeline("slow", None, "completions")
-    run = gw.gateway.models.first.dispatcher.dispatch(request, deadline=time.monotonic() + 30, timeline=timeline)
+    run = dispatch.Dispatch(gw.gateway.models.first.router, request, deadline=time.monotonic() + 30, timeline=timeline)
     await run.next()
     await until(lambda: run._attempt is not None and run._attempt.token_queue.error is not None)
     await run.next()  # what waits

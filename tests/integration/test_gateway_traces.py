@@ -155,11 +155,13 @@ def calls_of(work: Callable[[], None]) -> Counter[str]:
 
 
 async def started_attempt(gw: Rig, tracer: Tracer | None) -> Attempt:
-    dispatcher = gw.gateway.models.first.dispatcher
     request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=500))
     trace = None if tracer is None else RequestTrace(tracer, TraceContext.new(sampled=True), None)
-    plan, timeline = await dispatcher.router.plan(request), Timeline("id", None, "completions", trace=trace)
-    attempt = dispatcher.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+    plan, timeline = (
+        await gw.gateway.models.first.router.plan(request),
+        Timeline("id", None, "completions", trace=trace),
+    )
+    attempt = Attempt(plan, deadline=time.monotonic() + 30, timeline=timeline)
     await attempt.start()
     return attempt
 

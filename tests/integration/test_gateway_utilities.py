@@ -139,7 +139,7 @@ async def test_without_pods_the_gateway_is_live_not_ready_and_tokenizes(smollm2_
 
 
 async def test_a_reset_is_confirmed_by_every_pod_or_fails(gw: Rig, cluster: FakeCluster) -> None:
-    approx = gw.gateway.models.first.dispatcher.router.approx_index
+    approx = gw.gateway.models.first.router.approx_index
     prompt = list(range(200))
     await gw.complete(prompt=prompt)
     body = (await gw.http.post("/reset_prefix_cache")).json()

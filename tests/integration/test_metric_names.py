@@ -21,10 +21,10 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 
-from common.settings.configs import PodConfig
+from common.settings.configs import GatewayConfig, PodConfig
 from common.telemetry import MetricDeclaration, Metrics
 from common.types import Role
-from gateway.serving.gateway import Gateway, GatewaySettings
+from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from pod.gpu import GpuMonitor, GpuReading, add_gpu_metrics
@@ -51,7 +51,7 @@ def registries(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     torch.set_num_threads(1)
 
     async def made() -> dict[str, Metrics]:
-        gateway = Gateway(GatewaySettings(), [TextProcessor(MODEL, *texts(smollm2_dir))], None)
+        gateway = Gateway(GatewayConfig(), [TextProcessor(MODEL, *texts(smollm2_dir))], None)
         config = PodConfig(
             role=Role.PREFILL,
             model=str(tiny_llama(tmp_path_factory.mktemp("tiny"))),

@@ -90,10 +90,10 @@ async def test_pending_tokens_are_bounded_with_their_alternatives_counted(
     monkeypatch.setattr(attempt_module, "MAX_PENDING_TOKENS", 210)
     for logprobs, limit in ((None, 210), (20, 10)):
         cluster.decodes[0].faults.stall_after = 0
-        dispatcher = gw.gateway.models.first.dispatcher
+        router = gw.gateway.models.first.router
         request = ValidRequest("r", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS, logprobs=logprobs))
-        plan, timeline = await dispatcher.router.plan(request), Timeline("id", None, "completions")
-        attempt = dispatcher.new_attempt(plan, 1, frozenset(), time.monotonic() + 30, timeline)
+        plan, timeline = await router.plan(request), Timeline("id", None, "completions")
+        attempt = Attempt(plan, deadline=time.monotonic() + 30, timeline=timeline)
         await attempt.start()
         for index in range(1, limit + 2):
             attempt.on_delta(decode_pb2.SequenceDelta(request_id="r", tokens=[types_pb2.Token(index=index, id=66)]))

@@ -38,7 +38,7 @@ async def test_the_end_event_is_the_last(gw: Rig, tokens_first: bool, how: str) 
         if how == "context":
             context.abort(Cancelled("ended by a test"))
         else:
-            attempt.fail(Overloaded("ended by a test"))
+            attempt.token_queue.fail(Overloaded("ended by a test"))
 
     for step in (come, end) if tokens_first else (end, come):
         step()

@@ -28,7 +28,7 @@ def test_only_the_exact_key_identifies_its_caller() -> None:
     key, record = create_key("acme", **FIELDS)
     other, _ = create_key("acme")
     keys = KeySet([record])
-    caller = keys.identify(key)
+    caller = keys.identify(f"Bearer {key}")
     assert (caller.tenant, caller.key_id, caller.weight) == ("acme", record.id, 2.5)
     assert caller.limits.requests_per_minute == 5
     secret = key.rpartition("-")[2]
@@ -43,7 +43,7 @@ def test_only_the_exact_key_identifies_its_caller() -> None:
         key.upper(),
         f"sk-baton-{'0' * 12}-{'A' * 43}",
     ):
-        refused(lambda wrong=wrong: keys.identify(wrong))
+        refused(lambda wrong=wrong: keys.identify(f"Bearer {wrong}"))
     assert secret not in record.model_dump_json()
     assert record.hash != create_key("acme")[1].hash
 
@@ -51,9 +51,9 @@ def test_only_the_exact_key_identifies_its_caller() -> None:
 def test_a_key_expires_at_its_time() -> None:
     now = datetime.now(UTC)
     key, record = create_key("t", expires=now + timedelta(hours=1))
-    assert KeySet([record]).identify(key).tenant == "t"
+    assert KeySet([record]).identify(f"Bearer {key}").tenant == "t"
     key, record = create_key("t", expires=now - timedelta(seconds=1))
-    refused(lambda: KeySet([record]).identify(key))
+    refused(lambda: KeySet([record]).identify(f"Bearer {key}"))
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_sources_no_key_is_needed_and_with_an_empty_one_no_key_is_valid(tmp_path: Path) -> None:
-    assert KeyRing().identify(None).admin
+    assert KeyRing().current.identify(None).admin
     path = tmp_path / "keys.json"
     path.write_text("")
     ring = KeyRing([str(path)])
     for header in (None, "", "Bearer", "Bearer x", "Basic abc"):
-        refused(lambda header=header: ring.identify(header))
+        refused(lambda header=header: ring.current.identify(header))
 
 
 def test_priority_and_salt_of_a_key_bind_its_requests() -> None:
@@ -155,7 +155,7 @@ def test_the_keys_command_creates_lists_and_revokes(tmp_path: Path, monkeypatch:
     made = run.invoke(app, ["keys", "create", "acme", "--api-keys", path, "--tokens-per-day", "1000", "--model", "m"])
     assert made.exit_code == 0, made.output
     key = made.stdout.strip()
-    caller = KeyRing([path]).identify(f"Bearer {key}")
+    caller = KeyRing([path]).current.identify(f"Bearer {key}")
     assert (caller.tenant, caller.models, caller.limits.tokens_per_day) == ("acme", ("m",), 1000)
     listed = run.invoke(app, ["keys", "list", "--api-keys", path])
     assert caller.key_id in listed.stdout.replace("\n", "")
@@ -164,7 +164,7 @@ def test_the_keys_command_creates_lists_and_revokes(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("BATON_API_KEYS", path)
     assert run.invoke(app, ["keys", "revoke", caller.key_id]).exit_code == 0
     assert isinstance(run.invoke(app, ["keys", "revoke", caller.key_id]).exception, BatonError)
-    refused(lambda: KeyRing([path]).identify(f"Bearer {key}"))
+    refused(lambda: KeyRing([path]).current.identify(f"Bearer {key}"))
 
 
 @pytest.mark.parametrize("argv", [["list"], ["create", "acme"], ["revoke", "0" * 12]])

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.fair_queue import AGING_TURNS, FairQueue, QueueEntry
+from gateway.admission.gate import AGING_TURNS, FairQueue, QueueEntry
 
 COST = 100  # the largest
 

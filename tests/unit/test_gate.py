@@ -10,8 +10,7 @@ import pytest
 
 from common.errors import DeadlineExceeded, Overloaded, Unavailable
 from gateway.admission.api_keys import ANONYMOUS, Caller
-from gateway.admission.fair_queue import QueueEntry
-from gateway.admission.gate import Gate, GateLimits
+from gateway.admission.gate import Gate, GateLimits, QueueEntry
 from gateway.telemetry.metrics import GatewayMetrics
 
 A, B = (Caller(tenant=name, key_id=name) for name in "ab")

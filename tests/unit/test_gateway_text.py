@@ -15,9 +15,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from common.errors import InvalidRequest
 from common.model.chat_template import ChatTemplate
 from common.types import FinishReason, Token
-from gateway.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, make_detokenizer
-from gateway.text.output import ChoiceOutput
-from gateway.text.stop_strings import StopStringScanner
+from gateway.text.output import (
+    ByteLevelDetokenizer,
+    ChoiceOutput,
+    StopStringScanner,
+    WindowDetokenizer,
+    make_detokenizer,
+)
 from gateway.text.tokenizer import TextTokenizer
 
 TEXT = st.text(max_size=60)

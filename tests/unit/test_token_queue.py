@@ -119,17 +119,8 @@ async def test_an_exception_of_the_relaying_reader_does_not_reach_the_pod_stream
 
 
 def attempt_of(request: ValidRequest) -> Attempt:
-    plan: Any = SimpleNamespace(request=request)
-    return Attempt(
-        plan,
-        number=1,
-        avoided_pods=frozenset(),
-        deadline=time.monotonic() + 60,
-        gateway_id="g",
-        metrics=GatewayMetrics(),
-        timeline=Timeline("r", None, "completions"),
-        spawn=asyncio.create_task,
-    )
+    plan: Any = SimpleNamespace(request=request, router=SimpleNamespace(metrics=GatewayMetrics()))
+    return Attempt(plan, deadline=time.monotonic() + 60, timeline=Timeline("r", None, "completions"))
 
 
 async def test_fields_beside_a_token_count_while_it_is_relayed() -> None:

@@ -22,7 +22,7 @@ _LITERALS = {"t": "true", "f": "false", "n": "null"}
 MAX_DEPTH = 256
 
 
-class _Expected(Enum):
+class Expected(Enum):
     """The part of the JSON text that comes next."""
 
     VALUE = auto()
@@ -43,28 +43,39 @@ class JsonScanner:
     def __init__(self) -> None:
         self.done = False
         self.invalid = False
+        self.expected = Expected.VALUE
+        #: The string that is read, or was read last, is a key.
+        self.in_key = False
         #: Closing brackets of the open containers.
         self._stack: list[str] = []
-        self._at = _Expected.VALUE
-        self._in_key = False
         #: The part read so far of a number, a literal or an escape.
         self._atom = ""
+
+    @property
+    def depth(self) -> int:
+        """Number of open containers."""
+        return len(self._stack)
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
         """Reads text[at:], at most to the value's end. Returns where it stopped, and the text read as strict JSON."""
         out: list[str] = []
         while at < len(text) and not (self.done or self.invalid):
-            if self._at is _Expected.STRING:
-                at = self._string(text, at, out)
-            elif self._at is _Expected.ESCAPE:
-                at = self._escape(text, at, out)
-            elif self._at is _Expected.NUMBER:
-                at = self._number(text, at, out)
-            elif self._at is _Expected.LITERAL:
-                at = self._literal(text, at, out)
-            else:
-                at = self._structure(text, at, out)
+            at = self.step(text, at, out)
         return at, "".join(out)
+
+    def step(self, text: str, at: int, out: list[str]) -> int:
+        """Reads a part of text[at:] that changes the state at most once, like `feed`."""
+        match self.expected:
+            case Expected.STRING:
+                return self._string(text, at, out)
+            case Expected.ESCAPE:
+                return self._escape(text, at, out)
+            case Expected.NUMBER:
+                return self._number(text, at, out)
+            case Expected.LITERAL:
+                return self._literal(text, at, out)
+            case _:
+                return self._structure(text, at, out)
 
     def _structure(self, text: str, at: int, out: list[str]) -> int:
         space = _SPACE.match(text, at)
@@ -73,20 +84,18 @@ class JsonScanner:
             out.append(space[0])
             return space.end()
         char = text[at]
-        match self._at:
-            case _Expected.FIRST_KEY | _Expected.FIRST_ITEM | _Expected.AFTER if (
-                self._stack and char == self._stack[-1]
-            ):
+        match self.expected:
+            case Expected.FIRST_KEY | Expected.FIRST_ITEM | Expected.AFTER if self._stack and char == self._stack[-1]:
                 self._stack.pop()
                 self._ended()
-            case _Expected.FIRST_KEY | _Expected.KEY if char == '"':
-                self._at, self._in_key = _Expected.STRING, True
-            case _Expected.COLON if char == ":":
-                self._at = _Expected.VALUE
-            case _Expected.AFTER if char == ",":
-                self._at = _Expected.KEY if self._stack[-1] == "}" else _Expected.VALUE
-            case _Expected.VALUE | _Expected.FIRST_ITEM if self._begins(char):
-                if self._at in (_Expected.NUMBER, _Expected.LITERAL):
+            case Expected.FIRST_KEY | Expected.KEY if char == '"':
+                self.expected, self.in_key = Expected.STRING, True
+            case Expected.COLON if char == ":":
+                self.expected = Expected.VALUE
+            case Expected.AFTER if char == ",":
+                self.expected = Expected.KEY if self._stack[-1] == "}" else Expected.VALUE
+            case Expected.VALUE | Expected.FIRST_ITEM if self._begins(char):
+                if self.expected in (Expected.NUMBER, Expected.LITERAL):
                     return at  # the states NUMBER and LITERAL read their first character themselves
             case _:
                 self.invalid = True
@@ -97,20 +106,20 @@ class JsonScanner:
     def _begins(self, char: str) -> bool:
         if char in "{[":
             self._stack.append("}" if char == "{" else "]")
-            self._at = _Expected.FIRST_KEY if char == "{" else _Expected.FIRST_ITEM
+            self.expected = Expected.FIRST_KEY if char == "{" else Expected.FIRST_ITEM
             return len(self._stack) <= MAX_DEPTH
         if char == '"':
-            self._at, self._in_key = _Expected.STRING, False
+            self.expected, self.in_key = Expected.STRING, False
         elif char in "-0123456789":
-            self._at, self._atom = _Expected.NUMBER, ""
+            self.expected, self._atom = Expected.NUMBER, ""
         elif char in _LITERALS:
-            self._at, self._atom = _Expected.LITERAL, ""
+            self.expected, self._atom = Expected.LITERAL, ""
         else:
             return False
         return True
 
     def _ended(self) -> None:
-        self._at = _Expected.AFTER
+        self.expected = Expected.AFTER
         self.done = not self._stack
 
     def _string(self, text: str, at: int, out: list[str]) -> int:
@@ -121,12 +130,12 @@ class JsonScanner:
         char = text[at]
         if char == '"':
             out.append(char)
-            if self._in_key:
-                self._at = _Expected.COLON
+            if self.in_key:
+                self.expected = Expected.COLON
             else:
                 self._ended()
         elif char == "\\":
-            self._at, self._atom = _Expected.ESCAPE, char
+            self.expected, self._atom = Expected.ESCAPE, char
         else:
             out.append(json.dumps(char)[1:-1])
         return at + 1
@@ -139,7 +148,7 @@ class JsonScanner:
             return at
         if len(self._atom) == (6 if self._atom[1] == "u" else 2):
             out.append(self._atom)
-            self._at = _Expected.STRING
+            self.expected = Expected.STRING
         return at + 1
 
     def _number(self, text: str, at: int, out: list[str]) -> int:
@@ -177,18 +186,8 @@ def strict_json_object(text: str) -> str | None:
 
 _NAME_KEYS = ("name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
-
-
-class _CallState(Enum):
-    """The scanner's place in a call's object."""
-
-    OPEN = auto()
-    FIRST_KEY = auto()
-    KEY = auto()
-    IN_KEY = auto()
-    COLON = auto()
-    IN_VALUE = auto()
-    AFTER = auto()
+_BEFORE_KEY = (Expected.FIRST_KEY, Expected.KEY)
+_IN_STRING = (Expected.STRING, Expected.ESCAPE)
 
 
 class JsonCallScanner:
@@ -204,7 +203,6 @@ class JsonCallScanner:
         self.invalid = False
         self.name: str | None = None
         self._function_names = function_names
-        self._part = _CallState.OPEN
         self._scanner = JsonScanner()
         self._key = ""
         #: Text of the current key or value, unless it is passed on.
@@ -218,12 +216,10 @@ class JsonCallScanner:
     def feed(self, text: str, at: int) -> int:
         """Reads text[at:], at most to the object's end, and returns where it stopped."""
         while at < len(text) and not (self.done or self.invalid):
-            if self._part in (_CallState.IN_KEY, _CallState.IN_VALUE):
-                at = self._scan(text, at)
-            elif text[at] in " \t\n\r":
-                at += 1
+            if not self._scanner.depth and text[at] not in "{ \t\n\r":
+                self.invalid = True
             else:
-                at = self._punctuation(text, at)
+                at = self._step(text, at)
         return at
 
     def take_arguments(self) -> str:
@@ -233,48 +229,37 @@ class JsonCallScanner:
         out, self._pending = self._pending, ""
         return out
 
-    def _punctuation(self, text: str, at: int) -> int:
-        char = text[at]
-        match self._part:
-            case _CallState.OPEN if char == "{":
-                self._part = _CallState.FIRST_KEY
-            case _CallState.FIRST_KEY | _CallState.KEY if char == '"':
-                self._begin(_CallState.IN_KEY)
-                return at
-            case _CallState.COLON if char == ":":
-                self._begin(_CallState.IN_VALUE)
-            case _CallState.AFTER if char == ",":
-                self._part = _CallState.KEY
-            case _CallState.AFTER if char == "}":
-                self._close()
-            case _:
-                self.invalid = True
-                return at
-        return at + 1
+    def _step(self, text: str, at: int) -> int:
+        scanner, out = self._scanner, list[str]()
+        depth, expected, in_key = scanner.depth, scanner.expected, scanner.in_key
+        at = scanner.step(text, at, out)
+        part = "".join(out)
+        if scanner.invalid:
+            self.invalid = True
+        elif scanner.done:
+            self._close()
+        elif depth == 1 and (expected in _BEFORE_KEY or (in_key and expected in _IN_STRING)):
+            self._read = (self._read + part).lstrip()
+            if scanner.expected is Expected.COLON:
+                self._key, self._read = json.loads(self._read), ""
+        elif depth > 1 or (depth == 1 and expected not in (Expected.COLON, Expected.AFTER)):
+            self._add_to_value(part)
+            if scanner.depth == 1 and scanner.expected is Expected.AFTER:
+                if not self._passing:
+                    self._value_ended()
+                self._read, self._passing = "", False
+        return at
 
-    def _begin(self, part: _CallState) -> None:
-        self._part, self._scanner, self._read, self._passing = part, JsonScanner(), "", False
-
-    def _scan(self, text: str, at: int) -> int:
-        at, clean = self._scanner.feed(text, at)
+    def _add_to_value(self, part: str) -> None:
         if not (self._read or self._passing):
-            clean = clean.lstrip()
-            self._passing = self._part is _CallState.IN_VALUE and self._key in _ARGUMENT_KEYS and clean.startswith("{")
+            part = part.lstrip()
+            self._passing = self._key in _ARGUMENT_KEYS and part.startswith("{")
             if self._passing:
                 self._claim_arguments()
         if self._passing:
-            self._pending += clean
+            self._pending += part
         else:
-            self._read += clean
-        if self._scanner.invalid:
-            self.invalid = True
-        elif self._scanner.done:
-            self._part, ended = (_CallState.COLON if self._part is _CallState.IN_KEY else _CallState.AFTER), self._part
-            if ended is _CallState.IN_KEY:
-                self._key = json.loads(self._read)
-            elif not self._passing:
-                self._value_ended()
-        return at
+            self._read += part
 
     def _value_ended(self) -> None:
         value = json.loads(self._read)

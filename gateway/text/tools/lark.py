@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway.text.tools.format import Function
@@ -29,19 +29,29 @@ def parameters_schema(function: Function) -> dict[str, Any]:
     return {"type": "object", **function.parameters}
 
 
-def json_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
-    """Defines `rule` as {"name": "f", <key>: {...}} for one of the functions."""
-    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+def _one_of(rule: str, functions: Sequence[Function]) -> str:
+    return f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"
+
+
+def call_rules(rule: str, functions: Sequence[Function], head: Callable[[Function], str], tail: str = "") -> str:
+    """Defines `rule` as <head> {...} <tail> for one of the functions. `head` and `tail` are in Lark."""
+    lines = [_one_of(rule, functions)]
     for i, f in enumerate(functions):
-        head = lark_string(f'{{"name": {json.dumps(f.name)}, "{key}": ')
-        lines.append(f'{rule}_{i}: {head} {rule}_arguments_{i} "}}"')
+        lines.append(f"{rule}_{i}: {head(f)} {rule}_arguments_{i} {tail}".rstrip())
         lines.append(f"{rule}_arguments_{i}: {lark_json(parameters_schema(f), strict=f.strict)}")
     return "\n".join(lines)
 
 
+def json_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
+    """Defines `rule` as {"name": "f", <key>: {...}} for one of the functions."""
+    return call_rules(
+        rule, functions, lambda f: lark_string(f'{{"name": {json.dumps(f.name)}, "{key}": '), lark_string("}")
+    )
+
+
 def json_schema_call_rules(rule: str, functions: Sequence[Function], key: str) -> str:
     """Defines the rule of `json_call_rules` with JSON's own lexemes, for a place where other JSON may stand too."""
-    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+    lines = [_one_of(rule, functions)]
     for i, f in enumerate(functions):
         schema = {
             "type": "object",
@@ -67,22 +77,13 @@ def _relocate_refs(schema: Any, to: str) -> Any:
     }
 
 
-def named_call_rules(rule: str, functions: Sequence[Function], begin: str, between: str) -> str:
-    """Defines `rule` as <begin> f <between> {...} for one of the functions."""
-    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
-    for i, f in enumerate(functions):
-        lines.append(f"{rule}_{i}: {begin} {lark_string(f.name)} {between} {rule}_arguments_{i}")
-        lines.append(f"{rule}_arguments_{i}: {lark_json(parameters_schema(f), strict=f.strict)}")
-    return "\n".join(lines)
-
-
 def keyword_call_rules(rule: str, functions: Sequence[Function], lead: str = "") -> str:
     """Defines `rule` as f(a=1, b="x") for one of the functions, after `lead`.
 
     The properties come in their order. A property that is not required is optional. A schema without properties that
     are identifiers takes no arguments.
     """
-    lines = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(functions)))}"]
+    lines = [_one_of(rule, functions)]
     for i, f in enumerate(functions):
         lines.append(f'{rule}_{i}: {lark_string(f"{lead}{f.name}(")} {rule}_{i}_first_0 ")"')
         schema = parameters_schema(f)

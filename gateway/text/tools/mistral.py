@@ -21,7 +21,7 @@ from gateway.text.tools.call_parser import (
 )
 from gateway.text.tools.format import Function, LarkLiteral, ToolCall
 from gateway.text.tools.json_scanner import JsonScanner
-from gateway.text.tools.lark import json_call_rules, named_call_rules
+from gateway.text.tools.lark import call_rules, json_call_rules, lark_string
 
 BEGIN = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -158,7 +158,8 @@ class MistralFormat:
     ) -> str:
         if self._named:
             more = "+" if parallel else ""
-            return f"calls: call{more}\n{named_call_rules('call', functions, 'begin', literal(ARGS))}"
+            rules = call_rules("call", functions, lambda f: f"begin {lark_string(f.name)} {literal(ARGS)}")
+            return f"calls: call{more}\n{rules}"
         more = ' (", " object)*' if parallel else ""
         return f'calls: begin "[" object{more} "]"\n{json_call_rules("object", functions, "arguments")}'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from common.settings.configs import GatewayConfig
 from gateway.admission.key_ring import KeyRing
 from gateway.pods.endpoint_slices import KubernetesApi
 from gateway.pods.pod import Pod
-from gateway.server import GatewayServer, gateway_settings
+from gateway.server import GatewayServer
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
 from gateway.text.chat_format import ChatFormat
@@ -115,12 +115,7 @@ async def rig(
     served = [TextProcessor(name, *texts(Path(path), *parsers)) for name, path in config.served_models().items()]
     server = GatewayServer(
         config,
-        Gateway(
-            replace(gateway_settings(config), limits_timeout_s=index_timeout_s),
-            served,
-            index,
-            KeyRing(config.api_keys, config.redis),
-        ),
+        Gateway(config, served, index, KeyRing(config.api_keys, config.redis), limits_timeout_s=index_timeout_s),
         api=api,
     )
     try:
