@@ -10,12 +10,14 @@ import sys
 import sysconfig
 import zipfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [
+    "baton",
     "common",
     "engine",
     "kv_transfer",
@@ -82,10 +84,14 @@ def test_the_wheel_contains_the_packages_and_scripts_only(installed: Installed) 
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
 
 
-def test_every_module_imports_from_the_wheel(installed: Installed) -> None:
-    done = installed.run(str(installed.prefix / "bin" / "python"), "-c", IMPORT_ALL, *PACKAGES)
+def test_every_module_imports_from_the_wheel_and_users_import_from_baton(installed: Installed) -> None:
+    users = "from baton import *; print(LLM.__module__, SamplingParams(min_p=0.5).min_p, baton.__version__)"
+    code = f"import baton\n{users}\n{IMPORT_ALL}"
+    done = installed.run(str(installed.prefix / "bin" / "python"), "-c", code, *PACKAGES)
     assert done.returncode == 0, done.stderr[-2000:]
-    files = json.loads(done.stdout.splitlines()[-1])
+    used, listed = done.stdout.splitlines()[-2:]
+    assert used.split() == ["engine.llm", "0.5", metadata.version("baton-serving")]
+    files = json.loads(listed)
     assert [name for name, file in files.items() if not Path(file).is_relative_to(installed.prefix)] == []
 
 

@@ -1,0 +1,65 @@
+"""Baton for Python users: the engine without services, its parameters and its errors.
+
+    from baton import LLM, SamplingParams
+
+    llm = LLM("smollm2")
+    print(llm.generate(["The capital of France is"], SamplingParams(temperature=0.0, max_tokens=8))[0].text)
+
+A name is imported from its module when it is first used, so `import baton` loads neither torch nor the engine. No other
+package of Baton imports this one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from common.errors import BatonError, ConfigError, InvalidRequest
+    from common.types import FinishReason, Grammar, SamplingParams, Token, TokenLogprob
+    from engine.config import EngineConfig
+    from engine.llm import LLM, Completion
+
+__all__ = [
+    "LLM",
+    "BatonError",
+    "Completion",
+    "ConfigError",
+    "EngineConfig",
+    "FinishReason",
+    "Grammar",
+    "InvalidRequest",
+    "SamplingParams",
+    "Token",
+    "TokenLogprob",
+]
+
+#: Version of the installed distribution.
+__version__: str
+
+#: Module of each name in `__all__`.
+_MODULES = {
+    "LLM": "engine.llm",
+    "Completion": "engine.llm",
+    "EngineConfig": "engine.config",
+    **dict.fromkeys(("FinishReason", "Grammar", "SamplingParams", "Token", "TokenLogprob"), "common.types"),
+    **dict.fromkeys(("BatonError", "ConfigError", "InvalidRequest"), "common.errors"),
+}
+
+
+if not TYPE_CHECKING:  # with it, type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public name at its first use; AttributeError for other names."""
+        if name == "__version__":
+            value: Any = metadata.version("baton-serving")
+        elif name in _MODULES:
+            value = getattr(import_module(_MODULES[name]), name)
+        else:
+            raise AttributeError(f"module 'baton' has no attribute {name!r}; it has {', '.join(__all__)}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
