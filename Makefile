@@ -17,7 +17,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test pytest dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
+.PHONY: help install lint test test-long pytest dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## Lists the targets.
@@ -53,11 +53,14 @@ lint: $(INSTALLED) ## Checks formatting, lint and types.
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-test: $(INSTALLED) ## Runs what CI runs; ARGS='tests/unit -k name' selects tests, ARGS='-n 0' uses one process.
+test: $(INSTALLED) ## Runs lint, types and all tests but the long ones; ARGS='tests/unit -k name' selects, ARGS='-n 0' uses one process.
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 pytest: $(INSTALLED) kubectl
-	.venv/bin/pytest -n 2 --no-loadscope-reorder $(ARGS)
+	.venv/bin/pytest -n 2 --no-loadscope-reorder -m 'not long' $(ARGS)
+
+test-long: $(INSTALLED) kubectl ## Runs the tests marked long: soak, chaos, statistics, further variants; ARGS as for test.
+	.venv/bin/pytest -n 2 --no-loadscope-reorder -m long $(ARGS)
 
 clients: $(INSTALLED) ## Tests openai, litellm, langchain, guidellm, aiperf with a stack, each in its own venv; ARGS='openai aiperf' selects.
 	$(PY) tests/clients/run.py $(ARGS)

@@ -19,10 +19,13 @@ if not Path("/dev/nvidiactl").exists():  # kernels run in Triton's interpreter, 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import engine  # noqa: F401 - before torch: it sets how OpenMP waits
+from engine.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
     from tests.rigs.stack.cluster import Cluster
 
+
+Sequence.CHECKS = True
 
 # The same examples every time, however slow the machine; `--hypothesis-profile=search` looks for new ones.
 _any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -49,7 +52,10 @@ FIRST = (*CLUSTER, "tests/e2e/", "tests/chaos/test_resume.py", "tests/integratio
 
 @pytest.hookimpl(tryfirst=True)  # before pytest brings the tests of one cluster together
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slowest files start first, so that both workers end at about the same time."""
+    """Marks chaos as long. The slowest files start first, so that both workers end at about the same time."""
+    for item in items:
+        if item.nodeid.startswith("tests/chaos/"):
+            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: next((i for i, path in enumerate(FIRST) if item.nodeid.startswith(path)), len(FIRST)))
 
 
@@ -90,7 +96,7 @@ def unused_tcp_port() -> Iterator[int]:
         yield lease.port
 
 
-@pytest.fixture(scope="session", params=["1P+1D", "2P+2D"])
+@pytest.fixture(scope="session", params=["1P+1D", pytest.param("2P+2D", marks=pytest.mark.long)])
 def cluster(
     request: pytest.FixtureRequest, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.pd_online import earlier, metrics_of, replay
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,7 @@ def run(script: str, out: Path, *flags: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 def test_one_pair(tmp_path: Path) -> None:
     result = run("handoff.py", tmp_path / "handoff.json")
     names = {"handover_ms_40", "handover_ms_90", "exposed_ms_60", "payload_gb_s", "payload_gb_s_8mib"}
@@ -52,6 +55,7 @@ def test_one_pair(tmp_path: Path) -> None:
     assert all(0 < row["exposed_parts"]["noticed"] < row["exposed"]["max"] for row in result["ends"])
 
 
+@pytest.mark.long
 def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
     out = tmp_path / "online.json"
     result = run("pd_online.py", out, "--modes", "pd")
@@ -65,6 +69,7 @@ def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
     assert [row["name"] for row in earlier(out, result["rows"][1:])] == ["r2"]
 
 
+@pytest.mark.long
 def test_pulls_between_processes_and_between_pods(tmp_path: Path) -> None:
     """The script itself checks that a pulled prefix is cached before the prompt is computed."""
     result = run("pull.py", tmp_path / "pull.json", "--only", "bare", "pods", "--repeats", "1", "--pod-repeats", "1")

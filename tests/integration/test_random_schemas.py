@@ -74,7 +74,7 @@ def llm(smollm2_dir: Path) -> LLM:
     return LLM(smollm2_dir, threads=2, num_blocks=40, max_model_len=64, block_size=4, max_seqs=24)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_finished_answer_is_valid(llm: LLM) -> None:
     rng = random.Random(5)
     schemas = [random_schema(rng) for _ in range(COUNT)]

@@ -19,7 +19,7 @@ TESTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", TESTS)
 def test_over_tcp(group: str) -> None:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the other tests compile the kernels")
 def test_kernels_compile_for_hopper() -> None:
     root = Path(__file__).resolve().parents[2]
