@@ -72,25 +72,24 @@ def test_an_error_is_one_line_and_exit_code_2(number: int, refused: list[subproc
 def test_unknown_settings_in_file_and_environment_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("blok_size = 16\n")
-    for done in (
-        baton("serve", "--role", "decode", "--config", str(file)),
-        baton("serve", "--role", "decode", env={"BATON_CONFIG": str(file)}),
-    ):
+    serve = ["serve", "--role", "decode"]
+    refusals = forked(
+        [[*serve, "--config", str(file)], [f"BATON_CONFIG={file}", *serve], ["BATON_BLOK_SIZE=16", *serve]]
+    )
+    for done, named in zip(refusals, ("blok_size", "blok_size", "BATON_BLOK_SIZE"), strict=True):
         assert done.returncode == 2
-        assert "blok_size" in done.stderr
-    done = baton("serve", "--role", "decode", env={"BATON_BLOK_SIZE": "16"})
-    assert done.returncode == 2
-    assert "BATON_BLOK_SIZE" in done.stderr
+        assert named in done.stderr
 
 
-@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_model_directory_without_a_file_is_refused_by_its_name(missing: str, tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        if name != missing:
-            (tmp_path / name).write_text("{}")
-    done = baton("up", "--model", str(tmp_path))
-    assert done.returncode == 2
-    assert missing.removeprefix("model") in done.stderr
+def test_a_model_directory_without_a_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    files = ("config.json", "tokenizer.json", "model.safetensors")
+    for missing in files:
+        (tmp_path / missing).mkdir()
+        for name in {*files} - {missing}:
+            (tmp_path / missing / name).write_text("{}")
+    for missing, done in zip(files, forked([["up", "--model", str(tmp_path / name)] for name in files]), strict=True):
+        assert done.returncode == 2
+        assert missing.removeprefix("model") in done.stderr.replace(str(tmp_path / missing), "")
 
 
 def test_doctor_finds_what_the_tests_need() -> None:
@@ -182,17 +181,20 @@ def test_one_answer_and_where_its_time_went(tmp_path: Path, smollm2_dir: Path) -
     assert "tokens/s on this" in done.stdout.splitlines()[-2]
 
 
-@pytest.mark.parametrize("config", ['{"architectures": ["BertForMaskedLM"]}', '{"model_type": "abacus"}', "[]"])
-def test_a_model_that_is_not_served_is_refused_before_anything_starts(config: str, tmp_path: Path) -> None:
-    for name, content in {"config.json": config, "tokenizer.json": "{}", "model.safetensors": ""}.items():
-        (tmp_path / name).write_text(content)
-    logs = tmp_path / "logs"
-    for done in (
-        baton("up", "--port", "0", "--model", str(tmp_path), "--log-dir", str(logs)),
-        baton("serve", "--role", "prefill", "--model", str(tmp_path)),
-    ):
+def test_a_model_that_is_not_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    configs = ['{"architectures": ["BertForMaskedLM"]}', '{"model_type": "abacus"}', "[]"]
+    logs, commands = tmp_path / "logs", []
+    for number, config in enumerate(configs):
+        (model := tmp_path / f"model-{number}").mkdir()
+        for name, content in {"config.json": config, "tokenizer.json": "{}", "model.safetensors": ""}.items():
+            (model / name).write_text(content)
+        commands.append(["up", "--port", "0", "--model", str(model), "--log-dir", str(logs)])
+        commands.append(["serve", "--role", "prefill", "--model", str(model)])
+    reasons = ("BertForMaskedLM", "BertForMaskedLM", "abacus", "abacus", *2 * ("not a JSON object",))
+    imports = "import engine, torch, transformers.models.auto.modeling_auto"  # once for all commands
+    for done, reason in zip(forked(commands, before=imports), reasons, strict=True):
         assert done.returncode == 2
-        assert re.fullmatch(r"baton: .*(BertForMaskedLM|abacus|not a JSON object).*\n", done.stderr)
+        assert re.fullmatch(rf"baton: .*{reason}.*\n", done.stderr)
     assert not logs.exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from common.settings.kinds import REASONING_PARSERS, TOOL_PARSERS
-from gateway.text.reasoning import REASONING_FORMATS
+from gateway.text.reasoning import choose_reasoning_format
 from gateway.text.tools.choose import choose_tool_format
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
 from tests.rigs.gateway.tool_rig import (
@@ -266,10 +266,15 @@ async def test_special_tokens_reach_the_parsers_and_the_client_only_if_asked(
         assert "<[3]>" in asked(gw).grammar.text
 
 
-def test_the_settings_and_the_gateway_know_the_same_parsers() -> None:
-    for name in TOOL_PARSERS:
-        assert name in ("auto", choose_tool_format(name, "", ()).name)
-    assert set(REASONING_PARSERS) == {"auto", "none", *(style.name for style in REASONING_FORMATS)}
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_a_tool_parser_of_the_settings_is_chosen_by_its_name(name: str) -> None:
+    assert name in ("auto", choose_tool_format(name, "", ()).name)
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+def test_a_reasoning_parser_of_the_settings_is_chosen_by_its_name(name: str) -> None:
+    chosen = choose_reasoning_format(name, "", ())
+    assert chosen is None if name in ("auto", "none") else chosen is not None and chosen.name == name
 
 
 async def test_each_of_several_answers_has_its_own_parser(gw: Rig) -> None:

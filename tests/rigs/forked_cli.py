@@ -13,6 +13,9 @@ exec(sys.argv[1])
 import cli.app
 from cli import main
 def end(argv):
+    while argv and "=" in argv[0] and not argv[0].startswith("-"):
+        name, _, value = argv.pop(0).partition("=")
+        os.environ[name] = value
     sys.argv, code = ["baton", *argv], 1
     try:
         main()
@@ -37,7 +40,11 @@ print(json.dumps([one(argv) for argv in json.loads(sys.argv[2])]))
 
 
 def forked(argvs: Sequence[Sequence[str]], *, before: str = "") -> list[subprocess.CompletedProcess[str]]:
-    """Runs the command lines and returns their results. `before` is Python code that runs once, before the forks."""
+    """Runs the command lines and returns their results.
+
+    A command line may begin with NAME=VALUE words for its environment. `before` is Python code that runs once, before
+    the forks.
+    """
     command = [sys.executable, "-P", "-c", _PARENT, before, json.dumps(argvs)]
     parent = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert parent.returncode == 0, parent.stderr

@@ -244,12 +244,9 @@ def fired(world: World, *, only: str | None = None) -> set[str]:
     return firing
 
 
-def test_every_alert_has_a_scenario() -> None:
-    assert set(SCENARIOS) == {rule.name for rule in Rule.all() if not rule.records}
-
-
-@pytest.mark.parametrize("alert", SCENARIOS)
+@pytest.mark.parametrize("alert", [rule.name for rule in Rule.all() if not rule.records])
 def test_an_alert_fires(alert: str) -> None:
+    """A new alert needs a scenario in SCENARIOS."""
     assert fired(healthy() | SCENARIOS[alert], only=alert) == {alert}
 
 
