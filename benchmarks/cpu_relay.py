@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import local_stack, report
+from benchmarks.support.timing import ms, timed, timed_calls
 from cli.demo.model import demo_model
 from common.settings.configs import UpConfig
 from common.types import PodLoad, Role, SamplingParams
@@ -40,8 +41,8 @@ from prefix_index.reader import IndexReader
 from prefix_index.records import PodRecord
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
-#: Range of the token ids in prompts.
-VOCAB = (100, 49_000)
+PACKAGES = ("torch", "transformers", "grpcio", "nixl-cu13", "fastapi", "redis")
+VOCAB = (100, 49_000)  # Range of the token ids in prompts.
 
 
 def prompts(count: int, seed: int) -> list[TextPiece]:
@@ -75,39 +76,26 @@ def generate_one_by_one(model_dir: Path, count: int) -> float:
     return len(batch) * OUTPUT / (time.perf_counter() - begin)
 
 
-class Relay:
-    """Sends requests to the gateway with the load generator's client."""
+async def stream(client: RestClient, prompt: TextPiece, output: int) -> RequestRecord:
+    """Requests a greedy answer of `output` tokens from the gateway. RuntimeError if it fails."""
+    turn = Turn((PromptMessage("user", (prompt,)),), output)
+    record = RequestRecord("", 0, 0, PROMPT, output, time.perf_counter())
+    await client.send(await client.build(RequestDraft(turn, {}, "", "", "")), record)
+    if not record.ok or record.tokens != output:
+        raise RuntimeError(f"{record.tokens} tokens, expected {output}: {record.error} {record.message}")
+    return record
 
-    def __init__(self, client: RestClient) -> None:
-        self._client = client
 
-    async def stream(self, prompt: TextPiece, output: int) -> RequestRecord:
-        """Requests a greedy answer of `output` tokens. RuntimeError if it fails."""
-        turn = Turn((PromptMessage("user", (prompt,)),), output)
-        record = RequestRecord("", 0, 0, PROMPT, output, time.perf_counter())
-        await self._client.send(await self._client.build(RequestDraft(turn, {}, "", "", "")), record)
-        if not record.ok or record.tokens != output:
-            raise RuntimeError(f"{record.tokens} tokens, expected {output}: {record.error} {record.message}")
-        return record
-
-    async def first_token_s(self, prompt: TextPiece) -> float:
-        """Returns the seconds to the first token."""
-        record = await self.stream(prompt, 1)
-        assert record.ttft_s is not None
-        return record.ttft_s
-
-    async def tokens_s(self, batch: list[TextPiece]) -> float:
-        """Returns the output tokens/s of concurrent streams."""
-        begin = time.perf_counter()
-        answers = await asyncio.gather(*(self.stream(prompt, OUTPUT) for prompt in batch))
-        return sum(answer.tokens for answer in answers) / (time.perf_counter() - begin)
+async def tokens_s(client: RestClient, batch: list[TextPiece]) -> float:
+    """Returns the output tokens/s of concurrent streams."""
+    begin = time.perf_counter()
+    await asyncio.gather(*(stream(client, prompt, OUTPUT) for prompt in batch))
+    return len(batch) * OUTPUT / (time.perf_counter() - begin)
 
 
 def engine_ttft(llm: LLM, prompt: TextPiece) -> float:
     ids = prompt.ids(*VOCAB)
-    begin = time.perf_counter()
-    llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1))
-    return time.perf_counter() - begin
+    return timed(lambda: llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1)))[0]
 
 
 async def lookup_ms(redis: str, record: PodRecord, count: int = 500) -> float:
@@ -117,21 +105,21 @@ async def lookup_ms(redis: str, record: PodRecord, count: int = 500) -> float:
     await index.start()
     now = 0.0
     reader = IndexReader(redis, clock=lambda: now)
-    times: list[float] = []
     pods = [(record.pod, record.generation)]
+
+    async def look_up() -> int:
+        nonlocal now
+        now += 2 * CACHE_S  # expires the reader's cache, so every look-up goes to Redis
+        return (await reader.lookup(record.scope, chain, pods))[record.pod]
+
     deadline = time.monotonic() + 10
-    while (await reader.lookup(record.scope, chain, pods))[record.pod] < len(chain):
+    while await look_up() < len(chain):
         assert time.monotonic() < deadline, "the chain is not in the index after 10 s"
         await asyncio.sleep(0.05)
-        now += 2 * CACHE_S
-    for _ in range(count):
-        now += 2 * CACHE_S  # expires the reader's cache, so every look-up goes to Redis
-        begin = time.perf_counter()
-        await reader.lookup(record.scope, chain, pods)
-        times.append((time.perf_counter() - begin) * 1e3)
+    times = await timed_calls(look_up, count)
     await index.stop()
     await reader.close()
-    return statistics.median(times)
+    return ms(statistics.median(times))
 
 
 async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, float], dict[str, object]]:
@@ -144,23 +132,24 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, 
     async with local_stack.running(config, model_dir, start_s=120) as stack:
         url = stack.base_url.removesuffix("/v1")
         client = RestClient(LoadConfig(url=url, endpoint="completions", form="ids", model=stack.model, vocab=VOCAB))
-        relay = Relay(client)
-        await relay.stream(prompts(1, 2)[0], 2)
+        await stream(client, prompts(1, 2)[0], 2)
         pairs = []
         for prompt in prompts(args.pairs, 3):
             alone = engine_ttft(llm, prompt)
-            pairs.append((alone * 1e3, await relay.first_token_s(prompt) * 1e3))
-        rates = [await relay.tokens_s(prompts(CONCURRENT, 10 + i)) for i in range(args.rounds)]
+            record = await stream(client, prompt, 1)
+            assert record.ttft_s is not None
+            pairs.append((alone * 1e3, record.ttft_s * 1e3))
+        rates = [await tokens_s(client, prompts(CONCURRENT, 10 + i)) for i in range(args.rounds)]
         await client.close()
         reader = IndexReader(stack.redis)
-        record = next(p.record for p in await reader.pods() if p.record.role is Role.PREFILL)
+        pod = next(p.record for p in await reader.pods() if p.record.role is Role.PREFILL)
         await reader.close()
-        lookup = await lookup_ms(stack.redis, replace(record, pod="bench-pod"))
+        lookup = await lookup_ms(stack.redis, replace(pod, pod="bench-pod"))
     overhead = statistics.median(b - a for a, b in pairs)
     metrics = {
         "speedup_vs_transformers": round(statistics.median(rates) / baseline, 2),
         "relay_ttft_overhead_ms_p50": round(overhead, 2),
-        "index_lookup_ms_p50": round(lookup, 3),
+        "index_lookup_ms_p50": lookup,
         "relay_tokens_s": round(statistics.median(rates), 1),
         "transformers_tokens_s": round(baseline, 1),
         "engine_ttft_ms_p50": round(statistics.median(a for a, _ in pairs), 1),
@@ -170,8 +159,7 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="result file")
+    parser = report.arguments(__doc__)
     parser.add_argument("--baseline", type=int, default=6, help="requests of the transformers baseline")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of 16 concurrent streams")
     parser.add_argument("--pairs", type=int, default=21, help="pairs of first tokens, engine and whole system in turn")
@@ -181,11 +169,8 @@ def main() -> None:
         print(generate_one_by_one(args.transformers_only, args.baseline))
         return
     metrics, more = asyncio.run(measure(args, demo_model(print)))
-    for name, value in metrics.items():
-        print(f"{name:32} {value}")
-    report.write(
-        args.out, "cpu_relay", metrics, "torch", "transformers", "grpcio", "nixl-cu13", "fastapi", "redis", **more
-    )
+    report.show(metrics)
+    report.write(args.out, "cpu_relay", metrics, *PACKAGES, **more)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ measured ones. It reduces CPU per token by 4% on an idle machine too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -32,11 +31,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
+from benchmarks.support.local_stack import start_script
+from benchmarks.support.timing import ms, percentiles_ms
 from cli import probes
 from cli.demo.model import demo_model
 from cli.stack.process import ChildProcess, PortLease
-from common.process.tether import tether_command
-from loadtest.slo import percentile
 
 METRICS = """
 Metrics, of the time in which all streams run unless stated otherwise:
@@ -56,16 +55,13 @@ Metrics, of the time in which all streams run unless stated otherwise:
 The metrics are from the run with the least CPU per token (--runs). `rows` has all runs, with the load average.
 """
 
-SUPPORT = Path(__file__).resolve().parent / "support"
 MODEL = "bench"
 STREAMS = 256
 IDLE_STREAMS = 10_000
-#: Tokens per second.
-HALF_LOAD = 12_500
+HALF_LOAD = 12_500  # Tokens per second.
 DECODES = 8
 READY_S = 60.0
-#: Time between the start of the last stream and the start of the measured window.
-SETTLE_S = 0.5
+SETTLE_S = 0.5  # Time between the start of the last stream and the start of the measured window.
 PACKAGES = ("grpcio", "uvicorn", "uvloop", "httptools", "orjson", "fastapi", "protobuf")
 
 
@@ -76,8 +72,7 @@ class GatewayUnderTest:
     gateway: psutil.Process
     port: int
     pods: subprocess.Popen[str]
-    #: The file with token times that the pods write when they end.
-    emitted: Path
+    emitted: Path  # The file with token times that the pods write when they end.
 
     def cpu_s(self) -> float:
         """Returns the CPU seconds that the gateway has used."""
@@ -96,31 +91,23 @@ class GatewayUnderTest:
 def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[GatewayUnderTest]:
     """Runs pods and a gateway for the block."""
     model, emitted = demo_model(), tmp / "emitted.json"
-    argv = [sys.executable, str(SUPPORT / "step_pods.py"), "--decodes", str(decodes), "--step-ms", str(step_ms)]
-    argv += ["--model", str(model), "--emitted", str(emitted), *(["--stall"] if stall else [])]
-    with subprocess.Popen(tether_command(argv), stdout=subprocess.PIPE, text=True) as pods, PortLease() as lease:
+    flags: list[object] = ["--decodes", decodes, "--step-ms", step_ms, "--model", model, "--emitted", emitted]
+    with start_script("step_pods.py", *flags, *(["--stall"] if stall else [])) as pods, PortLease() as lease:
         assert pods.stdout is not None
-        flags = {
-            "port": lease.port,
-            "model": model,
-            "served-name": MODEL,
-            "pods": ",".join(json.loads(pods.stdout.readline())),
-            "max-inflight": 2 * IDLE_STREAMS,
-            "log-level": "warning",
-        }
-        argv = [sys.executable, "-m", "cli", "gateway", *(f"--{name}={value}" for name, value in flags.items())]
-        gateway = ChildProcess("gateway", argv, log=tmp / "gateway.log")
+        addresses = ",".join(json.loads(pods.stdout.readline()))
+        argv = [sys.executable, "-m", "cli", "gateway", f"--port={lease.port}", f"--model={model}"]
+        argv += [f"--served-name={MODEL}", f"--pods={addresses}", f"--max-inflight={2 * IDLE_STREAMS}"]
+        gateway = ChildProcess("gateway", [*argv, "--log-level=warning"], log=tmp / "gateway.log")
         gateway.start()
         try:
-            _until_ready(gateway, lease.port, decodes)
-            assert gateway.pid is not None
+            _until_ready(gateway, lease.port)
             yield GatewayUnderTest(psutil.Process(gateway.pid), lease.port, pods, emitted)
         finally:
             gateway.kill()
             pods.kill()
 
 
-def _until_ready(gateway: ChildProcess, port: int, decodes: int) -> None:
+def _until_ready(gateway: ChildProcess, port: int) -> None:
     deadline = time.monotonic() + READY_S
     while not asyncio.run(probes.http_ready("127.0.0.1", port)):
         if not gateway.alive or time.monotonic() > deadline:
@@ -129,10 +116,9 @@ def _until_ready(gateway: ChildProcess, port: int, decodes: int) -> None:
     time.sleep(1.0)  # the gateway is ready with the first pods; the streams to the others open in this time
 
 
-def client(port: int, *flags: str) -> subprocess.Popen[str]:
+def client(port: int, *flags: object) -> subprocess.Popen[str]:
     """Starts a client process. With --idle it ends when its stdin is closed."""
-    argv = [sys.executable, str(SUPPORT / "sse_client.py"), "--port", str(port), "--model", MODEL, *flags]
-    return subprocess.Popen(tether_command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return start_script("sse_client.py", "--port", port, "--model", MODEL, *flags)
 
 
 def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dict[str, Any]:
@@ -144,7 +130,7 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
         out = tmp / "client.json"
         with stack(tmp, decodes=decodes, step_ms=1e3 * step_s) as running:
             begin_cpu = running.cpu_s()
-            with client(running.port, "--streams", str(streams), "--tokens", str(tokens), "--out", str(out)) as reader:
+            with client(running.port, "--streams", streams, "--tokens", tokens, "--out", out) as reader:
                 assert reader.stdout is not None
                 begun: float = json.loads(reader.stdout.readline())["begun"]
                 time.sleep(SETTLE_S)
@@ -159,11 +145,10 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
         answers = orjson.loads(out.read_bytes())
     failed = [a for a in answers if a["finish"] != "length" or sum(size for _, size in a["chunks"]) != tokens]
     assert not failed, f"{len(failed)} streams did not get all their tokens: {failed[0]['finish']}"
-    chunks = [(at, size, a["id"]) for a in answers for at, size in a["chunks"]]
-    inside = [size for at, size, _ in chunks if window <= at < window_end]
-    all_delays = [(at, 1e3 * delay) for a in answers for at, delay in delays(a["chunks"], sent[a["id"]])]
-    added = sorted(delay for at, delay in all_delays if window <= at < window_end)
-    added_whole = sorted(delay for _, delay in all_delays)
+    inside = [size for a in answers for at, size in a["chunks"] if window <= at < window_end]
+    all_delays = [pair for a in answers for pair in delays(a["chunks"], sent[a["id"]])]
+    added = [delay for at, delay in all_delays if window <= at < window_end]
+    added_whole = [delay for _, delay in all_delays]
     return {
         "streams": streams,
         "decode_pods": decodes,
@@ -172,11 +157,9 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
         "cpu_us_per_token": round(1e6 * cpu / sum(inside), 2),
         "cpu_us_per_token_whole": round(1e6 * total_cpu / (streams * tokens), 2),
         "tokens_per_chunk": round(sum(inside) / len(inside), 3),
-        "added_ms_p50": round(percentile(added, 0.5), 3),
-        "added_ms_p90": round(percentile(added, 0.9), 3),
-        "added_ms_p99": round(percentile(added, 0.99), 3),
-        "added_ms_max": round(added[-1], 3),
-        "added_ms_p99_whole": round(percentile(added_whole, 0.99), 3),
+        **{f"added_ms_{name}": value for name, value in percentiles_ms(added, "p50", "p90", "p99").items()},
+        "added_ms_max": ms(max(added)),
+        "added_ms_p99_whole": percentiles_ms(added_whole, "p99")["p99"],
         "rss_mib": round(rss / 2**20, 1),
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -196,7 +179,7 @@ def idle(streams: int) -> dict[str, Any]:
     """Measures the memory of streams that have begun and get no tokens."""
     with tempfile.TemporaryDirectory() as folder, stack(Path(folder), decodes=2, step_ms=20, stall=True) as running:
         before = running.gateway.memory_info().rss
-        with client(running.port, "--streams", str(streams), "--tokens", "1000", "--idle") as reader:
+        with client(running.port, "--streams", streams, "--tokens", 1000, "--idle") as reader:
             assert reader.stdout is not None
             assert reader.stdin is not None
             reader.stdout.readline()
@@ -218,16 +201,13 @@ def idle(streams: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--rate", type=float, default=HALF_LOAD, help="tokens per second of all streams together")
     parser.add_argument("--decodes", type=int, default=DECODES, help="decode pods")
     parser.add_argument("--seconds", type=float, default=12.0, help="duration of a run")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--idle", type=int, default=IDLE_STREAMS, help="idle streams; 0: skip this part")
-    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     rows = []
     for decodes in [args.decodes] * args.runs + [1]:

@@ -11,12 +11,12 @@ random inputs, with outputs that are NaN before the launch.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report as report_file
-from benchmarks.support.limits import copy_seconds, median_seconds
+from benchmarks.support.limits import copy_seconds, device_seconds, median_seconds
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
 from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill, gather_kv
@@ -42,7 +42,7 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampleRow
 
 HEADS, KV_HEADS, DIM, BLOCK, HIDDEN, INNER, VOCAB = 32, 8, 128, 16, 4096, 14336, 128256
-LAYERS = 4
+LAYERS, POOL_TOKENS = 4, 131072 + BLOCK
 SCALE = DIM**-0.5
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -58,15 +58,7 @@ def seconds(launch: Callable[[int], object], launches: int = 16, repeats: int = 
         for i in range(launches):
             launch(i)
     graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / launches * 1e-3)
-    return statistics.median(times)
+    return statistics.median(device_seconds(graph.replay, DEVICE) for _ in range(repeats)) / launches
 
 
 def error(out: Tensor, reference: Tensor) -> float:
@@ -81,6 +73,25 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
+def weights_of(n: int, k: int) -> list[Tensor]:
+    """Returns as many [n, k] weights as are needed to miss the L2 cache."""
+    return [normal(n, k) for _ in range(max(2, int(1e9 // (n * k * 2))))]
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns the RMS norm of a float64 tensor."""
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+
+
+def product(x: Tensor, weight: Tensor, *, gated: bool = False, residual: Tensor | None = None) -> Tensor:
+    """Returns x @ weight.T in float64, then gated by SiLU or added to the residual."""
+    out = torch.cat([x.double() @ part.double().T for part in weight.split(16384)], 1)
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = torch.nn.functional.silu(gate) * up
+    return out if residual is None else out + residual.double()
+
+
 @dataclass
 class Report:
     """Prints the rows of the table and collects the metrics, with limits that were measured on the same card."""
@@ -92,12 +103,8 @@ class Report:
     def line(
         self, name: str, shape: str, time_s: float, limit_s: float, err: float | None, rate: str, key: str | None = None
     ) -> None:
-        shown = "" if err is None else f"{err:.1e}"
-        print(
-            f"{name:<18} {shape:<26} {time_s * 1e6:9.1f} us  limit {limit_s * 1e6:9.1f} us  {limit_s / time_s:6.1%}"
-            f"  {rate:>12}  {shown}",
-            flush=True,
-        )
+        times = f"{time_s * 1e6:9.1f} us  limit {limit_s * 1e6:9.1f} us  {limit_s / time_s:6.1%}"
+        print(f"{name:<18} {shape:<26} {times}  {rate:>12}  {'' if err is None else f'{err:.1e}'}", flush=True)
         if key is not None:
             self.metrics[f"{key}_us"] = round(time_s * 1e6, 2)
             self.metrics[f"{key}_share"] = round(limit_s / time_s, 4)
@@ -130,10 +137,10 @@ def ceilings() -> Report:
 
 
 class Pool:
-    """A pool of random KV for `tokens` tokens, with blocks in random order. fp8: e4m3 with scales."""
+    """A pool of random KV with blocks in random order. fp8: e4m3 with scales."""
 
-    def __init__(self, tokens: int, *, fp8: bool = False) -> None:
-        blocks = tokens // BLOCK
+    def __init__(self, *, fp8: bool = False) -> None:
+        blocks = POOL_TOKENS // BLOCK
         layout = KVLayout("", "", LAYERS, KV_HEADS, DIM, BLOCK, FP8_DTYPE if fp8 else "bfloat16")
         self._layers = KVPool(layout, blocks, DEVICE).layers()
         for layer in self._layers:
@@ -252,9 +259,7 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     x, residual, out = normal(rows, HIDDEN), normal(rows, HIDDEN), poisoned(rows, HIDDEN)
     total = x.double() + residual.double()
     rms_norm(x, weight, 1e-5, residual=residual, out=out)
-    want = residual.double()
-    want = want * (want.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    worst = max(error(out, want), error(residual, total))
+    worst = max(error(out, normed(residual.double(), weight)), error(residual, total))
     time_s = seconds(lambda i: rms_norm(x, weight, 1e-5, residual=residual, out=out))
     report.bytes("norm + residual", f"{rows} rows", time_s, rows * HIDDEN * 8, worst, f"norm_{rows}")
 
@@ -267,8 +272,7 @@ def small(report: Report, pool: Pool, rows: int) -> None:
 
     if rows >= MIN_ROWS:
         x, weight = normal(rows, HIDDEN), normal(2 * INNER, HIDDEN) / 64
-        gate, up = (x[-256:].double() @ weight.double().T).chunk(2, -1)
-        worst = error(gemm_swiglu(x, weight)[-256:], torch.nn.functional.silu(gate) * up)
+        worst = error(gemm_swiglu(x, weight)[-256:], product(x[-256:], weight, gated=True))
         flop, shape = 4 * rows * HIDDEN * INNER, f"{rows} rows"
         apart = seconds(lambda i: silu_mul(torch.nn.functional.linear(x, weight)), 4)
         report.flops("cuBLAS, SiLU x mul", shape, apart, flop, None, f"swiglu_apart_{rows}")
@@ -292,64 +296,42 @@ def small(report: Report, pool: Pool, rows: int) -> None:
 
 def one_row(report: Report, n: int, k: int, end: str) -> None:
     """Measures the GEMV of a decode step with one sequence, and cuBLAS for comparison."""
-    copies = max(2, int(1e9 // (n * k * 2)))
-    weights = [normal(n, k) for _ in range(copies)]
+    weights = weights_of(n, k)
     x, norm, residual = normal(1, k), normal(k), normal(1, n)
-    plain = seconds(lambda i: torch.nn.functional.linear(x, weights[i % copies]))
+    plain = seconds(lambda i: torch.nn.functional.linear(x, weights[i % len(weights)]))
     report.bytes("linear, cuBLAS", f"{n}x{k}", plain, n * k * 2, None)
+    options = {"residual": residual if end == "residual" else None, "gated": "gated" in end}
 
     def launch(i: int) -> Tensor:
-        return gemv(
-            x,
-            weights[i % copies],
-            norm=norm if "norm" in end else None,
-            eps=1e-5,
-            residual=residual if end == "residual" else None,
-            gated="gated" in end,
-        )
+        return gemv(x, weights[i % len(weights)], norm=norm if "norm" in end else None, eps=1e-5, **options)
 
-    v = x.double()
-    if "norm" in end:
-        v = v * (v.pow(2).mean() + 1e-5).rsqrt() * norm.double()
-    want = torch.cat([v @ part.double().T for part in weights[0].split(16384)], 1)
-    if "gated" in end:
-        gate, up = want.chunk(2, -1)
-        want = torch.nn.functional.silu(gate) * up
-    if end == "residual":
-        want = want + residual.double()
+    want = product(normed(x.double(), norm) if "norm" in end else x, weights[0], **options)
     report.bytes(f"GEMV, {end}", f"{n}x{k}", seconds(launch), n * k * 2, error(launch(0), want), f"gemv_{n}x{k}")
 
 
-SHAPES = [None, (16, 128, 8), (32, 128, 4), (32, 256, 4), (64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
+TILES = [None, (16, 128, 8), (32, 128, 4), (32, 256, 4), (64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
 
 
 def few_rows(report: Report, rows: int, n: int, k: int, end: str) -> None:
     """Measures the skinny GEMM in every tile shape that fits, and cuBLAS with the extra kernels that it needs."""
-    copies = max(2, int(1e9 // (n * k * 2)))
-    weights = [normal(n, k) for _ in range(copies)]
+    weights = weights_of(n, k)
     x, residual = normal(rows, k), normal(rows, n)
-    gated = end == "gated"
+    options = {"residual": residual if end == "residual" else None, "gated": end == "gated"}
 
     def cublas(i: int) -> Tensor:
         if end == "residual":
-            return residual.addmm_(x, weights[i % copies].t())
-        out = torch.nn.functional.linear(x, weights[i % copies])
-        return silu_mul(out) if gated else out
+            return residual.addmm_(x, weights[i % len(weights)].t())
+        out = torch.nn.functional.linear(x, weights[i % len(weights)])
+        return silu_mul(out) if end == "gated" else out
 
     name = f"{rows} rows, {n}x{k}"
     report.bytes(f"{end}, cuBLAS", name, seconds(cublas), n * k * 2, None, f"cublas_{rows}_{n}x{k}")
     residual.normal_()
-    want = torch.cat([x.double() @ part.double().T for part in weights[0].split(16384)], 1)
-    if gated:
-        gate, up = want.chunk(2, -1)
-        want = torch.nn.functional.silu(gate) * up
-    if end == "residual":
-        want = want + residual.double()
-    for shape in SHAPES:
+    want = product(x, weights[0], **options)
+    for shape in TILES:
 
         def launch(i: int, shape: tuple[int, int, int] | None = shape) -> Tensor:
-            added = residual if end == "residual" else None
-            return skinny_gemm(x, weights[i % copies], residual=added, gated=gated, shape=shape)
+            return skinny_gemm(x, weights[i % len(weights)], shape=shape, **options)
 
         worst = error(launch(0), want)
         key = f"skinny_{rows}_{n}x{k}" if shape is None else None
@@ -387,7 +369,7 @@ SAMPLING = {
 def sampling(report: Report, rows: int, kind: str) -> None:
     sampler, logits = DeviceSampler(rows, VOCAB, DEVICE), torch.randn(rows, VOCAB, device=DEVICE) * 2
     for slot in range(rows):
-        sampler.stage(slot, SampleRow(dataclasses.replace(SAMPLING[kind], seed=1000 + slot), range(1024), 1000))
+        sampler.stage(slot, SampleRow(replace(SAMPLING[kind], seed=1000 + slot), range(1024), 1000))
     sampler.flush()
     slots = torch.arange(rows, device=DEVICE)
     positions = torch.full((rows,), 1024, device=DEVICE)
@@ -404,49 +386,40 @@ LINEARS = [  # outputs, inputs, fused operations with one row, fused operations 
 ]
 
 
-def run(report: Report, part: str) -> None:
-    match part:
-        case "decode" | "decode_fp8":
-            pool = Pool(131072 + BLOCK, fp8=part == "decode_fp8")
-            for seqs, length, new in [(64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1)]:
-                decode_attention(report, pool, seqs, length, new)
-        case "prefill":
-            pool = Pool(131072 + BLOCK)
-            for new, length in [(8192, 8192), (2048, 8192), (2048, 16384), (512, 8192)]:
-                prefill(report, pool, new, length)
-        case "small":
-            pool = Pool(131072 + BLOCK)
-            for rows in (1, 64, 2048, 8192):
-                small(report, pool, rows)
-        case "one_row":
-            for n, k, end, _ in LINEARS:
-                one_row(report, n, k, end)
-        case "few_rows":
-            for rows in (2, 16):
-                for n, k, _, end in LINEARS:
-                    few_rows(report, rows, n, k, end)
-        case "residual":
-            for rows in (64, 2048):
-                for k in (HIDDEN, INNER):
-                    residual_add(report, rows, k)
-        case "sampling":
-            for rows in (1, 64, 128):
-                for kind in SAMPLING:
-                    sampling(report, rows, kind)
+def each(
+    measure: Callable[..., None], *points: tuple[object, ...], pool: Callable[[], Pool] | None = None
+) -> Callable[[Report], None]:
+    """Returns a part of the benchmark: `measure` at each point, with the pool if there is one."""
+
+    def part(report: Report) -> None:
+        shared = (report,) if pool is None else (report, pool())
+        for point in points:
+            measure(*shared, *point)
+
+    return part
 
 
-PARTS = ("decode", "decode_fp8", "prefill", "small", "one_row", "few_rows", "residual", "sampling")
+DECODES = ((64, 2048, 1), (16, 8192, 1), (1, 32768, 1), (16, 8192, 5), (128, 1024, 1))  # sequences, length, new tokens
+PARTS: dict[str, Callable[[Report], None]] = {
+    "decode": each(decode_attention, *DECODES, pool=Pool),
+    "decode_fp8": each(decode_attention, *DECODES, pool=partial(Pool, fp8=True)),
+    "prefill": each(prefill, (8192, 8192), (2048, 8192), (2048, 16384), (512, 8192), pool=Pool),
+    "small": each(small, (1,), (64,), (2048,), (8192,), pool=Pool),
+    "one_row": each(one_row, *((n, k, end) for n, k, end, _ in LINEARS)),
+    "few_rows": each(few_rows, *((rows, n, k, end) for rows in (2, 16) for n, k, _, end in LINEARS)),
+    "residual": each(residual_add, *itertools.product((64, 2048), (HIDDEN, INNER))),
+    "sampling": each(sampling, *itertools.product((1, 64, 128), SAMPLING)),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="result file")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    parser = report_file.arguments(__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     args = parser.parse_args()
     torch.manual_seed(0)
     report = ceilings()
     for part in args.only:
-        run(report, part)
+        PARTS[part](report)
     report_file.write(args.out, "kernels", report.metrics, "torch", "triton", cudnn=torch.backends.cudnn.version())
 
 

@@ -15,15 +15,12 @@ all 500 streams run counts: 10,000 tokens per second. There are two rows: `apart
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,37 +30,22 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
+from benchmarks.support.local_stack import start_script
+from benchmarks.support.timing import ms, percentiles_ms
 from cli.commands.loadtest import run_sync
-from common.process.tether import tether_command
 from loadtest import progress
 from loadtest.config import LoadConfig
 from loadtest.run import LoadRun
-from loadtest.slo import percentile
 
-SUPPORT = Path(__file__).resolve().parent / "support"
 STREAMS, RATE, TOKENS = 500, 20.0, 400
 STARTS_PER_S = 100
-
-
-@dataclass(frozen=True)
-class Cores:
-    """The CPU cores of the two processes; the same core if there is only one."""
-
-    generator: int
-    server: int
-
-    @classmethod
-    def of_this_process(cls) -> Cores:
-        cores = sorted(os.sched_getaffinity(0))
-        return cls(cores[0], cores[-1])
 
 
 @contextlib.contextmanager
 def timing_server(core: int, *, beat: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """Runs a timing server. Yields its port and a dict that has its recorded times after the block."""
-    argv = [sys.executable, str(SUPPORT / "timing_server.py"), "--rate", str(RATE), *(["--beat"] if beat else [])]
     times: dict[str, Any] = {}
-    with subprocess.Popen(tether_command(argv), stdout=subprocess.PIPE) as server:
+    with start_script("timing_server.py", "--rate", RATE, *(["--beat"] if beat else [])) as server:
         assert server.stdout is not None
         os.sched_setaffinity(server.pid, {core})
         try:
@@ -74,10 +56,10 @@ def timing_server(core: int, *, beat: bool) -> Iterator[tuple[int, dict[str, Any
             server.kill()
 
 
-def measure(cores: Cores, streams: int, tokens: int, *, beat: bool) -> dict[str, Any]:
+def measure(server_core: int, streams: int, tokens: int, *, beat: bool) -> dict[str, Any]:
     """Measures one row."""
     load = min(os.getloadavg()[0], 99.0)
-    with timing_server(cores.server, beat=beat) as (port, times):
+    with timing_server(server_core, beat=beat) as (port, times):
         flags = {"url": f"http://127.0.0.1:{port}", "rate": str(STARTS_PER_S), "arrivals": "constant"}
         flags |= {"requests": str(streams), "output_tokens": str(tokens), "input_tokens": "64"}
         run = run_sync(LoadConfig.of(flags), watch=lambda run: progress.show(run, sys.stderr))
@@ -94,38 +76,34 @@ def errors(run: LoadRun, times: dict[str, Any]) -> dict[str, Any]:
         real = times[record.request_id]["sent"]
         assert len(real) == len(record.event_times), "a token is missing"
         inside = [(seen, sent) for seen, sent in zip(record.event_times, real, strict=True) if begin <= sent < end]
-        stamps += [1e3 * (seen - sent) for seen, sent in inside]
-        gaps += [1e3 * abs((b[0] - a[0]) - (b[1] - a[1])) for a, b in pairwise(inside)]
+        stamps += [seen - sent for seen, sent in inside]
+        gaps += [abs((b[0] - a[0]) - (b[1] - a[1])) for a, b in pairwise(inside)]
         first = real[0] - times[record.request_id]["read_at"]
-        firsts.append(1e3 * abs((record.event_times[0] - record.sent_s) - first))
-    lags = [1e3 * r.lag_s for r in run.records]
+        firsts.append(abs((record.event_times[0] - record.sent_s) - first))
     return {
         "streams": len(run.records),
         "tokens": len(stamps),
         "tokens_per_s": round(len(stamps) / (end - begin)),
-        "timing_error_p50_ms": round(percentile(stamps, 0.5), 4),
-        "timing_error_p99_ms": round(percentile(stamps, 0.99), 4),
-        "timing_error_p999_ms": round(percentile(stamps, 0.999), 4),
-        "timing_error_max_ms": round(max(stamps), 4),
-        "gap_error_p99_ms": round(percentile(gaps, 0.99), 4),
-        "ttft_error_p99_ms": round(percentile(firsts, 0.99), 4),
-        "send_error_p99_ms": round(percentile(lags, 0.99), 4),
+        **{f"timing_error_{name}_ms": value for name, value in percentiles_ms(stamps, "p50", "p99", "p999").items()},
+        "timing_error_max_ms": ms(max(stamps)),
+        "gap_error_p99_ms": percentiles_ms(gaps, "p99")["p99"],
+        "ttft_error_p99_ms": percentiles_ms(firsts, "p99")["p99"],
+        "send_error_p99_ms": percentiles_ms([r.lag_s for r in run.records], "p99")["p99"],
         "cpu_share": round(run.cpu_s / (run.ended - run.began), 3),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of each stream, at 20 per second")
-    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
-    cores = Cores.of_this_process()
-    os.sched_setaffinity(0, {cores.generator})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[0]})  # the generator; both processes have the same core if there is only one
     rows = []
     for beat in (False, True):
         time.sleep(1.0)
-        rows.append(measure(cores, args.streams, args.tokens, beat=beat))
+        rows.append(measure(cores[-1], args.streams, args.tokens, beat=beat))
         print(rows[-1], flush=True)
     worst = {name: max(row[name] for row in rows) for name in rows[0] if name.endswith("_ms") or name == "cpu_share"}
     metrics = {"timing_error_p99_ms": worst.pop("timing_error_p99_ms"), "streams": args.streams, **worst}

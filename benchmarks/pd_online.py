@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import heapq
 import json
 import math
 import random
@@ -28,19 +29,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support import report
-from benchmarks.support.pd_stack import (
-    FLAGS,
-    StackClient,
-    TimedAnswer,
-    flags_of,
-    ms,
-    prompts,
-    running,
-    spread,
-    transport_of,
-)
-from loadtest.slo import percentile
+from benchmarks.support import pd_stack, report
+from benchmarks.support.pd_stack import FLAGS, StackClient, TimedAnswer, prompts, running, transport_of
+from benchmarks.support.timing import ms, spread
 
 METRICS = """
 Metrics in milliseconds; those of `agg` have the prefix agg_:
@@ -59,12 +50,9 @@ Metrics in milliseconds; those of `agg` have the prefix agg_:
 SEED = 7
 IDLE_WARM_UP, IDLE_REQUESTS = 8, 16
 SETTLE_S = 1.0
-#: A request that waits longer than this at the prefill pod was behind other requests.
-QUEUED_S = 0.01
-#: Number of slowest calls with timelines in a row.
-SLOWEST = 4
-#: Number of latest requests with timelines. The gateway keeps 256.
-TIMELINES = 250
+QUEUED_S = 0.01  # A request that waits longer than this at the prefill pod was behind other requests.
+SLOWEST = 4  # Number of slowest calls with timelines in a row.
+TIMELINES = 250  # Number of latest requests with timelines. The gateway keeps 256.
 #: Time for the last answers of a load and the end of the pods, and the shortest load.
 TAIL_S, SHORTEST_S = 15.0, 5.0
 
@@ -112,33 +100,30 @@ SHOWN = {
 }
 
 
+Timeline = dict[str, dict[str, Any]]
+
+
 def replay(arrivals: Sequence[float], services_s: Sequence[float], servers: int) -> list[float]:
     """Returns the TTFT of each arrival with its service time, if `servers` servers work first come first served."""
     free_at = [0.0] * servers
     ttfts = []
     for at, service_s in zip(arrivals, services_s, strict=True):
-        server = min(range(servers), key=free_at.__getitem__)
-        free_at[server] = max(free_at[server], at) + service_s
-        ttfts.append(free_at[server] - at)
+        ended = max(heapq.heappop(free_at), at) + service_s
+        heapq.heappush(free_at, ended)
+        ttfts.append(ended - at)
     return ttfts
 
 
 async def idle(client: StackClient, shape: str, load: OnlineLoad) -> dict[str, Any]:
     """Measures requests of this load's length one after another on idle pods. Warm-up requests do not count."""
-    answers = [
-        await client.ask(prompt, 4)
-        for prompt in prompts(shape, IDLE_WARM_UP + IDLE_REQUESTS, load.prompt, seed=f"{SEED}-{load.name}-idle")
-    ]
-    counted = answers[IDLE_WARM_UP:]
-    measured = parts(counted, await timelines(client, counted))
+    seed = f"{SEED}-{load.name}-idle"
+    batch = prompts(shape, IDLE_WARM_UP + IDLE_REQUESTS, load.prompt, seed)
+    answers = [await client.ask(prompt, 4) for prompt in batch][IDLE_WARM_UP:]
     return {
-        "ttft": spread([a.ttft_s for a in counted]),
-        "gap12": spread([a.gap12_s for a in counted]),
-        "compute_s": measured["compute"]["p50"] / 1e3 if "compute" in measured else None,
+        "idle_ttft": spread([a.ttft_s for a in answers]),
+        "idle_gap12": spread([a.gap12_s for a in answers]),
+        "compute": parts(answers, await timelines(client, answers)).get("compute"),
     }
-
-
-Timeline = dict[str, dict[str, Any]]
 
 
 async def timelines(client: StackClient, answers: Sequence[TimedAnswer]) -> list[Timeline]:
@@ -186,8 +171,8 @@ def parts(answers: Sequence[TimedAnswer], events_of: Sequence[Timeline]) -> dict
     return {name: spread(seconds) for name, seconds in times.items()}
 
 
-async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[float], list[TimedAnswer], list[str]]:
-    """Sends all requests when they are due. Returns arrivals and answers in order, and the errors."""
+async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[float], list[TimedAnswer], int]:
+    """Sends all requests when they are due. Returns arrivals and answers in order, and the number of errors."""
     arrivals = load.arrivals()
     batch = prompts(shape, len(arrivals), load.prompt, seed=f"{SEED}-{load.name}")
     gc.collect()
@@ -201,42 +186,46 @@ async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[
     finally:
         gc.unfreeze()
     failed = [repr(answer) for answer in ended if isinstance(answer, BaseException)]
-    succeeded = [(at, a) for at, a in zip(arrivals, ended, strict=True) if isinstance(a, TimedAnswer)]
-    return [at for at, _ in succeeded], [a for _, a in succeeded], failed
+    print(*failed[:5], sep="\n", end="\n" if failed else "", flush=True)
+    kept = [(at, answer) for at, answer in zip(arrivals, ended, strict=True) if isinstance(answer, TimedAnswer)]
+    return [at for at, _ in kept], [answer for _, answer in kept], len(failed)
 
 
-def row(
-    load: OnlineLoad,
-    arrivals: Sequence[float],
-    answers: Sequence[TimedAnswer],
-    events_of: Sequence[Timeline],
-    service_s: float,
-    servers: int,
+async def measure_load(
+    client: StackClient, shape: str, load: OnlineLoad, service_s: float, servers: int
 ) -> dict[str, Any]:
-    """Returns the row of a load. service_s: the idle prefill time; servers: pods that prefill."""
-    ttft = [a.ttft_s for a in answers]
+    """Plays a load and returns its row. service_s: the idle prefill time; servers: pods that prefill."""
+    arrivals, answers, failed = await play(client, shape, load)
+    events_of = await timelines(client, answers)
     compute_s = [events.get("first_token", {}).get("compute_s", service_s) for events in events_of]
-    fcfs, computed = replay(arrivals, [service_s] * len(answers), servers), replay(arrivals, compute_s, servers)
+    ttft = spread([a.ttft_s for a in answers])
+    fcfs = spread(replay(arrivals, [service_s] * len(answers), servers))
+    computed = spread(replay(arrivals, compute_s, servers))
     gap12 = [a.gap12_s for a in answers]
     itl = [gap for a in answers for gap in a.gaps_s]
-    result: dict[str, Any] = {
+    return {
         **asdict(load),
         "requests": len(answers),
         "took_s": round(max(a.at[-1] for a in answers) - min(a.due for a in answers), 1),
         "idle_prefill_ms": ms(service_s),
-        "ttft": spread(ttft),
-        "fcfs_ttft": spread(fcfs),
+        "ttft": ttft,
+        "fcfs_ttft": fcfs,
         "gap12": spread(gap12),
         "itl": spread(itl),
         "itl_with_gap12": spread([*itl, *gap12]),
         "tpot": spread([(a.at[-1] - a.at[0]) / (len(a.at) - 1) for a in answers]),
         "sent_late_ms_max": ms(max(a.sent_late_s for a in answers)),
+        **{
+            f"ttft_{share}_over_{against}": round(ttft[share] - replayed[share], 3)
+            for share in ("p50", "p99")
+            for against, replayed in (("fcfs", fcfs), ("computed", computed))
+        },
+        "failed": failed,
+        "commit": report.commit(),
+        "pods_said": parts(answers, events_of),
+        "slowest_calls": sorted(events_of, key=call_s)[-SLOWEST:],
+        "retried": sum("retry" in events for events in events_of),
     }
-    for name, share in (("p50", 0.5), ("p99", 0.99)):
-        for against, times in (("fcfs", fcfs), ("computed", computed)):
-            over = ms(percentile(ttft, share)) - ms(percentile(times, share))
-            result[f"ttft_{name}_over_{against}"] = round(over, 3)
-    return result
 
 
 def metrics_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -253,40 +242,26 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     service: dict[int, float] = {}
-    flags = FLAGS | flags_of(args.flags)
+    options = {"allow_tcp": args.allow_tcp, "flags": FLAGS | report.pairs(args.flags)}
+    loads = {load.name: load for load in LOADS[args.shape]}
     for mode in args.modes:
         aggregated = mode == "agg"
-        async with running(args.shape, args.device, aggregated=aggregated, allow_tcp=args.allow_tcp, flags=flags) as (
-            stack,
-            client,
-        ):
-            for load in [load for name in args.loads for load in LOADS[args.shape] if load.name == name]:
+        async with running(args.shape, args.device, aggregated=aggregated, **options) as (stack, client):
+            for load in (loads[name] for name in args.loads):
                 quiet = await idle(client, args.shape, load)
                 connections = transport_of(stack)
                 print(mode, load.name, *connections, sep="\n", flush=True)
-                if quiet["compute_s"] is not None:
-                    service[load.prompt] = quiet["compute_s"]
-                service_s = service.get(load.prompt, quiet["ttft"]["p50"] / 1e3)
+                if (compute := quiet.pop("compute")) is not None:
+                    service[load.prompt] = compute["p50"] / 1e3
+                service_s = service.get(load.prompt, quiet["idle_ttft"]["p50"] / 1e3)
                 left = args.budget - TAIL_S - (time.perf_counter() - began)
                 if left < SHORTEST_S:
                     print(f"{mode} {load.name}: skipped, --budget is used up", flush=True)
                     continue
                 most = args.at_most.get(f"{mode}.{load.name}", args.at_most.get(load.name, math.inf))
                 played = replace(load, seconds=min(load.seconds, args.seconds, most, left))
-                arrivals, answers, failed = await play(client, args.shape, played)
-                for failure in failed[:5]:
-                    print(failure, flush=True)
-                events_of = await timelines(client, answers)
-                servers = 2 if aggregated else 1
-                rows.append({"mode": mode, **row(played, arrivals, answers, events_of, service_s, servers)})
-                rows[-1] |= {"failed": len(failed), "idle_ttft": quiet["ttft"], "idle_gap12": quiet["gap12"]}
-                rows[-1] |= {
-                    "connections": connections,
-                    "commit": report.commit(),
-                    "pods_said": parts(answers, events_of),
-                    "slowest_calls": sorted(events_of, key=call_s)[-SLOWEST:],
-                    "retried": sum("retry" in events for events in events_of),
-                }
+                row = await measure_load(client, args.shape, played, service_s, servers=2 if aggregated else 1)
+                rows.append({"mode": mode, **row, **quiet, "connections": connections})
                 print(json.dumps(rows[-1]), flush=True)
                 write(args, rows)
                 await asyncio.sleep(SETTLE_S)
@@ -297,7 +272,7 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> dict[str,
     """Writes the result so far. Returns its metrics."""
     rows = [*earlier(args.add, rows), *rows]
     metrics = metrics_of(rows)
-    report.write(args.out, "pd_online", metrics, "torch", "triton", "nixl-cu13", "grpcio", shape=args.shape, rows=rows)
+    report.write(args.out, "pd_online", metrics, *pd_stack.PACKAGES, shape=args.shape, rows=rows)
     return metrics
 
 
@@ -314,17 +289,8 @@ def earlier(path: Path | None, rows: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file")
+    parser = pd_stack.arguments(__doc__, METRICS, LOADS)
     parser.add_argument("--add", type=Path, metavar="FILE", help="earlier result to take the other rows from")
-    parser.add_argument("--shape", choices=LOADS, default="llama-3.1-8b")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--allow-tcp", action="store_true", help="accept TCP as transport of the KV")
-    parser.add_argument(
-        "--flags", nargs="+", default=[], metavar="NAME=VALUE", help="flags of the pods, for example chunk-graphs=8192"
-    )
     parser.add_argument("--modes", choices=("pd", "agg"), nargs="+", default=["pd", "agg"])
     parser.add_argument("--loads", choices=SHOWN, nargs="+", default=list(SHOWN))
     parser.add_argument("--seconds", type=float, default=math.inf, help="longest duration of each load")
@@ -333,10 +299,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for all loads together")
     args = parser.parse_args(argv)
-    args.at_most = {name: float(seconds) for name, _, seconds in (one.partition("=") for one in args.at_most)}
+    args.at_most = {name: float(seconds) for name, seconds in report.pairs(args.at_most).items()}
     rows = asyncio.run(measure(args))
-    for name, value in write(args, rows).items():
-        print(f"{name:36} {value}")
+    report.show(write(args, rows))
     if failed := sum(r["failed"] for r in rows):
         raise SystemExit(f"{failed} requests failed")
 

@@ -19,28 +19,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import grpc
-
 from benchmarks.support import bare_pods, report
-from benchmarks.support.pd_stack import CONFIGS, make_model, prompts, spread
-from cli.gpus import shared_out, visible_gpus
-from common.auth import Signer
+from benchmarks.support.pd_stack import CONFIGS, make_model, prompts
+from benchmarks.support.timing import ms, percentiles_ms, spread
+from benchmarks.support.transfer_peer import FreePin, TransferPeer, answer_lines, other_process, transfer_peer
+from cli.gpus import visible_gpus
 from common.kv_layout import KVLayout
 from common.pb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
-from common.process.lifecycle import die_with_parent, host_boot_id
-from common.rpc import RpcServer, open_channel
+from common.rpc import open_channel
 from common.types import Role, SamplingParams, ValidRequest
-from common.wire import PROTOCOL_VERSION, layout_to_pb, request_to_pb, role_to_pb
-from kv_transfer.backend.nixl import NixlBackend
-from kv_transfer.memory import PoolMemory, device_pool, host_pool
-from kv_transfer.messages import PrefixHolder, WantedBlocks
-from kv_transfer.node import TransferNode
+from common.wire import request_to_pb
+from kv_transfer.messages import WantedBlocks
 
 METRICS = """
 `bare`: two processes with the pods' transfer code (TransferNode, gRPC between them) and scattered blocks. A pull is
@@ -61,7 +57,6 @@ pulls it. Times are from sending a prompt of N + 16 tokens to its first token, o
 - ttft_cached_ms_N: the puller has the prefix in its cache. A pull takes the difference to ttft_push_ms_N.
 """
 
-SECRET = b"one benchmark"
 SMALL = KVLayout("small", "r0", num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
 SMOLLM2 = KVLayout("smollm2-shape", "r0", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
 LLAMA_8B = KVLayout("8b-shape", "r0", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
@@ -73,14 +68,15 @@ class PullSizes:
     """Sizes for one kind of device. The metrics are of the first layout and the first transport."""
 
     layouts: tuple[KVLayout, ...]
-    #: Numbers of blocks.
-    counts: tuple[int, ...]
-    #: Environment variables of each transport.
-    transports: dict[str, dict[str, str]]
-    #: Shape of the pods' model.
-    shape: str
-    #: The pods' --kv-memory.
-    kv_memory: str
+    counts: tuple[int, ...]  # Numbers of blocks.
+    transports: dict[str, dict[str, str]]  # Environment variables of each transport.
+    shape: str  # Shape of the pods' model.
+    kv_memory: str  # The pods' --kv-memory.
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of a process's pool between processes: twice the largest pull, so that blocks can be scattered."""
+        return 2 * max(self.counts) + 8
 
 
 PLANS = {
@@ -88,78 +84,10 @@ PLANS = {
     "cuda": PullSizes((LLAMA_8B, SMALL), (1, 8, 64, 256, 512), {"default": {}}, "llama-3.1-8b", "6G"),
 }
 PREFIXES = {"llama-3.1-8b": (1024, 4096, 8192), "tiny": (64, 512)}
-#: Tokens after the prefix.
-SUFFIX = 16
+SUFFIX = 16  # Tokens after the prefix.
 CALL_S = 60.0
-#: Tries until a pull succeeds. The first pull may need longer to connect than the pod's time limit.
-CONNECTS = 10
-
-
-@dataclass(eq=False)
-class FreePin:
-    """Pinned blocks without an owner."""
-
-    blocks: Sequence[int]
-
-    def release(self, blocks: Sequence[int] | None = None) -> None:
-        """Does nothing: no block is reused here."""
-
-
-@dataclass
-class PullPeer:
-    """The transfer code of one pod."""
-
-    node: TransferNode
-    server: RpcServer
-    memory: PoolMemory
-    address: str = ""
-    #: The blocks that it lends: block i of a chain is blocks[i].
-    blocks: list[int] = field(default_factory=list)
-
-    def lend(self, hashes: Sequence[bytes], first: int) -> FreePin | None:
-        """Lends blocks first .. n for any chain of n hashes."""
-        return FreePin(self.blocks[first : len(hashes)])
-
-    async def stop(self) -> None:
-        await self.node.stop(1.0)
-        await self.server.stop(0)
-
-
-async def start_peer(name: str, role: Role, layout: KVLayout, device: str) -> PullPeer:
-    """Starts a peer with scattered blocks. Block i contains the number i, so the puller can check its content."""
-    most = max(PLANS[device].counts)
-    count = 2 * most + 8
-    make_pool = host_pool if device == "cpu" else device_pool
-    memory, generation = make_pool(count, layout.block_bytes), time.time_ns() // 1_000_000
-    info = transfer_pb2.InfoResponse(
-        protocol_version=PROTOCOL_VERSION,
-        pod=name,
-        generation=generation,
-        role=role_to_pb(role),
-        layout=layout_to_pb(layout),
-        fingerprint=layout.fingerprint,
-        num_blocks=count,
-        pid=os.getpid(),
-        boot_id=host_boot_id(),
-    )
-    server = RpcServer("127.0.0.1", 0)
-    node = TransferNode(
-        backend=NixlBackend(),
-        memory=memory,
-        info=lambda: info,
-        signer=Signer(SECRET, name, generation),
-        address=lambda: peer.address,
-        lend=lambda hashes, first: peer.lend(hashes, first),  # noqa: PLW0108 - peer is defined after the node
-        allow_tcp=True,  # measures slow transports too
-    )
-    peer = PullPeer(node, server, memory)
-    peer.blocks = random.Random(1).sample(range(0, count, 2), most)
-    for number, block in enumerate(peer.blocks):
-        memory.write_block(block, content(number) * (layout.block_bytes // len(content(number))))
-    server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
-    await node.start()
-    peer.address = f"127.0.0.1:{await server.start()}"
-    return peer
+PACKAGES = ("torch", "nixl-cu13", "grpcio")
+CONNECTS = 10  # Tries until a pull succeeds. The first pull may need longer to connect than the pod's time limit.
 
 
 def content(number: int) -> bytes:
@@ -167,24 +95,31 @@ def content(number: int) -> bytes:
     return (number + 1).to_bytes(4, "big")
 
 
-async def hold(layout: KVLayout, device: str) -> None:
-    """Main function of the child process: lends blocks until stdin ends."""
-    die_with_parent()
-    peer = await start_peer("holder", Role.DECODE, layout, device)
-    sys.stdout.write(json.dumps({"address": peer.address}) + "\n")
-    sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.read)
-    await peer.stop()
+def lent_blocks(plan: PullSizes) -> list[int]:
+    """Returns the scattered blocks that the holder lends: block i of every chain is number i of them."""
+    return random.Random(1).sample(range(0, plan.pool_blocks, 2), max(plan.counts))
 
 
-async def pull(peer: PullPeer, holder: PrefixHolder, count: int) -> float:
-    """Pulls `count` blocks and checks their content. Returns the seconds."""
-    blocks = [block + 1 for block in peer.blocks[:count]]
+async def hold(plan: PullSizes, layout: KVLayout, device: str) -> None:
+    """Main function of the holding process: lends blocks, each with its number, until stdin ends."""
+    blocks = lent_blocks(plan)
+
+    def lend(hashes: Sequence[bytes], first: int) -> FreePin:
+        return FreePin(blocks[first : len(hashes)])
+
+    async with transfer_peer(Role.DECODE, layout, plan.pool_blocks, device, lend=lend, allow_tcp=True) as peer:
+        for number, block in enumerate(blocks):
+            peer.memory.write_block(block, content(number) * (layout.block_bytes // len(content(number))))
+        await answer_lines({"pod": peer.name, "address": peer.address})
+
+
+async def pull(peer: TransferPeer, holder: str, blocks: list[int]) -> float:
+    """Pulls the first blocks of a chain into `blocks` and checks their content. Returns the seconds."""
     for block in (blocks[0], blocks[-1]):
         peer.memory.write_block(block, bytes(peer.memory.block_bytes))
     wanted = WantedBlocks(
         request_id="r",
-        hashes=[i.to_bytes(16, "big") for i in range(1, count + 1)],
+        hashes=[i.to_bytes(16, "big") for i in range(1, len(blocks) + 1)],
         first_block=0,
         blocks=blocks,
         pin=FreePin(blocks),
@@ -193,57 +128,38 @@ async def pull(peer: PullPeer, holder: PrefixHolder, count: int) -> float:
     began = time.perf_counter()
     result = await peer.node.pull(holder, wanted)
     seconds = time.perf_counter() - began
-    assert result.blocks == count, result
-    for number in (0, count - 1):
+    assert result.blocks == len(blocks), result
+    for number in (0, len(blocks) - 1):
         data = peer.memory.read_block(blocks[number])
         if data[:4] != content(number) or data[-4:] != content(number):
-            raise RuntimeError(f"block {number} of {count} arrived as {data[:4].hex()}...{data[-4:].hex()}")
+            raise RuntimeError(f"block {number} of {len(blocks)} arrived as {data[:4].hex()}...{data[-4:].hex()}")
     return seconds
 
 
-async def measure(layout: KVLayout, device: str, repeats: int, gpu: str | None) -> list[dict[str, Any]]:
-    """Measures one pair of processes. Returns a row for each number of blocks. gpu: the holder's GPU."""
-    rows = []
-    env = os.environ if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-    argv = [sys.executable, __file__, "--device", device, "--hold", layout.model]
-    child = await asyncio.create_subprocess_exec(*argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
-    assert child.stdout is not None
-    address = json.loads(await child.stdout.readline())["address"]
-    peer, holder = await start_peer("puller", Role.PREFILL, layout, device), PrefixHolder("holder", 0, address)
-    try:
-        first_s = await pull(peer, holder, 1)
-        for count in PLANS[device].counts:
-            seconds = [await pull(peer, holder, count) for _ in range(repeats)]
-            median = statistics.median(seconds)
+async def measure(layout: KVLayout, device: str, repeats: int) -> list[dict[str, Any]]:
+    """Measures one pair of processes. Returns a row for each number of blocks."""
+    plan, rows = PLANS[device], []
+    free = [block + 1 for block in lent_blocks(plan)]
+    async with (
+        other_process(__file__, "--hold", layout.model, device=device) as (greeting, _),
+        transfer_peer(Role.PREFILL, layout, plan.pool_blocks, device, allow_tcp=True) as peer,  # slow transports too
+    ):
+        holder = greeting["address"]
+        first_s = await pull(peer, holder, free[:1])
+        for count in plan.counts:
+            seconds = [await pull(peer, holder, free[:count]) for _ in range(repeats)]
             rows.append(
                 {
                     "block_kib": layout.block_bytes >> 10,
                     "blocks": count,
-                    "first_ms": round(first_s * 1e3, 2),
-                    "median_ms": round(median * 1e3, 3),
-                    "p90_ms": round(sorted(seconds)[int(0.9 * (len(seconds) - 1))] * 1e3, 3),
-                    "gb_s": round(count * layout.block_bytes / median / 1e9, 3),
+                    "first_ms": ms(first_s),
+                    "median_ms": ms(statistics.median(seconds)),
+                    "p90_ms": percentiles_ms(seconds, "p90")["p90"],
+                    "gb_s": round(count * layout.block_bytes / statistics.median(seconds) / 1e9, 3),
                 }
             )
-        carried_by = (await peer.node.connect(address)).transport
-    finally:
-        child.stdin.close()
-        await child.wait()
-        await peer.stop()
+        carried_by = (await peer.node.connect(holder)).transport
     return [{**row, "carried_by": carried_by} for row in rows]
-
-
-def bare_rows(device: str, repeats: int) -> list[dict[str, Any]]:
-    """Measures all layouts in this process, over the transport that its environment selects.
-
-    Holder and puller have different GPUs if there are two.
-    """
-    own_gpu, holder_gpu = shared_out(2, () if device == "cpu" else visible_gpus())
-    if own_gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu[0].id
-    gpu = None if holder_gpu is None else holder_gpu[0].id
-    return [row for layout in PLANS[device].layouts for row in asyncio.run(measure(layout, device, repeats, gpu))]
 
 
 def of_transport(name: str, device: str, repeats: int) -> list[dict[str, Any]]:
@@ -274,9 +190,8 @@ class PodCaller:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         request = request_to_pb(ValidRequest(f"{self.pod.name}-{self._calls}", "bench", tuple(prompt), params))
         began = time.perf_counter()
-        call = prefill_pb2_grpc.PrefillStub(self._channel).Prefill(
-            prefill_pb2.PrefillRequest(request=request, pull=hint), timeout=CALL_S
-        )
+        stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, pull=hint), timeout=CALL_S)
         try:
             async for event in call:
                 if event.HasField("first_token"):
@@ -285,34 +200,33 @@ class PodCaller:
             call.cancel()
         raise RuntimeError(f"{self.pod.name} sent no token")
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         await self._channel.close()
+
+
+async def every_way(holder: PodCaller, puller: PodCaller, prefix: list[int], shape: str, seed: str) -> dict[str, Any]:
+    """Gets this prefix in every way. Returns the seconds and the cached tokens of each way."""
+    tails = prompts(shape, 3, SUFFIX, seed)
+    hint = await holder.holds(len(prefix))
+    return {
+        "computed": await holder.ttft([*prefix, *tails[0]]),
+        "push": await puller.ttft([*prefix, *tails[1]], hint),
+        "cached": await puller.ttft([*prefix, *tails[2]]),
+    }
 
 
 async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: int) -> list[dict[str, Any]]:
     """Measures all prefix lengths in all ways. Returns a row for each length and way."""
-    holder, puller = PodCaller(pods["holder"]), PodCaller(pods["puller"])
     rows: list[dict[str, Any]] = []
-
-    async def once(prefix: list[int], seed: str) -> dict[str, tuple[float, int]]:
-        """Gets this prefix in every way. Returns the seconds and the cached tokens of each way."""
-        tails = prompts(shape, 3, SUFFIX, seed)
-        hint = await holder.holds(len(prefix))
-        return {
-            "computed": await holder.ttft([*prefix, *tails[0]]),
-            "push": await puller.ttft([*prefix, *tails[1]], hint),
-            "cached": await puller.ttft([*prefix, *tails[2]]),
-        }
-
-    try:
-        for attempt in range(CONNECTS):
-            results = await once(prompts(shape, 1, PREFIXES[shape][0], f"connect-{attempt}")[0], f"connect-{attempt}")
-            if results["push"][1]:
+    async with aclosing(PodCaller(pods["holder"])) as holder, aclosing(PodCaller(pods["puller"])) as puller:
+        for seed in (f"connect-{attempt}" for attempt in range(CONNECTS)):
+            (prefix,) = prompts(shape, 1, PREFIXES[shape][0], seed)
+            if (await every_way(holder, puller, prefix, shape, seed))["push"][1]:
                 break
         for length in PREFIXES[shape]:
             times: dict[str, list[float]] = {}
             for number, prefix in enumerate(prompts(shape, repeats + 1, length, "measured")):
-                results = await once(prefix, f"{length}-{number}")
+                results = await every_way(holder, puller, prefix, shape, f"{length}-{number}")
                 for way, (seconds, cached) in results.items():
                     expected = 0 if way == "computed" else length
                     if cached != expected:
@@ -320,11 +234,6 @@ async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: 
                     if number:  # the first prompt of a length warms up
                         times.setdefault(way, []).append(seconds)
             rows += [{"prefix": length, "way": way, "ttft": spread(seconds)} for way, seconds in times.items()]
-    except (grpc.aio.AioRpcError, RuntimeError) as error:
-        raise RuntimeError(f"the pods failed: {error}") from error
-    finally:
-        await holder.close()
-        await puller.close()
     return rows
 
 
@@ -348,10 +257,7 @@ def pod_rows(device: str, shape: str, repeats: int) -> tuple[list[dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file")
+    parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--device", choices=PLANS, default="cpu")
     parser.add_argument(
         "--only", choices=("bare", "pods"), nargs="+", help="parts to run; default: bare, on a GPU both"
@@ -364,14 +270,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     plan = PLANS[args.device]
     if args.hold:
-        asyncio.run(hold(next(layout for layout in plan.layouts if layout.model == args.hold), args.device))
+        asyncio.run(hold(plan, next(layout for layout in plan.layouts if layout.model == args.hold), args.device))
         return
     if args.rows:
-        print(json.dumps(bare_rows(args.device, args.repeats)))
+        rows = [row for layout in plan.layouts for row in asyncio.run(measure(layout, args.device, args.repeats))]
+        print(json.dumps(rows))
         return
     only = args.only or (["bare"] if args.device == "cpu" else ["bare", "pods"])
     metrics: dict[str, float] = {}
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {} if args.device == "cpu" else {"gpus": len(visible_gpus())}
     if "bare" in only:
         more["rows"] = [row for name in plan.transports for row in of_transport(name, args.device, args.repeats)]
         kib = plan.layouts[0].block_bytes >> 10
@@ -379,9 +286,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(json.dumps(row), flush=True)
             if row["transport"] == "default" and row["block_kib"] == kib:
                 metrics[f"push_ms_{row['blocks']}"] = row["median_ms"]
-                metrics["push_gb_s"] = row["gb_s"]
-                metrics["first_push_ms"] = row["first_ms"]
-        write(args, metrics, more)
+                metrics |= {"push_gb_s": row["gb_s"], "first_push_ms": row["first_ms"]}
+        report.write(args.out, f"pull-{args.device}", metrics, *PACKAGES, **more)
     if "pods" in only:
         shape = args.shape or plan.shape
         rows, connections = pod_rows(args.device, shape, args.pod_repeats)
@@ -390,16 +296,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(json.dumps(row), flush=True)
             metrics[f"ttft_{row['way']}_ms_{row['prefix']}"] = row["ttft"]["p50"]
         print(*connections, sep="\n", flush=True)
-        write(args, metrics, more)
-    for name, value in metrics.items():
-        print(f"{name:36} {value}")
-
-
-def write(args: argparse.Namespace, metrics: dict[str, float], more: dict[str, Any]) -> None:
-    """Writes the result so far."""
-    if args.device != "cpu":
-        more = {"gpus": len(visible_gpus()), **more}
-    report.write(args.out, f"pull-{args.device}", metrics, "torch", "nixl-cu13", "grpcio", **more)
+        report.write(args.out, f"pull-{args.device}", metrics, *PACKAGES, **more)
+    report.show(metrics)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,9 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,11 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
-from cli.stack.valkey import EmbeddedValkey
+from benchmarks.support.local_stack import keep_index_entries, valkey
+from benchmarks.support.timing import percentiles_ms, timed_calls
 from common.redis.client import LuaScript, connect_redis
 from common.types import PodLoad, Role
 from loadtest.slo import percentile
-from prefix_index import publisher
 from prefix_index.pipelined_connection import PipelinedConnections
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import MAX_EXACT_PODS, IndexReader
@@ -51,25 +49,9 @@ SCOPE = "0badcafe"
 BLOCK = 16
 TRUNK = 64
 PROMPTS = (250, 8_000)
-#: Blocks of the conversation that the first pods have; the other pods have the trunk.
-DEPTHS = (7_999, 6_000, 240, 150)
+DEPTHS = (7_999, 6_000, 240, 150)  # Blocks of the conversation that the first pods have; the other pods have the trunk.
 PODS = (8, 16, 32, 64, 256, 1_024)
-#: Pods that work at the same time.
-WAVE = 32
-#: Lifetime of all keys, so that nothing expires and no heartbeat is sent during the measurement.
-KEPT_S = 36_000
-
-
-@dataclass(frozen=True)
-class LatencySample:
-    """Percentiles in milliseconds."""
-
-    p50: float
-    p99: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> LatencySample:
-        return cls(*(round(1e3 * percentile(seconds, share), 3) for share in (0.5, 0.99)))
+WAVE = 32  # Pods that work at the same time.
 
 
 class Fleet:
@@ -102,20 +84,23 @@ class Fleet:
     def entries(self) -> int:
         return sum(map(len, self._blocks))
 
+    def _waves(self) -> Iterator[range]:
+        """Yields the numbers of the pods that work at the same time."""
+        for first in range(0, len(self._pods), WAVE):
+            yield range(first, min(first + WAVE, len(self._pods)))
+
     async def start(self) -> None:
         """Registers all pods with empty sets."""
-        for first in range(0, len(self._pods), WAVE):
-            wave = self._pods[first : first + WAVE]
-            for pod in wave:
-                await pod.start()
-            while not all(pod.registered for pod in wave):  # noqa: ASYNC110 - a publisher has no event for it
+        for wave in self._waves():
+            for i in wave:
+                await self._pods[i].start()
+            while not all(self._pods[i].registered for i in wave):  # noqa: ASYNC110 - a publisher has no event for it
                 await asyncio.sleep(0.005)
 
     async def publish(self) -> float:
         """Publishes all blocks, WAVE pods at a time. Returns blocks per second, from stored() to the sets in Valkey."""
         start = time.perf_counter()
-        for first in range(0, len(self._pods), WAVE):
-            wave = range(first, min(first + WAVE, len(self._pods)))
+        for wave in self._waves():
             for i in wave:
                 self._cached[i] = self._blocks[i]
                 self._pods[i].stored(self._blocks[i])
@@ -124,8 +109,7 @@ class Fleet:
 
     async def churn(self) -> None:
         """Replaces half of each pod's own blocks, as a full cache does, so that no hash table grows any more."""
-        for first in range(0, len(self._pods), WAVE):
-            wave = range(first, min(first + WAVE, len(self._pods)))
+        for wave in self._waves():
             for i in wave:
                 remaining = (self._shared[i] + len(self._blocks[i])) // 2
                 old = self._blocks[i][remaining:]
@@ -147,27 +131,18 @@ class Fleet:
         await client.aclose()
 
     async def stop(self) -> None:
-        for first in range(0, len(self._pods), WAVE):
-            await asyncio.gather(*(pod.stop() for pod in self._pods[first : first + WAVE]))
+        for wave in self._waves():
+            await asyncio.gather(*(self._pods[i].stop() for i in wave))
 
 
-async def timed(call: Callable[[], Awaitable[object]], times: int) -> list[float]:
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        await call()
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> list[dict[str, object]]:
+async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> list[dict[str, Any]]:
     """Measures look-ups. Returns a row for each prompt length and way."""
     reader, script, keys = IndexReader(url, timeout_s=10), LuaScript("lookup", directory=LUA_DIR), IndexKeys(SCOPE)
     await reader.pods()
     connections = PipelinedConnections(url)
     while (connection := connections.get(SCOPE)) is None:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.01)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     rng = random.Random(2)
     for length in PROMPTS:
 
@@ -189,22 +164,20 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
         await asyncio.sleep(0.2)  # the reader's pipelined connection opens in this time
         assert best["pod-0"] == min(length - 1, fleet.entries // count), best["pod-0"]
         for way, call in (("product", product), ("every_set", every_set), ("cell", cell)):
-            await timed(call, 10)
+            await timed_calls(call, 10)
             await raw.config_resetstat()
-            sample = LatencySample.of(await timed(call, times))
+            sample = percentiles_ms(await timed_calls(call, times), "p50", "p99")
             spent = (await raw.info("commandstats"))["cmdstat_evalsha"]["usec_per_call"]
-            row = {"pods": count, "blocks": length, "way": way, "p50_ms": sample.p50, "p99_ms": sample.p99}
+            row = {"pods": count, "blocks": length, "way": way, "p50_ms": sample["p50"], "p99_ms": sample["p99"]}
             rows.append({**row, "server_us": round(spent, 1)})
     await connections.close()
     await reader.close()
     return rows
 
 
-async def measure(count: int, entries: int, times: int) -> tuple[dict[str, object], list[dict[str, object]]]:
+async def measure(count: int, entries: int, times: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measures `count` pods with `entries` blocks in total. Returns the row of the fleet and the rows of look-ups."""
-    with tempfile.TemporaryDirectory(prefix="routing-index-") as directory:
-        valkey = EmbeddedValkey(0, Path(directory))
-        url = await valkey.start()
+    async with valkey() as url:
         fleet = Fleet(url, count, entries, seed=count)
         raw = connect_redis(url, timeout_s=30)
         try:
@@ -224,7 +197,6 @@ async def measure(count: int, entries: int, times: int) -> tuple[dict[str, objec
         finally:
             await fleet.stop()
             await raw.aclose()
-            await valkey.stop()
 
 
 # ---- cells or all pods, on a trace
@@ -239,12 +211,7 @@ class Cache:
         self.free_at = 0.0
 
     def match(self, chain: Sequence[int]) -> int:
-        held = 0
-        for block in chain:
-            if block not in self._blocks:
-                break
-            held += 1
-        return held
+        return next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain))
 
     def serve(self, chain: Sequence[int], now: float, seconds: float) -> float:
         """Computes a prompt for `seconds` and caches its blocks. Returns the time of the first token."""
@@ -300,15 +267,12 @@ def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int
 
 
 async def run(args: argparse.Namespace) -> None:
-    fleets, lookups, load = [], [], os.getloadavg()[0]
+    fleets, lookups, choice, load = [], [], [], os.getloadavg()[0]
     for count in args.pods:
         row, rows = await measure(count, args.entries, args.times)
-        print(row)
-        for lookup in rows:
-            print("   ", lookup)
+        print(row, *rows, sep="\n    ", flush=True)
         fleets.append(row)
         lookups += rows
-    choice = []
     if args.trace is not None:
         trace = [json.loads(line) for line in args.trace.read_text().splitlines()]
         for count in (64, 256):
@@ -329,8 +293,7 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="result file")
+    parser = report.arguments(__doc__)
     parser.add_argument("--entries", type=int, default=1_000_000, help="blocks of all pods together")
     parser.add_argument("--times", type=int, default=500, help="look-ups of each kind")
     parser.add_argument(
@@ -340,9 +303,7 @@ def main() -> None:
     args = parser.parse_args()
     if 16 not in args.pods:
         parser.error("--pods must include 16, the number of pods of the metrics")
-    publisher.HEARTBEAT_S = KEPT_S
-    publisher.LEASE_MS = 1_000 * KEPT_S
-    publisher.OWN_TTL_S = publisher.INFO_TTL_S = KEPT_S
+    keep_index_entries()
     uvloop.run(run(args))
 
 

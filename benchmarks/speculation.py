@@ -13,15 +13,11 @@ draft is right with probability 0.8 if the drafts before it are right. Steps are
 
 from __future__ import annotations
 
-import argparse
-import functools
 import itertools
-import json
 import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.engine import WAIT_S, Driver, Prompts, engine_settings, running
 from benchmarks.support import report
 from benchmarks.support.draft_pair import SMOLLM2_LAYERS, without_layers
-from benchmarks.support.shapes import SHAPES
+from benchmarks.support.engine_driver import Driver, Prompts, engine_settings, running
+from benchmarks.support.report import Goal, MetricTable
+from benchmarks.support.shapes import SHAPES, config_directory
+from benchmarks.support.timing import timed
 from cli.demo.model import demo_model
 from common.types import SamplingParams
 from engine.config import EngineConfig
@@ -61,26 +59,22 @@ GPU:
 """
 
 RATE = 0.8
-#: The token that the logit bias makes the answer.
-ANSWER = 7
-#: Steps between a change and the first step that counts.
-AROUND = 16
-BARS = {
-    "tokens_per_step_copy": 3.2,
-    "tokens_per_step_code_edit": 2.7,
-    "tokens_per_step_summarise": 1.4,
-    "tokens_per_step_chat": 1.05,
-    "speedup_copy": 1.6,
-    "speedup_code_edit": 1.3,
-    "verify_cost_1": 1.10,
-    "verify_cost_16": 1.15,
-    "verify_cost_64": 1.35,
-    "speedup_1": 2.6,
-    "speedup_64": 1.6,
-    "loss_when_useless": 0.02,
+ANSWER = 7  # The token that the logit bias makes the answer.
+AROUND = 16  # Steps between a change and the first step that counts.
+GOALS = {
+    "tokens_per_step_copy": Goal(3.2),
+    "tokens_per_step_code_edit": Goal(2.7),
+    "tokens_per_step_summarise": Goal(1.4),
+    "tokens_per_step_chat": Goal(1.05),
+    "speedup_copy": Goal(1.6),
+    "speedup_code_edit": Goal(1.3),
+    "verify_cost_1": Goal(1.10),
+    "verify_cost_16": Goal(1.15),
+    "verify_cost_64": Goal(1.35),
+    "speedup_1": Goal(2.6),
+    "speedup_64": Goal(1.6),
+    "loss_when_useless": Goal(0.02),
 }
-#: Prefixes of metrics for which less is better.
-COSTS = ("verify_cost", "loss")
 
 TEXTS = (
     "The lighthouse at Corran Point was built in 1884 by the engineer David Alan. It stands 37 metres tall and "
@@ -163,23 +157,6 @@ TASKS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 
-@dataclass(slots=True)
-class BarTable:
-    """Prints metrics with their bars and collects them. bars: the bars apply."""
-
-    metrics: dict[str, float]
-    rows: list[dict[str, Any]]
-    bars: bool
-
-    def line(self, name: str, value: float, **more: float | str) -> None:
-        self.metrics[name] = round(value, 4)
-        self.rows.append({"name": name, "value": round(value, 4)} | more)
-        bar = BARS.get(name) if self.bars else None
-        missed = bar is not None and (value > bar if name.startswith(COSTS) else value < bar)
-        shown = "" if bar is None else f"  bar {bar:g}{'  BAR MISSED' if missed else ''}"
-        print(f"{name:<28}{value:>9.3f}{shown}  {more or ''}", flush=True)
-
-
 # -- tasks on a CPU ---------------------------------------------------------------------------------------------------
 
 
@@ -187,87 +164,89 @@ class BarTable:
 class TimedAnswers:
     """Answers to the prompts of a task."""
 
-    #: Tokens of each answer.
-    ids: list[list[int]]
-    #: Seconds of each answer.
-    seconds: list[float]
-    #: Steps of all answers, without those of the first tokens.
-    steps: int
+    ids: list[list[int]]  # Tokens of each answer.
+    seconds: list[float]  # Seconds of each answer.
+    steps: int  # Steps of all answers, without those of the first tokens.
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens after the first ones."""
+        return sum(len(ids) - 1 for ids in self.ids)
 
 
-def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> TimedAnswers:
-    engine, steps = llm.engine, 0
-    ids: list[list[int]] = []
-    seconds: list[float] = []
-    for prompt in prompts:
-        before, began = engine.counters.steps, time.perf_counter()
-        (completion,) = llm.generate([prompt], params, show_progress=False)
-        seconds.append(time.perf_counter() - began)
-        steps += engine.counters.steps - before - 1
-        ids.append(completion.ids)
-    return TimedAnswers(ids, seconds, steps)
+def encode(llm: LLM, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Returns the chat prompts of the texts, which are in the prefix cache of the engine afterwards."""
+    rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
+    prompts = [llm.encode(text, special_tokens=False) for text in rendered]
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
+    return prompts
 
 
-def measure_tasks(table: BarTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
+def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], tokens: int) -> TimedAnswers:
+    """Answers one prompt after another."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens)
+    before = llm.engine.counters.steps
+    timed_answers = [timed(lambda p=p: llm.generate([p], params, show_progress=False)) for p in prompts]  # type: ignore[misc]
+    seconds, completions = zip(*timed_answers, strict=True)
+    steps = llm.engine.counters.steps - before - len(prompts)
+    return TimedAnswers([completion.ids for (completion,) in completions], list(seconds), steps)
+
+
+def answer_always(
+    llm: LLM, proposer: Proposer, prompts: Sequence[tuple[int, ...]], tokens: int, drafts: int
+) -> tuple[TimedAnswers, dict[str, int]]:
+    """Answers with drafts in every step. Returns the answers and the counts of tokens, steps and drafts."""
+    llm.engine.set_proposer(proposer, AlwaysDraft(drafts))
+    always = answer(llm, prompts, tokens)
+    assert llm.engine.speculator is not None
+    stats = llm.engine.speculator.stats
+    counts = {"tokens": always.tokens, "steps": always.steps}
+    return always, counts | {"proposed": stats.proposed, "accepted": stats.accepted}
+
+
+def measure_tasks(table: MetricTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
     options = {"kv_memory": 128 << 20, "max_model_len": 1024, "chunk_tokens": 512} | settings
     llm = LLM(demo_model(), speculation="ngram", speculation_tokens=drafts, **options)
     for task, (texts, tokens) in TASKS.items():
-        rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
-        prompts = [llm.encode(text, special_tokens=False) for text in rendered]
-        params = SamplingParams(temperature=0.0, max_tokens=tokens)
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
+        prompts = encode(llm, texts)
+        always, counts = answer_always(llm, NgramProposer(), prompts, tokens, drafts)
         plain: list[TimedAnswers] = []
         drafted: list[TimedAnswers] = []
-        llm.engine.set_proposer(NgramProposer(), AlwaysDraft(drafts))
-        always = answer(llm, prompts, params)
-        assert llm.engine.speculator is not None
-        stats = llm.engine.speculator.stats
         for _ in range(runs):
-            llm.engine.set_proposer(None)
-            plain.append(answer(llm, prompts, params))
-            llm.engine.set_proposer(NgramProposer())
-            drafted.append(answer(llm, prompts, params))
-            if not always.ids == drafted[-1].ids == plain[-1].ids:
-                raise SystemExit(f"{task}: the answers differ")
-        num_tokens = sum(len(ids) - 1 for ids in always.ids)
-        more = {"tokens": num_tokens, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
-        table.line(f"tokens_per_step_{task}", num_tokens / always.steps, **more)
+            for answers, proposer in ((plain, None), (drafted, NgramProposer())):
+                llm.engine.set_proposer(proposer)
+                answers.append(answer(llm, prompts, tokens))
+                if answers[-1].ids != always.ids:
+                    raise SystemExit(f"{task}: the answers differ")
+        table.add(f"tokens_per_step_{task}", always.tokens / always.steps, **counts)
         best = [sum(map(min, zip(*(answers.seconds for answers in kind), strict=True))) for kind in (plain, drafted)]
-        table.line(f"speedup_{task}", best[0] / best[1], plain_s=round(best[0], 3), drafted_s=round(best[1], 3))
+        table.add(f"speedup_{task}", best[0] / best[1], plain_s=best[0], drafted_s=best[1])
 
 
-def measure_draft_model(table: BarTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
+def measure_draft_model(table: MetricTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
     options = {"kv_memory": 128 << 20, "max_model_len": 512, "chunk_tokens": 512} | settings
-    texts, tokens = TASKS["chat"]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens // 2)
+    texts, tokens = TASKS["chat"][0], TASKS["chat"][1] // 2
     with tempfile.TemporaryDirectory() as directory:
         draft = without_layers(demo_model(), Path(directory) / "draft", SMOLLM2_LAYERS)
         plain = LLM(demo_model(), **options)
         llm = LLM(
             demo_model(), speculation="draft_model", speculation_model=draft, speculation_tokens=drafts, **options
         )
-        rendered = [llm.template.render([{"role": "user", "content": text}]) for text in texts]
-        prompts = [llm.encode(text, special_tokens=False) for text in rendered]
-        for engine in (plain, llm):
-            engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), show_progress=False)
-        llm.engine.set_proposer(llm.engine.configured_proposer(), AlwaysDraft(drafts))
-        always = answer(llm, prompts, params)
-        assert llm.engine.speculator is not None
-        stats = llm.engine.speculator.stats
-        num_tokens = sum(len(ids) - 1 for ids in always.ids)
-        more = {"tokens": num_tokens, "steps": always.steps, "proposed": stats.proposed, "accepted": stats.accepted}
-        table.line("acceptance_draft_model", stats.accepted / stats.proposed, **more)
-        table.line("tokens_per_step_draft_model", num_tokens / always.steps)
+        encode(plain, texts)
+        prompts = encode(llm, texts)
+        always, counts = answer_always(llm, llm.engine.configured_proposer(), prompts, tokens, drafts)
+        table.add("acceptance_draft_model", counts["accepted"] / counts["proposed"], **counts)
+        table.add("tokens_per_step_draft_model", always.tokens / always.steps)
         llm.engine.set_proposer(llm.engine.configured_proposer())
         seconds: list[list[float]] = [[], []]
         for _ in range(runs):
             for times, engine in zip(seconds, (plain, llm), strict=True):
-                answers = answer(engine, prompts, params)
+                answers = answer(engine, prompts, tokens)
                 if answers.ids != always.ids:
                     raise SystemExit("draft_model: the answers differ")
                 times.append(sum(answers.seconds))
         best = [min(times) for times in seconds]
-        table.line("draft_model_over_plain", best[1] / best[0], plain_s=round(best[0], 3), drafted_s=round(best[1], 3))
+        table.add("draft_model_over_plain", best[1] / best[0], plain_s=best[0], drafted_s=best[1])
 
 
 # -- verify steps on a GPU --------------------------------------------------------------------------------------------
@@ -303,16 +282,11 @@ class Coin:
 class SpeculationRun:
     """Results of one run with all rows decoding."""
 
-    #: Tokens per second of all rows.
-    tokens_s: float
-    #: Median seconds between the results of steps.
-    step_s: float
-    #: Seconds of a replay of the step's graph. None: without graphs.
-    replay_s: float | None
-    #: Mean accepted drafts of a row in a step.
-    accepted: float
-    #: Mean drafts of a row in the last step.
-    proposed: float
+    tokens_s: float  # Tokens per second of all rows.
+    step_s: float  # Median seconds between the results of steps.
+    replay_s: float | None  # Seconds of a replay of the step's graph. None: without graphs.
+    accepted: float  # Mean accepted drafts of a row in a step.
+    proposed: float  # Mean drafts of a row in the last step.
 
 
 def decode(
@@ -331,37 +305,30 @@ def decode(
     """
     rows = len(prompts)
     control = AlwaysDraft(driver.engine.config.speculation_tokens) if always else None
-    driver.loop.call(functools.partial(driver.engine.set_proposer, proposer, control)).result(WAIT_S)
+    driver.call(lambda: driver.engine.set_proposer(proposer, control))
 
     def full(result: StepResult) -> bool:
         return len(result.outputs) == rows and not result.num_prompt_tokens
 
-    counted = 0
-
-    def enough(result: StepResult) -> bool:
-        nonlocal counted
-        counted += full(result)
-        return counted > skip + steps
-
+    counted = itertools.count(1)
     driver.begin(prompts, params)
-    driver.wait(enough)
-    replay_s = driver.loop.call(lambda: driver.engine.runner.time_replay(2 * AROUND)).result(WAIT_S)
+    driver.wait(lambda result: full(result) and next(counted) > skip + steps)
+    replay_s = driver.call(lambda: driver.engine.runner.time_replay(2 * AROUND))
     seen = list(driver.seen)
     driver.end()
     window = [(ended, result) for ended, result in seen if full(result)][skip:][: steps + 1]
     times = [b - a for (a, _), (b, _) in itertools.pairwise(window)]
-    tokens = sum(len(output.tokens) for _, result in window[1:] for output in result.outputs)
-    accepted = sum(output.num_accepted for _, result in window[1:] for output in result.outputs)
+    outputs = [output for _, result in window[1:] for output in result.outputs]
     return SpeculationRun(
-        tokens_s=tokens / (window[-1][0] - window[0][0]),
+        tokens_s=sum(len(output.tokens) for output in outputs) / (window[-1][0] - window[0][0]),
         step_s=statistics.median(times),
         replay_s=replay_s,
-        accepted=accepted / rows / len(times),
+        accepted=sum(output.num_accepted for output in outputs) / rows / len(times),
         proposed=sum(output.num_drafts for output in seen[-1][1].outputs) / rows,
     )
 
 
-def measure_cost(table: BarTable, driver: Driver, prompts: Prompts, context: int) -> None:
+def measure_cost(table: MetricTable, driver: Driver, prompts: Prompts, context: int) -> None:
     """Measures verify_cost with requests without a bias. Their drafts are wrong, which does not change the cost."""
     for rows in (1, 16, 64):
         batch = prompts.make(rows, context)
@@ -371,80 +338,65 @@ def measure_cost(table: BarTable, driver: Driver, prompts: Prompts, context: int
         drafted = decode(driver, Coin(0.5), batch, params, 2, skip=1, always=True)
         assert drafted.proposed > 0
         if plain.replay_s is not None and drafted.replay_s is not None:
-            cost = drafted.replay_s / plain.replay_s
-            more = {"plain_ms": round(plain.replay_s * 1e3, 3), "verify_ms": round(drafted.replay_s * 1e3, 3)}
-            table.line(f"verify_cost_{rows}", cost, **more)
+            times = {"plain_ms": plain.replay_s * 1e3, "verify_ms": drafted.replay_s * 1e3}
+            table.add(f"verify_cost_{rows}", drafted.replay_s / plain.replay_s, **times)
 
 
-def measure_verify(table: BarTable, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
+def measure_verify(table: MetricTable, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
     for rows in (1, 16, 64):
         batch = prompts.make(rows, context - steps)
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=5 * (steps + 2 * AROUND) + 128, logit_bias=((ANSWER, 100.0),))
-        ] * rows
+        tokens = 5 * (steps + 2 * AROUND) + 128
+        params = [SamplingParams(temperature=0.0, max_tokens=tokens, logit_bias=((ANSWER, 100.0),))] * rows
         # Puts the prompts into the prefix cache.
         decode(driver, None, batch, [SamplingParams(temperature=0.0, max_tokens=steps + 64)] * rows, 2)
         plain = decode(driver, None, batch, params, steps)
         # With drafts, a row advances about three times as far per step.
         drafted = decode(driver, Coin(RATE), batch, params, steps // 3, skip=AROUND // 3)
-        table.line(
-            f"wall_cost_{rows}",
-            drafted.step_s / plain.step_s,
-            plain_ms=round(plain.step_s * 1e3, 3),
-            verify_ms=round(drafted.step_s * 1e3, 3),
-        )
-        table.line(
-            f"speedup_{rows}",
-            drafted.tokens_s / plain.tokens_s,
-            plain_tok_s=round(plain.tokens_s, 1),
-            drafted_tok_s=round(drafted.tokens_s, 1),
-            accepted_per_step=round(drafted.accepted, 3),
-        )
+        times = {"plain_ms": plain.step_s * 1e3, "verify_ms": drafted.step_s * 1e3}
+        table.add(f"wall_cost_{rows}", drafted.step_s / plain.step_s, **times)
+        rates = {"plain_tok_s": plain.tokens_s, "drafted_tok_s": drafted.tokens_s}
+        speedup = drafted.tokens_s / plain.tokens_s
+        table.add(f"speedup_{rows}", speedup, **rates, accepted_per_step=drafted.accepted)
 
 
-def measure_useless(table: BarTable, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
-    losses: list[float] = []
-    more: dict[str, float] = {}
+def measure_useless(table: MetricTable, driver: Driver, prompts: Prompts, context: int, steps: int) -> None:
+    losses: dict[str, float] = {}
     for rows in (1, 16):
         batch = prompts.make(rows, max(8, context - steps))
         params = [SamplingParams(temperature=1.0, seed=i, max_tokens=2 * steps + 256) for i in range(rows)]
         decode(driver, None, batch, params, 2)
         plain = [decode(driver, None, batch, params, steps).tokens_s for _ in range(2)]
         drafted = [decode(driver, NgramProposer(), batch, params, steps).tokens_s for _ in range(2)]
-        losses.append(1 - max(drafted) / max(plain))
-        more[f"loss_{rows}"] = round(losses[-1], 4)
-    table.line("loss_when_useless", max(losses), **more)
+        losses[f"loss_{rows}"] = 1 - max(drafted) / max(plain)
+    table.add("loss_when_useless", max(losses.values()), **losses)
 
 
-def measure_gpu(table: BarTable, shape_name: str, drafts: int, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_gpu(table: MetricTable, shape_name: str, drafts: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measures verify steps. Returns the settings of the engine."""
     shape = SHAPES[shape_name]
-    full_size = shape_name != "tiny"
-    context, steps = (1024, 96) if full_size else (48, 12)
-    with tempfile.TemporaryDirectory() as directory:
-        model_dir = Path(directory)
-        (model_dir / "config.json").write_text(json.dumps(shape.config))
-        options = {
-            "load_format": "dummy",
-            "chunk_tokens": max(shape.chunk_tokens, 64 * 5),
-            "block_size": shape.block_size,
-            "max_seqs": 64,
-            "max_model_len": 3072 if full_size else 1024,
-            "speculation": "ngram",
-            "speculation_tokens": drafts,
-        } | settings
-        with running(EngineConfig(model_dir=model_dir, **options)) as driver:
-            prompts = Prompts(driver.engine.vocab_size)
-            measure_cost(table, driver, prompts, context)
-            measure_verify(table, driver, prompts, context, steps)
-            measure_useless(table, driver, prompts, context, 4 * steps)
+    context, steps, longest = (48, 12, 1024) if shape_name == "tiny" else (1024, 96, 3072)
+    options = {
+        "load_format": "dummy",
+        "chunk_tokens": max(shape.chunk_tokens, 64 * 5),
+        "block_size": shape.block_size,
+        "max_seqs": 64,
+        "max_model_len": longest,
+        "speculation": "ngram",
+        "speculation_tokens": drafts,
+    } | settings
+    with (
+        config_directory(shape.config) as model_dir,
+        running(EngineConfig(model_dir=model_dir, **options)) as driver,
+    ):
+        prompts = Prompts(driver.engine.vocab_size)
+        measure_cost(table, driver, prompts, context)
+        measure_verify(table, driver, prompts, context, steps)
+        measure_useless(table, driver, prompts, context, 4 * steps)
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=METRICS, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file")
+    parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--shape", choices=SHAPES, help="measure verify steps of this shape instead of tasks (default on a GPU)"
@@ -455,23 +407,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     settings = {"device": args.device} | engine_settings(args.engine)
     shape = args.shape or ("llama-3.1-8b" if args.device == "cuda" else None)
-    table = BarTable({}, [], bars=args.drafts == 4 and shape != "tiny")
+    table = MetricTable(GOALS if args.drafts == 4 and shape != "tiny" else {})
     if shape is None:
         measure_tasks(table, args.drafts, args.runs, settings)
         measure_draft_model(table, args.drafts, args.runs, settings)
     else:
         settings = measure_gpu(table, shape, args.drafts, settings)
-    report.write(
-        args.out,
-        "speculation",
-        table.metrics,
-        "torch",
-        "triton",
-        rows=table.rows,
-        drafts=args.drafts,
-        shape=shape,
-        engine=settings,
-    )
+    more = {"rows": table.rows, "drafts": args.drafts, "shape": shape, "engine": settings}
+    report.write(args.out, "speculation", table.metrics, "torch", "triton", **more)
 
 
 if __name__ == "__main__":

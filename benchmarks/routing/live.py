@@ -16,7 +16,6 @@ Each policy gets its own stack and the same arrivals. The first third warms the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -28,6 +27,7 @@ from itertools import chain
 from pathlib import Path
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -46,14 +46,10 @@ from simulator.agent_workload import AgentWorkload
 
 SCALE = 32
 BLOCK = 512 // SCALE
-#: Longest prompt in tokens, scaled.
-LONGEST = 512
-#: Fewest turns of a conversation.
-TURNS = 3
-#: Range of the token ids in prompts.
-VOCAB = (100, 40_000)
-#: Requests one at a time after the replay.
-SINGLE = 60
+LONGEST = 512  # Longest prompt in tokens, scaled.
+TURNS = 3  # Fewest turns of a conversation.
+VOCAB = (100, 40_000)  # Range of the token ids in prompts.
+SINGLE = 60  # Requests one at a time after the replay.
 #: The gateway script of each policy. None: `baton gateway`.
 POLICIES = {"cost": None, "round_robin": Path(__file__).with_name("round_robin_gateway.py")}
 
@@ -81,20 +77,21 @@ def chosen(trace: WorkloadTrace, count: int, rate: float, output: int) -> Worklo
 class Counters:
     """The gateway's counters of routing at one moment."""
 
-    #: Prefix hit tokens, predicted and actual.
-    hits: dict[str, float]
+    hits: dict[str, float]  # Prefix hit tokens, predicted and actual.
     #: Histogram of each routing step: upper bound in seconds to the number of steps up to it.
     step_seconds: dict[str, dict[float, float]]
 
     @classmethod
     async def read(cls, http: httpx.AsyncClient) -> Counters:
-        text = (await http.get("/metrics")).text
-        hits = re.findall(r"^baton_prefix_hit_tokens_(predicted|actual)_total\S* (\S+)$", text, re.MULTILINE)
+        hits: dict[str, float] = {}
         histograms: dict[str, dict[float, float]] = {}
-        for labels, count in re.findall(r"^baton_routing_seconds_bucket{(\S+)} (\S+)$", text, re.MULTILINE):
-            named = dict(re.findall(r'(\w+)="([^"]+)"', labels))
-            histograms.setdefault(named["step"], {})[float(named["le"])] = float(count)
-        return cls({name: float(value) for name, value in hits}, histograms)
+        families = text_string_to_metric_families((await http.get("/metrics")).text)
+        for sample in (sample for family in families for sample in family.samples):
+            if match := re.fullmatch(r"baton_prefix_hit_tokens_(predicted|actual)_total", sample.name):
+                hits[match[1]] = sample.value
+            elif sample.name == "baton_routing_seconds_bucket":
+                histograms.setdefault(sample.labels["step"], {})[float(sample.labels["le"])] = sample.value
+        return cls(hits, histograms)
 
     def median_s(self, step: str, before: Counters) -> float:
         """Returns the median time of a step since `before`, interpolated within a bucket."""
@@ -186,7 +183,7 @@ def answered(run: LoadRun) -> list[RequestRecord]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
     parser.add_argument("--made", action="store_true", help="use the generated trace instead of a recorded one")
     parser.add_argument("--requests", type=int, default=120)
@@ -194,7 +191,6 @@ def main() -> None:
         "--rate", type=float, default=0.7, help="requests per second (default: %(default)s, for two cores)"
     )
     parser.add_argument("--output", type=int, default=4, help="tokens of an answer")
-    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     generate = args.made or not args.trace.is_file()
     workload = AgentWorkload(rate=4.0, seconds=600.0, tenants=8, pause_s=10.0)
@@ -214,11 +210,9 @@ def main() -> None:
         "routing_ms_p50": round(cost["plan_ms_p50"] + cost["place_ms_p50"], 3),
         "routing_ms_p50_single": round(cost["plan_ms_p50_single"] + cost["place_ms_p50_single"], 3),
     }
-    for name, value in metrics.items():
-        print(f"{name:28} {value}")
-    report.write(
-        args.out, "routing_live", metrics, "torch", "grpcio", "nixl-cu13", "redis", trace=trace.name, rows=rows
-    )
+    report.show(metrics)
+    more = {"trace": trace.name, "rows": rows}
+    report.write(args.out, "routing_live", metrics, "torch", "grpcio", "nixl-cu13", "redis", **more)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ PANEL_W, PANEL_H = 400, 300
 LEFT, TOP, GAP, BOTTOM, RIGHT = 70, 92, 90, 66, 150
 COLOURS = {"round_robin": "#c2410c", "least_loaded": "#7c6f9f", "cost": "#0f766e"}
 NAMES = {"round_robin": "round robin", "least_loaded": "least loaded", "cost": "cost (default)"}
-
 SUBTITLE = "simulated pods of 8,000 tokens/s and 4,000 cached blocks of 512 tokens; the same load on each pod"
 
 Row = Mapping[str, object]

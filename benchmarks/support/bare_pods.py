@@ -19,14 +19,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from benchmarks.support.local_stack import STOP_S, logs_on_failure
 from cli import probes
 from cli.gpus import shared_out, visible_gpus
 from cli.stack.process import ChildProcess, PortLease
 
 START_S = 300.0
-STOP_S = 20.0
 POLL_S = 0.1
 
 
@@ -49,7 +47,7 @@ def connections(process: ChildProcess) -> list[str]:
 def running(
     model: Path, pods: Mapping[str, Mapping[str, str]], *, device: str, start_s: float = START_S
 ) -> Iterator[dict[str, BarePod]]:
-    """Runs pods for the block and prints their logs if the block fails.
+    """Runs pods for the block and prints their logs if the block fails. Kills them: running requests do not matter.
 
     Call it outside an event loop, in a thread that lives longer than the block.
 
@@ -60,9 +58,9 @@ def running(
     Raises:
         RuntimeError: a pod ends, or is not ready in time.
     """
-    secret = secrets.token_hex(16)
     gpus = shared_out(len(pods), () if device == "cpu" else visible_gpus())
-    base_env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    env["BATON_SECRET"] = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-pods-")))
         started: dict[str, BarePod] = {}
@@ -71,21 +69,19 @@ def running(
             common = {"model": str(model), "name": name, "port": str(port.port), "device": device}
             common |= {"log-level": "info", "log-format": "text"}
             argv = [f"--{flag}={value}" for flag, value in {**common, **flags}.items()]
-            env = base_env | {"BATON_SECRET": secret} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu[0].id})
             process = ChildProcess(
-                name, [sys.executable, "-P", "-m", "cli", "serve", *argv], log=logs / f"{name}.log", env=env
+                name,
+                [sys.executable, "-P", "-m", "cli", "serve", *argv],
+                log=logs / f"{name}.log",
+                env=env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": gpu[0].id},
             )
+            stack.callback(process.kill, STOP_S)
             started[name] = BarePod(name, port.address, process)
-        stack.callback(_stop, started)
-        try:
+        with logs_on_failure(pod.process for pod in started.values()):
             for pod in started.values():
                 pod.process.start()
             _await_ready(started, start_s)
             yield started
-        except BaseException:
-            for pod in started.values():
-                print(f"--- {pod.name}", *pod.process.tail(60), sep="\n", flush=True)
-            raise
 
 
 def _await_ready(pods: Mapping[str, BarePod], start_s: float) -> None:
@@ -97,10 +93,3 @@ def _await_ready(pods: Mapping[str, BarePod], start_s: float) -> None:
             if time.monotonic() > until:
                 raise RuntimeError(f"{pod.name} is not ready after {start_s:.0f} s")
             time.sleep(POLL_S)
-
-
-def _stop(pods: Mapping[str, BarePod]) -> None:
-    """Kills the pods without letting them drain: their running requests do not matter."""
-    for pod in pods.values():
-        if pod.process.alive:
-            pod.process.kill(STOP_S)

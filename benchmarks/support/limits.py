@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.support.shapes import BenchmarkShape
+from benchmarks.support.timing import timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +21,34 @@ class Ceilings:
 
     copy_gb_s: float
     matmul_tflop_s: float
-    #: Causal attention over one long prompt.
-    attention_tflop_s: float
+    attention_tflop_s: float  # Causal attention over one long prompt.
+
+
+def device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds of one run, on a GPU by its own clock."""
+    if device.type != "cuda":
+        return timed(run)[0]
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Returns the median time of a run. Some runs before it raise the clocks, which are low on an idle card."""
     for _ in range(10):
         run()
-    times = []
-    for _ in range(25):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(float(start.elapsed_time(end)) * 1e-3)
-        else:
-            began = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.median(device_seconds(run, device) for _ in range(25))
+
+
+def free_memory() -> None:
+    """Frees what an engine that is no longer referenced holds on the device."""
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def copy_seconds(nbytes: int, device: torch.device) -> float:
@@ -64,15 +72,10 @@ def ceilings(shape: BenchmarkShape, device: torch.device, dtype: torch.dtype) ->
     matmul_s = median_seconds(lambda: torch.nn.functional.linear(a, b), device)
     heads, length = config["num_attention_heads"], max(shape.ttft)
     q = torch.randn(1, heads, length, config.get("head_dim", hidden // heads), device=device, dtype=dtype)
-
-    def attend() -> object:
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    if device.type == "cuda":
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-            attention_s = median_seconds(attend, device)
-    else:
-        attention_s = median_seconds(attend, device)
+    cudnn = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+    with torch.nn.attention.sdpa_kernel(cudnn) if device.type == "cuda" else nullcontext():
+        attend = torch.nn.functional.scaled_dot_product_attention
+        attention_s = median_seconds(lambda: attend(q, q, q, is_causal=True), device)
     return Ceilings(
         copy_gb_s=2 * shape.copy_bytes / copy_s / 1e9,
         matmul_tflop_s=2 * rows * hidden * inner / matmul_s / 1e12,
@@ -90,8 +93,9 @@ class StepCost:
 
     @property
     def _query_size(self) -> int:
-        head_dim: int = self.config.get("head_dim", self.config["hidden_size"] // self.config["num_attention_heads"])
-        return self.config["num_attention_heads"] * head_dim
+        config = self.config
+        heads: int = config["num_attention_heads"]
+        return heads * int(config.get("head_dim", config["hidden_size"] // heads))
 
     @property
     def _layer_weights(self) -> int:
@@ -99,13 +103,11 @@ class StepCost:
         kv = query * config["num_key_value_heads"] // config["num_attention_heads"]
         attention = config["hidden_size"] * 2 * (query + kv)
         mlp = 3 * config["hidden_size"] * config["intermediate_size"]
-        layers: int = config["num_hidden_layers"]
-        return layers * (attention + mlp)
+        return int(config["num_hidden_layers"] * (attention + mlp))
 
     @property
     def _head_weights(self) -> int:
-        size: int = self.config["vocab_size"] * self.config["hidden_size"]
-        return size
+        return int(self.config["vocab_size"] * self.config["hidden_size"])
 
     def decode_s(self, tokens_in_cache: float, ceiling: Ceilings) -> float:
         """Returns the least time of a decode step with tokens_in_cache cached tokens in total."""
@@ -115,9 +117,8 @@ class StepCost:
     def prefill_s(self, length: int, ceiling: Ceilings) -> float:
         """Returns the least time to the first token of one prompt."""
         matmul = 2 * (length * self._layer_weights + self._head_weights)
-        attention = 2 * self.config["num_hidden_layers"] * self._query_size * length * length
-        time_s: float = matmul / (ceiling.matmul_tflop_s * 1e12) + attention / (ceiling.attention_tflop_s * 1e12)
-        return time_s
+        attention = 2 * int(self.config["num_hidden_layers"]) * self._query_size * length * length
+        return matmul / (ceiling.matmul_tflop_s * 1e12) + attention / (ceiling.attention_tflop_s * 1e12)
 
     def offline_s(self, count: int, prompt: int, output: int, ceiling: Ceilings) -> float:
         """Returns the least time of `count` equal requests: all prompts, then decode steps with all rows."""

@@ -7,16 +7,14 @@ only its size matters. Requests go through the real gateway by gRPC. All times a
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,42 +23,35 @@ import grpc
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks.support import local_stack
+from benchmarks.support import local_stack, report
 from benchmarks.support.bare_pods import connections
-from benchmarks.support.shapes import SHAPES
+from benchmarks.support.shapes import LLAMA_8B, SHAPES, llama
 from cli.stack.stack import Stack
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.settings.configs import UpConfig
-from loadtest.slo import percentile
 
 MODEL = "bench"
 START_S = 300.0
 MESSAGE_BYTES = 64 << 20
-#: Flags of the pods: decode pods compute no prompt.
-FLAGS = {"local-prefill": "off"}
-
-
-def flags_of(pairs: Sequence[str]) -> dict[str, str]:
-    """Parses flags of `baton serve` from NAME=VALUE."""
-    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-
-
+FLAGS = {"local-prefill": "off"}  # Flags of the pods: decode pods compute no prompt.
+PACKAGES = ("torch", "triton", "nixl-cu13", "grpcio")
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": SHAPES["llama-3.1-8b"].config | {"vocab_size": 49152},
+    "llama-3.1-8b": LLAMA_8B | {"vocab_size": 49152},
     "tiny": SHAPES["tiny"].config | {"max_position_embeddings": 4096},
-    "small": SHAPES["tiny"].config
-    | {
-        "vocab_size": 1024,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 8192,
-    },
+    "small": llama(1024, 512, 1024, layers=4, heads=8, kv_heads=2, context=8192, torch_dtype="float32"),
 }
+
+
+def arguments(description: str | None, metrics: str, shapes: Iterable[str]) -> argparse.ArgumentParser:
+    """Returns a parser with --out and the options of `running`."""
+    parser = report.arguments(description, metrics)
+    parser.add_argument("--shape", choices=shapes, default="llama-3.1-8b")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--allow-tcp", action="store_true", help="accept TCP as transport of the KV")
+    parser.add_argument(
+        "--flags", nargs="+", default=[], metavar="NAME=VALUE", help="flags of the pods, for example chunk-graphs=8192"
+    )
+    return parser
 
 
 def make_model(directory: Path, shape: str) -> None:
@@ -95,14 +86,10 @@ class TimedAnswer:
     """An answer with the time of each token. Times are from time.perf_counter()."""
 
     request_id: str
-    #: When the request was to be sent.
-    due: float
-    #: When each token arrived. The first token comes from prefill.
-    at: list[float] = field(default_factory=list)
-    #: The tokens.
-    ids: list[int] = field(default_factory=list)
-    #: Delay of sending after `due`.
-    sent_late_s: float = 0.0
+    due: float  # When the request was to be sent.
+    at: list[float] = field(default_factory=list)  # When each token arrived. The first token comes from prefill.
+    ids: list[int] = field(default_factory=list)  # The tokens.
+    sent_late_s: float = 0.0  # Delay of sending after `due`.
 
     @property
     def ttft_s(self) -> float:
@@ -123,8 +110,7 @@ class StackClient:
     """Client of one gateway."""
 
     def __init__(self, stack: Stack) -> None:
-        #: All answers, running ones included.
-        self.answers: list[TimedAnswer] = []
+        self.answers: list[TimedAnswer] = []  # All answers, running ones included.
         options = [("grpc.max_send_message_length", MESSAGE_BYTES), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
         self._channel = grpc.aio.insecure_channel(stack.grpc_address, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -180,7 +166,6 @@ async def running(
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
         directory = Path(folder)
         make_model(directory, shape)
-        limit = CONFIGS[shape]["max_position_embeddings"]
         config = UpConfig(
             model=str(directory),
             served_name=MODEL,
@@ -188,15 +173,14 @@ async def running(
             device=device,
             dtype=dtype,
             load_format="dummy",
-            max_model_len=min(limit, 20480),
+            max_model_len=min(CONFIGS[shape]["max_position_embeddings"], 20480),
             allow_tcp=allow_tcp,
             host_cache=0,
             log_level="info",
             drain_s=2.0,
         )
         pod_flags = {**(flags or {}), **({"role": "both"} if aggregated else {})}
-        env = {name: value for name, value in os.environ.items() if name != "BATON_COMMIT"}
-        async with local_stack.running(config, directory, start_s=START_S, pod_flags=pod_flags, env=env) as stack:
+        async with local_stack.running(config, directory, start_s=START_S, pod_flags=pod_flags) as stack:
             client = StackClient(stack)
             try:
                 yield stack, client
@@ -207,14 +191,3 @@ async def running(
 def transport_of(stack: Stack) -> list[str]:
     """Returns the pods' log lines about their connections."""
     return [line for spec in stack.specs for line in connections(spec.process)]
-
-
-def ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Returns p50, p90, p99, p99.9, mean and maximum in milliseconds, and the count."""
-    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-    percentiles = {name: ms(percentile(seconds, share)) for name, share in shares.items()}
-    return percentiles | {"mean": ms(statistics.fmean(seconds)), "max": ms(max(seconds)), "count": len(seconds)}

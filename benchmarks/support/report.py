@@ -1,18 +1,80 @@
-"""Writes the result file of a benchmark: metrics, command, commit, hardware and package versions."""
+"""What every benchmark needs: its command line, its table of metrics, and its result file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Metrics for which more is better begin with one of these names or end with tok_s.
+RATES = ("tokens_per_step", "acceptance", "speedup", "ratio_")
+
+
+def arguments(description: str | None, metrics: str = "") -> argparse.ArgumentParser:
+    """Returns a parser with --out. The help text shows the description and, after the options, the metrics."""
+    parser = argparse.ArgumentParser(
+        description=description, epilog=metrics, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file")
+    return parser
+
+
+def pairs(texts: Iterable[str]) -> dict[str, str]:
+    """Parses NAME=VALUE texts."""
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def show(metrics: Mapping[str, object]) -> None:
+    """Prints the metrics, one a line."""
+    for name, value in metrics.items():
+        print(f"{name:40} {value}", flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Goal of a metric on an H100 80GB HBM3."""
+
+    bar: float  # Must hold.
+    aim: float | None = None  # Is wanted.
+    vllm: float | None = None  # Result of vLLM 0.25.1 on the same card.
+
+
+@dataclass(slots=True)
+class MetricTable:
+    """Prints each metric with its goal and its limit, and keeps all for the result file."""
+
+    goals: Mapping[str, Goal] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, name: str, value: float, note: str = "", *, limit: float | None = None, **more: float) -> None:
+        """Adds a metric. limit: the least time, or the highest rate, that the device allows. more: keys of its row."""
+        more_is_better = name.startswith(RATES) or name.endswith("tok_s")
+        more = {key: round(number, 4) for key, number in more.items()}
+        row = {"name": name, "value": round(value, 4), **more}
+        shown = f"{name:<28}{value:>10.3f}"
+        if limit is not None:
+            row |= {"limit": round(limit, 3), "share": round(value / limit if more_is_better else limit / value, 4)}
+            shown += f"  limit {limit:.2f} ({row['share']:.1%})"
+        if (goal := self.goals.get(name)) is not None:
+            known = {key: number for key, number in asdict(goal).items() if number is not None}
+            row |= known
+            shown += "".join(f"  {key} {number:g}" for key, number in known.items())
+            missed = value < goal.bar if more_is_better else value > goal.bar
+            shown += "  BAR MISSED" if missed else ""
+        self.metrics[name] = row["value"]
+        self.rows.append(row)
+        print(f"{shown}  {note or more or ''}", flush=True)
 
 
 def commit() -> str:

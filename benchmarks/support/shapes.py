@@ -2,65 +2,71 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+from benchmarks.support.report import Goal
+
+
+def llama(
+    vocab: int, hidden: int, inner: int, *, layers: int, heads: int, kv_heads: int, context: int, **more: object
+) -> dict[str, Any]:
+    """Returns the config.json of a Llama. inner: intermediate size. more: further keys."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        **more,
+    }
+
+
+@contextmanager
+def config_directory(config: dict[str, Any]) -> Iterator[Path]:
+    """Makes a model directory for the block. It has no weights: engines make random ones (load_format "dummy")."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        yield Path(directory)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkShape:
     """A model and its measuring points."""
 
-    #: config.json
-    config: dict[str, Any]
-    #: (rows, context) of the decode points.
-    decode: tuple[tuple[int, int], ...]
-    #: Prompt lengths for the time to first token.
-    ttft: tuple[int, ...]
-    #: Lengths of prompts that a prefill pod hands off.
-    handed: tuple[int, ...]
-    #: Requests, prompt length and output length of the offline throughput.
-    offline: tuple[int, int, int]
-    #: Tokens of a step that also decodes.
-    chunk_tokens: int
+    config: dict[str, Any]  # config.json
+    decode: tuple[tuple[int, int], ...]  # (rows, context) of the decode points.
+    ttft: tuple[int, ...]  # Prompt lengths for the time to first token.
+    handed: tuple[int, ...]  # Lengths of prompts that a prefill pod hands off.
+    offline: tuple[int, int, int]  # Requests, prompt length and output length of the offline throughput.
+    chunk_tokens: int  # Tokens of a step that also decodes.
     block_size: int
-    #: Decode steps that are measured.
-    steps: int
-    #: Repeats of the other measurements.
-    repeats: int
-    #: Size of the copy that measures the bandwidth.
-    copy_bytes: int
+    steps: int  # Decode steps that are measured.
+    repeats: int  # Repeats of the other measurements.
+    copy_bytes: int  # Size of the copy that measures the bandwidth.
 
 
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_8B = llama(128256, 4096, 14336, layers=32, heads=32, kv_heads=8, context=131072, head_dim=128) | {
+    "rope_theta": 500000.0,
+    "rope_scaling": ROPE | {"original_max_position_embeddings": 8192},
+    "torch_dtype": "bfloat16",
+}
 SHAPES = {
     "llama-3.1-8b": BenchmarkShape(
-        config=LLAMA
-        | {
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rope_theta": 500000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-            "torch_dtype": "bfloat16",
-        },
+        config=LLAMA_8B,
         decode=((1, 128), (16, 1024), (64, 1024), (64, 2048), (128, 1024)),
         ttft=(128, 512, 1024, 2048, 4096, 8192, 15000),
         handed=(2048, 4096, 8192),
@@ -72,17 +78,7 @@ SHAPES = {
         copy_bytes=4 << 30,
     ),
     "tiny": BenchmarkShape(
-        config=LLAMA
-        | {
-            "vocab_size": 256,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "torch_dtype": "float32",
-        },
+        config=llama(256, 64, 128, layers=2, heads=4, kv_heads=2, context=1024, torch_dtype="float32"),
         decode=((1, 64), (4, 96)),
         ttft=(20, 50),
         handed=(300,),
@@ -94,20 +90,6 @@ SHAPES = {
         copy_bytes=16 << 20,
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """Goal of a metric on an H100 80GB HBM3."""
-
-    #: Must hold.
-    bar: float
-    #: Is wanted.
-    aim: float
-    #: Result of vLLM 0.25.1 on the same card.
-    vllm: float
-
-
 GOALS = {
     "decode_ms_1x128": Goal(5.8, 5.3, 6.46),
     "decode_ms_16x1024": Goal(6.9, 6.3, 7.48),
@@ -121,4 +103,4 @@ GOALS = {
     "ttft_ms_15000": Goal(416, 400, 426.9),
     "offline_out_tok_s": Goal(5800, 6200, 5580),
 }
-HOST_WAIT_BAR_MS, SAMPLING_BAR = 0.1, 1.03
+HOST_GOALS = {"host_wait_ms": Goal(0.1), "sampling_ratio": Goal(1.03)}

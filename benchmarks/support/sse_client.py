@@ -32,8 +32,7 @@ class SseStream(asyncio.Protocol):
         self.begun = asyncio.Event()
         self.ended = asyncio.Event()
         self.data = bytearray()
-        #: Arrival time and size of each piece of data.
-        self.at = array("d")
+        self.at = array("d")  # Arrival time and size of each piece of data.
         self.size = array("q")
         self._transport: Any = None
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,13 @@ class StepSequence:
     gateway_id: str
     request_id: str
     max_tokens: int
-    #: Tokens sent, with the first token, which prefill sends.
-    generated: int = 1
+    generated: int = 1  # Tokens sent, with the first token, which prefill sends.
     #: time.monotonic() at which the pod gave token 1, 2, ... to its stream.
     sent: array[float] = field(default_factory=lambda: array("d"))
 
 
 class _Pod(transfer_pb2_grpc.TransferServicer):
     """Common part of the pods: a gRPC server that answers Info."""
-
-    service = ""
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
@@ -118,13 +115,7 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
         self._streams: dict[str, asyncio.Queue[list[StepSequence]]] = {}
         self._minted = 0
         self.ended: list[StepSequence] = []
-        self.aborts = 0
         self._server.add_servicer(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
-
-    @property
-    def held(self) -> int:
-        """Number of reserved and running requests."""
-        return len(self._reserved) + len(self._running)
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:  # type: ignore[override]
         valid = request.request
@@ -142,7 +133,6 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
     async def Abort(  # type: ignore[override]
         self, request: decode_pb2.DecodeAbortRequest, context: Any
     ) -> decode_pb2.DecodeAbortResponse:
-        self.aborts += 1
         self._reserved.pop(request.request_id, None)
         self._running.pop(request.request_id, None)
         return decode_pb2.DecodeAbortResponse()
@@ -230,11 +220,6 @@ async def _drop(messages: Any) -> None:
         pass
 
 
-def emitted(sequences: Iterable[StepSequence]) -> dict[str, list[float]]:
-    """Returns the times at which token 1, 2, ... of each request were sent, by the gateway's request id."""
-    return {s.request_id.split("-", 1)[0]: list(s.sent) for s in sequences}
-
-
 async def serve(args: argparse.Namespace) -> None:
     """Runs the pods until SIGTERM."""
     ids = letters(args.model)
@@ -252,8 +237,9 @@ async def serve(args: argparse.Namespace) -> None:
     await stop.wait()
     for task in steps:
         task.cancel()
-    if args.emitted:
-        args.emitted.write_text(json.dumps(emitted(s for pod in decodes for s in pod.ended)))
+    if args.emitted:  # by the gateway's request id
+        times = {s.request_id.split("-", 1)[0]: list(s.sent) for pod in decodes for s in pod.ended}
+        args.emitted.write_text(json.dumps(times))
     for pod in pods:
         await pod.stop()
 

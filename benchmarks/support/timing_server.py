@@ -29,8 +29,7 @@ from typing import Any
 import orjson
 
 MODEL = "timing"
-#: Time from a request to its first token.
-FIRST_S = 0.05
+FIRST_S = 0.05  # Time from a request to its first token.
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
@@ -58,10 +57,8 @@ class Stream:
 
     connection: socket.socket
     tokens: int
-    #: When the request had been read.
-    read_at: float
-    #: When each token was sent.
-    sent: array[float] = field(default_factory=lambda: array("d"))
+    read_at: float  # When the request had been read.
+    sent: array[float] = field(default_factory=lambda: array("d"))  # When each token was sent.
 
 
 class TimingServer:

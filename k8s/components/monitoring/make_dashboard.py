@@ -10,6 +10,7 @@ from typing import Any
 CHOSEN = 'namespace=~"$namespace"'
 IN_USE = 'state=~"leased|quarantined"'
 RATE = "$__rate_interval"
+LOOKED_UP, ACCEPTANCE = "baton_prefix_lookup_tokens_total", "baton_speculation_acceptance_length"
 #: Size of a panel on Grafana's grid of 24 columns.
 WIDTH, HEIGHT = 8, 8
 
@@ -19,14 +20,11 @@ class Panel:
     """A panel of the dashboard."""
 
     title: str
-    #: Legend -> PromQL.
-    lines: dict[str, str]
-    #: In Grafana's names.
-    unit: str = "short"
+    lines: dict[str, str]  # Legend -> PromQL.
+    unit: str = "short"  # In Grafana's names.
     most: float | None = None
     stacked: bool = False
-    #: Show exemplars, which link to traces.
-    exemplars: bool = False
+    exemplars: bool = False  # Show exemplars, which link to traces.
     about: str = ""
 
 
@@ -56,6 +54,14 @@ def total(metric: str, by: str = "", *matchers: str) -> str:
 def quantile(q: float, metric: str, by: str = "") -> str:
     grouped = f"le, {by}" if by else "le"
     return f"histogram_quantile({q}, {rate(metric + '_bucket', grouped)})"
+
+
+def ratio(metric: str, other: str, by: str = "") -> str:
+    return f"{rate(metric, by)} / {rate(other, by)}"
+
+
+def highest(metric: str) -> str:
+    return f"max by (pod) ({named(metric)})"
 
 
 def percentiles(metric: str) -> dict[str, str]:
@@ -153,15 +159,9 @@ ROWS = [
             Panel(
                 "Prefix hits, share of prompt tokens",
                 {
-                    "found": rate("baton_prefix_hit_tokens_actual_total")
-                    + " / "
-                    + rate("baton_prefix_lookup_tokens_total"),
-                    "expected": rate("baton_prefix_hit_tokens_predicted_total")
-                    + " / "
-                    + rate("baton_prefix_lookup_tokens_total"),
-                    "could have been found": rate("baton_prefix_repeated_tokens_total")
-                    + " / "
-                    + rate("baton_prefix_lookup_tokens_total"),
+                    "found": ratio("baton_prefix_hit_tokens_actual_total", LOOKED_UP),
+                    "expected": ratio("baton_prefix_hit_tokens_predicted_total", LOOKED_UP),
+                    "could have been found": ratio("baton_prefix_repeated_tokens_total", LOOKED_UP),
                 },
                 "percentunit",
                 1.0,
@@ -189,11 +189,7 @@ ROWS = [
             Panel("Exposed hand-off time", percentiles("baton_exposed_hand_off_seconds"), "s", exemplars=True),
             Panel(
                 "KV to each pod while under way, bytes per second",
-                {
-                    "{{peer}}": rate("baton_pair_bytes_total", "peer")
-                    + " / "
-                    + rate("baton_pair_busy_seconds_total", "peer")
-                },
+                {"{{peer}}": ratio("baton_pair_bytes_total", "baton_pair_busy_seconds_total", "peer")},
                 "Bps",
             ),
             Panel(
@@ -216,11 +212,7 @@ ROWS = [
         [
             Panel(
                 "Acceptance length",
-                {
-                    "{{proposer}}": rate("baton_speculation_acceptance_length_sum", "proposer")
-                    + " / "
-                    + rate("baton_speculation_acceptance_length_count", "proposer")
-                },
+                {"{{proposer}}": ratio(f"{ACCEPTANCE}_sum", f"{ACCEPTANCE}_count", "proposer")},
                 about="Tokens of a sequence's step with drafts; 1.00 means that drafts are never right.",
             ),
             Panel(
@@ -232,9 +224,7 @@ ROWS = [
     Row(
         "Machines",
         [
-            Panel(
-                "GPU busy", {"{{pod}}": f"max by (pod) ({named('baton_gpu_utilization_ratio')})"}, "percentunit", 1.0
-            ),
+            Panel("GPU busy", {"{{pod}}": highest("baton_gpu_utilization_ratio")}, "percentunit", 1.0),
             Panel(
                 "GPU memory in use",
                 {
@@ -293,16 +283,8 @@ def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
     for row in ROWS:
-        panels.append(
-            {
-                "id": len(panels) + 1,
-                "type": "row",
-                "title": row.title,
-                "collapsed": False,
-                "panels": [],
-                "gridPos": {"x": 0, "y": y, "w": 24, "h": 1},
-            }
-        )
+        heading = {"id": len(panels) + 1, "type": "row", "title": row.title, "collapsed": False, "panels": []}
+        panels.append({**heading, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})
         y += 1
         for i, panel in enumerate(row.panels):
             x = WIDTH * (i % (24 // WIDTH))
