@@ -12,39 +12,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 
 from common.pb import decode_pb2
 
-#: 2.5 s of output at 10 ms per step.
-MAX_UNACKED_BATCHES = 256
+MAX_UNACKED_BATCHES = 256  # 2.5 s of output at 10 ms per step
 PAUSE_LIMIT_S = 10.0
 
 
+@dataclass(eq=False, kw_only=True)
 class TokenStream:
-    """The pod's side of one Tokens call.
+    """The pod's side of one Tokens call."""
 
-    Args:
-        window: unacknowledged batches at which the stream pauses.
-        on_pause: called with the stream and whether it is paused, at each change.
-        on_overrun: called when the stream was paused for pause_limit_s seconds.
-    """
+    gateway_id: str = field(kw_only=False)
+    window: int  # Unacknowledged batches at which the stream pauses
+    pause_limit_s: float
+    on_pause: Callable[[TokenStream, bool], None]  # Called with the stream and whether it is paused, at each change
+    on_overrun: Callable[[TokenStream], None]  # Called when the stream was paused for pause_limit_s seconds
+    paused: bool = field(default=False, init=False)
+    closed: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        gateway_id: str,
-        *,
-        window: int,
-        pause_limit_s: float,
-        on_pause: Callable[[TokenStream, bool], None],
-        on_overrun: Callable[[TokenStream], None],
-    ) -> None:
-        self.gateway_id = gateway_id
-        self.paused = False
-        self.closed = False
-        self._on_pause = on_pause
-        self._on_overrun = on_overrun
-        self._window = window
-        self._pause_limit_s = pause_limit_s
+    def __post_init__(self) -> None:
         self._number = 0
         self._acked = 0
         self._queue: asyncio.Queue[decode_pb2.TokenBatch | None] = asyncio.Queue()
@@ -61,18 +49,18 @@ class TokenStream:
             return
         self._number += 1
         self._queue.put_nowait(decode_pb2.TokenBatch(number=self._number, deltas=deltas))
-        if self.unacked >= self._window and not self.paused:
+        if self.unacked >= self.window and not self.paused:
             self.paused = True
-            self._timer = asyncio.get_running_loop().call_later(self._pause_limit_s, self._on_overrun, self)
-            self._on_pause(self, True)
+            self._timer = asyncio.get_running_loop().call_later(self.pause_limit_s, self.on_overrun, self)
+            self.on_pause(self, True)
 
     def ack(self, number: int) -> None:
         """Records that the gateway consumed every batch up to `number`. A number that was never sent is clamped."""
         self._acked = max(self._acked, min(number, self._number))
-        if self.paused and self.unacked <= self._window // 2:
+        if self.paused and self.unacked <= self.window // 2:
             self.paused = False
             self._stop_timer()
-            self._on_pause(self, False)
+            self.on_pause(self, False)
 
     async def batches(self) -> AsyncIterator[decode_pb2.TokenBatch]:
         """Yields batches in order until the stream is closed."""

@@ -38,8 +38,7 @@ from kv_transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
 
-#: The first agent of a machine loads libraries and initializes devices.
-START_S = 60.0
+START_S = 60.0  # The first agent of a machine loads libraries and initializes devices
 JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
@@ -60,7 +59,6 @@ class TransferNode:
         allow_tcp: KV in GPU memory may travel over TCP or an unknown transport.
         write_limits: sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
         commit_notifications: commits go as notifications to receivers that poll often. False is for benchmarks.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -76,12 +74,11 @@ class TransferNode:
         allow_tcp: bool = False,
         write_limits: WriteLimits | None = None,
         commit_notifications: bool = True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._memory = memory
         self._info = info
         self._address = address
-        self._clock = clock
+        self._clock = clock = time.monotonic
         self._generation = 0
         self._closing = False
         self._dropped = DroppedMessages()

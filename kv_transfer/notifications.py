@@ -15,8 +15,7 @@ from kv_transfer.messages import Commit
 
 _RANGE = struct.Struct(">4sQQII")
 _COMMIT = struct.Struct(">4sQQH")
-#: First token, finish reason.
-_FIRST = struct.Struct(">IB")
+_FIRST = struct.Struct(">IB")  # First token, finish reason
 _COMMITTED = struct.Struct(">4sQQI")
 _RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN1", b"BTN2", b"BTN3"
 

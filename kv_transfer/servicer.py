@@ -43,10 +43,8 @@ from kv_transfer.transfer_thread import TransferThread
 #: Pods appear under new names, and the end of a pod on another host is not visible. Beyond this number the writer with
 #: the oldest call is forgotten.
 MAX_WRITERS = 1024
-#: Seconds after a handshake in which writes are expected.
-EXPECT_WRITES_S = 5.0
-#: Time limit of callers without a deadline.
-_CALL_S = 10.0
+EXPECT_WRITES_S = 5.0  # Seconds after a handshake in which writes are expected
+_CALL_S = 10.0  # Time limit of callers without a deadline
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")

@@ -14,6 +14,7 @@ receives only while it polls. How often the thread polls:
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import threading
@@ -112,6 +113,10 @@ class TransferThread:
 
         self.submit(run)
         return future
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Runs the function like `submit` and waits for its result. Event loop."""
+        return await asyncio.wrap_future(self.call(function))
 
     def stop(self) -> None:
         """Ends the thread after the commands that were submitted before. join() waits for the end."""

@@ -24,10 +24,8 @@ from prefix_index.records import PodRecord
 _log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-#: Between queries in start(), while the index does not answer.
-RETRY_S = 0.1
-#: Time limit of start(), for the index and the connections together.
-FIRST_ROUND_S = 15.0
+RETRY_S = 0.1  # Between queries in start(), while the index does not answer
+FIRST_ROUND_S = 15.0  # Time limit of start(), for the index and the connections together
 
 
 @dataclass(eq=False)

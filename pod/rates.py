@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-#: A point loses this factor of its weight with each new point.
-DECAY = 0.97
+DECAY = 0.97  # A point loses this factor of its weight with each new point
 #: Fixed share of a decode step while the steps have one size. A decode step reads all weights for any batch size, so
 #: steps of equal size do not show the fixed part. A second sequence is assumed to cost something, too.
 DECODE_FIXED_SHARE = 0.5
-#: Weight of the newest pull in the mean.
-PULL_SHARE = 0.2
+PULL_SHARE = 0.2  # Weight of the newest pull in the mean
 #: The measured pull time expires, because a long one stops all pulls, and no new pull would correct it.
 PULL_TTL_S = 120.0
 
@@ -50,11 +49,12 @@ class LinearFit:
         return self._y / self._n
 
     def fit(self, fixed: float = 0.0) -> tuple[float, float]:
-        """Returns base and slope. Call only if `known`.
+        """Returns base and slope; zeros while unknown.
 
-        Args:
-            fixed: the share of y that does not grow with x, used if x hardly varies or y falls with x.
+        fixed: the share of y that does not grow with x, used if x hardly varies or y falls with x.
         """
+        if not self.known:
+            return 0.0, 0.0
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
         if spread > 0.01 * mean_x * mean_x:
@@ -67,17 +67,14 @@ class LinearFit:
         return fixed * mean_y, (1 - fixed) * mean_y / mean_x
 
 
+@dataclass(eq=False)
 class PodRates:
-    """Measured rates of one pod. One thread writes; any thread reads, possibly a slightly older state.
+    """Measured rates of one pod. One thread writes; any thread reads, possibly a slightly older state."""
 
-    Args:
-        full_step: tokens of a full prefill step.
-        clock: monotonic seconds.
-    """
+    full_step: int  # Tokens of a full prefill step
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(self, full_step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._full_step = full_step
+    def __post_init__(self) -> None:
         self._saw_half_full_step = False
         self._prefill = LinearFit()
         self._decode = LinearFit()
@@ -94,7 +91,7 @@ class PodRates:
             base, slope = self.decode_fit()
             self._chunk.add_point(prompt_tokens, max(0.0, seconds - base - slope * decode_tokens))
         if prompt_tokens:
-            self._saw_half_full_step = self._saw_half_full_step or 2 * prompt_tokens >= self._full_step
+            self._saw_half_full_step = self._saw_half_full_step or 2 * prompt_tokens >= self.full_step
             self._prefill.add_point(prompt_tokens + decode_tokens, seconds)
         elif decode_tokens:
             self._decode.add_point(decode_tokens, seconds)
@@ -112,8 +109,8 @@ class PodRates:
         # A small step has the fixed time of any step, so its time per token says little about a full step.
         if not self._saw_half_full_step:
             base = max(base, self._prefill.mean / 2)
-            slope = min(slope, base / self._full_step)
-        return self._full_step / (base + slope * self._full_step), base
+            slope = min(slope, base / self.full_step)
+        return self.full_step / (base + slope * self.full_step), base
 
     def prefill_s(self, tokens: int) -> float:
         """Returns the seconds for `tokens` prompt tokens; 0 before the first step that was at least half full."""
@@ -126,36 +123,27 @@ class PodRates:
 
     def decode_fit(self) -> tuple[float, float]:
         """Returns the seconds of a decode step, the fixed part and the part per sequence; zeros while unknown."""
-        return self._decode.fit(DECODE_FIXED_SHARE) if self._decode.known else (0.0, 0.0)
+        return self._decode.fit(DECODE_FIXED_SHARE)
 
     def chunk_s(self, tokens: int) -> float:
         """Returns the seconds that `tokens` prompt tokens add to a step that decodes; 0 while unknown.
 
         Until a step with decodes was measured, the time of steps without decodes is used.
         """
-        fit = self._chunk if self._chunk.known else self._prefill
-        if not fit.known:
-            return 0.0
-        base, slope = fit.fit()
+        base, slope = (self._chunk if self._chunk.known else self._prefill).fit()
         return base + slope * tokens
 
     def transfer_fit(self) -> tuple[float, float]:
         """Returns the prompt tokens per second of a hand-off and the fixed seconds at its end; zeros while unknown."""
-        if not self._transfer.known:
-            return 0.0, 0.0
         base, slope = self._transfer.fit()
         return (1 / slope if slope > 0 else 0.0), base
 
     def observe_pull(self, seconds: float, moving_s: float) -> None:
-        """Records a pull that took `seconds`, or was given up after `seconds`.
-
-        Args:
-            moving_s: time for its bytes at the pair's rate.
-        """
+        """Records a pull that took or was given up after `seconds`. moving_s: time for its bytes at the pair's rate."""
         fixed_s, mean_s = max(seconds - moving_s, 1e-6), self.pull_s()
         self._pull_s = mean_s + (fixed_s - mean_s) * (PULL_SHARE if mean_s else 1.0)
-        self._pulled_at = self._clock()
+        self._pulled_at = self.clock()
 
     def pull_s(self) -> float:
         """Returns the mean seconds of recent pulls without the time for their bytes; 0 while unknown."""
-        return self._pull_s if self._clock() - self._pulled_at < PULL_TTL_S else 0.0
+        return self._pull_s if self.clock() - self._pulled_at < PULL_TTL_S else 0.0

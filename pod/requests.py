@@ -9,8 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from common.errors import BatonError
 
-#: Deadline of callers without a gRPC timeout.
-DEFAULT_DEADLINE_S = 600.0
+DEFAULT_DEADLINE_S = 600.0  # Deadline of callers without a gRPC timeout
 #: Limit of retry_until, and the time between its tries.
 RETRY_LIMIT_S, POLL_S = 0.5, 0.002
 

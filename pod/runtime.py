@@ -251,7 +251,7 @@ class PodRuntime:
         self.lifecycle.begin_drain(reason)
 
     async def _drain(self) -> None:
-        """Leaves the index, refuses new work, waits for running requests and for blocks that peers read or write."""
+        """Leaves the index, refuses new work, and waits until running requests and their hand-offs have ended."""
         self._server.set_serving(False)
         if self._index is not None:
             await self._index.stop()

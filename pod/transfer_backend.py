@@ -18,8 +18,7 @@ from kv_transfer.backend.rank_backend import RankBackendClient
 from kv_transfer.backend.sharded import ShardedBackend
 from kv_transfer.memory import PoolMemory
 
-#: Kind of a rank's second channel.
-TRANSFER_CHANNEL = "transfers"
+TRANSFER_CHANNEL = "transfers"  # Kind of a rank's second channel
 
 BackendFactory = Callable[[PodConfig], Backend]
 

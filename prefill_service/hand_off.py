@@ -9,7 +9,7 @@
 The KV target may arrive after the prompt. Until then this object keeps the pins of the computed blocks.
 
 The engine thread calls `on_output` after each step. It pins the blocks that a chunk completed before it pushes them, so
-the sequence's lease may end while writes are in flight. The transfer thread reports progress and releases the pins.
+the sequence's lease may end while writes are in flight. The transfer thread releases the pins.
 Everything else runs on the event loop.
 """
 
@@ -51,8 +51,7 @@ _log = logging.getLogger(__name__)
 
 Event = prefill_pb2.PrefillEvent
 
-#: HandedOff lists at most this many pushes one by one.
-MAX_REPORTED_PUSHES = 256
+MAX_REPORTED_PUSHES = 256  # HandedOff lists at most this many pushes one by one
 #: The gateway needs this long at most: a decode pod answers Reserve at once, or the gateway asks another one.
 SET_TARGET_TIMEOUT_S = 10.0
 
@@ -61,28 +60,28 @@ SET_TARGET_TIMEOUT_S = 10.0
 class HandOffEvent:
     """One entry of a hand-off's history. Times are time.monotonic() seconds."""
 
-    kind: str  # chunk, delivered, first_token or end
-    value: int  # chunk: prompt tokens computed so far. delivered, end: blocks so far. first_token: the token's id.
+    kind: str  # chunk, first_token or end
+    value: int  # chunk: prompt tokens computed so far. first_token: the token's id. end: blocks.
     at: float
     start: float = 0.0  # Start of the step; chunks only
 
 
+@dataclass(eq=False, slots=True)
 class _PushPin:
     """A read pin on the blocks of one push. Calls `on_released` once the last block is released."""
 
-    def __init__(self, pin: BlockPin, on_released: Callable[[], None]) -> None:
-        self._pin = pin
-        self._on_released = on_released
+    pin: BlockPin
+    on_released: Callable[[], None]
 
     @property
     def blocks(self) -> abc.Sequence[int]:
-        return self._pin.blocks
+        return self.pin.blocks
 
     def release(self, blocks: abc.Sequence[int] | None = None) -> None:
         """Releases the pins of these blocks (None: of all remaining blocks). Any thread."""
-        self._pin.release(blocks)
-        if not self._pin.pinned:
-            self._on_released()
+        self.pin.release(blocks)
+        if not self.pin.pinned:
+            self.on_released()
 
 
 @dataclass(slots=True)
@@ -189,7 +188,6 @@ class PrefillHandOff:
         with self._lock:
             self.target, self._transfer = target, transfer
             self._next_block = max(self._next_block, target.first_block)
-            transfer.on_progress = self._on_progress
             self._held_pins.pop_all()
             for first, pin in self._held_pushes:
                 transfer.push(first, pin.blocks, pin)
@@ -275,10 +273,6 @@ class PrefillHandOff:
         self._aio.call_soon_threadsafe(self._engine_ended.set)
 
     # -- transfer thread ----------------------------------------------------------------------------------------------
-
-    def _on_progress(self, delivered: int) -> None:
-        """Handles that `delivered` blocks have reached the target."""
-        self.history.append(HandOffEvent("delivered", delivered, time.monotonic()))
 
     def _on_push_released(self, first: int) -> None:
         """Handles that no write of the push that starts at block `first` is left."""
@@ -420,7 +414,7 @@ class PrefillHandOff:
             blocks=report.blocks,
             bytes=report.bytes,
             exposed_s=report.exposed_s,
-            blocks_before_last_chunk=self.delivered_before_last_chunk(),
+            blocks_before_last_chunk=report.delivered_before_finish,
             transport=report.transport,
             seconds=self._transfer_s,
             pushes=[
@@ -430,8 +424,3 @@ class PrefillHandOff:
             ],
             parts=prefill_pb2.ExposedParts(**dataclasses.asdict(report.parts)),
         )
-
-    def delivered_before_last_chunk(self) -> int:
-        """Returns the blocks delivered before the last chunk was computed, by the order of `history`."""
-        last = max((i for i, entry in enumerate(self.history) if entry.kind == "chunk"), default=0)
-        return max((entry.value for entry in self.history[:last] if entry.kind == "delivered"), default=0)

@@ -29,10 +29,8 @@ _log = logging.getLogger(__name__)
 
 #: Bounds of a pull's time limit.
 MIN_TIME_S, MAX_TIME_S = 0.05, 10.0
-#: Largest time limit before a full prefill step was measured.
-UNKNOWN_TIME_S = 0.5
-#: Small steps underestimate the time of computing: their estimate is multiplied by this.
-SMALL_STEP_FACTOR = 4.0
+UNKNOWN_TIME_S = 0.5  # Largest time limit before a full prefill step was measured
+SMALL_STEP_FACTOR = 4.0  # Small steps underestimate the time of computing: their estimate is multiplied by this
 
 
 def pull_time_limit_s(rates: PodRates, tokens: int) -> float:

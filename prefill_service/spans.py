@@ -70,7 +70,7 @@ def _record_transfer(tracer: Tracer, parent: TraceContext, hand_off: PrefillHand
             "baton.bytes": outcome.bytes,
             "baton.transport": outcome.transport,
             "baton.exposed_s": outcome.exposed_s,
-            "baton.blocks_early": hand_off.delivered_before_last_chunk(),
+            "baton.blocks_early": outcome.delivered_before_finish,
         }
     error = outcome.message if isinstance(outcome, BatonError) else None
     tracer.record_span("transfer.hand_off", span, parent, start, end_at, attributes, kind="client", error=error)

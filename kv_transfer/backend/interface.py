@@ -16,8 +16,7 @@ from typing import Protocol
 
 from kv_transfer.memory import PeerMemory, PoolMemory
 
-#: Transports over which KV in GPU memory travels only with allow_tcp.
-REFUSABLE_TRANSPORTS = ("tcp", "unknown")
+REFUSABLE_TRANSPORTS = ("tcp", "unknown")  # Transports over which KV in GPU memory travels only with allow_tcp
 
 
 class WriteState(enum.Enum):

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,9 @@ from kv_transfer.memory import PeerMemory, PoolMemory
 
 _log = logging.getLogger(__name__)
 
-#: The first agent of a machine loads libraries.
-CALL_S = 60.0
+CALL_S = 60.0  # The first agent of a machine loads libraries
 CLOSE_S = 2.0
-#: Pause between polls while writes are pending.
-POLL_S = 0.001
+POLL_S = 0.001  # Pause between polls while writes are pending
 IDLE_S = 0.02
 
 
@@ -114,14 +112,15 @@ class RankBackendClient:
         self._gone = why
 
 
+@dataclass(eq=False)
 class RankBackendServer:
-    """The rank's end of the channel: drives one backend until rank 0 is gone.
+    """The rank's end of the channel: drives one backend until rank 0 is gone."""
 
-    make and memory give the backend and this rank's pool when rank 0 starts it.
-    """
+    channel: RankChannel
+    make: Callable[[], Backend]  # Called, like `memory`, when rank 0 starts the backend
+    memory: Callable[[], PoolMemory]  # This rank's pool
 
-    def __init__(self, channel: RankChannel, make: Callable[[], Backend], memory: Callable[[], PoolMemory]) -> None:
-        self._channel, self._make, self._memory = channel, make, memory
+    def __post_init__(self) -> None:
         self._backend: Backend | None = None
         self._pending: dict[int, int] = {}  # Rank 0's number -> the backend's handle
         self._done: dict[int, str] = {}  # Results to send: "" or the reason of the failure
@@ -129,8 +128,8 @@ class RankBackendServer:
     def run(self) -> None:
         """Returns when rank 0 sends stop. Raises Unavailable when rank 0 is gone."""
         while True:
-            if self._channel.wait_readable(POLL_S if self._pending else IDLE_S):
-                message = self._channel.receive()
+            if self.channel.wait_readable(POLL_S if self._pending else IDLE_S):
+                message = self.channel.receive()
                 if message.kind == "stop":
                     return
                 self._handle(message)
@@ -138,26 +137,26 @@ class RankBackendServer:
                 self._backend.notifications()  # makes progress; only rank 0 gets notifications
                 self._poll(self._backend)
             if self._done:
-                self._channel.send("ended", writes=self._done)
+                self.channel.send("ended", writes=self._done)
                 self._done = {}
 
     def _handle(self, message: RankMessage) -> None:
         if message.kind == "write":
             self._post(message)
         elif message.kind == "nudge":
-            self._channel.send("nudged")
+            self.channel.send("nudged")
         else:
             try:
                 payload, fields = self._answer(message)
             except TransferFailed as error:
-                self._channel.send("refused", error=error.message)
+                self.channel.send("refused", error=error.message)
             else:
-                self._channel.send("done", payload, **fields)
+                self.channel.send("done", payload, **fields)
 
     def _answer(self, message: RankMessage) -> tuple[bytes, dict[str, Any]]:
         fields = message.fields
         if message.kind == "start":
-            memory, self._backend = self._memory(), self._make()
+            memory, self._backend = self.memory(), self.make()
             self._backend.start(fields["name"], memory)
             return b"", {"base": memory.base, "device": memory.device}
         backend = self._backend

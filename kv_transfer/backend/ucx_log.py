@@ -21,8 +21,7 @@ from kv_transfer.memory import MemoryKind
 
 _log = logging.getLogger(__name__)
 
-#: UCX cuts the agent's name to this length.
-NAME_CHARS = 31
+NAME_CHARS = 31  # UCX cuts the agent's name to this length
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")

@@ -36,8 +36,7 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
 UNREACHABLE_S = 3.0
-#: UCX connects lazily: the first write can take seconds.
-PROBE_WRITE_S = 10.0
+PROBE_WRITE_S = 10.0  # UCX connects lazily: the first write can take seconds
 PROBE_TRIES = 8
 #: Most bytes of the write that measures the rate. On a GPU it takes long enough that the time between polls is little.
 PROBE_BURST_BYTES: dict[MemoryKind, int] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
@@ -165,7 +164,7 @@ class PeerConnector:
 
     async def _handshake(self, address: str, mine: transfer_pb2.InfoResponse) -> transfer_pb2.HandshakeResponse:
         """Shakes hands and retries for a while: gRPC's back-off may refuse a call to a pod that was just restarted."""
-        metadata = await self._on_thread(self.thread.backend.metadata)
+        metadata = await self.thread.run(self.thread.backend.metadata)
         request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata)
         until = self.clock() + UNREACHABLE_S
         while True:
@@ -193,7 +192,7 @@ class PeerConnector:
             return True
 
         for _ in range(50):
-            if await self._on_thread(attach):
+            if await self.thread.run(attach):
                 return
             await asyncio.sleep(0.02)
         raise Unavailable(f"writes over the former connection to {connection.pod} have not ended within 1 s")
@@ -213,7 +212,7 @@ class PeerConnector:
             async with self._probe_lock:
                 nonce = os.urandom(NONCE_BYTES)
                 data = nonce + os.urandom(memory.block_bytes - NONCE_BYTES)
-                await self._on_thread(partial(memory.write_block, memory.probe_block, data))
+                await self.thread.run(partial(memory.write_block, memory.probe_block, data))
                 seconds = await self._time_probe_writes(connection, burst)
                 request = transfer_pb2.ProbeRequest(
                     pod=info.pod, generation=info.generation, nonce=nonce, digest=probe_digest(nonce, data)
@@ -225,7 +224,7 @@ class PeerConnector:
                 break
         else:
             raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
-        transport = await self._on_thread(
+        transport = await self.thread.run(
             lambda: self.thread.backend.transport(connection.agent, same_host=connection.same_host)
         )
         connection.gb_s = burst * memory.block_bytes / max(seconds, 1e-9) / 1e9
@@ -259,9 +258,6 @@ class PeerConnector:
             return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
         except TimeoutError as e:
             raise Unavailable(f"a probe write to {connection.pod} did not end within {PROBE_WRITE_S:g} s") from e
-
-    async def _on_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self.thread.call(function))
 
     async def close(self) -> None:
         attempts = list(self._attempts.values())

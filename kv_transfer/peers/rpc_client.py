@@ -26,8 +26,7 @@ from kv_transfer.messages import Commit, WantedBlocks, Writer
 _log = logging.getLogger(__name__)
 
 SERVICE = "baton.v1.Transfer"
-#: Longer than any call.
-UNUSED_S = 600.0
+UNUSED_S = 600.0  # Longer than any call
 
 _Response = TypeVar("_Response", bound=Message)
 

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from common.pb import transfer_pb2
 from kv_transfer.messages import PeerStats
 
-#: Beyond this number the pod without traffic for the longest time is forgotten.
-MAX_PAIRS = 1024
-#: Weight of the older traffic, per busy period.
-RATE_DECAY = 0.9
-#: After this long without a write the rate starts again from zero.
-RATE_TTL_S = 120.0
+MAX_PAIRS = 1024  # Beyond this number the pod without traffic for the longest time is forgotten
+RATE_DECAY = 0.9  # Weight of the older traffic, per busy period
+RATE_TTL_S = 120.0  # After this long without a write the rate starts again from zero
 
 
 @dataclass(slots=True)

@@ -25,12 +25,10 @@ from common.errors import BatonError, BlockDamaged, Cancelled, DeadlineExceeded,
 from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
 
-#: Wait between proof that a writer stopped and the reuse of its blocks.
-GRACE_S = 2.0
+GRACE_S = 2.0  # Wait between proof that a writer stopped and the reuse of its blocks
 #: Most of the grace that one tick uses up: time in which the transfer thread stood still does not count.
 _MAX_TICK_S = 0.25
-#: First and longest wait before Drain is called again.
-_DRAIN_RETRY_S = (0.05, 2.0)
+_DRAIN_RETRY_S = (0.05, 2.0)  # First and longest wait before Drain is called again
 
 
 class ReceiverState(enum.Enum):

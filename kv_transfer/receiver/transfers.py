@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -88,7 +87,6 @@ class TransferReceiver:
         self.received_transfers = self.damaged_transfers = 0
         self._notification_peers: set[str] = set()  # Agents of writers that shook hands. The servicer forgets old ones.
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
         self._table: dict[TransferId, _IncomingTransfer] = {}
         self._committed: OrderedDict[TransferId, int] = OrderedDict()  # Committed transfer -> the writer's generation
         self._watches: dict[str, ProcessWatch | None] = {}  # By agent; None for a process that cannot be watched
@@ -97,8 +95,7 @@ class TransferReceiver:
 
     def new_transfer_id(self, generation: int) -> TransferId:
         """Returns a transfer id that was never used. Any thread."""
-        with self._lock:
-            return TransferId(generation, next(self._numbers))
+        return TransferId(generation, next(self._numbers))  # next() of a count is atomic
 
     def add(
         self,

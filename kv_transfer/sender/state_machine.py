@@ -24,10 +24,8 @@ from common.errors import BatonError, DeadlineExceeded, InternalError, TransferF
 from common.types import KvTarget
 from kv_transfer.messages import Commit
 
-#: Wait between proof that the peer's process ended and the release of blocks that its writes read.
-GRACE_S = 2.0
-#: An unreachable receiver fails the transfer after this long in OPENING.
-OPEN_RETRY_LIMIT_S = 3.0
+GRACE_S = 2.0  # Wait between proof that the peer's process ended and the release of blocks that its writes read
+OPEN_RETRY_LIMIT_S = 3.0  # An unreachable receiver fails the transfer after this long in OPENING
 #: Most of the grace that one tick uses up: time in which the transfer thread stood still does not count.
 _MAX_TICK_S = 0.25
 #: After this many refused commits with every write done, a range notification counts as lost and is sent again.

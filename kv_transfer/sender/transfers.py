@@ -84,8 +84,6 @@ class OutgoingTransfer:
         self.request_id = request_id
         self.num_prompt_blocks = num_prompt_blocks
         self.for_pull = for_pull  # The target asked for cached blocks
-        #: Called on the transfer thread with the number of delivered blocks after each write. It must not block.
-        self.on_progress: Callable[[int], None] | None = None
         self.delivered_blocks = 0  # Blocks that are in the target's memory
         self._sender = sender
         self.outcome: Future[TransferReport] = Future()  # The sender sets it once
@@ -363,7 +361,7 @@ class TransferSender:
                 case ReleasePush(push):
                     release_and_log_errors(transfer.pins.pop(push))
                 case BlocksDelivered(blocks):
-                    self._set_delivered(transfer, blocks)
+                    transfer.delivered_blocks = blocks
                 case SendDone():
                     self.sent_transfers += 1
                     self._forget(transfer, clean=True)
@@ -381,14 +379,6 @@ class TransferSender:
                     transfer.outcome.set_exception(error)
                 case WritesStopped(clean):
                     self._forget(transfer, clean=clean)
-
-    def _set_delivered(self, transfer: OutgoingTransfer, blocks: int) -> None:
-        transfer.delivered_blocks = blocks
-        if transfer.on_progress is not None:
-            try:
-                transfer.on_progress(blocks)
-            except Exception:
-                _log.exception("a transfer's progress callback failed")
 
     def _commit(self, transfer: OutgoingTransfer, commit: Commit) -> None:
         """Commits by notification where the receiver polls often, else by call.

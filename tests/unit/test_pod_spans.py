@@ -30,7 +30,6 @@ def recorded(**fields: Any) -> list[ReadableSpan]:
         "outcome": None,
         "history": [],
         "target": SimpleNamespace(pod="decode-0"),
-        "delivered_before_last_chunk": lambda: 1,
     }
     record_spans(tracer, PARENT, SimpleNamespace(seq=seq, **{**noted, **fields}))  # type: ignore[arg-type]
     return list(memory.get_finished_spans())
@@ -50,7 +49,6 @@ def test_a_prefill_with_a_pull_and_a_complete_hand_off() -> None:
         pulled_from=("prefill-1", 10.25),
         history=[
             HandOffEvent("chunk", 24, 11.0, 10.5),
-            HandOffEvent("delivered", 1, 11.2),
             HandOffEvent("chunk", 40, 11.5, 11.0),
             HandOffEvent("first_token", 7, 11.5),
             HandOffEvent("end", 2, 12.0),
