@@ -21,25 +21,17 @@ from loadtest.workload.trace import MOONCAKE_BLOCK_SIZE, WorkloadRequest, Worklo
 class AgentWorkload:
     """The parameters of a workload, and the trace made from them."""
 
-    #: Mean requests per second.
-    rate: float
-    #: Seconds from the first to the last possible arrival.
-    seconds: float
+    rate: float  # Mean requests per second.
+    seconds: float  # Seconds from the first to the last possible arrival.
     seed: int = 0
     tenants: int = 200
-    #: Exponent of Zipf's law.
-    zipf: float = 1.1
-    #: About the mean number of turns of a session; each has at least one.
-    turns: float = 6.0
-    #: Mean pause between turns.
-    pause_s: float = 20.0
-    #: Range of the length of a system prompt.
-    system_tokens: tuple[int, int] = (1_000, 8_000)
-    #: Medians of the tokens that a turn adds and of an answer; both are log-normal.
-    added_tokens: float = 700.0
+    zipf: float = 1.1  # Exponent of Zipf's law.
+    turns: float = 6.0  # About the mean number of turns of a session; each has at least one.
+    pause_s: float = 20.0  # Mean pause between turns.
+    system_tokens: tuple[int, int] = (1_000, 8_000)  # Range of the length of a system prompt.
+    added_tokens: float = 700.0  # Medians of the tokens that a turn adds and of an answer; both are log-normal.
     output_tokens: float = 250.0
-    #: A session ends before a prompt and its answer have more tokens than this.
-    max_tokens: int = 100_000
+    max_tokens: int = 100_000  # A session ends before a prompt and its answer have more tokens than this.
 
     def trace(self) -> WorkloadTrace:
         """Returns the trace; it is the same for the same seed."""

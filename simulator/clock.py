@@ -14,10 +14,7 @@ class VirtualClock:
     """Runs actions in order of their simulated time."""
 
     def __init__(self) -> None:
-        #: Seconds since the start of the simulation.
-        self.now = 0.0
-        #: Actions that have run.
-        self.events = 0
+        self.now = 0.0  # Seconds since the start of the simulation.
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._scheduled = 0
 
@@ -40,5 +37,4 @@ class VirtualClock:
             when, _, action = heapq.heappop(due)
             assert when >= self.now
             self.now = when
-            self.events += 1
             action()

@@ -7,82 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from common.errors import ConfigError
 from common.types import Role
 from loadtest.workload.trace import WorkloadTrace
 from simulator.clock import VirtualClock
-from simulator.gateway import SimulatedGateway
-from simulator.hardware_rates import HardwareRates
+from simulator.gateway import SimulatedGateway, SimulatedRequest
 from simulator.index import SimIndex
 from simulator.outcome import RequestOutcome, RunSummary, summarise
 from simulator.pod import SimulatedPod
-from simulator.policies import POLICIES
-from simulator.prefill_pod import PodShape
-from simulator.request import SimulatedRequest
-
-MAX_PODS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedFault:
-    """An outage from `at_s` for `for_s` seconds."""
-
-    at_s: float
-    for_s: float
-    #: Name of a pod that dies and restarts with an empty cache; "" is an outage of the index.
-    pod: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSpec:
-    """A cluster to simulate."""
-
-    rates: HardwareRates
-    #: Number of prefill pods.
-    prefill: int
-    #: Number of decode pods. With 0 a request ends with its first token.
-    decode: int = 0
-    gateways: int = 1
-    policy: str = "cost"
-    #: Prefill pods pull prefixes from other pods.
-    pull: bool = False
-    block_size: int = 512
-    chunk_tokens: int = 2048
-    #: KV blocks of a pod; 0 takes as many as the KV memory of `rates` holds.
-    prefill_blocks: int = 0
-    decode_blocks: int = 0
-    #: Sequences that a pod runs at once.
-    prefill_seqs: int = 64
-    decode_seqs: int = 256
-    #: Delay of a change on its way to the index, on top of the publisher's batching.
-    lag_s: float = 0.0
-    #: Period in which a gateway polls the pods.
-    report_s: float = 0.5
-    #: Time that the gateway adds to a request.
-    overhead_s: float = 0.001
-    #: Requests that arrive earlier do not count in the summary's times and rates.
-    warm_s: float = 0.0
-    seed: int = 0
-    faults: tuple[SimulatedFault, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy}", field="policy")
-        for name in ("prefill", "gateways", "block_size", "chunk_tokens", "prefill_seqs", "decode_seqs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1", field=name)
-        if self.decode < 0 or self.prefill + self.decode > MAX_PODS:
-            raise ConfigError(f"at most {MAX_PODS} pods can be simulated", field="prefill")
-
-    def shape(self, role: Role) -> PodShape:
-        own, seqs = {
-            Role.PREFILL: (self.prefill_blocks, self.prefill_seqs),
-            Role.DECODE: (self.decode_blocks, self.decode_seqs),
-        }[role]
-        blocks = own or self.rates.pool_blocks(self.block_size)
-        return PodShape(block_size=self.block_size, num_blocks=blocks, chunk_tokens=self.chunk_tokens, max_seqs=seqs)
+from simulator.spec import ClusterSpec, SimulatedFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,44 +26,28 @@ class SimulationResult:
     """The result of one run."""
 
     summary: RunSummary
-    #: In order of arrival.
-    outcomes: tuple[RequestOutcome, ...]
-    #: Share of the run in which each pod computed, by name.
-    busy: dict[str, float]
-    #: Actions that the clock ran.
-    events: int
+    outcomes: tuple[RequestOutcome, ...]  # In order of arrival.
+    busy: dict[str, float]  # Share of the run in which each pod computed, by name.
 
 
 class SimulatedCluster:
     """One run of a trace."""
 
     def __init__(self, spec: ClusterSpec, trace: WorkloadTrace, index: SimIndex | None = None) -> None:
-        """
-        Args:
-            index: The cluster uses its clock; None creates an index with a clock of its own.
-        """
+        """index: the cluster uses its clock; None creates an index with a clock of its own."""
         if trace.block_size != spec.block_size:
             raise ConfigError(f"the trace has blocks of {trace.block_size} tokens", field="block_size")
         self.index = SimIndex(VirtualClock(), lag_s=spec.lag_s) if index is None else index
         self.clock = self.index.clock
         self._spec = spec
         self._trace = trace
-        names = [("prefill", Role.PREFILL, i) for i in range(spec.prefill)]
-        names += [("decode", Role.DECODE, i) for i in range(spec.decode)]
         self.pods = [
-            SimulatedPod(self.index, f"{kind}-{i}", role, spec.rates, spec.shape(role)) for kind, role, i in names
+            SimulatedPod(self.index, f"{role.value}-{i}", role, spec.rates, spec.shape(role))
+            for role, count in ((Role.PREFILL, spec.prefill), (Role.DECODE, spec.decode))
+            for i in range(count)
         ]
         self.gateways = [
-            SimulatedGateway(
-                self.index,
-                self.pods,
-                policy=spec.policy,
-                seed=spec.seed * 1000 + i,
-                block_size=spec.block_size,
-                overhead_s=spec.overhead_s,
-                pull=spec.pull,
-            )
-            for i in range(spec.gateways)
+            SimulatedGateway(self.index, self.pods, spec, seed=spec.seed * 1000 + i) for i in range(spec.gateways)
         ]
         self.requests: list[SimulatedRequest] = []
         self._left = len(trace.requests)
@@ -158,7 +78,7 @@ class SimulatedCluster:
             cpu_s=time.process_time() - began,
         )
         busy = {pod.name: pod.process.busy_s / max(self.clock.now, 1e-9) for pod in self.pods}
-        return SimulationResult(summary, outcomes, busy, self.clock.events)
+        return SimulationResult(summary, outcomes, busy)
 
     def check(self) -> None:
         """Checks after a run that no live pod holds blocks of ended requests. Raises an error or asserts."""
@@ -190,15 +110,12 @@ class SimulatedCluster:
         self.clock.call_after(delay_s, poll)
 
     def _schedule_fault(self, fault: SimulatedFault) -> None:
-        if not fault.pod:
-            self.clock.call_at(fault.at_s, lambda: self._set_index_unreachable(True))
-            self.clock.call_at(fault.at_s + fault.for_s, lambda: self._set_index_unreachable(False))
-            return
         pod = next((pod for pod in self.pods if pod.name == fault.pod), None)
-        if pod is None:
+        if pod is not None:
+            begin, end = pod.kill, pod.restart
+        elif not fault.pod:
+            begin, end = (partial(setattr, self.index, "unreachable", away) for away in (True, False))
+        else:
             raise ConfigError(f"faults: there is no pod {fault.pod!r}", field="faults")
-        self.clock.call_at(fault.at_s, pod.kill)
-        self.clock.call_at(fault.at_s + fault.for_s, pod.restart)
-
-    def _set_index_unreachable(self, unreachable: bool) -> None:
-        self.index.unreachable = unreachable
+        self.clock.call_at(fault.at_s, begin)
+        self.clock.call_at(fault.at_s + fault.for_s, end)

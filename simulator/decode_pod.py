@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.types import PodLoad
-from engine.kv.blocks import BlockPool, Lease
+from engine.kv.blocks import Lease
 from simulator.clock import VirtualClock
 from simulator.hardware_rates import HardwareRates
+from simulator.index import SimPublisher
 from simulator.prefill_pod import PodShape
 
 REFRESH_STEPS = 32
-
-#: Batch size at which the growth of a step per sequence is measured.
-_SLOPE_BATCH = 64
+_SLOPE_BATCH = 64  # Batch size at which the growth of a step per sequence is measured.
 
 
 @dataclass(slots=True, eq=False)
@@ -29,37 +28,20 @@ class DecodeSequence:
     """One reserved sequence."""
 
     lease: Lease
-    #: Prompt blocks that the pod had in its cache.
-    cached_blocks: int
-    #: Prompt tokens.
-    context: int
-    #: Tokens to decode.
-    tokens_left: int
-    #: Gets the number of tokens that this pod decoded.
-    on_end: Callable[[int], None]
+    cached_blocks: int  # Prompt blocks that the pod had in its cache.
+    context: int  # Prompt tokens.
+    tokens_left: int  # Tokens to decode.
+    on_end: Callable[[], None]  # Called after the last token.
     block_hashes: Sequence[bytes]
-    #: Step of the pod at which the sequence ends; 0 while it does not run.
-    end_step: float = 0.0
+    end_step: float = 0.0  # Step of the pod at which the sequence ends; 0 while it does not run.
 
 
 class SimulatedDecodePod:
-    """One process of a decode pod; a restart creates another object.
+    """One process of a decode pod; a restart creates another object."""
 
-    `stored` and `evicted` get the block hashes that enter and leave the cache.
-    """
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        rates: HardwareRates,
-        shape: PodShape,
-        *,
-        stored: Callable[[list[bytes]], None],
-        evicted: Callable[[list[bytes]], None],
-    ) -> None:
-        self.pool = BlockPool(shape.num_blocks, shape.block_size, on_stored=stored, on_evicted=evicted)
+    def __init__(self, clock: VirtualClock, rates: HardwareRates, shape: PodShape, publisher: SimPublisher) -> None:
+        self.pool = shape.pool(publisher)
         self.alive = True
-        self.tokens = 0
         self.busy_s = 0.0
         self._clock = clock
         self._rates = rates
@@ -69,22 +51,17 @@ class SimulatedDecodePod:
         self._ends: list[tuple[float, int, DecodeSequence]] = []
         self._waiting: deque[DecodeSequence] = deque()
         self._last_number = 0
-        #: Tokens of all running contexts.
-        self._context = 0.0
+        self._context = 0.0  # Tokens of all running contexts.
         #: Steps since the start, up to time `_since`, and the current step time.
         self._steps = 0.0
         self._step_s = 0.0
         self._since = 0.0
-        #: Number of the newest scheduled wake-up; older ones have no effect.
-        self._alarm = 0
+        self._alarm = 0  # Number of the newest scheduled wake-up; older ones have no effect.
 
     def reserve(
-        self, prompt_len: int, output_len: int, block_hashes: Sequence[bytes], on_end: Callable[[int], None]
+        self, prompt_len: int, output_len: int, block_hashes: Sequence[bytes], on_end: Callable[[], None]
     ) -> DecodeSequence | None:
-        """Reserves blocks for the prompt and the whole output. Returns None if there is no room now.
-
-        `on_end` gets the number of tokens that this pod decoded, after the last one.
-        """
+        """Reserves blocks for the prompt and the whole output. Returns None if there is no room now."""
         size = self._shape.block_size
         total = -(-(prompt_len + output_len) // size)
         lease = self.pool.lease(list(block_hashes[: (prompt_len - 1) // size]), total)
@@ -99,7 +76,7 @@ class SimulatedDecodePod:
         sequence.lease.publish(list(sequence.block_hashes[: sequence.context // self._shape.block_size]))
         if sequence.tokens_left <= 0:
             sequence.lease.finish("length")
-            sequence.on_end(0)
+            sequence.on_end()
             return
         self._advance()
         self._waiting.append(sequence)
@@ -184,6 +161,5 @@ class SimulatedDecodePod:
         self._admit()
         self._schedule()
         for sequence in ended:
-            self.tokens += sequence.tokens_left
             sequence.lease.finish("length")
-            sequence.on_end(sequence.tokens_left)
+            sequence.on_end()

@@ -1,13 +1,19 @@
-"""A gateway of the simulated cluster: the real routing policy over simulated pods.
+"""A gateway of the simulated cluster, with the real routing policy, and the requests that it routes to simulated pods.
 
 The gateway knows only as much as a real one: a pod's load is as old as the last poll, a dead pod is noticed by a failed
-call or by a poll, and the index that says which blocks pods hold may be late, unreachable or wrong.
+call or by a poll, and the index that says which blocks pods hold may be late, unreachable or wrong. A request takes the
+steps of gateway/dispatch/attempt.py without messages:
+
+    reserve on a decode pod -> prefill, each chunk's KV is sent when it is computed -> first token -> decode -> end
+
+Without decode pods a request ends with its first token. If one of its pods dies, the request is routed again: with the
+whole prompt, followed by the tokens that were generated.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -18,25 +24,45 @@ from gateway.pods.view import DISPATCH_DELAY_S, PodView, fill_in_from_peers
 from gateway.routing.local_index import ApproxIndex, InFlightPrompts
 from gateway.routing.policy import PodOption, PullOffer, RendezvousHash, RoutingPolicy, RoutingRequest
 from gateway.routing.pull_offers import offer_pulls
+from loadtest.workload.trace import WorkloadRequest
 from prefix_index.records import BookingCandidate
+from simulator.clock import VirtualClock
 from simulator.decode_pod import DecodeSequence
 from simulator.index import SimIndex
+from simulator.outcome import RequestOutcome
 from simulator.pod import SimulatedPod
 from simulator.policies import INFORMED, make_policy
-from simulator.request import Route, SimulatedRequest
+from simulator.prefill_pod import PromptSequence
+from simulator.spec import ClusterSpec
 
-#: A computed prompt counts as in flight until the pod's next batch has reached the index.
-INFLIGHT_LINGER_S = 0.2
-
-#: Blocks that the prefix key covers.
-PREFIX_KEY_BLOCKS = 4
-
-#: Pause before a request is routed again.
-RETRY_PAUSE_S = 0.05
-
+INFLIGHT_LINGER_S = 0.2  # A computed prompt counts as in flight until the pod's next batch has reached the index.
+PREFIX_KEY_BLOCKS = 4  # Blocks that the prefix key covers.
+RETRY_PAUSE_S = 0.05  # Pause before a request is routed again.
 #: Pause before a request looks for pods again while there are none, and how often it does.
 NO_PODS_PAUSE_S = 1.0
 MAX_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSlot:
+    """A decode pod and the reservation on it."""
+
+    pod: SimulatedPod
+    view: PodView
+    sequence: DecodeSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The pods of one attempt."""
+
+    prefill: SimulatedPod
+    prefill_view: PodView
+    decode: DecodeSlot | None  # None in a cluster without decode pods.
+    expected_hit_tokens: int  # Prompt tokens that the prefill pod is expected to hold, after a pull if there is one.
+    #: The pod to pull a prefix from first, and the offer.
+    holder: SimulatedPod | None = None
+    pull: PullOffer | None = None
 
 
 @dataclass(slots=True)
@@ -52,36 +78,17 @@ class _KnownPod:
 class SimulatedGateway:
     """Routes requests over the simulated pods with the policy of the real gateway, or one to compare with."""
 
-    def __init__(
-        self,
-        index: SimIndex,
-        pods: Sequence[SimulatedPod],
-        *,
-        policy: str,
-        seed: int,
-        block_size: int,
-        overhead_s: float,
-        pull: bool = False,
-    ) -> None:
-        """
-        Args:
-            policy: One of simulator.policies.POLICIES.
-            overhead_s: Seconds from the routing of a request until its pods see it.
-            pull: Prefill pods pull prefixes from other pods.
-        """
+    def __init__(self, index: SimIndex, pods: Sequence[SimulatedPod], spec: ClusterSpec, seed: int) -> None:
         self._clock = index.clock
         self._reader = index.reader()
         self._approx = ApproxIndex(clock=index.clock.time)
-        self._block_size = block_size
-        self._overhead_s = overhead_s
-        self._pull = pull
+        self._spec = spec
         rng = random.Random(seed)
-        self._policy = make_policy(policy, rng)
-        self._informed = policy in INFORMED
+        self._policy = make_policy(spec.policy, rng)
+        self._informed = spec.policy in INFORMED
         self._rendezvous: RoutingPolicy = RendezvousHash(rng)
         self._inflight = InFlightPrompts()
         self._known = {pod.name: _KnownPod(pod, _view(pod), pod.generation) for pod in pods}
-        self._decodes = any(pod.role is Role.DECODE for pod in pods)
         self._usable: dict[Role, list[PodView]] = {}
         self._generations: list[tuple[str, int]] = []
         self._refresh()
@@ -116,28 +123,25 @@ class SimulatedGateway:
         if not prefills:
             self._refuse_or_wait(request)
             return
-        decode: SimulatedPod | None = None
-        decode_view: PodView | None = None
-        sequence: DecodeSequence | None = None
-        if self._decodes:
+        decode: DecodeSlot | None = None
+        if self._spec.decode:
             options = policy.rank_decode_pods(routing_request, self._usable[Role.DECODE], now)
-            reserved = self._reserve(request, options)
-            if reserved is None:
+            decode = self._reserve(request, options)
+            if decode is None:
                 self._refuse_or_wait(request)
                 return
-            decode, decode_view, sequence = reserved
         option = self._book(request, policy, prefills)
         prefill = self._known[option.view.name].pod
         option.view.prefill_bookings.add(request.request_id, option.missing_tokens, now)
         self._inflight.add(request.request_id, option.view.name, request.block_hashes)
         offer = option.pull_offer
         holder = self._known[offer.holder].pod if offer else None
-        route = Route(prefill, option.view, decode, decode_view, sequence, option.hit_tokens, holder, offer)
-        self._clock.call_after(self._overhead_s, lambda: self._send(request, route))
+        route = Route(prefill, option.view, decode, option.hit_tokens, holder, offer)
+        self._clock.call_after(self._spec.overhead_s, lambda: self._send(request, route))
 
     def _routing_request(self, request: SimulatedRequest) -> tuple[RoutingRequest, RoutingPolicy]:
         """Looks up the prompt's hits. Returns rendezvous hashing as the policy if no source knows the prompt."""
-        size = self._block_size
+        size = self._spec.block_size
         usable = request.block_hashes[: matchable_blocks(request.prompt_len, size)]
         key = usable[min(len(usable), PREFIX_KEY_BLOCKS) - 1] if usable else b""
         policy, affinity = self._policy, ""
@@ -157,7 +161,7 @@ class SimulatedGateway:
             affinity=affinity,
             prefix_key=key,
         )
-        if self._pull and routing_request.device_hits:
+        if self._spec.pull and routing_request.device_hits:
             routing_request = replace(routing_request, pull_offers=self._offer_pulls(routing_request))
         return routing_request, policy
 
@@ -170,7 +174,7 @@ class SimulatedGateway:
             known.view.pulls, known.view.pair_rates = known.pod.role is Role.PREFILL, pair_rates
             known.view.pull_s = rates.link_latency_s
         pullers, holders = self._usable[Role.PREFILL], [known.view for known in pods]
-        block_bytes = int(rates.kv_bytes * self._block_size)
+        block_bytes = int(rates.kv_bytes * self._spec.block_size)
         return offer_pulls(request.device_hits, request.expected_hits(), pullers, holders, block_bytes)
 
     def _book(self, request: SimulatedRequest, policy: RoutingPolicy, options: Sequence[PodOption]) -> PodOption:
@@ -201,36 +205,29 @@ class SimulatedGateway:
         with suppress(IndexUnavailable):
             self._reader.unbook(route.prefill.name, request.request_id)
 
-    def _reserve(
-        self, request: SimulatedRequest, options: Sequence[PodOption]
-    ) -> tuple[SimulatedPod, PodView, DecodeSequence] | None:
+    def _reserve(self, request: SimulatedRequest, options: Sequence[PodOption]) -> DecodeSlot | None:
         """Reserves on the first decode pod that has room; None if no pod has."""
         for option in options:
             pod = self._known[option.view.name].pod
             if not pod.alive:
                 self._mark_lost(pod)
                 continue
-            sequence = pod.decode.reserve(
-                request.prompt_len, request.output_len, request.block_hashes, request.on_decoded
-            )
+            sequence = pod.decode.reserve(request.prompt_len, request.output_len, request.block_hashes, request.end)
             if sequence is not None:
                 option.view.decode_bookings.add(request.request_id, request.prompt_len, self._clock.now)
-                return pod, option.view, sequence
+                return DecodeSlot(pod, option.view, sequence)
         return None
 
     def _send(self, request: SimulatedRequest, route: Route) -> None:
         """Starts the attempt, or another one if a pod of the route has died."""
         decode = route.decode
-        if route.prefill.alive and (decode is None or decode.alive):
+        if route.prefill.alive and (decode is None or decode.pod.alive):
             request.start(route)
             return
         request.outcome.attempts += 1
         self.release_bookings(request, route)
-        if decode is not None and route.sequence is not None and decode.alive:
-            decode.decode.cancel(route.sequence)
-        for pod in (route.prefill, decode):
-            if pod is not None and not pod.alive:
-                self._mark_lost(pod)
+        if decode is not None:
+            decode.pod.decode.cancel(decode.sequence)
         self.retry(request)
 
     def _mark_lost(self, pod: SimulatedPod) -> None:
@@ -263,16 +260,15 @@ class SimulatedGateway:
         """Ends the booking on the prefill pod: the prompt is computed."""
         route.prefill_view.prefill_bookings.remove(request.request_id)
         self._unbook(request, route)
-        for pod in (route.prefill, route.decode):
-            if pod is not None:
-                self._approx.record(pod.name, pod.generation, request.block_hashes)
+        for pod in (route.prefill,) if route.decode is None else (route.prefill, route.decode.pod):
+            self._approx.record(pod.name, pod.generation, request.block_hashes)
         self._clock.call_after(INFLIGHT_LINGER_S, lambda: self._inflight.remove(request.request_id))
 
     def release_bookings(self, request: SimulatedRequest, route: Route) -> None:
         """Returns all bookings of an attempt that has ended."""
         route.prefill_view.prefill_bookings.remove(request.request_id)
-        if route.decode_view is not None:
-            route.decode_view.decode_bookings.remove(request.request_id)
+        if route.decode is not None:
+            route.decode.view.decode_bookings.remove(request.request_id)
         if request.outcome.ttft_s is None:
             self._inflight.remove(request.request_id)
             self._unbook(request, route)
@@ -287,3 +283,154 @@ def _view(pod: SimulatedPod) -> PodView:
         num_blocks=shape.num_blocks,
         role=pod.role,
     )
+
+
+class SimulatedRequest:
+    """Ends exactly once: with outcome.done or outcome.refused, and a call of `on_end`."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        gateway: SimulatedGateway,
+        request_id: str,
+        request: WorkloadRequest,
+        block_size: int,
+        on_end: Callable[[SimulatedRequest], None],
+    ) -> None:
+        self.request_id = request_id
+        self.block_hashes = request.block_hashes
+        self.prompt_len = request.prompt_len
+        self.output_len = request.output_len
+        self.outcome = RequestOutcome(request.arrival_s, request.prompt_len, request.output_len)
+        self._clock = clock
+        self._gateway = gateway
+        self._block_size = block_size
+        self._on_end = on_end
+        #: The pods and the prompt of the current attempt, None between attempts.
+        self._route: Route | None = None
+        self._prompt: PromptSequence | None = None
+        self._sent = 0  # Prompt tokens with KV on the decode pod or on the way there.
+        self._first_token_at: float | None = None
+        #: Output tokens from attempts that ended with a dead decode pod; they belong to the prompt now.
+        self._resumed_tokens = 0
+
+    def start(self, route: Route) -> None:
+        """Starts an attempt on the pods of the route."""
+        self._route = route
+        self.outcome.attempts += 1
+        self.outcome.expected_hit_tokens = route.expected_hit_tokens
+        route.prefill.prompts += 1
+        route.prefill.on_lost[self.request_id] = self._on_pod_lost
+        if route.decode is not None:
+            route.decode.pod.on_lost[self.request_id] = self._on_pod_lost
+            self._sent = route.decode.sequence.cached_blocks * self._block_size
+        prompt = self._prompt = PromptSequence(
+            f"{self.request_id}.{self.outcome.attempts}",
+            self.prompt_len,
+            self.block_hashes,
+            self._block_size,
+            on_chunk=self._on_chunk,
+            on_first_token=self._on_first_token,
+        )
+        if route.pull is not None and route.holder is not None and route.holder.alive:
+            self._pull(route, prompt, route.holder, route.pull.tokens // self._block_size)
+        else:
+            route.prefill.prefill.add(prompt)
+
+    def _pull(self, route: Route, prompt: PromptSequence, holder: SimulatedPod, blocks: int) -> None:
+        """Sends the blocks that the holder really has, then queues the prompt on the prefill pod."""
+        pool, rates = route.prefill.prefill.pool, holder.rates
+        held = list(self.block_hashes[: holder.process.pool.match_prefix(self.block_hashes[:blocks])])
+        missing = max(0, len(held) - pool.match_prefix(held)) * self._block_size
+        sent_at = holder.link.send(self._clock.now, missing * rates.kv_bytes / rates.link_byte_s)
+
+        def on_pulled() -> None:
+            if self._route is route:  # otherwise a pod died meanwhile
+                route.prefill.prefill.add_prefix(held)
+                route.prefill.prefill.add(prompt)
+
+        self._clock.call_at(sent_at + rates.link_latency_s, on_pulled)
+
+    def _on_chunk(self, prompt: PromptSequence) -> None:
+        route = self._current_route()
+        self._gateway.progress(self, route, prompt.remaining)
+        if route.decode is not None and prompt.remaining:
+            self._send_kv(route, prompt.computed)
+
+    def _current_route(self) -> Route:
+        assert self._route is not None
+        return self._route
+
+    def _send_kv(self, route: Route, computed: int) -> float:
+        """Queues the KV up to token `computed` on the prefill pod's link. Returns when it is sent."""
+        new, self._sent = max(0, computed - self._sent), max(self._sent, computed)
+        rates = route.prefill.rates
+        return route.prefill.link.send(self._clock.now, new * rates.kv_bytes / rates.link_byte_s)
+
+    def _on_first_token(self, prompt: PromptSequence) -> None:
+        route, now = self._current_route(), self._clock.now
+        self.outcome.hit_tokens = prompt.cached_tokens
+        if self._first_token_at is None:
+            self._first_token_at = now
+            self.outcome.ttft_s = now - self.outcome.arrival_s
+        self._gateway.first_token(self, route)
+        if (decode := route.decode) is None:
+            route.prefill.prefill.release(prompt)
+            self.end()
+            return
+
+        def on_handed_off() -> None:
+            """Starts decoding: the decode pod has all KV of the prompt."""
+            route.prefill.prefill.release(prompt)
+            if self._route is route:  # otherwise a pod died meanwhile
+                route.prefill.on_lost.pop(self.request_id, None)
+                decode.pod.decode.join(decode.sequence)
+
+        arrival = self._send_kv(route, self.prompt_len) + route.prefill.rates.link_latency_s
+        self._clock.call_at(arrival, on_handed_off)
+
+    def refuse(self) -> None:
+        """Ends the request without an answer: no pod takes it."""
+        self.outcome.refused = True
+        self._on_end(self)
+
+    def _on_pod_lost(self, pod: SimulatedPod) -> None:
+        """Ends the attempt, because one of its pods has died, and starts another."""
+        route, prompt = self._current_route(), self._prompt
+        self._release()
+        if pod is not route.prefill and prompt is not None:
+            route.prefill.prefill.cancel(prompt)
+        if (decode := route.decode) is not None:
+            if pod is decode.pod:
+                self._resume(pod.decode.progress(decode.sequence))
+            else:
+                decode.pod.decode.cancel(decode.sequence)
+        self._gateway.retry(self)
+
+    def _resume(self, decoded: int) -> None:
+        """Moves the tokens that the dead decode pod generated from the output to the prompt."""
+        from_prefill = 1 if self._first_token_at is not None and self._resumed_tokens == 0 else 0
+        generated = min(self.output_len - 1, decoded + from_prefill)
+        self._resumed_tokens += generated
+        self.prompt_len += generated
+        self.output_len -= generated
+
+    def _release(self) -> None:
+        """Leaves the pods and returns the bookings. Idempotent."""
+        route, self._route, self._prompt = self._route, None, None
+        if route is None:
+            return
+        route.prefill.on_lost.pop(self.request_id, None)
+        if route.decode is not None:
+            route.decode.pod.on_lost.pop(self.request_id, None)
+        self._gateway.release_bookings(self, route)
+
+    def end(self) -> None:
+        """Ends the request after its last token."""
+        self._release()
+        assert self._first_token_at is not None
+        tokens = self.outcome.output_len
+        if tokens > 1 and self._clock.now > self._first_token_at:
+            self.outcome.mean_itl_s = (self._clock.now - self._first_token_at) / (tokens - 1)
+        self.outcome.done = True
+        self._on_end(self)

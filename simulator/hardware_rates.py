@@ -29,26 +29,20 @@ class HardwareRates:
     """Rates of one pod on one GPU. Points are linear between each other and constant outside."""
 
     name: str
-    #: Where the figures come from.
-    source: str
-    #: (tokens of a step, GEMM tokens per second).
-    prefill_tok_s: Points
-    #: Fixed seconds of a step.
-    prefill_overhead_s: float = 0.0
+    source: str  # Where the figures come from.
+    prefill_tok_s: Points  # (tokens of a step, GEMM tokens per second).
+    prefill_overhead_s: float = 0.0  # Fixed seconds of a step.
     #: FLOPs for each pair of tokens that attend, in all layers, and FLOPs per second.
     attention_flops: float = 0.0
     attention_flop_s: float = 1.0
-    #: (sequences of a step, GEMM seconds).
-    decode_row_s: Points = ((1, 0.0),)
+    decode_row_s: Points = ((1, 0.0),)  # (sequences of a step, GEMM seconds).
     decode_overhead_s: float = 0.0
     #: KV bytes of one token in all layers, and bytes per second at which decode attention reads them.
     kv_bytes: float = 0.0
     kv_read_byte_s: float = 1.0
-    #: Bytes per second and latency of KV transfers.
-    link_byte_s: float = 1.0
+    link_byte_s: float = 1.0  # Bytes per second and latency of KV transfers.
     link_latency_s: float = 0.0
-    #: Memory for KV.
-    kv_pool_bytes: float = 0.0
+    kv_pool_bytes: float = 0.0  # Memory for KV.
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Returns the seconds of a step of (start, new tokens) chunks; each attends to itself and the tokens before."""

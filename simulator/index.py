@@ -14,20 +14,16 @@ from simulator.index_model import BookingModel, IndexModel
 
 _SCOPE = "sim"
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+FAILED = ("gap", "fenced")  # Answers to a batch after which the pod has to register again.
 
 
 class SimIndex:
     """The index of one simulated cluster."""
 
     def __init__(self, clock: VirtualClock, *, lag_s: float = 0.0) -> None:
-        """
-        Args:
-            lag_s: Delay of a change on its way to the index, on top of the publisher's batching.
-        """
         self.clock = clock
-        self.lag_s = lag_s
-        #: True while the index answers neither pods nor gateways.
-        self.unreachable = False
+        self.lag_s = lag_s  # Delay of a change on its way to the index, on top of the publisher's batching.
+        self.unreachable = False  # True while the index answers neither pods nor gateways.
         self.blocks = IndexModel(clock.time)
         self.bookings = BookingModel(clock.time)
 
@@ -54,17 +50,13 @@ class SimPublisher:
         self._pending: dict[bytes, bool] = {}
         self._held: set[bytes] = set()
         self._number = 0
-        #: Registered and with a snapshot in the index, so batches may follow.
-        self._in_step = False
+        self._in_step = False  # Registered and with a snapshot in the index, so batches may follow.
         self._flushing = False
         self._stopped = False
         self._backoff_s = _MIN_BACKOFF_S
 
     def start(self, snapshot: Callable[[], list[bytes]]) -> None:
-        """Registers and sends a snapshot, then heartbeats and batches until stop().
-
-        `snapshot` returns the hashes of all blocks that the pod holds.
-        """
+        """Registers and sends a snapshot (all blocks of the pod), then heartbeats and batches until stop()."""
         self._snapshot = snapshot
         self._clock.call_at(self._clock.now, self._join)
 
@@ -105,11 +97,8 @@ class SimPublisher:
     def _deliver(self, number: int, stored: list[bytes], evicted: list[bytes]) -> None:
         if self._stopped or not self._in_step:
             return
-        if self._index.unreachable:
-            self._fall_out()
-            return
-        answer = self._index.blocks.apply(self._pod, self._generation, number, stored, evicted)
-        if answer not in ("ok", "duplicate"):
+        blocks = self._index.blocks
+        if self._index.unreachable or blocks.apply(self._pod, self._generation, number, stored, evicted) in FAILED:
             self._fall_out()
 
     def _beat(self) -> None:

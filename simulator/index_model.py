@@ -22,12 +22,9 @@ class _Entry:
 
     generation: int
     lease_until: float
-    #: The set and its number expire at this time unless the pod renews them.
-    set_until: float
-    #: 8-byte names of the blocks that the pod holds.
-    own: set[bytes] = field(default_factory=set)
-    #: Number of the last batch; None before the first snapshot.
-    number: int | None = None
+    set_until: float  # The set and its number expire at this time unless the pod renews them.
+    own: set[bytes] = field(default_factory=set)  # 8-byte names of the blocks that the pod holds.
+    number: int | None = None  # Number of the last batch; None before the first snapshot.
 
 
 class IndexModel:
@@ -38,11 +35,7 @@ class IndexModel:
     """
 
     def __init__(self, time: Callable[[], float]) -> None:
-        """
-        Args:
-            time: Returns seconds of any clock.
-        """
-        self._time = time
+        self._time = time  # Returns seconds of any clock.
         self._pods: dict[str, _Entry] = {}
 
     def register(self, pod: str, generation: int) -> bool:
@@ -157,11 +150,7 @@ class BookingModel:
     """The bookings that all gateways share, by pod, oldest first; prefix_index/lua/reserve.lua in memory."""
 
     def __init__(self, time: Callable[[], float]) -> None:
-        """
-        Args:
-            time: Returns seconds of any clock.
-        """
-        self._time = time
+        self._time = time  # Returns seconds of any clock.
         self._booked: dict[str, OrderedDict[str, tuple[float, int]]] = {}
 
     def reserve(self, request_id: str, candidates: Sequence[BookingCandidate]) -> BookingResult:

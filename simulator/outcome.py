@@ -16,17 +16,12 @@ class RequestOutcome:
     arrival_s: float
     prompt_len: int
     output_len: int
-    #: Time to the first token; None if there was none.
-    ttft_s: float | None = None
-    #: Mean time between tokens; None with fewer than two.
-    mean_itl_s: float | None = None
-    #: Prompt tokens that the prefill pod had in its cache.
-    hit_tokens: int = 0
-    #: Prompt tokens that the gateway expected in the cache.
-    expected_hit_tokens: int = 0
+    ttft_s: float | None = None  # Time to the first token; None if there was none.
+    mean_itl_s: float | None = None  # Mean time between tokens; None with fewer than two.
+    hit_tokens: int = 0  # Prompt tokens that the prefill pod had in its cache.
+    expected_hit_tokens: int = 0  # Prompt tokens that the gateway expected in the cache.
     attempts: int = 0
-    #: The last token came.
-    done: bool = False
+    done: bool = False  # The last token came.
     refused: bool = False
 
 
@@ -47,12 +42,9 @@ class RunSummary:
     gap_p50_s: float
     gap_p99_s: float
     computed_tokens: int
-    #: Prompts of the pod with the most, over the mean.
-    imbalance: float
-    #: Virtual seconds until the last request ended.
-    sim_s: float
-    #: CPU seconds of the simulation itself.
-    cpu_s: float
+    imbalance: float  # Prompts of the pod with the most, over the mean.
+    sim_s: float  # Virtual seconds until the last request ended.
+    cpu_s: float  # CPU seconds of the simulation itself.
 
 
 def summarise(
@@ -91,12 +83,9 @@ def summarise(
 class Slo:
     """A service level objective: most requests get their tokens in time."""
 
-    #: Longest time to the first token.
-    ttft_s: float
-    #: Longest mean time between tokens.
-    itl_s: float
-    #: Share of all requests that must be within both.
-    attainment: float = 0.9
+    ttft_s: float  # Longest time to the first token.
+    itl_s: float  # Longest mean time between tokens.
+    attainment: float = 0.9  # Share of all requests that must be within both.
 
     def __post_init__(self) -> None:
         if not 0 < self.attainment <= 1:

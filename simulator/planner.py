@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from common.errors import ConfigError
 from loadtest.workload.trace import WorkloadTrace
-from simulator.cluster import MAX_PODS, ClusterSpec, SimulatedCluster
+from simulator.cluster import SimulatedCluster
 from simulator.hardware_rates import HardwareRates
 from simulator.outcome import RequestOutcome, RunSummary, Slo
+from simulator.spec import MAX_PODS, ClusterSpec
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 INITIAL_CHUNK_TOKENS = 2048
-
-#: Pods with which the ratio is searched if their number is not given.
-RATIO_GPUS = 8
-
-#: Bisections of the rate: the result is exact to 1/64 of the upper bound.
-_STEPS = 6
-
-#: The upper bound is the estimated rate times this.
-_HEADROOM = 1.3
+RATIO_GPUS = 8  # Pods with which the ratio is searched if their number is not given.
+_STEPS = 6  # Bisections of the rate: the result is exact to 1/64 of the upper bound.
+_HEADROOM = 1.3  # The upper bound is the estimated rate times this.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +43,9 @@ class MeasuredSetup:
     """A setup, and a run at its goodput."""
 
     setup: ClusterSetup
-    #: Requests per second.
-    goodput: float
-    #: None if the setup met the SLO at no rate.
-    summary: RunSummary | None
-    #: Mean share of the run in which a pod computed.
-    prefill_busy: float = 0.0
+    goodput: float  # Requests per second.
+    summary: RunSummary | None  # None if the setup met the SLO at no rate.
+    prefill_busy: float = 0.0  # Mean share of the run in which a pod computed.
     decode_busy: float = 0.0
 
     @property
@@ -64,13 +57,11 @@ class MeasuredSetup:
 class CapacityPlan:
     """The result of a search."""
 
-    #: All setups that were tried, best goodput per GPU first.
-    measured: tuple[MeasuredSetup, ...]
+    measured: tuple[MeasuredSetup, ...]  # All setups that were tried, best goodput per GPU first.
     #: The fewest pods, at about the best ratio and the best chunk size, that serve the trace at its own rate. None if
     #: MAX_PODS pods do not, or if no setup meets the SLO.
     needed: MeasuredSetup | None
-    #: Simulations that were run.
-    runs: int
+    runs: int  # Simulations that were run.
 
     @property
     def best(self) -> MeasuredSetup:
@@ -123,7 +114,7 @@ class CapacityPlanner:
             raise ConfigError(f"--gpus must be from 2 to {MAX_PODS}, not {total}", field="gpus")
         chunk = min(self._chunks, key=lambda tokens: abs(tokens - INITIAL_CHUNK_TOKENS))
         best = self._climb_ratio(total, chunk)
-        best = self._climb_chunk(best)
+        best = self._climb_chunk(best.setup)
         if best.setup.chunk_tokens != chunk:
             best = self._climb_ratio(total, best.setup.chunk_tokens, start=best.setup.prefill)
         needed = best if gpus is not None and best.goodput >= self._trace.rate else None
@@ -135,23 +126,32 @@ class CapacityPlanner:
         return CapacityPlan(tuple(ranked), needed, self.runs)
 
     def _climb_ratio(self, total: int, chunk: int, start: int = 0) -> MeasuredSetup:
-        """Climbs over the number of prefill pods, from the ratio that balances the work."""
-        prefill = min(total - 1, max(1, start or round(total * self._prefill_share(chunk))))
-        best = self._measure(ClusterSetup(prefill, total - prefill, chunk))
-        for step in (1, -1):
-            while 1 <= best.setup.prefill + step < total:
-                at = best.setup.prefill + step
-                other = self._measure(ClusterSetup(at, total - at, chunk))
-                if other.goodput <= best.goodput:
-                    break
-                best = other
-        return best
+        """Climbs over the number of prefill pods, from `start` or from the ratio that balances the work."""
+        prefill_s, decode_s = self._work_s(chunk)
+        start = start or round(total * prefill_s / (prefill_s + decode_s))
 
-    def _climb_chunk(self, best: MeasuredSetup) -> MeasuredSetup:
+        def move(setup: ClusterSetup, step: int) -> ClusterSetup | None:
+            prefill = setup.prefill + step
+            return ClusterSetup(prefill, total - prefill, chunk) if 1 <= prefill < total else None
+
+        prefill = min(total - 1, max(1, start))
+        return self._climb(ClusterSetup(prefill, total - prefill, chunk), move)
+
+    def _climb_chunk(self, setup: ClusterSetup) -> MeasuredSetup:
         """Climbs over the chunk sizes."""
+
+        def move(setup: ClusterSetup, step: int) -> ClusterSetup | None:
+            at = self._chunks.index(setup.chunk_tokens) + step
+            return replace(setup, chunk_tokens=self._chunks[at]) if 0 <= at < len(self._chunks) else None
+
+        return self._climb(setup, move)
+
+    def _climb(self, start: ClusterSetup, move: Callable[[ClusterSetup, int], ClusterSetup | None]) -> MeasuredSetup:
+        """Moves up, then down, while the goodput grows. `move` returns the neighbour of a setup, None at the end."""
+        best = self._measure(start)
         for step in (1, -1):
-            while 0 <= (at := self._chunks.index(best.setup.chunk_tokens) + step) < len(self._chunks):
-                other = self._measure(replace(best.setup, chunk_tokens=self._chunks[at]))
+            while (setup := move(best.setup, step)) is not None:
+                other = self._measure(setup)
                 if other.goodput <= best.goodput:
                     break
                 best = other
@@ -173,17 +173,17 @@ class CapacityPlanner:
         """Finds the goodput of a setup by bisection of the rate."""
         if setup in self._measured:
             return self._measured[setup]
-        low, high = 0.0, _HEADROOM * self._max_rate(setup)
+        # No rate is higher: all prefixes are cached, and all pods are always busy.
+        prefill_s, decode_s = self._work_s(setup.chunk_tokens)
+        low, high = 0.0, _HEADROOM * min(setup.prefill / prefill_s, setup.decode / decode_s)
         best = MeasuredSetup(setup, 0.0, None)
-        for step in range(_STEPS):
+        for _ in range(_STEPS):
             rate = (low + high) / 2
             measured = self._meets_slo_at(setup, rate)
             if measured is not None:
                 low, best = rate, measured
             else:
                 high = rate
-                if step == _STEPS - 1 and not low:
-                    break
         self._measured[setup] = best
         self._on_measured(best)
         return best
@@ -212,21 +212,11 @@ class CapacityPlanner:
         result = SimulatedCluster(spec, trace).run(stop)
         if bad > allowed:
             return None
-        busy = {
-            kind: sum(share for name, share in result.busy.items() if name.startswith(kind)) / count
-            for kind, count in (("prefill", setup.prefill), ("decode", setup.decode))
-        }
-        return MeasuredSetup(setup, rate, result.summary, busy["prefill"], busy["decode"])
 
-    def _prefill_share(self, chunk: int) -> float:
-        """Returns the share of all pod seconds that prompts need."""
-        prefill, decode = self._work_s(chunk)
-        return prefill / (prefill + decode)
+        def busy(kind: str) -> float:
+            return fmean(share for name, share in result.busy.items() if name.startswith(kind))
 
-    def _max_rate(self, setup: ClusterSetup) -> float:
-        """Returns a rate that the setup cannot exceed: all prefixes are cached, and all pods are always busy."""
-        prefill, decode = self._work_s(setup.chunk_tokens)
-        return min(setup.prefill / prefill, setup.decode / decode)
+        return MeasuredSetup(setup, rate, result.summary, busy("prefill"), busy("decode"))
 
     def _work_s(self, chunk: int) -> tuple[float, float]:
         """Returns the least prefill and decode pod seconds of a mean request.

@@ -6,7 +6,7 @@ failed call or its next poll; the index notices it when the lease expires.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from common.types import Role
 from simulator.decode_pod import SimulatedDecodePod
@@ -15,27 +15,15 @@ from simulator.index import SimIndex, SimPublisher
 from simulator.prefill_pod import PodShape, SimulatedPrefillPod
 
 
-class PodUser(Protocol):
-    """A request that runs on a pod."""
-
-    def on_pod_lost(self, pod: SimulatedPod) -> None:
-        """Called when the pod has died."""
-
-
 class NetworkLink:
     """A network adapter that sends one transfer after another. Times in seconds."""
 
-    __slots__ = ("busy_s", "free_at")
-
     def __init__(self) -> None:
-        #: When everything given to the link has been sent.
-        self.free_at = 0.0
-        self.busy_s = 0.0
+        self.free_at = 0.0  # When everything given to the link has been sent.
 
     def send(self, now: float, seconds: float) -> float:
         """Queues a transfer that takes `seconds`. Returns when it is done."""
         self.free_at = max(now, self.free_at) + seconds
-        self.busy_s += seconds
         return self.free_at
 
 
@@ -47,12 +35,10 @@ class SimulatedPod:
         self.role = role
         self.shape = shape
         self.rates = rates
-        #: Number of the process, from 1.
-        self.generation = 0
-        #: Requests that are lost when the pod dies, by id.
-        self.requests: dict[str, PodUser] = {}
-        #: Prompts that the pod was given.
-        self.prompts = 0
+        self.generation = 0  # Number of the process, from 1.
+        #: Called with the pod when it dies, by the id of the request that is lost.
+        self.on_lost: dict[str, Callable[[SimulatedPod], None]] = {}
+        self.prompts = 0  # Prompts that the pod was given.
         self.link = NetworkLink()
         self._computed_before = 0
         self._index = index
@@ -78,7 +64,7 @@ class SimulatedPod:
         self.link = NetworkLink()
         publisher = self._index.publisher(self.name, self.generation)
         kind = SimulatedPrefillPod if self.role is Role.PREFILL else SimulatedDecodePod
-        process = kind(self._index.clock, self.rates, self.shape, stored=publisher.stored, evicted=publisher.evicted)
+        process = kind(self._index.clock, self.rates, self.shape, publisher)
         publisher.start(process.pool.cached_hashes)
         return publisher, process
 
@@ -88,9 +74,9 @@ class SimulatedPod:
             return
         self.process.kill()
         self._publisher.stop()
-        requests, self.requests = list(self.requests.values()), {}
-        for request in requests:
-            request.on_pod_lost(self)
+        lost, self.on_lost = list(self.on_lost.values()), {}
+        for on_lost in lost:
+            on_lost(self)
 
     def restart(self) -> None:
         """Starts a new process under the same name."""

@@ -6,85 +6,68 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 
+from common.types import Role
 from gateway.pods.view import PodView
 from gateway.routing.policy import MIN_OPTIONS, CostPolicy, PodOption, RoutingPolicy, RoutingRequest, make_option
 
 
-class RoundRobin:
-    """Sends each request to the next pod."""
+class _FittingPods:
+    """A policy that ranks the pods that are large enough for the request."""
 
     uses_shared_bookings = False
 
     def __init__(self, rng: random.Random) -> None:
-        self._turns = {"prefill": rng.randrange(1 << 16), "decode": rng.randrange(1 << 16)}
+        self._rng = rng
 
     def rank_prefill_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
-        """Returns the pods in their order, from the next one on."""
-        return self._next("prefill", request, [v for v in views if v.max_request_tokens >= request.prompt_len])
+        return self._rank(request, [v for v in views if v.max_request_tokens >= request.prompt_len], Role.PREFILL, now)
 
     def rank_decode_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
-        """Returns the pods in their order, from the next one on."""
-        return self._next(
-            "decode", request, [v for v in views if v.max_request_tokens >= request.prompt_len + request.max_tokens]
-        )
+        need = request.prompt_len + request.max_tokens
+        return self._rank(request, [v for v in views if v.max_request_tokens >= need], Role.DECODE, now)
 
-    def _next(self, side: str, request: RoutingRequest, views: list[PodView]) -> list[PodOption]:
+    def _rank(self, request: RoutingRequest, views: list[PodView], role: Role, now: float) -> list[PodOption]:
+        """Returns options for the best of the pods, best first."""
+        raise NotImplementedError
+
+
+class RoundRobin(_FittingPods):
+    """Sends each request to the next pod."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self._turns = {Role.PREFILL: rng.randrange(1 << 16), Role.DECODE: rng.randrange(1 << 16)}
+
+    def _rank(self, request: RoutingRequest, views: list[PodView], role: Role, now: float) -> list[PodOption]:
         if not views:
             return []
-        turn = self._turns[side] % len(views)
-        self._turns[side] += 1
+        turn = self._turns[role] % len(views)
+        self._turns[role] += 1
         hits = request.expected_hits()
         return [make_option(request, hits, view) for view in (views[turn:] + views[:turn])[:MIN_OPTIONS]]
 
 
-class LeastLoaded:
+class LeastLoaded(_FittingPods):
     """Prefers the shortest queue and the fewest sequences; cached prefixes do not count."""
 
     uses_shared_bookings = True
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def rank_prefill_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
-        """Returns the pods by their queues in seconds."""
-        fit = [view for view in views if view.max_request_tokens >= request.prompt_len]
-        return self._order(request, [(view.queue_s(now), view, None, view.prefill_s_per_token) for view in fit])
-
-    def rank_decode_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
-        """Returns the pods by their numbers of sequences."""
-        fit = [view for view in views if view.max_request_tokens >= request.prompt_len + request.max_tokens]
-        return self._order(request, [(float(view.num_sequences()), view, 1, 1.0) for view in fit])
-
-    def _order(
-        self, request: RoutingRequest, scored: list[tuple[float, PodView, int | None, float]]
-    ) -> list[PodOption]:
+    def _rank(self, request: RoutingRequest, views: list[PodView], role: Role, now: float) -> list[PodOption]:
+        self._rng.shuffle(views)
         hits = request.expected_hits()
-        self._rng.shuffle(scored)
-        best = heapq.nsmallest(MIN_OPTIONS, scored, key=lambda entry: entry[0])
-        return [
-            make_option(request, hits, view, cost, load_units=units, unit_cost_s=unit_cost_s)
-            for cost, view, units, unit_cost_s in best
-        ]
+        if role is Role.DECODE:
+            views = heapq.nsmallest(MIN_OPTIONS, views, key=PodView.num_sequences)
+            return [
+                make_option(request, hits, v, float(v.num_sequences()), load_units=1, unit_cost_s=1.0) for v in views
+            ]
+        views = heapq.nsmallest(MIN_OPTIONS, views, key=lambda view: view.queue_s(now))
+        return [make_option(request, hits, v, v.queue_s(now), unit_cost_s=v.prefill_s_per_token) for v in views]
 
 
-class PrefixOnly:
+class PrefixOnly(_FittingPods):
     """Prefers the longest cached prefix; the load does not count."""
 
-    uses_shared_bookings = False
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def rank_prefill_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
-        """Returns the pods by the length of the prefix that they hold."""
-        return self._order(request, [view for view in views if view.max_request_tokens >= request.prompt_len])
-
-    def rank_decode_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
-        """Returns the pods by the length of the prefix that they hold."""
-        need = request.prompt_len + request.max_tokens
-        return self._order(request, [view for view in views if view.max_request_tokens >= need])
-
-    def _order(self, request: RoutingRequest, views: list[PodView]) -> list[PodOption]:
+    def _rank(self, request: RoutingRequest, views: list[PodView], role: Role, now: float) -> list[PodOption]:
         self._rng.shuffle(views)
         hits = request.expected_hits()
         best = heapq.nlargest(MIN_OPTIONS, views, key=lambda view: hits.get(view.name, 0))
@@ -98,7 +81,6 @@ _POLICIES: dict[str, Callable[[random.Random], RoutingPolicy]] = {
     "prefix_only": PrefixOnly,
 }
 POLICIES = tuple(_POLICIES)
-
 #: Policies that need to know which pods hold a prompt. Without an index, rendezvous hashing replaces them for prompts
 #: that the gateway does not know itself.
 INFORMED = ("cost", "prefix_only")

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from common.block_hash import matchable_blocks
 from common.types import FinishReason, PodLoad, SamplingParams, ValidRequest
 from engine.kv.blocks import BlockPool
-from engine.schedule.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
 from engine.schedule.sequence import Sequence as EngineSequence
 from simulator.clock import VirtualClock
 from simulator.hardware_rates import HardwareRates
+from simulator.index import SimPublisher
 
-#: Has no effect: the block hashes come from the trace.
-_FINGERPRINT = "00" * 16
+_FINGERPRINT = "00" * 16  # Has no effect: the block hashes come from the trace.
 _ONE_TOKEN = SamplingParams(max_tokens=1)
-
-#: Weight of the old value in the exponential mean of the prefill rate.
-_RATE_MEMORY = 0.9
+_RATE_MEMORY = 0.9  # Weight of the old value in the exponential mean of the prefill rate.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +28,18 @@ class PodShape:
     """Sizes of one simulated pod."""
 
     block_size: int
-    #: Blocks of the pool.
-    num_blocks: int
-    #: Prompt tokens of a step.
-    chunk_tokens: int = 2048
-    #: Sequences that run at once.
-    max_seqs: int = 64
+    num_blocks: int  # Blocks of the pool.
+    chunk_tokens: int = 2048  # Prompt tokens of a step.
+    max_seqs: int = 64  # Sequences that run at once.
 
     @property
     def capacity(self) -> int:
         """Prompt and output tokens that one request can have."""
         return self.block_size * self.num_blocks
+
+    def pool(self, publisher: SimPublisher) -> BlockPool:
+        """Returns an empty block cache. The publisher gets the hashes of the blocks that enter and leave it."""
+        return BlockPool(self.num_blocks, self.block_size, on_stored=publisher.stored, on_evicted=publisher.evicted)
 
 
 class PromptSequence(EngineSequence):
@@ -54,13 +53,10 @@ class PromptSequence(EngineSequence):
         prompt_len: int,
         block_hashes: Sequence[bytes],
         block_size: int,
-        on_chunk: Callable[[int, int], None],
-        on_first_token: Callable[[], None],
+        *,
+        on_chunk: Callable[[PromptSequence], None],
+        on_first_token: Callable[[PromptSequence], None],
     ) -> None:
-        """
-        Args:
-            on_chunk: Gets the prompt tokens left and the tokens of the chunk.
-        """
         request = ValidRequest(request_id, "", (0,) * prompt_len, _ONE_TOKEN)
         super().__init__(request, fingerprint=_FINGERPRINT, block_size=block_size, hand_off=True)
         self.block_hashes = list(block_hashes)
@@ -75,27 +71,15 @@ class PromptSequence(EngineSequence):
 
 
 class SimulatedPrefillPod:
-    """One process of a prefill pod; a restart creates another object.
+    """One process of a prefill pod; a restart creates another object."""
 
-    `stored` and `evicted` get the block hashes that enter and leave the cache.
-    """
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        rates: HardwareRates,
-        shape: PodShape,
-        *,
-        stored: Callable[[list[bytes]], None],
-        evicted: Callable[[list[bytes]], None],
-    ) -> None:
-        self.pool = BlockPool(shape.num_blocks, shape.block_size, on_stored=stored, on_evicted=evicted)
+    def __init__(self, clock: VirtualClock, rates: HardwareRates, shape: PodShape, publisher: SimPublisher) -> None:
+        self.pool = shape.pool(publisher)
         self.alive = True
         self.computed_tokens = 0
         self.busy_s = 0.0
         self._clock = clock
         self._rates = rates
-        self._shape = shape
         config = SchedulerConfig(
             chunk_tokens=shape.chunk_tokens, max_seqs=shape.max_seqs, max_model_len=shape.capacity + 1
         )
@@ -153,31 +137,32 @@ class SimulatedPrefillPod:
         if not self.alive:
             return
         batch = self._scheduler.schedule()
-        if not batch.scheduled:
+        if not batch:
             self._stepping = False
             return
-        seconds = self._rates.prefill_s([(item.start, item.num_new) for item in batch.scheduled])
+        seconds = self._rates.prefill_s([(item.start, item.num_new) for item in batch])
         self._clock.call_after(seconds, lambda: self._on_step_done(batch, seconds))
 
-    def _on_step_done(self, batch: ScheduledBatch, seconds: float) -> None:
+    def _on_step_done(self, batch: list[ScheduledSequence], seconds: float) -> None:
         if not self.alive:
             return
         self.busy_s += seconds
-        self.computed_tokens += batch.num_tokens
-        rate = batch.num_tokens / seconds
+        num_tokens = sum(item.num_new for item in batch)
+        self.computed_tokens += num_tokens
+        rate = num_tokens / seconds
         self._rate = _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate if self._rate else rate
         finished: list[PromptSequence] = []
-        for item in batch.scheduled:
+        for item in batch:
             prompt = item.seq
             assert isinstance(prompt, PromptSequence)
             if prompt.finish_reason is not None or prompt.lease is None or prompt.lease.finished:
                 continue  # cancelled during the step
             prompt.computed += item.num_new
             prompt.publish()
-            prompt.on_chunk(prompt.remaining, item.num_new)
+            prompt.on_chunk(prompt)
             if item.samples:
                 finished.append(prompt)
         for prompt in finished:
             self._scheduler.finish(prompt, FinishReason.LENGTH)
-            prompt.on_first_token()
+            prompt.on_first_token(prompt)
         self._step()

@@ -15,7 +15,6 @@ among prompts as the engine's scheduler does, which helps round robin most.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -28,21 +27,21 @@ from benchmarks.support import report
 from common.errors import ConfigError
 from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, load_trace, synthetic_block_hash
 from simulator.agent_workload import AgentWorkload
-from simulator.cluster import ClusterSpec, SimulatedCluster, SimulatedFault, SimulationResult
+from simulator.cluster import SimulatedCluster, SimulationResult
 from simulator.hardware_rates import FLAT_8K
+from simulator.outcome import RunSummary
+from simulator.spec import ClusterSpec, SimulatedFault
 
 DEFAULT_TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
-#: Number of pods at the trace's own rate.
-PODS = 8
+PODS = 8  # Number of pods at the trace's own rate.
 BLOCKS, UNLIMITED = 4_000, 200_000
 POLICIES = ("round_robin", "least_loaded", "cost")
 SIZES = (4, 8, 16, 64)
-#: Pods, and seconds of the generated trace.
-LARGE = ((256, 90.0), (1024, 30.0))
+LARGE = ((256, 90.0), (1024, 30.0))  # Pods, and seconds of the generated trace.
 #: Requests per second and pod of the generated trace. They are as much work as those of the recorded trace.
 AGENT_REQUESTS = 0.9
-#: Sequences that share the steps of a pod.
-KINDS = {"fifo": 1, "chunked": 64}
+FLAT_BLOCK = 512
+KINDS = {"fifo": 1, "chunked": 64}  # Sequences that share the steps of a pod.
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,10 @@ def spec_of(pods: int, policy: str, kind: str) -> ClusterSpec:
     return ClusterSpec(rates=FLAT_8K, prefill=pods, policy=policy, prefill_blocks=BLOCKS, prefill_seqs=KINDS[kind])
 
 
+def rounded(summary: RunSummary, *names: str) -> dict[str, float]:
+    return {name: round(getattr(summary, name), 4) for name in names}
+
+
 def row_of(label: str, kind: str, spec: ClusterSpec, result: SimulationResult) -> dict[str, object]:
     """Prints the row of a simulation and returns it for the result file."""
     s = result.summary
@@ -83,12 +86,7 @@ def row_of(label: str, kind: str, spec: ClusterSpec, result: SimulationResult) -
         "requests": s.requests,
         "refused": s.refused,
         "retried": s.retried,
-        "hit_rate": round(s.hit_rate, 4),
-        "promised_rate": round(s.promised_rate, 4),
-        "ttft_p50_s": round(s.ttft_p50_s, 4),
-        "ttft_p90_s": round(s.ttft_p90_s, 4),
-        "ttft_p99_s": round(s.ttft_p99_s, 4),
-        "ttft_mean_s": round(s.ttft_mean_s, 4),
+        **rounded(s, "hit_rate", "promised_rate", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "ttft_mean_s"),
         "busy": round(busy, 4),
         "imbalance": round(s.imbalance, 3),
         "cpu_us_per_request": round(s.cpu_s / s.requests * 1e6, 1),
@@ -139,9 +137,6 @@ def herd(gateways: int = 2, burst: int = 64) -> float:
     return max(prompts) * PODS / burst
 
 
-FLAT_BLOCK = 512
-
-
 def grow(bench: Bench, large: Iterable[tuple[int, float]]) -> None:
     """Runs more pods with the same load per pod, on both traces; the sizes `large` on the generated trace only."""
     trace = bench.trace
@@ -180,27 +175,17 @@ def faults(bench: Bench) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for name, planned in cases.items():
         s = bench.run(head, f"fault: {name}", PODS, "cost", faults=planned, gateways=2).summary
-        rows.append(
-            {
-                "fault": name,
-                "refused": s.refused,
-                "retried": s.retried,
-                "hit_rate": round(s.hit_rate, 4),
-                "ttft_p50_s": round(s.ttft_p50_s, 4),
-                "ttft_p99_s": round(s.ttft_p99_s, 4),
-            }
-        )
+        rows.append({"fault": name, **rounded(s, "refused", "retried", "hit_rate", "ttft_p50_s", "ttft_p99_s")})
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
     parser.add_argument(
         "--requests", type=int, default=1_000_000, help="number of requests from the start of the trace"
     )
     parser.add_argument("--small", action="store_true", help="skip the rows for 256 and 1,024 pods")
-    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--plot", type=Path, help="SVG file for TTFT by policy and number of pods")
     args = parser.parse_args()
     try:
@@ -212,8 +197,7 @@ def main() -> None:
     grow(bench, () if args.small else LARGE)
     collapse(bench)
     fault_rows = faults(bench)
-    for name, value in metrics.items():
-        print(f"{name:40} {value}")
+    report.show(metrics)
     report.write(args.out, "routing_sim", metrics, rows=bench.rows, faults=fault_rows)
     if args.plot is not None:
         plot.write(args.plot, bench.rows)

@@ -24,10 +24,11 @@ from prefix_index.records import BookingCandidate, BookingResult, CacheTier, Pod
 from prefix_index.store import HELD_TTL_S, INFO_TTL_S, LEASE_MS, LUA_DIR, PODS_TTL_S, STORED_HASH_BYTES, IndexKeys
 from simulator.agent_workload import AgentWorkload
 from simulator.clock import VirtualClock
-from simulator.cluster import ClusterSpec, SimulatedCluster
+from simulator.cluster import SimulatedCluster
 from simulator.hardware_rates import FLAT_8K
 from simulator.index import SimIndex, SimPublisher, SimReader
 from simulator.index_model import BookingModel, IndexModel
+from simulator.spec import ClusterSpec
 
 PODS = ("a", "b", "c")
 BLOCK = 512  # as in traces: every block has a posting

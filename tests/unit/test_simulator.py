@@ -14,10 +14,11 @@ from common.errors import ConfigError, IndexUnavailable
 from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, synthetic_block_hash
 from simulator.agent_workload import AgentWorkload
 from simulator.clock import VirtualClock
-from simulator.cluster import ClusterSpec, SimulatedCluster, SimulatedFault, SimulationResult
+from simulator.cluster import SimulatedCluster, SimulationResult
 from simulator.hardware_rates import FLAT_8K, H100_8B, HardwareRates
 from simulator.index import SimIndex
 from simulator.policies import POLICIES
+from simulator.spec import ClusterSpec, SimulatedFault
 
 BLOCK = 16
 RATES = replace(
