@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from common.errors import ConfigError
 from loadtest.slo import parse_slo
 from loadtest.workload import arrivals
-from loadtest.workload.lengths import LengthDistribution
+from loadtest.workload.lengths import ONE, LengthDistribution
 
 OBJECTIVES = ("ttft", "itl", "gap", "e2e")
 DEFAULT_SECONDS = 30.0
+CHOICES: dict[str, tuple[str, ...]] = {
+    "protocol": ("rest", "grpc"),
+    "endpoint": ("chat", "completions"),
+    "arrivals": arrivals.KINDS,
+    "prompts": ("auto", "text", "ids"),
+}
+#: Least and greatest value, and whether the least itself is refused.
+NUMBERS = {
+    **dict.fromkeys(("speed", "length_scale", "rate", "on_s", "duration_s", "deadline_s"), (0.0, 1e9, True)),
+    **dict.fromkeys(("think_s", "off_s", "ramp_s", "settle_s"), (0.0, 1e9, False)),
+    "burstiness": (0.05, 20.0, False),
+    "temperature": (0.0, 2.0, False),
+    "abort_share": (0.0, 1.0, False),
+    "attainment": (0.0, 1.0, True),
+}
+WHOLE_NUMBERS = {
+    **dict.fromkeys(("prefixes", "requests", "max_concurrency", "max_input_tokens", "max_output_tokens"), (1, 10**9)),
+    **dict.fromkeys(("warmup", "prefix_tokens"), (0, 10**9)),
+    "users": (1, 100_000),
+    "seed": (0, 1 << 62),
+}
 
 Protocol = Literal["rest", "grpc"]
 Endpoint = Literal["chat", "completions"]
@@ -29,12 +51,10 @@ class LoadConfig:
     protocol: Protocol = "rest"
     endpoint: Endpoint = "chat"
     model: str = ""
-    #: Sessions use the keys in turn.
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()  # Sessions use the keys in turn.
     stream: bool = True
     form: PromptForm = "text"
-    #: Token ids of synthetic prompts: from the first to below the second.
-    vocab: tuple[int, int] = (1_000, 30_000)
+    vocab: tuple[int, int] = (1_000, 30_000)  # Token ids of synthetic prompts: from the first to below the second.
     ignore_eos: bool = True
     temperature: float = 0.0
     trace: Path | None = None
@@ -46,7 +66,7 @@ class LoadConfig:
     output_tokens: LengthDistribution = LengthDistribution(64, 64)  # noqa: RUF009
     prefix_tokens: int = 0
     prefixes: int = 1
-    turns: LengthDistribution = LengthDistribution(1, 1)  # noqa: RUF009
+    turns: LengthDistribution = ONE
     think_s: float = 0.0
     rate: float | None = None
     arrivals: str = "poisson"
@@ -58,16 +78,12 @@ class LoadConfig:
     requests: int | None = None
     duration_s: float | None = None
     max_concurrency: int | None = None
-    #: Share of requests that the client aborts half-way.
-    abort_share: float = 0.0
+    abort_share: float = 0.0  # Share of requests that the client aborts half-way.
     deadline_s: float | None = None
-    #: Requests before the run, which do not count.
-    warmup: int = 0
-    #: Seconds at the start of the run whose requests do not count.
-    settle_s: float = 0.0
+    warmup: int = 0  # Requests before the run, which do not count.
+    settle_s: float = 0.0  # Seconds at the start of the run whose requests do not count.
     seed: int = 0
-    #: Seconds by objective, see OBJECTIVES.
-    slo: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    slo: Mapping[str, float] = dataclasses.field(default_factory=dict)  # Seconds by objective, see OBJECTIVES.
     attainment: float | None = None
 
     @property
@@ -84,112 +100,77 @@ class LoadConfig:
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> LoadConfig:
         """Parses flags as typed; None means absent. Raises ConfigError."""
-        return _checked(cls, {name: value for name, value in flags.items() if value is not None and value != []})
+        typed = {name: value for name, value in flags.items() if value is not None and value != []}
+        fields: dict[str, Any] = {name: typed[name] for name in ("model", "stream", "ignore_eos") if name in typed}
+        for name, known in CHOICES.items():
+            fields[name] = typed.get(name, known[0])
+            if fields[name] not in known:
+                raise _error(name, f" must be one of {', '.join(known)}, not {fields[name]!r}")
+        fields["form"] = _form(fields.pop("prompts"), fields["endpoint"])
+        fields["url"] = _url(str(typed.get("url", cls.__dataclass_fields__["url"].default)), fields["protocol"])
+        fields["api_keys"] = _keys(typed.get("api_key"))
+        parsers: dict[str, Callable[[str], Any]] = {
+            **{n: partial(LengthDistribution.parse, _flag(n)) for n in ("input_tokens", "output_tokens", "turns")},
+            **{name: partial(_number, name, *limits) for name, limits in NUMBERS.items()},
+            **{name: partial(_whole, name, *limits) for name, limits in WHOLE_NUMBERS.items()},
+            "trace": Path,
+            "vocab": _vocab,
+            "slo": lambda text: parse_slo(text, OBJECTIVES),
+        }
+        config = cls(**fields, **{name: parse(typed[name]) for name, parse in parsers.items() if name in typed})
+        _check(config, typed)
+        if config.trace is None and config.requests is None and config.duration_s is None:
+            return dataclasses.replace(config, duration_s=DEFAULT_SECONDS)
+        return config
 
 
-def _checked(cls: type[LoadConfig], typed: Mapping[str, Any]) -> LoadConfig:
-    def number(name: str, low: float, high: float = 1e9, *, above: bool = False) -> None:
-        if name in typed:
-            fields[name] = _number(name, typed[name], low, high, above=above)
-
-    def whole(name: str, low: int, high: int = 1_000_000_000) -> None:
-        if name in typed:
-            fields[name] = _whole(name, typed[name], low, high)
-
-    fields: dict[str, Any] = {name: typed[name] for name in ("model", "stream", "ignore_eos") if name in typed}
-    fields["protocol"] = protocol = cast(Protocol, _one_of("protocol", typed, ("rest", "grpc")))
-    fields["endpoint"] = endpoint = cast(Endpoint, _one_of("endpoint", typed, ("chat", "completions")))
-    fields["arrivals"] = _one_of("arrivals", typed, arrivals.KINDS)
-    fields["form"] = _form(_one_of("prompts", typed, ("auto", "text", "ids")), endpoint)
-    fields["url"] = _url(str(typed.get("url", cls.__dataclass_fields__["url"].default)), protocol)
-    fields["api_keys"] = _keys(typed.get("api_key"))
-    for name in ("input_tokens", "output_tokens", "turns"):
-        if name in typed:
-            fields[name] = LengthDistribution.parse(_flag(name), typed[name])
-    if "trace" in typed:
-        fields["trace"] = Path(typed["trace"])
-    if "vocab" in typed:
-        fields["vocab"] = _vocab(typed["vocab"])
-    for name in ("speed", "length_scale", "rate", "on_s", "duration_s", "deadline_s"):
-        number(name, 0, above=True)
-    for name in ("think_s", "off_s", "ramp_s", "settle_s"):
-        number(name, 0)
-    number("burstiness", 0.05, 20)
-    number("temperature", 0, 2)
-    number("abort_share", 0, 1)
-    number("attainment", 0, 1, above=True)
-    whole("users", 1, 100_000)
-    whole("seed", 0, 1 << 62)
-    whole("warmup", 0)
-    whole("prefix_tokens", 0)
-    for name in ("prefixes", "requests", "max_concurrency", "max_input_tokens", "max_output_tokens"):
-        whole(name, 1)
-    if "slo" in typed:
-        fields["slo"] = parse_slo(typed["slo"], OBJECTIVES)
-    return _consistent(cls(**fields), typed)
-
-
-def _consistent(config: LoadConfig, typed: Mapping[str, Any]) -> LoadConfig:
-    """Checks flags against each other and sets the default duration."""
-
-    def refuse(name: str, why: str) -> None:
-        if name in typed:
-            raise ConfigError(f"--{_flag(name)}: {why}", field=_flag(name))
-
+def _check(config: LoadConfig, typed: Mapping[str, Any]) -> None:
+    """Checks flags against each other."""
     if config.rate is None and config.users is None and config.trace is None:
         raise ConfigError("--rate, --users or --trace is needed: one of them sets the request times", field="rate")
     if config.rate is not None and config.users is not None:
         raise ConfigError("--rate and --users exclude each other: an open loop or a closed one", field="users")
-    timed = config.rate is None and config.users is None
-    if not timed:
-        refuse("speed", "replays a trace's own times, without --rate and --users")
-    if config.rate is None:
-        refuse("arrivals", "needs --rate")
-    if config.arrivals != "gamma":
-        refuse("burstiness", "needs --arrivals gamma")
-    if config.arrivals != "onoff":
-        refuse("on_s", "needs --arrivals onoff")
-        refuse("off_s", "needs --arrivals onoff")
-    if not config.closed_loop:
-        refuse("ramp_s", "needs --users")
-    if config.trace is None:
-        for name in ("length_scale", "max_input_tokens", "max_output_tokens"):
-            refuse(name, "needs --trace")
-    else:
-        for name in ("input_tokens", "output_tokens", "prefix_tokens", "prefixes", "turns"):
-            refuse(name, "does not apply to a trace, which defines its prompts")
-    if config.prefix_tokens == 0:
-        refuse("prefixes", "needs --prefix-tokens")
-    if not config.closed_loop and config.turns == LengthDistribution(1, 1):
-        refuse("think_s", "needs --users, or --turns")
+    traced = config.trace is not None
+    #: (flags, whether they have an effect, the reason if they have none)
+    rules = (
+        (("speed",), config.rate is config.users is None, "replays a trace's own times, without --rate and --users"),
+        (("arrivals",), config.rate is not None, "needs --rate"),
+        (("burstiness",), config.arrivals == "gamma", "needs --arrivals gamma"),
+        (("on_s", "off_s"), config.arrivals == "onoff", "needs --arrivals onoff"),
+        (("ramp_s",), config.closed_loop, "needs --users"),
+        (("length_scale", "max_input_tokens", "max_output_tokens"), traced, "needs --trace"),
+        (
+            ("input_tokens", "output_tokens", "prefix_tokens", "prefixes", "turns"),
+            not traced,
+            "does not apply to a trace, which defines its prompts",
+        ),
+        (("prefixes",), config.prefix_tokens > 0, "needs --prefix-tokens"),
+        (("think_s",), config.closed_loop or config.turns != ONE, "needs --users, or --turns"),
+    )
+    for names, effective, why in rules:
+        for name in names:
+            if name in typed and not effective:
+                raise _error(name, f": {why}")
     if config.protocol == "grpc" and not config.stream:
         raise ConfigError("--no-stream: the gRPC API always streams", field="stream")
     if config.attainment is not None and not config.slo:
         raise ConfigError("--attainment needs --slo", field="attainment")
     if not config.stream and set(config.slo) & {"ttft", "itl", "gap"}:
         raise ConfigError("--slo: without streams only e2e is known", field="slo")
-    if config.trace is None and config.requests is None and config.duration_s is None:
-        return dataclasses.replace(config, duration_s=DEFAULT_SECONDS)
-    return config
 
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _one_of(name: str, typed: Mapping[str, Any], known: Sequence[str]) -> str:
-    value: str = typed.get(name, known[0])
-    if value not in known:
-        raise ConfigError(f"--{_flag(name)} must be one of {', '.join(known)}, not {value!r}", field=_flag(name))
-    return value
+def _error(name: str, fault: str) -> ConfigError:
+    return ConfigError(f"--{_flag(name)}{fault}", field=_flag(name))
 
 
 def _form(prompts: str, endpoint: str) -> PromptForm:
     if prompts == "ids" and endpoint == "chat":
-        raise ConfigError("--prompts: conversations are text; ids need --endpoint completions", field="prompts")
-    if prompts == "auto":
-        return "text" if endpoint == "chat" else "ids"
-    return cast(PromptForm, prompts)
+        raise _error("prompts", ": conversations are text; ids need --endpoint completions")
+    return "ids" if prompts == "ids" or (prompts == "auto" and endpoint == "completions") else "text"
 
 
 def _url(text: str, protocol: str) -> str:
@@ -219,22 +200,22 @@ def _vocab(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _number(name: str, text: str, low: float, high: float, *, above: bool) -> float:
+def _number(name: str, low: float, high: float, above: bool, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
     if not low <= value <= high or (above and value == low):
         limits = f"above {low:g}" if above else f"from {low:g}"
-        raise ConfigError(f"--{_flag(name)} must be a number {limits} to {high:g}, not {text!r}", field=_flag(name))
+        raise _error(name, f" must be a number {limits} to {high:g}, not {text!r}")
     return value
 
 
-def _whole(name: str, text: str, low: int, high: int) -> int:
+def _whole(name: str, low: int, high: int, text: str) -> int:
     try:
         value = int(text)
     except ValueError:
         value = low - 1
     if not low <= value <= high:
-        raise ConfigError(f"--{_flag(name)} must be whole, {low} to {high}, not {text!r}", field=_flag(name))
+        raise _error(name, f" must be whole, {low} to {high}, not {text!r}")
     return value

@@ -5,9 +5,6 @@
 Open loop: a request is sent at its arrival time, independently of earlier answers. If the generator is busy or
 max_concurrency is reached, the request is sent late and its record holds the lag.
 Closed loop: each user sends the next request after the previous answer and a think time.
-
-`stop()` ends the run early. The runner then sends no more requests, cancels the requests in flight
-and counts them only as unfinished.
 """
 
 from __future__ import annotations
@@ -32,16 +29,11 @@ from loadtest.workload.prompts import ModelAnswer, Session
 from loadtest.workload.sessions import SyntheticWorkload, TraceWorkload, fit_trace
 from loadtest.workload.trace import WorkloadTrace
 
-#: Event loop timers have a resolution of one millisecond. The last part of a wait polls the clock.
-SPIN_S = 0.0015
-#: Requests that are built before their arrival time.
-BUILT_AHEAD = 128
-#: Seconds from `_mark_start()` to the start of the run.
-START_DELAY_S = 0.05
-#: Warm-up requests in flight.
-WARMUP_CONCURRENCY = 8
-#: Extra pause of a user after a failed request.
-AFTER_ERROR_S = 0.5
+SPIN_S = 0.0015  # Event loop timers have a resolution of one millisecond. The last part of a wait polls the clock.
+BUILT_AHEAD = 128  # Requests that are built before their arrival time.
+START_DELAY_S = 0.05  # Seconds from `_mark_start()` to the start of the run.
+WARMUP_CONCURRENCY = 8  # Warm-up requests in flight.
+AFTER_ERROR_S = 0.5  # Extra pause of a user after a failed request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +51,14 @@ class LoadRunner:
     def __init__(self, config: LoadConfig, client: LoadClient, trace: WorkloadTrace | None = None) -> None:
         self._config = config
         self._client = client
-        self._trace = trace
-        self.run = LoadRun(config, "")
+        self._trace: WorkloadTrace | None = None
+        self.run = LoadRun(config, "", planned=config.requests)
         if trace is not None:
-            self._trace = fit_trace(
-                trace,
-                length_scale=config.length_scale,
-                max_input=config.max_input_tokens,
-                max_output=config.max_output_tokens,
-            )
-            self.run.skipped_too_long = len(trace.requests) - len(self._trace.requests)
-        sizes = [config.requests] if self._trace is None else [config.requests, len(self._trace.requests)]
-        self.run.planned = min((size for size in sizes if size is not None), default=None)
+            limits = {"max_input": config.max_input_tokens, "max_output": config.max_output_tokens}
+            self._trace = fit_trace(trace, length_scale=config.length_scale, **limits)
+            fitting = len(self._trace.requests)
+            self.run.skipped_too_long = len(trace.requests) - fitting
+            self.run.planned = min(fitting, config.requests or fitting)
         self._tag = secrets.token_hex(3)
         self._stopped = asyncio.Event()
         self._concurrency_limit: AbstractAsyncContextManager[Any] = (
@@ -79,7 +67,7 @@ class LoadRunner:
         self._taken = 0
 
     def stop(self) -> None:
-        """Ends the run early."""
+        """Ends the run early: cancels the requests in flight, which count only as unfinished."""
         self._stopped.set()
 
     async def execute(self) -> LoadRun:
@@ -138,16 +126,12 @@ class LoadRunner:
 
     def _take_one(self) -> bool:
         """Counts one request against the limit. Returns False if the limit is reached."""
-        if self._config.requests is not None and self._taken >= self._config.requests:
-            return False
         self._taken += 1
-        return True
+        return self._config.requests is None or self._taken <= self._config.requests
 
     async def _warm_up(self) -> None:
         """Sends uncounted requests with separate content. They open connections and warm up the server."""
         number = self._config.warmup
-        if not number:
-            return
         sessions = islice(self._synthetic_workload().sessions("warm-up"), number)
 
         async def work() -> None:
@@ -157,8 +141,6 @@ class LoadRunner:
                 await self._client.send(prepared.request, prepared.record)
 
         await asyncio.gather(*(work() for _ in range(min(number, WARMUP_CONCURRENCY))))
-
-    # -- loops
 
     async def _warm_up_and_send(self) -> None:
         await self._warm_up()

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from common.errors import ConfigError, Unavailable
+from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
-from loadtest.workload.prompts import ModelAnswer, Turn
+from loadtest.workload.prompts import ModelAnswer, PromptMessage, Turn
 
-#: Seconds of work between two yields to the event loop.
-BUILD_SLICE_S = 100e-6
-#: Seconds after the deadline for the server's own timeout answer.
-GRACE_S = 5.0
-#: Limit of a response without a deadline: one minute more than the gateway's own limit.
-RESPONSE_TIMEOUT_S = 660.0
-#: Seconds that a client waits before it aborts, if it aborts before the first token.
-ABORT_WAIT_S = 0.05
+BUILD_SLICE_S = 100e-6  # Seconds of work between two yields to the event loop.
+GRACE_S = 5.0  # Seconds after the deadline for the server's own timeout answer.
+RESPONSE_TIMEOUT_S = 660.0  # Limit of a response without a deadline: one minute more than the gateway's own limit.
+ABORT_WAIT_S = 0.05  # Seconds that a client waits before it aborts, if it aborts before the first token.
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +24,14 @@ class RequestDraft:
     """The description of a request to build."""
 
     turn: Turn
-    #: Answers of earlier turns, by turn.
-    answers: Mapping[int, ModelAnswer]
+    answers: Mapping[int, ModelAnswer]  # Answers of earlier turns, by turn.
     request_id: str
     affinity: str
-    #: API key, "" for none.
-    key: str
+    key: str  # API key, "" for none.
+
+    def earlier_answer(self, message: PromptMessage) -> ModelAnswer | None:
+        """Returns the server's answer that an assistant message repeats; None for other messages, and without one."""
+        return None if message.answer is None else self.answers.get(message.answer)
 
 
 class LoadClient(Protocol):
@@ -48,6 +48,15 @@ class LoadClient(Protocol):
 
     async def close(self) -> None:
         """Closes all connections."""
+
+
+def chosen_model(config: LoadConfig, served: Sequence[str]) -> str:
+    """Returns the configured model, or the first that the server lists. Raises Unavailable, ConfigError."""
+    if not served:
+        raise Unavailable(f"{config.url} serves no model")
+    if config.model and config.model not in served:
+        raise ConfigError(f"--model: {config.url} serves {', '.join(served)}, not {config.model}", field="model")
+    return config.model or served[0]
 
 
 class LoopYielder:

@@ -10,13 +10,15 @@ from typing import Any
 
 import grpc
 
-from common.errors import BatonError, ConfigError, Unavailable
+from common.errors import Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
 from common.rpc import error_from_rpc, open_channel
-from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft
+from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft, chosen_model
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
 from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece
+
+Metadata = tuple[tuple[str, str], ...]
 
 CONNECT_S = 10.0
 CACHED_PIECES = 4096
@@ -42,7 +44,6 @@ class GrpcClient:
         self._text = functools.lru_cache(CACHED_PIECES)(TextPiece.text)
 
     async def model(self) -> str:
-        """Returns the configured model, or the first that the server lists. Raises Unavailable, ConfigError."""
         key = self._config.api_keys[0] if self._config.api_keys else ""
         try:
             response = await self._stub.ListModels(
@@ -50,17 +51,10 @@ class GrpcClient:
             )
         except grpc.aio.AioRpcError as e:
             raise Unavailable(f"{self._config.url}: {error_from_rpc(e).message}") from e
-        names = [model.id for model in response.models]
-        if not names:
-            raise Unavailable(f"{self._config.url} serves no model")
-        if self._model and self._model not in names:
-            raise ConfigError(
-                f"--model: {self._config.url} serves {', '.join(names)}, not {self._model}", field="model"
-            )
-        self._model = self._model or names[0]
+        self._model = chosen_model(self._config, [model.id for model in response.models])
         return self._model
 
-    async def build(self, draft: RequestDraft) -> tuple[inference_pb2.GenerateRequest, tuple[tuple[str, str], ...]]:
+    async def build(self, draft: RequestDraft) -> tuple[inference_pb2.GenerateRequest, Metadata]:
         """Returns the message and its metadata."""
         config, turn, yielder = self._config, draft.turn, LoopYielder()
         request = inference_pb2.GenerateRequest(
@@ -78,19 +72,15 @@ class GrpcClient:
             request.text = " ".join([await self._message_text(message, draft, yielder) for message in turn.messages])
         else:
             for message in turn.messages:
-                earlier = _earlier_answer(message, draft)
-                if earlier is not None and earlier.ids is not None:
-                    request.tokens.ids.extend(earlier.ids)
-                    continue
-                for piece in message.pieces:
+                earlier = draft.earlier_answer(message)
+                known = None if earlier is None else earlier.ids
+                request.tokens.ids.extend(known or ())
+                for piece in message.pieces if known is None else ():
                     request.tokens.ids.extend(self._ids(piece))
                     await yielder.yield_if_due()
         return request, _metadata(draft.key, draft.affinity)
 
-    async def send(
-        self, request: tuple[inference_pb2.GenerateRequest, tuple[tuple[str, str], ...]], record: RequestRecord
-    ) -> None:
-        """Sends the request and fills the record (see LoadClient)."""
+    async def send(self, request: tuple[inference_pb2.GenerateRequest, Metadata], record: RequestRecord) -> None:
         message, metadata = request
         record.sent_s = time.perf_counter()
         call = self._stub.Generate(message, timeout=self._timeout_s, metadata=metadata)
@@ -102,7 +92,7 @@ class GrpcClient:
                 async with asyncio.timeout(self._timeout_s + GRACE_S):
                     await _read(call, record)
         except grpc.aio.AioRpcError as e:
-            error: BatonError = error_from_rpc(e)
+            error = error_from_rpc(e)
             record.fail(f"grpc {e.code().name} {error.kind}", error.message, time.perf_counter())
         except TimeoutError:
             record.fail("timeout", "no complete answer before the timeout", time.perf_counter())
@@ -112,12 +102,10 @@ class GrpcClient:
             record.tokens = record.tokens or len(record.event_times)
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._channel.close(None)
 
     async def _message_text(self, message: PromptMessage, draft: RequestDraft, yielder: LoopYielder) -> str:
-        earlier = _earlier_answer(message, draft)
-        if earlier is not None:
+        if (earlier := draft.earlier_answer(message)) is not None:
             return earlier.text
         parts = []
         for piece in message.pieces:
@@ -148,14 +136,6 @@ async def _read(call: Any, record: RequestRecord) -> None:
     record.answer = ModelAnswer("".join(texts), tuple(ids))
 
 
-def _earlier_answer(message: PromptMessage, draft: RequestDraft) -> ModelAnswer | None:
-    return draft.answers.get(message.answer) if message.answer is not None else None
-
-
-def _metadata(key: str, affinity: str = "") -> tuple[tuple[str, str], ...]:
-    metadata = []
-    if key:
-        metadata.append(("authorization", f"Bearer {key}"))
-    if affinity:
-        metadata.append(("x-session-affinity", affinity))
-    return tuple(metadata)
+def _metadata(key: str, affinity: str = "") -> Metadata:
+    pairs = (("authorization", key and f"Bearer {key}"), ("x-session-affinity", affinity))
+    return tuple(pair for pair in pairs if pair[1])

@@ -93,10 +93,8 @@ class HttpConnection(asyncio.Protocol):
         self._parsed_at = 0.0
         self._complete = self._keep = False
         self.open = False
-        #: An earlier exchange has ended on this connection. The server may be closing it as idle.
-        self.reused = False
-        #: The first byte of the current response was parsed.
-        self.began = False
+        self.reused = False  # An earlier exchange has ended on this connection. The server may be closing it as idle.
+        self.began = False  # The first byte of the current response was parsed.
 
     @property
     def idle(self) -> bool:
@@ -119,7 +117,6 @@ class HttpConnection(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: Any) -> None:
-        """Stores the transport."""
         self._transport, self.open = transport, True
 
     def use_kernel_timestamps(self) -> None:
@@ -177,16 +174,13 @@ class HttpConnection(asyncio.Protocol):
     # -- called by httptools
 
     def on_message_begin(self) -> None:
-        """Marks the response as begun."""
         self.began = True
 
     def on_headers_complete(self) -> None:
-        """Passes the status code on."""
         if self._exchange is not None:
             self._exchange.headers(self._parser.get_status_code(), self._parsed_at)
 
     def on_body(self, data: bytes) -> None:
-        """Passes a part of the body on."""
         if self._exchange is not None:
             self._exchange.body(data, self._parsed_at)
 

@@ -7,14 +7,13 @@ import functools
 import ssl
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
 
 from common.errors import ConfigError, Unavailable
-from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft
+from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft, chosen_model
 from loadtest.client.http_connection import HttpConnection, ParseQueue
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
@@ -46,7 +45,6 @@ class RestClient:
         self._cached_piece_json = functools.lru_cache(CACHED_PIECES)(self._piece_json)
 
     async def model(self) -> str:
-        """Returns the configured model, or the first that the server lists. Raises Unavailable, ConfigError."""
         record = RequestRecord("", 0, 0, 0, 0, time.perf_counter())
         key = self._config.api_keys[0] if self._config.api_keys else ""
         exchange = await self._exchange(self._head("GET", "/v1/models", key, b""), record, _WholeAnswer)
@@ -56,13 +54,7 @@ class RestClient:
             names = [entry["id"] for entry in orjson.loads(bytes(exchange.data))["data"]]
         except (ValueError, KeyError, TypeError) as e:
             raise Unavailable(f"{self._config.url}/v1/models is not a list of models") from e
-        if not names:
-            raise Unavailable(f"{self._config.url} serves no model")
-        if self._model and self._model not in names:
-            raise ConfigError(
-                f"--model: {self._config.url} serves {', '.join(names)}, not {self._model}", field="model"
-            )
-        self._model = self._model or names[0]
+        self._model = chosen_model(self._config, names)
         return self._model
 
     async def build(self, draft: RequestDraft) -> bytes:
@@ -97,7 +89,6 @@ class RestClient:
         return self._head("POST", path, draft.key, body, extra) + body
 
     async def send(self, request: bytes, record: RequestRecord) -> None:
-        """Sends the request and fills the record (see LoadClient)."""
         await self._exchange(request, record, _StreamedAnswer if self._config.stream else _WholeAnswer)
 
     async def close(self) -> None:
@@ -158,8 +149,7 @@ class RestClient:
         self, message: PromptMessage, draft: RequestDraft, yielder: LoopYielder, separator: bytes
     ) -> bytes:
         """Returns one message as a fragment of JSON."""
-        earlier = draft.answers.get(message.answer) if message.answer is not None else None
-        if earlier is not None and self._config.form == "text":
+        if self._config.form == "text" and (earlier := draft.earlier_answer(message)) is not None:
             return orjson.dumps(earlier.text)[1:-1]
         parts = []
         for piece in message.pieces:
@@ -200,28 +190,24 @@ class _RestExchange:
                 connection.close()
 
     def headers(self, status: int, at: float) -> None:
-        """Stores the status."""
         self._status = status
 
     def body(self, data: bytes, at: float) -> None:
-        """Collects the body. The body of an error is cut at about MAX_ERROR_BYTES."""
         if len(self.data) < MAX_ERROR_BYTES or self._status == 200:
             self.data += data
 
     def ended(self, at: float) -> None:
-        """Reads the complete response and ends the record."""
-        if self._status != 200:
+        if self._status == 200:
+            self.answered(at)
+        else:
             kind, message = _error(bytes(self.data))
             self.record.fail(f"http {self._status} {kind}".strip(), message, at)
-        else:
-            self.answered(at)
         self._finish(at)
 
     def answered(self, at: float) -> None:
         """Called when the body of a response with status 200 is complete."""
 
     def lost(self, why: str, at: float) -> None:
-        """Fails the record."""
         self.record.fail("disconnected", why, at)
         self._finish(at)
 
@@ -259,7 +245,6 @@ class _WholeAnswer(_RestExchange):
     """An answer that is not streamed. It has no time to first token."""
 
     def answered(self, at: float) -> None:
-        """Parses the answer."""
         if not self.record.planned_output:
             return  # GET /v1/models
         try:
@@ -283,7 +268,6 @@ class _StreamedAnswer(_RestExchange):
         self._texts: list[str] = []
 
     def body(self, data: bytes, at: float) -> None:
-        """Parses the events that the data completes."""
         if self._status != 200:
             super().body(data, at)
             return
@@ -295,19 +279,16 @@ class _StreamedAnswer(_RestExchange):
             self._close()
 
     def answered(self, at: float) -> None:
-        """Fails the record if no event had a finish reason."""
-        record = self.record
-        if not record.finish:
-            record.fail("incomplete", "the stream ended without a finish reason", at)
-        record.answer = ModelAnswer("".join(self._texts))
+        if not self.record.finish:
+            self.record.fail("incomplete", "the stream ended without a finish reason", at)
+        self.record.answer = ModelAnswer("".join(self._texts))
 
     def _read(self, event: bytes, at: float) -> None:
         if event == b"[DONE]" or self._done.done():
             return
         record, chunk = self.record, orjson.loads(event)
-        choices: Sequence[dict[str, Any]] | None = chunk.get("choices")
-        if choices:
-            choice = choices[0]
+        if choices := chunk.get("choices"):
+            choice: dict[str, Any] = choices[0]
             delta = choice.get("delta")
             text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
             if text:
@@ -347,20 +328,13 @@ class SseParser:
         """Returns the data of each event that these bytes complete. Lines are joined by newlines."""
         data = self._rest + data if self._rest else data
         if b"\r" in data:
-            # A CR at the end may be the first half of CR LF.
-            cr_at_end = data.endswith(b"\r")
-            data = (data[:-1] if cr_at_end else data).replace(b"\r\n", b"\n").replace(b"\r", b"\n") + (
-                b"\r" if cr_at_end else b""
-            )
+            data, cr = (data[:-1], b"\r") if data.endswith(b"\r") else (data, b"")  # maybe the first half of CR LF
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") + cr
         *events, self._rest = data.split(b"\n\n")
         payloads = []
         for event in events:
             if event.startswith(b"data: ") and b"\n" not in event:  # the usual case
                 payloads.append(event[6:])
-            elif lines := [_value(line) for line in event.split(b"\n") if line.startswith(b"data:")]:
-                payloads.append(b"\n".join(lines))
+            elif lines := [line[5:] for line in event.split(b"\n") if line.startswith(b"data:")]:
+                payloads.append(b"\n".join(line.removeprefix(b" ") for line in lines))
         return payloads
-
-
-def _value(line: bytes) -> bytes:
-    return line[6:] if line[5:6] == b" " else line[5:]

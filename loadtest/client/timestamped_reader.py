@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: From asm-generic/socket.h; the ancillary message has the same number.
-SO_TIMESTAMPNS = 35
+SO_TIMESTAMPNS = 35  # From asm-generic/socket.h; the ancillary message has the same number.
 READ_BYTES = 1 << 14
 ANCILLARY_BYTES = 64
 CLOCK_READINGS, MAX_READING_S = 5, 20e-6
-#: An older stamp means that the wall clock was changed.
-MAX_AGE_S = 5.0
+MAX_AGE_S = 5.0  # An older stamp means that the wall clock was changed.
 _TIMESPEC = struct.Struct("@ll")
 
 

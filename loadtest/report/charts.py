@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 280
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 42
+LEFT, TOP = 58, 12
+END, FLOOR = WIDTH - 14, HEIGHT - 42  # The last pixels of the plot.
+X_PIXELS, Y_PIXELS = (LEFT, END), (FLOOR, TOP)
 MAX_POINTS = 2000
 
 
@@ -16,14 +18,10 @@ MAX_POINTS = 2000
 class Series:
     """One line or one set of dots."""
 
-    #: Legend text.
-    name: str
-    #: (x, y), in order of x.
-    points: Sequence[tuple[float, float]]
-    #: Number of the colour in the style sheet: 1, 2 or 3.
-    colour: int = 1
-    #: Draws dots instead of a line.
-    dots: bool = False
+    name: str  # Legend text.
+    points: Sequence[tuple[float, float]]  # (x, y), in order of x.
+    colour: int = 1  # Number of the colour in the style sheet: 1, 2 or 3.
+    dots: bool = False  # Draws dots instead of a line.
     dashed: bool = False
 
 
@@ -32,10 +30,8 @@ class Axis:
     """One axis."""
 
     label: str
-    #: Logarithmic scale. Ignores `low` and `high`.
-    log: bool = False
-    #: Limits; None: from the data.
-    low: float | None = None
+    log: bool = False  # Logarithmic scale. Ignores `low` and `high`.
+    low: float | None = None  # Limits; None: from the data.
     high: float | None = None
 
 
@@ -53,11 +49,10 @@ def chart(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
     shown = [s for s in series if s.points]
     if not shown:
         return f"<figure><figcaption>{escape(title)}</figcaption><p class=empty>nothing to show</p></figure>"
-    x_scale = _Scale.of(x, [p[0] for s in shown for p in s.points] + [m.x for m in marks if m.x is not None])
-    y_scale = _Scale.of(y, [p[1] for s in shown for p in s.points] + [m.y for m in marks if m.y is not None])
-    parts = [*_grid(x_scale, y_scale, x, y)]
-    for mark in marks:
-        parts.append(_mark(mark, x_scale, y_scale))
+    x_values = [p[0] for s in shown for p in s.points] + [m.x for m in marks if m.x is not None]
+    y_values = [p[1] for s in shown for p in s.points] + [m.y for m in marks if m.y is not None]
+    x_scale, y_scale = _Scale.of(x, x_values, X_PIXELS), _Scale.of(y, y_values, Y_PIXELS)
+    parts = [*_grid(x_scale, y_scale, x, y), *(_mark(mark, x_scale, y_scale) for mark in marks)]
     parts += [_line_or_dots(s, x_scale, y_scale) for s in shown]
     legend = "".join(f'<span><i class="key c{s.colour}{" dash" * s.dashed}"></i>{escape(s.name)}</span>' for s in shown)
     legend = f"<div class=legend>{legend}</div>" if len(shown) > 1 else ""
@@ -71,29 +66,31 @@ def chart(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Maps values to shares of an axis, 0 to 1."""
+    """Maps values to the pixels of an axis."""
 
     low: float
     high: float
     log: bool
+    pixels: tuple[int, int]  # First and last.
 
     @classmethod
-    def of(cls, axis: Axis, values: Sequence[float]) -> _Scale:
+    def of(cls, axis: Axis, values: Sequence[float], pixels: tuple[int, int]) -> _Scale:
         if axis.log:
             above = [v for v in values if v > 0] or [1.0]
             low, high = min(above), max(above)
-            return cls(low / 1.1, max(high, low * 2) * 1.05, True)
+            return cls(low / 1.1, max(high, low * 2) * 1.05, True, pixels)
         low = min(values) if axis.low is None else axis.low
         high = max(values) if axis.high is None else axis.high
         if high - low < 1e-9 * max(1.0, abs(low), abs(high)):
             high = low + max(1.0, abs(low))
-        return cls(low, high if axis.high is not None else high + 0.04 * (high - low), False)
+        return cls(low, high if axis.high is not None else high + 0.04 * (high - low), False, pixels)
 
-    def share(self, value: float) -> float:
+    def at(self, value: float) -> float:
+        low, high = self.low, self.high
         if self.log:
-            value, low, high = (math.log(max(v, self.low)) for v in (value, self.low, self.high))
-            return (value - low) / (high - low)
-        return (value - self.low) / (self.high - self.low)
+            value, low, high = (math.log(max(v, self.low)) for v in (value, low, high))
+        first, last = self.pixels
+        return first + (value - low) / (high - low) * (last - first)
 
     def ticks(self) -> list[float]:
         if self.log:
@@ -112,57 +109,43 @@ class _Scale:
         return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def _x(scale: _Scale, value: float) -> float:
-    return LEFT + scale.share(value) * (WIDTH - LEFT - RIGHT)
-
-
-def _y(scale: _Scale, value: float) -> float:
-    return HEIGHT - BOTTOM - scale.share(value) * (HEIGHT - TOP - BOTTOM)
-
-
 def _grid(x_scale: _Scale, y_scale: _Scale, x: Axis, y: Axis) -> list[str]:
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = []
     for tick in y_scale.ticks():
-        at = _y(y_scale, tick)
-        parts.append(f'<path class=grid d="M{LEFT} {at:.1f}H{right}"/>')
+        at = y_scale.at(tick)
+        parts.append(f'<path class=grid d="M{LEFT} {at:.1f}H{END}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{_number(tick)}</text>')
     for tick in x_scale.ticks():
-        at = _x(x_scale, tick)
-        parts.append(f'<path class=grid d="M{at:.1f} {TOP}V{bottom}"/>')
-        parts.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{_number(tick)}</text>')
-    parts.append(f'<path class=axis d="M{LEFT} {bottom}H{right}"/>')
-    middle = (LEFT + right) / 2
-    parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle" class=name>{escape(x.label)}</text>')
-    centre = (TOP + bottom) / 2
-    parts.append(
+        at = x_scale.at(tick)
+        parts.append(f'<path class=grid d="M{at:.1f} {TOP}V{FLOOR}"/>')
+        parts.append(f'<text x="{at:.1f}" y="{FLOOR + 16}" text-anchor="middle">{_number(tick)}</text>')
+    middle, centre = (LEFT + END) / 2, (TOP + FLOOR) / 2
+    return [
+        *parts,
+        f'<path class=axis d="M{LEFT} {FLOOR}H{END}"/>',
+        f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle" class=name>{escape(x.label)}</text>',
         f'<text x="14" y="{centre:.0f}" text-anchor="middle" class=name transform="rotate(-90 14 {centre:.0f})">'
-        f"{escape(y.label)}</text>"
-    )
-    return parts
+        f"{escape(y.label)}</text>",
+    ]
 
 
 def _mark(mark: Mark, x_scale: _Scale, y_scale: _Scale) -> str:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     if mark.x is not None:
-        at = _x(x_scale, mark.x)
-        anchor = "end" if at > (LEFT + right) / 2 else "start"
-        side = -4 if anchor == "end" else 4
-        text = f'<text x="{at + side:.1f}" y="{bottom - 6}" text-anchor="{anchor}">{escape(mark.label)}</text>'
-        return f'<path class=mark d="M{at:.1f} {TOP}V{bottom}"/>{text}'
-    at = _y(y_scale, mark.y or 0.0)
-    text = f'<text x="{right - 4}" y="{at - 5:.1f}" text-anchor="end">{escape(mark.label)}</text>'
-    return f'<path class=mark d="M{LEFT} {at:.1f}H{right}"/>{text}'
+        at = x_scale.at(mark.x)
+        anchor, side = ("end", -4) if at > (LEFT + END) / 2 else ("start", 4)
+        text = f'<text x="{at + side:.1f}" y="{FLOOR - 6}" text-anchor="{anchor}">{escape(mark.label)}</text>'
+        return f'<path class=mark d="M{at:.1f} {TOP}V{FLOOR}"/>{text}'
+    at = y_scale.at(mark.y or 0.0)
+    text = f'<text x="{END - 4}" y="{at - 5:.1f}" text-anchor="end">{escape(mark.label)}</text>'
+    return f'<path class=mark d="M{LEFT} {at:.1f}H{END}"/>{text}'
 
 
 def _line_or_dots(series: Series, x_scale: _Scale, y_scale: _Scale) -> str:
-    points = series.points
+    points = [f"{x_scale.at(a):.1f} {y_scale.at(b):.1f}" for a, b in series.points]
     if series.dots:
-        every = -(-len(points) // MAX_POINTS)
-        where = "".join(f"M{_x(x_scale, a):.1f} {_y(y_scale, b):.1f}h0" for a, b in points[::every])
-        return f'<path class="dots c{series.colour}" d="{where}"/>'
-    line = "L".join(f"{_x(x_scale, a):.1f} {_y(y_scale, b):.1f}" for a, b in points)
-    return f'<path class="line c{series.colour}{" dash" * series.dashed}" d="M{line}"/>'
+        shown = points[:: -(-len(points) // MAX_POINTS)]
+        return f'<path class="dots c{series.colour}" d="{"".join(f"M{point}h0" for point in shown)}"/>'
+    return f'<path class="line c{series.colour}{" dash" * series.dashed}" d="M{"L".join(points)}"/>'
 
 
 def _number(value: float) -> str:

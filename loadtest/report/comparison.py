@@ -36,10 +36,8 @@ class ComparisonRow:
     unit: str
     a: float | None
     b: float | None
-    #: 1 if higher values are better, -1 if lower values are.
-    better: int
-    #: None for a figure without a test.
-    significant: bool | None = None
+    better: int  # 1 if higher values are better, -1 if lower values are.
+    significant: bool | None = None  # None for a figure without a test.
 
     @property
     def change(self) -> float | None:
@@ -50,6 +48,16 @@ class ComparisonRow:
     def worse_by(self) -> float:
         """Share of A by which B is worse; 0 if B is not worse."""
         return max(0.0, -self.better * (self.change or 0.0))
+
+    @property
+    def negligible(self) -> bool:
+        """Whether the difference is below 0.5% or may be chance."""
+        return self.significant is False or abs(self.change or 0.0) < 0.005
+
+    @property
+    def verdict(self) -> str:
+        """Whether the difference is significant, in a word; "" without a test."""
+        return {None: "", True: "yes", False: "no"}[self.significant]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loadtest.run import LoadRun, RequestRecord
@@ -27,37 +26,13 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 MAX_BINS = 240
 BINS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 CURVE = (*(i / 100 for i in range(100)), 0.995, 0.999, 0.9999, 1.0)
-#: Messages per kind of error in the document.
-MESSAGES = 3
-#: The report warns if the p99 of the lag is above this.
-LATE_MS = 5.0
-#: The report warns if the generator used more than this share of a core.
-BUSY = 0.9
-
-Latency = Callable[[RequestRecord], float | None]
-
-
-def ttft_intended_s(record: RequestRecord) -> float | None:
-    """Returns seconds from the intended time to the first text; None without text."""
-    return None if record.ttft_s is None else record.ttft_s + record.lag_s
-
-
-def e2e_intended_s(record: RequestRecord) -> float | None:
-    """Returns seconds from the intended time to the end of the answer."""
-    return record.e2e_s + record.lag_s
-
-
-def longest_gap_s(record: RequestRecord) -> float | None:
-    """Returns the longest time between two events; None for fewer than two events."""
-    return max(record.gaps(), default=None)
-
-
-OBJECTIVES: Mapping[str, Latency] = {
-    "ttft": ttft_intended_s,
-    "itl": lambda r: r.tpot_s,
-    "gap": longest_gap_s,
-    "e2e": e2e_intended_s,
-}
+MESSAGES = 3  # Messages per kind of error in the document.
+LATE_MS = 5.0  # The report warns if the p99 of the lag is above this.
+BUSY = 0.9  # The report warns if the generator used more than this share of a core.
+#: The attribute of a record that each objective limits.
+OBJECTIVES = {"ttft": "ttft_intended_s", "itl": "tpot_s", "gap": "longest_gap_s", "e2e": "e2e_intended_s"}
+#: Latencies of answered requests with one value per request.
+PER_REQUEST = ("ttft", "ttft_intended", "tpot", "e2e", "e2e_intended")
 
 
 def meets_slo(record: RequestRecord, slo: Mapping[str, float]) -> bool:
@@ -67,7 +42,7 @@ def meets_slo(record: RequestRecord, slo: Mapping[str, float]) -> bool:
     """
     if not record.ok or ("ttft" in slo and record.ttft_s is None):
         return False
-    return all((value := OBJECTIVES[name](record)) is None or value <= most for name, most in slo.items())
+    return all((value := getattr(record, OBJECTIVES[name])) is None or value <= most for name, most in slo.items())
 
 
 def build_document(run: LoadRun, version: str) -> dict[str, Any]:
@@ -77,15 +52,9 @@ def build_document(run: LoadRun, version: str) -> dict[str, Any]:
     end = max((r.ended_s for r in records), default=zero)
     seconds = max(end - zero, 1e-9)
     answered = [r for r in records if r.ok]
-    latencies = {
-        "ttft": _sorted_ms(r.ttft_s for r in answered),
-        "ttft_intended": _sorted_ms(ttft_intended_s(r) for r in answered),
-        "itl": _sorted_ms(chain.from_iterable(r.gaps() for r in answered)),
-        "tpot": _sorted_ms(r.tpot_s for r in answered),
-        "e2e": _sorted_ms(r.e2e_s for r in answered),
-        "e2e_intended": _sorted_ms(e2e_intended_s(r) for r in answered),
-        "lag": _sorted_ms(r.lag_s for r in records),
-    }
+    latencies = {name: _sorted_ms(getattr(r, f"{name}_s") for r in answered) for name in PER_REQUEST}
+    latencies["itl"] = _sorted_ms(gap for r in answered for gap in r.gaps())
+    latencies["lag"] = _sorted_ms(r.lag_s for r in records)
     return {
         "format": FORMAT,
         "kind": "baton loadtest",
@@ -95,8 +64,24 @@ def build_document(run: LoadRun, version: str) -> dict[str, Any]:
         "config": run.config.described(),
         "seconds": seconds,
         "stopped": run.stopped,
-        "requests": _counts(run, records, answered),
-        "rates": _rates(records, answered, seconds),
+        "requests": {
+            "sent": len(records),
+            "answered": len(answered),
+            "failed": sum(bool(r.error) for r in records),
+            "aborted": sum(r.aborted for r in records),
+            "not_counted": len(run.records) - len(records),
+            "unfinished": run.unfinished,
+            "skipped": run.skipped,
+            "left_out": run.skipped_too_long,
+        },
+        "rates": {
+            "intended_per_s": _per_s([r.intended_s for r in records]),
+            "sent_per_s": _per_s([r.sent_s for r in records]),
+            "answered_per_s": len(answered) / seconds,
+            "output_tokens_per_s": sum(r.tokens for r in records) / seconds,
+            "prompt_tokens_per_s": sum(_prompt(r) for r in answered) / seconds,
+            "mean_running": sum(r.e2e_s for r in records) / seconds,
+        },
         "latencies_ms": {name: _figures(values) for name, values in latencies.items()},
         "goodput": _goodput(records, answered, run.config.slo, seconds),
         "errors": _errors(records),
@@ -110,56 +95,32 @@ def build_document(run: LoadRun, version: str) -> dict[str, Any]:
 
 def warnings(document: Mapping[str, Any]) -> list[str]:
     """Returns warnings about the validity of the figures, for example a busy generator."""
-    messages = []
-    requests, config, lag = document["requests"], document["config"], document["latencies_ms"]["lag"]
-    if document["stopped"]:
-        messages.append(f"Stopped early: {requests['unfinished']} requests were in flight and are not counted.")
-    if requests["left_out"]:
-        messages.append(
-            f"{requests['left_out']} requests of the trace are longer than --max-input-tokens and were not sent."
-        )
-    if requests["skipped"]:
-        messages.append(f"{requests['skipped']} later turns were not sent, because their conversation had failed.")
-    if document["generator"]["cpu_share"] > BUSY:
-        messages.append(
-            f"The generator used {document['generator']['cpu_share']:.0%} of its core: it may have been the limit."
-        )
-    if (lag["p99"] or 0.0) > LATE_MS:
-        reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
-        messages.append(
-            f"One request in a hundred left {lag['p99']:.0f} ms late or more{reason}: read the rows 'intended'."
-        )
-    short = document["tokens"]["short_answers"]
-    if short and config["ignore_eos"]:
-        messages.append(f"{short} answers have fewer tokens than were asked for.")
-    return messages
+    requests, config, late_ms = document["requests"], document["config"], document["latencies_ms"]["lag"]["p99"] or 0.0
+    busy, short = document["generator"]["cpu_share"], document["tokens"]["short_answers"]
+    reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
+    possible = (
+        (document["stopped"], f"Stopped early: {requests['unfinished']} requests were in flight and are not counted."),
+        (
+            requests["left_out"],
+            f"{requests['left_out']} requests of the trace are longer than --max-input-tokens and were not sent.",
+        ),
+        (
+            requests["skipped"],
+            f"{requests['skipped']} later turns were not sent, because their conversation had failed.",
+        ),
+        (busy > BUSY, f"The generator used {busy:.0%} of its core: it may have been the limit."),
+        (
+            late_ms > LATE_MS,
+            f"One request in a hundred left {late_ms:.0f} ms late or more{reason}: read the rows 'intended'.",
+        ),
+        (short and config["ignore_eos"], f"{short} answers have fewer tokens than were asked for."),
+    )
+    return [message for applies, message in possible if applies]
 
 
-def _counts(run: LoadRun, records: Sequence[RequestRecord], answered: Sequence[RequestRecord]) -> dict[str, int]:
-    return {
-        "sent": len(records),
-        "answered": len(answered),
-        "failed": sum(bool(r.error) for r in records),
-        "aborted": sum(r.aborted for r in records),
-        "not_counted": len(run.records) - len(records),
-        "unfinished": run.unfinished,
-        "skipped": run.skipped,
-        "left_out": run.skipped_too_long,
-    }
-
-
-def _rates(records: Sequence[RequestRecord], answered: Sequence[RequestRecord], seconds: float) -> dict[str, float]:
-    first, last = (records[0].sent_s, records[-1].sent_s) if records else (0.0, 0.0)
-    planned_first, planned_last = (records[0].intended_s, records[-1].intended_s) if records else (0.0, 0.0)
-    gaps = len(records) - 1
-    return {
-        "intended_per_s": gaps / (planned_last - planned_first) if planned_last > planned_first else 0.0,
-        "sent_per_s": gaps / (last - first) if last > first else 0.0,
-        "answered_per_s": len(answered) / seconds,
-        "output_tokens_per_s": sum(r.tokens for r in records) / seconds,
-        "prompt_tokens_per_s": sum(_prompt(r) for r in answered) / seconds,
-        "mean_running": sum(r.e2e_s for r in records) / seconds,
-    }
+def _per_s(times: Sequence[float]) -> float:
+    """Returns the rate of the times, which are in order of the intended times; 0.0 for fewer than two."""
+    return (len(times) - 1) / (times[-1] - times[0]) if times and times[-1] > times[0] else 0.0
 
 
 def _goodput(
@@ -246,23 +207,18 @@ def _series(records: Sequence[RequestRecord], zero: float, seconds: float) -> di
 def _columns(records: Sequence[RequestRecord], began: float) -> dict[str, list[Any]]:
     """Returns one list per field with a value per request. Times are seconds since the start, latencies ms."""
 
-    def ms(value: float | None) -> float | None:
-        return None if value is None else round(1e3 * value, 4)
+    def ms(name: str) -> list[float | None]:
+        seconds = (getattr(r, f"{name}_s") for r in records)
+        return [None if value is None else round(1e3 * value, 4) for value in seconds]
+
+    def plain(name: str) -> list[Any]:
+        return [getattr(r, name) for r in records]
 
     return {
-        "request_id": [r.request_id for r in records],
-        "session": [r.session for r in records],
-        "turn": [r.turn for r in records],
+        **{name: plain(name) for name in ("request_id", "session", "turn")},
         "intended_s": [round(r.intended_s - began, 6) for r in records],
-        "lag_ms": [ms(r.lag_s) for r in records],
-        "ttft_ms": [ms(r.ttft_s) for r in records],
-        "tpot_ms": [ms(r.tpot_s) for r in records],
-        "longest_gap_ms": [ms(longest_gap_s(r)) for r in records],
-        "e2e_ms": [ms(r.e2e_s) for r in records],
-        "prompt_tokens": [r.prompt_tokens for r in records],
-        "cached_tokens": [r.cached_tokens for r in records],
-        "output_tokens": [r.tokens for r in records],
-        "finish": [r.finish for r in records],
-        "error": [r.error for r in records],
-        "aborted": [r.aborted for r in records],
+        **{f"{name}_ms": ms(name) for name in ("lag", "ttft", "tpot", "longest_gap", "e2e")},
+        **{name: plain(name) for name in ("prompt_tokens", "cached_tokens")},
+        "output_tokens": plain("tokens"),
+        **{name: plain(name) for name in ("finish", "error", "aborted")},
     }

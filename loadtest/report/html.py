@@ -14,6 +14,8 @@ from loadtest.report.charts import Axis, Mark, Series, chart
 from loadtest.report.comparison import Comparison, ComparisonRow
 from loadtest.report.figures import CURVE, PERCENTILES, warnings
 
+Document = Mapping[str, Any]
+
 LATENCIES = {
     "ttft": "time to first token",
     "ttft_intended": "… from the intended time",
@@ -21,7 +23,7 @@ LATENCIES = {
     "tpot": "per output token",
     "e2e": "whole answer",
     "e2e_intended": "… from the intended time",
-    "lag": "sent lags by",
+    "lag": "sent late by",
 }
 OBJECTIVES = {
     "ttft": "first token within",
@@ -30,7 +32,6 @@ OBJECTIVES = {
     "e2e": "whole answer within",
 }
 ABSENT = "–"
-
 STYLE = """
 :root{color-scheme:light dark;--back:#fcfcfb;--card:#fff;--ink:#1c1d1f;--soft:#5d6166;--line:#e3e4e6;--mark:#8a6d1c;
 --c1:#2563c9;--c2:#c2540a;--c3:#9b1c31;--bad:#9b1c31;--good:#17693a}
@@ -67,27 +68,23 @@ code{font:13px ui-monospace,SFMono-Regular,Menlo,monospace}
 """
 
 
-def page(runs: Sequence[Mapping[str, Any]], names: Sequence[str], comparison: Comparison | None = None) -> str:
+def page(runs: Sequence[Document], names: Sequence[str], comparison: Comparison | None = None) -> str:
     """Returns the page for one or two runs (figures.build_document). `names` are their labels."""
-    title = "Load test" if len(runs) == 1 else f"Load tests: {names[0]} and {names[1]}"
-    sections = [f"<h1>{escape(title)}</h1>"]
-    for document, name in zip(runs, names, strict=True):
-        sections.append(f"<p class=sub>{escape(_headline(document, name if len(runs) > 1 else ''))}</p>")
-    for document, name in zip(runs, names, strict=True):
-        sections.append(_warnings(document, name if len(runs) > 1 else ""))
-    if len(runs) == 1:
-        sections.append(_tiles(runs[0]))
-    if comparison is not None:
-        sections.append(_compared(comparison, names))
-    sections.append("<h2>Latencies</h2>")
-    sections += [
-        _latencies(document, name if len(runs) > 1 else "") for document, name in zip(runs, names, strict=True)
+    several = len(runs) > 1
+    labelled = list(zip(runs, names if several else [""], strict=True))
+    title = f"Load tests: {names[0]} and {names[1]}" if several else "Load test"
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p class=sub>{escape(_headline(document, name))}</p>" for document, name in labelled),
+        *(_warnings(document, name) for document, name in labelled),
+        "" if several else _tiles(runs[0]),
+        "" if comparison is None else _compared(comparison, names),
+        "<h2>Latencies</h2>",
+        *(_latencies(document, name) for document, name in labelled),
+        f"<div class=charts>{''.join(_charts(runs, names))}</div>",
+        *(_objectives(document, name) + _errors(document, name) for document, name in labelled),
+        _settings(labelled),
     ]
-    sections.append(f"<div class=charts>{''.join(_charts(runs, names))}</div>")
-    for document, name in zip(runs, names, strict=True):
-        sections.append(_objectives(document, name if len(runs) > 1 else ""))
-        sections.append(_errors(document, name if len(runs) > 1 else ""))
-    sections.append(_settings(runs, names))
     return (
         f"<!doctype html><html lang=en><head><meta charset=utf-8>"
         f'<meta name=viewport content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
@@ -95,14 +92,14 @@ def page(runs: Sequence[Mapping[str, Any]], names: Sequence[str], comparison: Co
     )
 
 
-def _headline(document: Mapping[str, Any], name: str) -> str:
+def _headline(document: Document, name: str) -> str:
     config, began = document["config"], datetime.fromtimestamp(document["began_at"], UTC)
     what = f"{describe_load(config)}, {config['protocol']} {config['endpoint']}, {document['model']} at {config['url']}"
-    return f"{name + ': ' if name else ''}{what}; {document['seconds']:.1f} s from {began:%Y-%m-%d %H:%M:%S} UTC"
+    return f"{name and f'{name}: '}{what}; {document['seconds']:.1f} s from {began:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def describe_load(config: Mapping[str, Any]) -> str:
-    """Describes the describe_load: users, rate or trace."""
+    """Returns the load in words: users, rate or trace."""
     if config["users"] is not None:
         return f"{config['users']} users" + (f", {config['think_s']:g} s think time" if config["think_s"] else "")
     if config["rate"] is not None:
@@ -111,36 +108,29 @@ def describe_load(config: Mapping[str, Any]) -> str:
     return f"{config['trace']} as recorded" + (f", {config['speed']:g} times as fast" if config["speed"] != 1 else "")
 
 
-def _warnings(document: Mapping[str, Any], name: str) -> str:
-    messages = warnings(document)
-    items = "".join(f"<li>{escape(name + ': ' if name else '')}{escape(text)}</li>" for text in messages)
-    return f"<ul class=warn>{items}</ul>" if messages else ""
+def _warnings(document: Document, name: str) -> str:
+    items = "".join(f"<li>{escape(name and f'{name}: ')}{escape(text)}</li>" for text in warnings(document))
+    return items and f"<ul class=warn>{items}</ul>"
 
 
-def _tiles(document: Mapping[str, Any]) -> str:
-    rates, requests, latencies, goodput = (
-        document["rates"],
-        document["requests"],
-        document["latencies_ms"],
-        document["goodput"],
-    )
-    tiles = [
-        ("requests answered", f"{requests['answered']} of {requests['sent']}"),
-        ("requests/s answered", f"{rates['answered_per_s']:.2f}"),
-        ("output tokens/s", f"{rates['output_tokens_per_s']:.1f}"),
-        ("in flight, mean", f"{rates['mean_running']:.1f}"),
-        ("TTFT p50 / p99", f"{ms(latencies['ttft']['p50'])} / {ms(latencies['ttft']['p99'])}"),
-        ("ITL p50 / p99", f"{ms(latencies['itl']['p50'])} / {ms(latencies['itl']['p99'])}"),
-    ]
+def _tiles(document: Document) -> str:
+    rates, requests, latencies = document["rates"], document["requests"], document["latencies_ms"]
+    goodput, cached = document["goodput"], document["tokens"]["cached_share"]
+    tiles = {
+        "requests answered": f"{requests['answered']} of {requests['sent']}",
+        "requests/s answered": f"{rates['answered_per_s']:.2f}",
+        "output tokens/s": f"{rates['output_tokens_per_s']:.1f}",
+        "in flight, mean": f"{rates['mean_running']:.1f}",
+        "TTFT p50 / p99": f"{ms(latencies['ttft']['p50'])} / {ms(latencies['ttft']['p99'])}",
+        "ITL p50 / p99": f"{ms(latencies['itl']['p50'])} / {ms(latencies['itl']['p99'])}",
+    }
     if goodput is not None:
-        tiles.append(("goodput", f"{goodput['per_s']:.2f}/s, {goodput['share']:.1%}"))
-    cached = document["tokens"]["cached_share"]
+        tiles["goodput"] = f"{goodput['per_s']:.2f}/s, {goodput['share']:.1%}"
     if cached is not None:
-        tiles.append(("prompt tokens from a cache", f"{cached:.1%}"))
-    tiles.append(("failed", str(requests["failed"])))
-    return (
-        "<div class=tiles>" + "".join(f"<div class=tile><b>{b}</b><span>{a}</span></div>" for a, b in tiles) + "</div>"
-    )
+        tiles["prompt tokens from a cache"] = f"{cached:.1%}"
+    tiles["failed"] = str(requests["failed"])
+    cells = "".join(f"<div class=tile><b>{value}</b><span>{label}</span></div>" for label, value in tiles.items())
+    return f"<div class=tiles>{cells}</div>"
 
 
 def ms(value: float | None) -> str:
@@ -152,18 +142,18 @@ def ms(value: float | None) -> str:
     return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
 
 
-def _latencies(document: Mapping[str, Any], name: str) -> str:
+def _latencies(document: Document, name: str) -> str:
     rows = []
     for key, label in LATENCIES.items():
         figures = document["latencies_ms"][key]
         cells = [str(figures["count"]), *(ms(figures[column]) for column in ("mean", *PERCENTILES, "max"))]
-        rows.append((f"{key.partition('_')[0]}: {label}" if "…" not in label else label, *cells))
-    return _table([f"{name or 'milliseconds'}", "values", "mean", *PERCENTILES, "max"], rows)
+        rows.append((label if "…" in label else f"{key}: {label}", *cells))
+    return _table([name or "milliseconds", "values", "mean", *PERCENTILES, "max"], rows)
 
 
 def _compared(comparison: Comparison, names: Sequence[str]) -> str:
     rows = [
-        [escape(row.name), *(_value(v, row) for v in (row.a, row.b)), _change(row), _verdict(row)]
+        [escape(row.name), _value(row.a, row), _value(row.b, row), _change(row), row.verdict or ABSENT]
         for row in comparison.rows
     ]
     note = (
@@ -182,112 +172,96 @@ def _value(value: float | None, row: ComparisonRow) -> str:
 def _change(row: ComparisonRow) -> str:
     if row.change is None:
         return ABSENT
-    tone = "" if row.significant is False or abs(row.change) < 0.005 else "bad" if row.worse_by else "good"
+    tone = "" if row.negligible else "bad" if row.worse_by else "good"
     return f'<span class="{tone}">{row.change:+.1%}</span>'
 
 
-def _verdict(row: ComparisonRow) -> str:
-    return ABSENT if row.significant is None else "yes" if row.significant else "no"
-
-
-def _charts(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterable[str]:
-    several = len(runs) > 1
-    share = Axis("share of all", low=0.0, high=1.0)
+def _charts(runs: Sequence[Document], names: Sequence[str]) -> Iterable[str]:
+    """Yields the charts. Each run has its own colour; the lines of a single run have one colour each."""
+    several, numbered = len(runs) > 1, list(zip(runs, names, (1, 2), strict=False))
     slo: Mapping[str, float] = runs[0]["config"]["slo"]
     for key, label in (("ttft", "Time to first token"), ("itl", "Time between tokens"), ("e2e", "Whole answer")):
         series = []
-        for i, (document, name) in enumerate(zip(runs, names, strict=True)):
-            series.append(Series(name if several else "from sending", _curve(document, key), i + 1))
+        for document, name, colour in numbered:
+            series.append(Series(name if several else "from sending", _curve(document, key), colour))
             if not several and key != "itl":
                 series.append(Series("from the intended time", _curve(document, f"{key}_intended"), 2, dashed=True))
         marks = [Mark(f"objective {ms(1e3 * slo[key])}", x=1e3 * slo[key])] if key in slo else []
+        share = Axis("share of all", low=0.0, high=1.0)
         yield chart(f"{label}: cumulative share", series, Axis("ms", log=True), share, marks)
-    time = Axis("seconds of the run", low=0.0)
-    yield chart("Output tokens per second", _binned(runs, names, "tokens"), time, Axis("tokens/s", low=0.0))
-    in_flight = _binned(runs, names, "running", each=True)
-    yield chart("Requests in flight", in_flight, time, Axis("requests", low=0.0))
+
+    def over_time(title: str, series: Sequence[Series], unit: str) -> str:
+        return chart(title, series, Axis("seconds of the run", low=0.0), Axis(unit, low=0.0))
+
+    def rates(key: str) -> list[Series]:
+        return [Series(name, _binned(document, key), colour) for document, name, colour in numbered]
+
+    yield over_time("Output tokens per second", rates("tokens"), "tokens/s")
+    in_flight = [Series(n, _binned(document, "running", per_s=False), colour) for document, n, colour in numbered]
+    yield over_time("Requests in flight", in_flight, "requests")
     if several:
-        flow = _binned(runs, names, "ended")
-        yield chart("Requests answered per second", flow, time, Axis("requests/s", low=0.0))
+        yield over_time("Requests answered per second", rates("ended"), "requests/s")
     else:
-        flow = [
-            *_binned(runs, ["sent"], "sent"),
-            *_binned(runs, ["ended"], "ended", colour=2),
-            *(_binned(runs, ["failed"], "failed", colour=3) if any(runs[0]["series"]["failed"]) else []),
-        ]
-        yield chart("Requests per second", flow, time, Axis("requests/s", low=0.0))
-    dots = [Series(name, _dots(document, "ttft_ms"), i + 1, dots=True) for i, (document, name) in _each(runs, names)]
-    yield chart("Time to first token over the run", dots, time, Axis("ms", low=0.0))
-    lags = [Series(name, _dots(document, "lag_ms"), i + 1, dots=True) for i, (document, name) in _each(runs, names)]
-    yield chart("How lags requests were sent", lags, time, Axis("ms", low=0.0))
+        shown = ["sent", "ended", "failed"] if any(runs[0]["series"]["failed"]) else ["sent", "ended"]
+        flow = [Series(key, _binned(runs[0], key), colour) for colour, key in enumerate(shown, 1)]
+        yield over_time("Requests per second", flow, "requests/s")
+    for title, column in (
+        ("Time to first token over the run", "ttft_ms"),
+        ("How late requests were sent", "lag_ms"),
+    ):
+        dots = [Series(name, _dots(document, column), colour, dots=True) for document, name, colour in numbered]
+        yield over_time(title, dots, "ms")
 
 
-def _each(
-    runs: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> Iterable[tuple[int, tuple[Mapping[str, Any], str]]]:
-    return enumerate(zip(runs, names, strict=True))
-
-
-def _curve(document: Mapping[str, Any], key: str) -> list[tuple[float, float]]:
+def _curve(document: Document, key: str) -> list[tuple[float, float]]:
     return list(zip(document["curves_ms"][key], CURVE, strict=False))
 
 
-def _binned(
-    runs: Sequence[Mapping[str, Any]], names: Sequence[str], key: str, *, each: bool = False, colour: int = 0
-) -> list[Series]:
-    """Returns (middle of the bin, rate) points, or the plain values if `each` is set. Omits the incomplete last bin."""
-    lines = []
-    for i, (document, name) in _each(runs, names):
-        series = document["series"]
-        bin_s, values = series["bin_s"], series[key]
-        shown = values[:-1] if len(values) > 1 else values
-        points = [((n + 0.5) * bin_s, value if each else value / bin_s) for n, value in enumerate(shown)]
-        lines.append(Series(name, points, colour or i + 1))
-    return lines
+def _binned(document: Document, key: str, *, per_s: bool = True) -> list[tuple[float, float]]:
+    """Returns (middle of the bin, rate or plain value). Omits the incomplete last bin."""
+    bin_s, values = document["series"]["bin_s"], document["series"][key]
+    shown = values[:-1] if len(values) > 1 else values
+    return [((n + 0.5) * bin_s, value / bin_s if per_s else value) for n, value in enumerate(shown)]
 
 
-def _dots(document: Mapping[str, Any], column: str) -> list[tuple[float, float]]:
+def _dots(document: Document, column: str) -> list[tuple[float, float]]:
     records = document["records"]
     return [(t, v) for t, v in zip(records["intended_s"], records[column], strict=True) if v is not None]
 
 
-def _objectives(document: Mapping[str, Any], name: str) -> str:
+def _objectives(document: Document, name: str) -> str:
     goodput = document["goodput"]
     if goodput is None:
         return ""
-    rows = [
-        (OBJECTIVES[key], ms(1e3 * most), f"{goodput['kept'][key]:.2%}")
-        for key, most in document["config"]["slo"].items()
-    ]
+    slo = document["config"]["slo"]
+    rows = [(OBJECTIVES[key], ms(1e3 * most), f"{goodput['kept'][key]:.2%}") for key, most in slo.items()]
     rows.append(("all of them, of all requests", "", f"{goodput['share']:.2%}"))
-    return f"<h2>Objectives{escape(' of ' + name if name else '')}</h2>" + _table(["", "", "kept"], rows)
+    return f"<h2>Objectives{escape(name and f' of {name}')}</h2>" + _table(["", "", "kept"], rows)
 
 
-def _errors(document: Mapping[str, Any], name: str) -> str:
+def _errors(document: Document, name: str) -> str:
     if not document["errors"]:
         return ""
     rows = [[escape(e["kind"]), str(e["count"]), escape(" · ".join(e["messages"]))] for e in document["errors"]]
     body = "".join(f"<tr><td>{a}</td><td>{b}</td><td class=text>{c}</td></tr>" for a, b, c in rows)
     head = "<tr><th scope=col>kind<th scope=col>requests<th scope=col style=text-align:left>for example</tr>"
-    title = f"<h2>Errors{escape(' of ' + name if name else '')}</h2>"
+    title = f"<h2>Errors{escape(name and f' of {name}')}</h2>"
     return f"{title}<div class=scroll><table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
 
 
-def _settings(runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    keys = sorted({key for document in runs for key in document["config"]})
+def _settings(labelled: Sequence[tuple[Document, str]]) -> str:
+    configs = [document["config"] for document, _ in labelled]
     rows = [
-        (key.replace("_", " "), *(str(document["config"].get(key, ABSENT)) for document in runs))
-        for key in keys
-        if any(document["config"].get(key) not in (None, {}, ()) for document in runs)
+        (key.replace("_", " "), *(str(config.get(key, ABSENT)) for config in configs))
+        for key in sorted({key for config in configs for key in config})
+        if any(config.get(key) not in (None, {}, ()) for config in configs)
     ]
-    rows.append(("version of Baton's describe_load test", *(document["version"] for document in runs)))
-    return "<h2>Settings</h2>" + _table(["", *(names if len(runs) > 1 else ["value"])], rows)
+    rows.append(("version of Baton's load test", *(document["version"] for document, _ in labelled)))
+    return "<h2>Settings</h2>" + _table(["", *(name or "value" for _, name in labelled)], rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, raw: bool = False) -> str:
-    def text(value: str) -> str:
-        return value if raw else escape(value)
-
+    text = str if raw else escape
     top = "".join(f"<th scope=col>{text(h)}</th>" for h in head)
     body = "".join(f"<tr>{''.join(f'<td>{text(c)}</td>' for c in row)}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"

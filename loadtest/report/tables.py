@@ -1,4 +1,4 @@
-"""Prints results of describe_load tests as terminal tables."""
+"""Prints results of load tests as terminal tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from rich.table import Table
 from loadtest.report.comparison import Comparison
 from loadtest.report.figures import PERCENTILES, warnings
 from loadtest.report.html import LATENCIES, describe_load, ms
+
+
+def _table(columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    return table
 
 
 def show(console: Console, document: Mapping[str, Any]) -> None:
@@ -29,27 +36,22 @@ def show(console: Console, document: Mapping[str, Any]) -> None:
         lines.append(f"goodput {goodput['per_s']:.2f}/s: {goodput['share']:.1%} meet all objectives ({kept})")
     if document["tokens"]["cached_share"] is not None:
         lines.append(f"{document['tokens']['cached_share']:.1%} of the prompt tokens came from a prefix cache")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", "mean", *PERCENTILES, "max"):
-        table.add_column(column, justify="left" if not column else "right")
+    columns = ("mean", *PERCENTILES, "max")
+    table = _table(("", *columns))
     for name in LATENCIES:
         figures = document["latencies_ms"][name]
         if figures["count"]:
-            table.add_row(name.replace("_", " "), *(ms(figures[key]) for key in ("mean", *PERCENTILES, "max")))
-    for line in lines:
-        _print_line(console, line)
+            table.add_row(name.replace("_", " "), *(ms(figures[key]) for key in columns))
+    _print_lines(console, *lines)
     console.print(table)
-    for error in document["errors"]:
-        _print_line(console, f"{error['count']} x {error['kind']}: {'; '.join(error['messages'])}")
-    for warning in warnings(document):
-        _print_line(console, f"warning: {warning}")
+    _print_lines(console, *(f"{e['count']} x {e['kind']}: {'; '.join(e['messages'])}" for e in document["errors"]))
+    _print_lines(console, *(f"warning: {warning}" for warning in warnings(document)))
 
 
 def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) -> None:
     """Prints runs at rising rates. `best` is the run at the highest rate that met the objectives, or None."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("rate", "answered/s", "tokens/s", "good", "goodput/s", "ttft p50", "ttft p99", "itl p50", "itl p99"):
-        table.add_column(column, justify="right")
+    columns = ("rate", "answered/s", "tokens/s", "good", "goodput/s", "ttft p50", "ttft p99", "itl p50", "itl p99")
+    table = _table(columns)
     for document in done:
         rates, goodput, times = document["rates"], document["goodput"], document["latencies_ms"]
         figures = [f"{rates['answered_per_s']:.2f}", f"{rates['output_tokens_per_s']:.0f}", f"{goodput['share']:.1%}"]
@@ -58,31 +60,25 @@ def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mappin
         table.add_row(*row, style="bold" if document is best else None)
     console.print(table)
     if best is None:
-        _print_line(console, "The first rate already missed the objectives.")
+        _print_lines(console, "The first rate already missed the objectives.")
     else:
         rate, per_s = best["config"]["rate"], best["goodput"]["per_s"]
-        _print_line(console, f"Highest rate that met the objectives: {rate:g} requests/s, goodput {per_s:.2f}/s.")
+        _print_lines(console, f"Highest rate that met the objectives: {rate:g} requests/s, goodput {per_s:.2f}/s.")
 
 
 def show_comparison(console: Console, comparison: Comparison, names: Sequence[str]) -> None:
     """Prints the comparison of two runs."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", *names, "change", "significant"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = _table(("", *names, "change", "significant"))
     for row in comparison.rows:
-        if row.a is None and row.b is None:
-            continue
-        text = [ms(v) if row.unit == "ms" else "–" if v is None else f"{v:.4g}{row.unit}" for v in (row.a, row.b)]
-        change = "–" if row.change is None else f"{row.change:+.1%}"
-        style = (
-            None if row.significant is False or abs(row.change or 0.0) < 0.005 else "red" if row.worse_by else "green"
-        )
-        verdict = "" if row.significant is None else "yes" if row.significant else "no"
-        table.add_row(row.name, *text, change, verdict, style=style)
+        if row.a is not None or row.b is not None:
+            text = [ms(v) if row.unit == "ms" else "–" if v is None else f"{v:.4g}{row.unit}" for v in (row.a, row.b)]
+            change = "–" if row.change is None else f"{row.change:+.1%}"
+            style = None if row.negligible else "red" if row.worse_by else "green"
+            table.add_row(row.name, *text, change, row.verdict, style=style)
     console.print(table)
-    for name, a, b in comparison.differences:
-        _print_line(console, f"different setting: {name}: {a} and {b}")
+    _print_lines(console, *(f"different setting: {name}: {a} and {b}" for name, a, b in comparison.differences))
 
 
-def _print_line(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+def _print_lines(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -19,10 +19,8 @@ _TEXT = re.compile(r"(~?)(\d+)(?::(\d+))?")
 class LengthDistribution:
     """A distribution of token counts: uniform, or log-normal if `around` is set."""
 
-    #: The lowest count, or the median if `around` is set.
-    low: int
-    #: The highest count (inclusive). Ignored if `around` is set.
-    high: int
+    low: int  # The lowest count, or the median if `around` is set.
+    high: int  # The highest count (inclusive). Ignored if `around` is set.
     around: bool = False
 
     def draw(self, rng: random.Random) -> int:
@@ -48,3 +46,6 @@ class LengthDistribution:
         if self.around:
             return f"~{self.low}"
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+ONE = LengthDistribution(1, 1)

@@ -57,8 +57,7 @@ class TextPiece:
 class PromptMessage:
     """One message of a prompt."""
 
-    #: Chat role: system, user or assistant.
-    role: str
+    role: str  # Chat role: system, user or assistant.
     pieces: tuple[TextPiece, ...]
     #: The turn that produced an assistant message. The client sends the model's answer to this turn, or the pieces if
     #: it has no answer. None for other messages.
@@ -75,8 +74,7 @@ class Turn:
 
     messages: tuple[PromptMessage, ...]
     output_tokens: int
-    #: Seconds between the previous answer and this request; 0 for the first turn.
-    pause_s: float = 0.0
+    pause_s: float = 0.0  # Seconds between the previous answer and this request; 0 for the first turn.
 
     @property
     def prompt_tokens(self) -> int:
@@ -97,5 +95,4 @@ class ModelAnswer:
     """An answer of the server."""
 
     text: str
-    #: Token ids; None if the protocol does not return them.
-    ids: tuple[int, ...] | None = None
+    ids: tuple[int, ...] | None = None  # Token ids; None if the protocol does not return them.

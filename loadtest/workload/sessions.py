@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from common.errors import ConfigError
-from loadtest.workload.lengths import LengthDistribution
+from loadtest.workload.lengths import ONE, LengthDistribution
 from loadtest.workload.prompts import PromptMessage, Session, TextPiece, Turn
-from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, synthetic_block_hash
-
-ONE = LengthDistribution(1, 1)
+from loadtest.workload.trace import WorkloadTrace, synthetic_block_hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +21,12 @@ class SyntheticWorkload:
     """Synthetic conversations. A prompt is a system prompt, the conversation so far and a new user message."""
 
     seed: int
-    #: Length of each user message.
-    input_tokens: LengthDistribution
+    input_tokens: LengthDistribution  # Length of each user message.
     output_tokens: LengthDistribution
-    #: Length of the system prompts; 0 for none.
-    prefix_tokens: int = 0
-    #: Number of different system prompts. Each session draws one of them.
-    prefixes: int = 1
+    prefix_tokens: int = 0  # Length of the system prompts; 0 for none.
+    prefixes: int = 1  # Number of different system prompts. Each session draws one of them.
     turns: LengthDistribution = ONE
-    #: Mean think time between an answer and the next turn (exponential).
-    pause_s: float = 0.0
+    pause_s: float = 0.0  # Mean think time between an answer and the next turn (exponential).
 
     def sessions(self, kind: str = "run") -> Iterator[Session]:
         """Yields sessions without end. Sessions of different kinds share no content, not even system prompts."""
@@ -41,17 +35,12 @@ class SyntheticWorkload:
             system: tuple[PromptMessage, ...] = ()
             if self.prefix_tokens:
                 chosen = lengths.randrange(self.prefixes)
-                system = (
-                    PromptMessage(
-                        "system",
-                        (TextPiece(synthetic_block_hash(self.seed, kind, "system", chosen), self.prefix_tokens),),
-                    ),
-                )
+                seed = synthetic_block_hash(self.seed, kind, "system", chosen)
+                system = (PromptMessage("system", (TextPiece(seed, self.prefix_tokens),)),)
             history, turns = system, []
             for turn in range(self.turns.draw(lengths)):
-                question = TextPiece(
-                    synthetic_block_hash(self.seed, kind, number, "user", turn), self.input_tokens.draw(lengths)
-                )
+                seed = synthetic_block_hash(self.seed, kind, number, "user", turn)
+                question = TextPiece(seed, self.input_tokens.draw(lengths))
                 history = (*history, PromptMessage("user", (question,)))
                 output = self.output_tokens.draw(lengths)
                 pause = pauses.expovariate(1 / self.pause_s) if turn and self.pause_s else 0.0
@@ -67,8 +56,7 @@ class TraceWorkload:
 
     trace: WorkloadTrace
     seed: int
-    #: Factor on the lengths of prompts, answers and shared blocks.
-    length_scale: float = 1.0
+    length_scale: float = 1.0  # Factor on the lengths of prompts, answers and shared blocks.
 
     def sessions(self) -> Iterator[Session]:
         """Yields one session for each request of the trace, in order."""
@@ -92,10 +80,7 @@ def fit_trace(
     Raises ConfigError if no request is left.
     """
 
-    def fits(r: WorkloadRequest) -> bool:
-        return max_input is None or r.prompt_len * length_scale <= max_input
-
-    kept = [r for r in trace.requests if fits(r)]
+    kept = [r for r in trace.requests if max_input is None or r.prompt_len * length_scale <= max_input]
     if max_output is not None:
         most = max(1, int(max_output / length_scale))
         kept = [replace(r, output_len=min(r.output_len, most)) for r in kept]

@@ -7,11 +7,13 @@ Formats: Mooncake's JSON lines (`timestamp` ms, `input_length`, `output_length`,
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,10 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 class WorkloadRequest:
     """One request of a trace."""
 
-    #: Seconds since the start of the trace.
-    arrival_s: float
-    #: Tokens.
-    prompt_len: int
-    #: Tokens, at least 1.
-    output_len: int
-    #: Prefix-chained hashes of the prompt's full blocks, in order.
-    block_hashes: tuple[bytes, ...]
+    arrival_s: float  # Seconds since the start of the trace.
+    prompt_len: int  # Tokens.
+    output_len: int  # Tokens, at least 1.
+    block_hashes: tuple[bytes, ...]  # Prefix-chained hashes of the prompt's full blocks, in order.
     #: Hash of the partial last block; b"" if the trace has none. Only prompts that end with this block share it.
     partial_block_hash: bytes = b""
 
@@ -77,10 +75,8 @@ class WorkloadTrace:
         seen: set[bytes] = set()
         hits = 0
         for r in self.requests:
-            usable = matchable_blocks(r.prompt_len, self.block_size)
-            hits += next(
-                (i for i, h in enumerate(r.block_hashes[:usable]) if h not in seen), min(usable, len(r.block_hashes))
-            )
+            usable = r.block_hashes[: matchable_blocks(r.prompt_len, self.block_size)]
+            hits += sum(1 for _ in takewhile(seen.__contains__, usable))
             seen.update(r.block_hashes)
         return hits * self.block_size / self.prompt_tokens
 
@@ -110,8 +106,12 @@ def synthetic_block_hash(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
+@functools.lru_cache(1 << 20)
+def _mooncake_hash(block_id: int) -> bytes:
+    return synthetic_block_hash("mooncake", block_id)
+
+
 def _mooncake(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
-    known: dict[int, bytes] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -128,12 +128,9 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise _line_error(name, number, "hash_ids must be a list of integers")
         if len(ids) != -(-prompt // MOONCAKE_BLOCK_SIZE):
-            raise _line_error(
-                name, number, f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}"
-            )
-        names = tuple(
-            known.setdefault(i, synthetic_block_hash("mooncake", i)) if i not in known else known[i] for i in ids
-        )
+            fault = f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}"
+            raise _line_error(name, number, fault)
+        names = tuple(_mooncake_hash(i) for i in ids)
         full = prompt // MOONCAKE_BLOCK_SIZE  # a partial last block has no hash in block_hashes
         yield WorkloadRequest(at / 1e3, prompt, max(1, output), names[:full], b"".join(names[full:]))
 
