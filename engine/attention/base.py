@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -30,6 +30,31 @@ class StepShape:
     num_new: Sequence[int]
     #: Each row's physical blocks in logical order, for at least starts[r] + num_new[r] tokens.
     blocks: Sequence[Sequence[int] | np.ndarray]
+
+
+class StepLayout(NamedTuple):
+    """The arrays of a step shape, int64: starts [R], num_new [R], tables [R, n], row_of [T] and positions [T].
+
+    tables holds the physical blocks of each row, row_of the row of each token.
+    """
+
+    starts: np.ndarray
+    num_new: np.ndarray
+    tables: np.ndarray
+    row_of: np.ndarray
+    positions: np.ndarray
+
+
+def layout_step(step: StepShape, block_size: int, pad_block: int) -> StepLayout:
+    """Returns the arrays of a step. Block tables are padded with `pad_block`."""
+    starts, num_new = np.asarray(step.starts, dtype=np.int64), np.asarray(step.num_new, dtype=np.int64)
+    counts = -(-(starts + num_new) // block_size)
+    tables = np.full((len(starts), int(counts.max())), pad_block, dtype=np.int64)
+    for row, (blocks, count) in enumerate(zip(step.blocks, counts.tolist(), strict=True)):
+        tables[row, :count] = blocks[:count]
+    row_of = np.repeat(np.arange(len(starts)), num_new)
+    firsts = np.cumsum(num_new) - num_new
+    return StepLayout(starts, num_new, tables, row_of, np.arange(len(row_of)) + (starts - firsts)[row_of])
 
 
 class AttentionBackend(Protocol[M]):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import StepShape
+from engine.attention.base import StepShape, layout_step
 from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
 
 
@@ -50,19 +50,12 @@ class TorchMetadata:
     ends: np.ndarray
     #: int64 [B, n], the physical blocks of each row.
     table: np.ndarray
+    #: The step, for the other ranks of a tensor-parallel engine.
+    step: StepShape
 
 
 class TorchAttention:
-    """AttentionBackend in plain torch.
-
-    Args:
-        layers: the layers of the KV pool.
-        windows: the windows of the model's layers.
-        pad_block: physical block that pads block tables.
-        scale: factor on the scores. None: head_dim ** -0.5.
-        softcap: bound of the scores. None: unbounded.
-        first_position: queries do not see keys at positions below this one.
-    """
+    """AttentionBackend in plain torch. Its arguments are those of `TritonAttention`."""
 
     reads_unwritten_slots = True
 
@@ -93,17 +86,8 @@ class TorchAttention:
         self._rows_per_block = kv.stride(0) // row_size if is_matrix else None
 
     def prepare(self, step: StepShape) -> TorchMetadata:
-        starts = np.asarray(step.starts, dtype=np.int64)
-        num_new = np.asarray(step.num_new, dtype=np.int64)
-        ends = starts + num_new
-        firsts = np.cumsum(num_new) - num_new
-        counts = -(-ends // self._block_size)
-        table = np.full((len(starts), int(counts.max())), self._pad_block, dtype=np.int64)
-        for row, (blocks, count) in enumerate(zip(step.blocks, counts.tolist(), strict=True)):
-            table[row, :count] = blocks[:count]
-
-        row_of = np.repeat(np.arange(len(starts)), num_new)
-        position = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
+        starts, num_new, table, row_of, position = layout_step(step, self._block_size, self._pad_block)
+        ends, firsts = starts + num_new, np.cumsum(num_new) - num_new
         groups: dict[tuple[int, int], list[int]] = {}
         for row, (new, end) in enumerate(zip(num_new.tolist(), ends.tolist(), strict=True)):
             groups.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
@@ -116,6 +100,7 @@ class TorchAttention:
             ),
             ends=np.cumsum(num_new),
             table=table,
+            step=step,
         )
 
     def select_rows(self, metadata: TorchMetadata, rows: Tensor, positions: Tensor) -> TorchMetadata:

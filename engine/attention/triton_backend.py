@@ -12,15 +12,17 @@ backend, so importing this module does not need triton.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import StepShape
+from engine.attention.base import StepShape, layout_step
 from engine.device import upload
 from engine.kv.layer_kv import LayerKV
 
@@ -35,8 +37,6 @@ CUDNN_QUANTUM = 1024
 DENSE_MIN_SCORES = 1 << 20
 #: Most prompts of one length in one cuDNN call.
 MAX_BATCHED = 8
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +53,18 @@ class RowSpan:
     seq_lens: Tensor
     #: int32 [rows, n], the physical blocks of each row.
     tables: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DenseSpan:
-    """A long row that is attended over contiguous keys, or several rows of one shape that share a cuDNN call."""
-
-    first_token: int
+    #: The fields below are for rows over contiguous keys: one row, or several rows of one shape in one cuDNN call.
     #: Cached tokens before the new ones; 0 if count > 1.
-    start: int
-    num_new: int
-    #: Leading new tokens that cuDNN computes; all if count > 1.
-    cudnn_tokens: int
-    #: Number of consecutive rows of this shape.
-    count: int
-    #: int32 [count, n], the physical blocks of each row.
-    tables: Tensor
-    #: int32 [count + 1], the first token of each row, counted from first_token.
-    cu_q: Tensor
-    #: int32 [count], the keys of each row, new tokens included.
-    seq_lens: Tensor
+    start: int = 0
+    #: Leading new tokens of a row that cuDNN computes; all if count > 1.
+    cudnn_tokens: int = 0
+    #: Number of rows.
+    count: int = 1
 
     @property
     def tokens(self) -> slice:
         """The slice of the step's tokens that these rows cover."""
-        return slice(self.first_token, self.first_token + self.count * self.num_new)
+        return slice(self.first_token, self.first_token + self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +84,9 @@ class TritonMetadata:
     #: Rows of the paged prefill kernel.
     paged: tuple[RowSpan, ...]
     #: Rows over contiguous keys.
-    dense_rows: tuple[DenseSpan, ...]
+    dense_rows: tuple[RowSpan, ...]
+    #: The step, for the other ranks of a tensor-parallel engine. None: its shape is on the device only.
+    step: StepShape | None = None
 
 
 class TritonAttention:
@@ -143,22 +132,14 @@ class TritonAttention:
         self._dense_ok = layer.kv.dtype != torch.float32 and hopper and self._head_dim in dense_prefill.DENSE_DIMS
 
     def prepare(self, step: StepShape) -> TritonMetadata:
-        starts = np.asarray(step.starts, dtype=np.int64)
-        num_new = np.asarray(step.num_new, dtype=np.int64)
-        firsts = np.concatenate([[0], np.cumsum(num_new)])
+        starts, num_new, tables, row_of, position = layout_step(step, self._block_size, self._pad_block)
         ends = starts + num_new
-        counts = -(-ends // self._block_size)
-        tables = np.full((len(starts), int(counts.max())), self._pad_block, dtype=np.int32)
-        for row, (blocks, count) in enumerate(zip(step.blocks, counts.tolist(), strict=True)):
-            tables[row, :count] = blocks[:count]
-        row_of = np.repeat(np.arange(len(starts)), num_new)
-        position = np.arange(len(row_of)) - firsts[row_of] + starts[row_of]
+        firsts = np.concatenate([[0], np.cumsum(num_new)])
         slots = tables[row_of, position // self._block_size] * self._block_size + position % self._block_size
-
         spans = self._split_rows(starts.tolist(), num_new.tolist())
-        arrays = [slots.astype(np.int32)]
+        arrays = [slots]
         for low, high, _ in spans:
-            width = int(counts[low:high].max())
+            width = -(-int(ends[low:high].max()) // self._block_size)
             arrays += [firsts[low : high + 1] - firsts[low], ends[low:high], tables[low:high, :width]]
         # The arrays of a single span are also the arrays of the whole step.
         if len(spans) > 1:
@@ -168,22 +149,22 @@ class TritonAttention:
 
         decode: RowSpan | None = None
         paged: list[RowSpan] = []
-        dense_rows: list[DenseSpan] = []
+        dense_rows: list[RowSpan] = []
         for (low, high, kind), cu_q, seq_lens, table in zip(
             spans, span_arrays[::3], span_arrays[1::3], span_arrays[2::3], strict=True
         ):
-            first, start, new = int(firsts[low]), int(starts[low]), int(num_new[low])
+            first, most_new = int(firsts[low]), int(num_new[low:high].max())
+            span = RowSpan(first, int(firsts[high]) - first, most_new, cu_q, seq_lens, table)
             if kind == "dense":
-                cudnn_tokens = self._cudnn_tokens(start, new)
-                dense_rows.append(DenseSpan(first, start, new, cudnn_tokens, high - low, table, cu_q, seq_lens))
-                continue
-            span = RowSpan(first, int(firsts[high]) - first, int(num_new[low:high].max()), cu_q, seq_lens, table)
-            if kind == "decode" and decode is None:
+                start = int(starts[low])
+                cudnn_tokens = self._cudnn_tokens(start, most_new)
+                dense_rows.append(replace(span, start=start, cudnn_tokens=cudnn_tokens, count=high - low))
+            elif kind == "decode" and decode is None:
                 decode = span
             else:
                 paged.append(span)
         plans = {window: self._plan(decode, window) for window in self._windows} if decode else {}
-        return TritonMetadata(slot_mapping, all_cu_q, all_tables, decode, plans, tuple(paged), tuple(dense_rows))
+        return TritonMetadata(slot_mapping, all_cu_q, all_tables, decode, plans, tuple(paged), tuple(dense_rows), step)
 
     def select_rows(self, metadata: TritonMetadata, rows: Tensor, positions: Tensor) -> TritonMetadata:
         row_of = torch.searchsorted(metadata.cu_q[1:], rows.int(), right=True)
@@ -233,7 +214,7 @@ class TritonAttention:
         true for the row.
         """
         new = slot_mapping.shape[0]
-        row = DenseSpan(0, start, new, self._cudnn_tokens(start, new), 1, tables, cu_q, seq_lens)
+        row = RowSpan(0, new, new, cu_q, seq_lens, tables, start, self._cudnn_tokens(start, new))
         return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (), (row,))
 
     def warm_up(self, step: StepShape) -> None:
@@ -260,11 +241,9 @@ class TritonAttention:
         if metadata.decode is None and not metadata.paged and len(metadata.dense_rows) == 1:
             return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        if metadata.decode is not None:
-            span = metadata.decode
-            rows = slice(span.first_token, span.first_token + span.num_tokens)
+        if (span := metadata.decode) is not None:
             self._decode.paged_decode(
-                query[rows],
+                query[span.tokens],
                 cache,
                 span.tables,
                 span.cu_q,
@@ -275,88 +254,69 @@ class TritonAttention:
                 scale=self._scale,
                 softcap=self._softcap,
                 first=self._first,
-                out=out[rows],
+                out=out[span.tokens],
             )
         for span in metadata.paged:
-            rows = slice(span.first_token, span.first_token + span.num_tokens)
-            self._prefill.paged_prefill(
-                query[rows],
-                cache,
-                span.tables,
-                span.cu_q,
-                span.seq_lens,
-                max_query=span.max_new,
-                scale=self._scale,
-                softcap=self._softcap,
-                window=window or 0,
-                out=out[rows],
-            )
+            self._attend_paged(query[span.tokens], cache, span, window, out[span.tokens])
         for row in metadata.dense_rows:
-            rows = row.tokens
-            self._attend_dense(query[rows], kv[rows], cache, row, window, out[rows])
+            self._attend_dense(query[row.tokens], kv[row.tokens], cache, row, window, out[row.tokens])
         return out
+
+    def _attend_paged(
+        self, query: Tensor, cache: LayerKV, span: RowSpan, window: int | None, out: Tensor | None
+    ) -> Tensor:
+        return self._prefill.paged_prefill(
+            query,
+            cache,
+            span.tables,
+            span.cu_q,
+            span.seq_lens,
+            max_query=span.max_new,
+            scale=self._scale,
+            softcap=self._softcap,
+            window=window or 0,
+            out=out,
+        )
 
     def _attend_dense(
         self,
         query: Tensor,
         kv: Tensor,
         cache: LayerKV,
-        row: DenseSpan,
+        row: RowSpan,
         window: int | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        length = row.start + row.num_new
+        length, first = row.start + row.max_new, row.cudnn_tokens
         if (window is not None and window < length) or query.dtype == torch.float32:
-            return self._prefill.paged_prefill(
-                query,
-                cache,
-                row.tables,
-                row.cu_q,
-                row.seq_lens,
-                max_query=row.num_new,
-                scale=self._scale,
-                softcap=self._softcap,
-                window=window or 0,
-                out=out,
-            )
-        first, remaining = row.cudnn_tokens, row.num_new - row.cudnn_tokens
+            return self._attend_paged(query, cache, row, window, out)
         # cuDNN computes the first tokens of the row, the Triton kernel the remaining ones.
         # cuDNN reads new keys in the projection's output. With an 8-bit cache it reads the cache, which has rounded
         # numbers.
+        remaining = row.max_new - first
         num_gathered = length if remaining or cache.scales is not None else row.start
         keys, values = kv[:, 0], kv[:, 1]
-        gathered: tuple[Tensor, Tensor] | None = None
+        prefix: tuple[Tensor, Tensor] | None = None
         if num_gathered:
             gathered = self._dense.gather_kv(cache, row.tables[0], num_gathered, dtype=query.dtype)
             if cache.scales is not None:
                 keys, values = gathered[0][row.start :], gathered[1][row.start :]
+            if row.start:
+                prefix = gathered[0][: row.start], gathered[1][: row.start]
+        attend = functools.partial(self._dense.cudnn_prefill, scale=self._scale, count=row.count)
         if not remaining:
-            return self._attend_cudnn(query, keys, values, gathered, row, out)
-        assert gathered is not None
+            return attend(query, keys, values, prefix, out=out)
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         if first:
-            self._attend_cudnn(query[:first], keys[:first], values[:first], gathered, row, out[:first])
+            attend(query[:first], keys[:first], values[:first], prefix, out=out[:first])
         self._dense.dense_prefill(query[first:], *gathered, scale=self._scale, softcap=self._softcap, out=out[first:])
         return out
-
-    def _attend_cudnn(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        gathered: tuple[Tensor, Tensor] | None,
-        row: DenseSpan,
-        out: Tensor | None,
-    ) -> Tensor:
-        prefix = (gathered[0][: row.start], gathered[1][: row.start]) if gathered is not None and row.start else None
-        return self._dense.cudnn_prefill(query, keys, values, prefix, scale=self._scale, count=row.count, out=out)
 
     def _kind(self, start: int, num_new: int) -> str:
         """Returns the kernel of a row: "decode", "dense" or "paged"."""
         if num_new <= DECODE_TOKENS:
             return "decode"
-        dense = self._dense_ok and num_new * (start + num_new) >= DENSE_MIN_SCORES
-        return "dense" if dense else "paged"
+        return "dense" if self._dense_ok and num_new * (start + num_new) >= DENSE_MIN_SCORES else "paged"
 
     def _cudnn_tokens(self, start: int, num_new: int) -> int:
         """Returns the number of leading new tokens of a dense row that cuDNN computes."""
@@ -369,20 +329,23 @@ class TritonAttention:
         length, and cuDNN computes all of it. Their number is then a power of two, because cuDNN builds a plan for each
         number of rows.
         """
+        rows = list(zip(starts, num_new, strict=True))
+        kinds = [self._kind(*row) for row in rows]
+        keys = [(kind, row if kind == "dense" else None) for kind, row in zip(kinds, rows, strict=True)]
         spans: list[tuple[int, int, str]] = []
-        for low, high, kind in _group_equal([self._kind(s, n) for s, n in zip(starts, num_new, strict=True)]):
-            if kind != "dense":
-                spans.append((low, high, kind))
-                continue
-            shapes = list(zip(starts[low:high], num_new[low:high], strict=True))
-            for first, end, (start, new) in _group_equal(shapes):
-                row, stop = low + first, low + end
+        end = 0
+        for (kind, shape), group in itertools.groupby(keys):
+            first, end = end, end + len(list(group))
+            size = end - first
+            if shape is not None:
+                start, new = shape
                 batched = not start and self._itemsize > 1 and self._cudnn_tokens(start, new) == new
-                while row < stop:
-                    # The largest power of two that is not above the number of rows left.
-                    count = min(MAX_BATCHED, 1 << ((stop - row).bit_length() - 1)) if batched else 1
-                    spans.append((row, row + count, kind))
-                    row += count
+                size = MAX_BATCHED if batched else 1
+            while first < end:
+                # Of dense rows, the largest power of two that is not above the number of rows left.
+                count = size if shape is None else min(size, 1 << ((end - first).bit_length() - 1))
+                spans.append((first, first + count, kind))
+                first += count
         return spans
 
     def _plan(self, span: RowSpan, window: int | None) -> DecodePlan:
@@ -402,14 +365,3 @@ class TritonAttention:
                 self._programs, self._num_heads, self._kv_heads, max_new, self._head_dim, self._device
             )
         return self._workspaces[max_new]
-
-
-def _group_equal(values: Sequence[T]) -> list[tuple[int, int, T]]:
-    """Returns the longest ranges of equal values as (first, end, value)."""
-    ranges: list[tuple[int, int, T]] = []
-    for i, value in enumerate(values):
-        if ranges and ranges[-1][2] == value:
-            ranges[-1] = (ranges[-1][0], i + 1, value)
-        else:
-            ranges.append((i, i + 1, value))
-    return ranges

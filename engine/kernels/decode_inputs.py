@@ -9,7 +9,7 @@ blocks of the row's block table are on the device: slot_tables has one table per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,22 +36,12 @@ def _decode_inputs_kernel(
     packed,
     slot_tables,
     last_tokens,
-    tokens,
-    positions,
-    kv_slots,
-    cu_q,
-    seq_lens,
-    row_slots,
-    token_slots,
-    sampled_at,
-    offsets,
-    tables,
+    out,
     rows,
     pad,
     slot_row,
     table_row,
     Q: tl.constexpr,
-    QP: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD: tl.constexpr,
     BS: tl.constexpr,
@@ -67,6 +57,7 @@ def _decode_inputs_kernel(
     total = tl.load(final + 2) + tl.load(final + 3)
     fresh = mine + HEAD + Q
     base = start // BS
+    QP: tl.constexpr = triton.next_power_of_2(Q)
     j = tl.arange(0, QP)
     live = j < num_new
 
@@ -74,29 +65,29 @@ def _decode_inputs_kernel(
     token = tl.where(token < 0, tl.load(last_tokens + slot), token)
     position = start + j
     block = tl.load(fresh + position // BS - base, mask=live, other=0)
-    tl.store(tokens + first + j, token, mask=live)
-    tl.store(positions + first + j, position, mask=live)
-    tl.store(kv_slots + first + j, block * BS + position % BS, mask=live)
-    tl.store(token_slots + first + j, tl.zeros([QP], tl.int64) + slot, mask=live)
-    tl.store(sampled_at + first + j, position + 1, mask=live)
-    tl.store(offsets + first + j, j, mask=live)
+    tl.store(out.tokens + first + j, token, mask=live)
+    tl.store(out.positions + first + j, position, mask=live)
+    tl.store(out.slot_mapping + first + j, block * BS + position % BS, mask=live)
+    tl.store(out.token_slots + first + j, tl.zeros([QP], tl.int64) + slot, mask=live)
+    tl.store(out.sample_positions + first + j, position + 1, mask=live)
+    tl.store(out.offsets + first + j, j, mask=live)
     # Padding tokens follow the tokens of the last row. They are computed, but slot -1 and the pad slot discard their
     # results.
     spare = row * Q + j
     unowned = (j < Q) & (spare >= total)
-    tl.store(tokens + spare, tl.zeros([QP], tl.int64), mask=unowned)
-    tl.store(positions + spare, tl.zeros([QP], tl.int32), mask=unowned)
-    tl.store(kv_slots + spare, tl.full([QP], -1, tl.int32), mask=unowned)
-    tl.store(token_slots + spare, tl.zeros([QP], tl.int64) + pad, mask=unowned)
-    tl.store(sampled_at + spare, tl.zeros([QP], tl.int32), mask=unowned)
-    tl.store(offsets + spare, tl.zeros([QP], tl.int32), mask=unowned)
+    tl.store(out.tokens + spare, tl.zeros([QP], tl.int64), mask=unowned)
+    tl.store(out.positions + spare, tl.zeros([QP], tl.int32), mask=unowned)
+    tl.store(out.slot_mapping + spare, tl.full([QP], -1, tl.int32), mask=unowned)
+    tl.store(out.token_slots + spare, tl.zeros([QP], tl.int64) + pad, mask=unowned)
+    tl.store(out.sample_positions + spare, tl.zeros([QP], tl.int32), mask=unowned)
+    tl.store(out.offsets + spare, tl.zeros([QP], tl.int32), mask=unowned)
 
     end = start + num_new
-    tl.store(row_slots + row, slot)
-    tl.store(seq_lens + row, tl.where(num_new > 0, end, 0))
-    tl.store(cu_q + row, first)
+    tl.store(out.row_slots + row, slot)
+    tl.store(out.seq_lens + row, tl.where(num_new > 0, end, 0))
+    tl.store(out.cu_q + row, first)
     if row == rows - 1:
-        tl.store(cu_q + rows, total)
+        tl.store(out.cu_q + rows, total)
 
     count = tl.where(num_new > 0, (end + BS - 1) // BS, 0)
     line = slot_tables + slot * slot_row
@@ -106,12 +97,11 @@ def _decode_inputs_kernel(
         new = ok & (i >= base)
         entry = tl.load(line + i, mask=ok & (i < base), other=0)
         entry = tl.where(new, tl.load(fresh + i - base, mask=new, other=0), entry)
-        tl.store(tables + row * table_row + i, entry, mask=ok)
+        tl.store(out.tables + row * table_row + i, entry, mask=ok)
         tl.store(line + i, entry, mask=new)
 
 
-@dataclass(frozen=True)
-class DecodeInputs:
+class DecodeInputs(NamedTuple):
     """The device inputs of a decode step with B rows and T = B * query tokens.
 
     The tokens of the rows are concatenated, then padding tokens fill T.
@@ -123,56 +113,33 @@ class DecodeInputs:
     positions: torch.Tensor
     #: int32 [T], block * block_size + offset of each token's KV; -1 for padding tokens.
     slot_mapping: torch.Tensor
-    #: int32 [B + 1], the first token of each row.
-    cu_q: torch.Tensor
-    #: int32 [B], keys with the new tokens; 0 for a row without tokens.
-    seq_lens: torch.Tensor
-    #: int64 [B], the slot of each row.
-    row_slots: torch.Tensor
     #: int64 [T], the slot of each token's row; the last slot for padding tokens.
     token_slots: torch.Tensor
     #: int32 [T], the position after each token.
     sample_positions: torch.Tensor
     #: int32 [T], the index of each token in its row.
     offsets: torch.Tensor
+    #: int64 [B], the slot of each row.
+    row_slots: torch.Tensor
+    #: int32 [B], keys with the new tokens; 0 for a row without tokens.
+    seq_lens: torch.Tensor
     #: int32 [B, n], the block table of each row.
     tables: torch.Tensor
+    #: int32 [B + 1], the first token of each row.
+    cu_q: torch.Tensor
 
     @classmethod
     def empty(cls, rows: int, tokens: int, table_width: int, device: torch.device) -> DecodeInputs:
         """Allocates the inputs for steps of up to `rows` rows and `tokens` tokens in total."""
-
-        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            tokens=ints(tokens, dtype=torch.int64),
-            positions=ints(tokens),
-            slot_mapping=ints(tokens),
-            cu_q=ints(rows + 1),
-            seq_lens=ints(rows),
-            row_slots=ints(rows, dtype=torch.int64),
-            token_slots=ints(tokens, dtype=torch.int64),
-            sample_positions=ints(tokens),
-            offsets=ints(tokens),
-            tables=ints(rows, table_width),
-        )
+        shapes = [(tokens,)] * 6 + [(rows,), (rows,), (rows, table_width), (rows + 1,)]
+        long = ("tokens", "token_slots", "row_slots")
+        dtypes = [torch.int64 if name in long else torch.int32 for name in cls._fields]
+        return cls(*(torch.zeros(s, dtype=d, device=device) for s, d in zip(shapes, dtypes, strict=True)))
 
     def slice_for(self, rows: int, query: int) -> DecodeInputs:
         """Returns views of these inputs for a smaller step."""
-        tokens = rows * query
-        return DecodeInputs(
-            tokens=self.tokens[:tokens],
-            positions=self.positions[:tokens],
-            slot_mapping=self.slot_mapping[:tokens],
-            cu_q=self.cu_q[: rows + 1],
-            seq_lens=self.seq_lens[:rows],
-            row_slots=self.row_slots[:rows],
-            token_slots=self.token_slots[:tokens],
-            sample_positions=self.sample_positions[:tokens],
-            offsets=self.offsets[:tokens],
-            tables=self.tables[:rows],
-        )
+        by_token, by_row = self[:6], self[6:9]
+        return DecodeInputs(*(x[: rows * query] for x in by_token), *(x[:rows] for x in by_row), self.cu_q[: rows + 1])
 
 
 def decode_inputs(
@@ -199,22 +166,12 @@ def decode_inputs(
         packed,
         slot_tables,
         last_tokens,
-        out.tokens,
-        out.positions,
-        out.slot_mapping,
-        out.cu_q,
-        out.seq_lens,
-        out.row_slots,
-        out.token_slots,
-        out.sample_positions,
-        out.offsets,
-        out.tables,
+        out,
         rows,
         slot_tables.shape[0] - 1,
         slot_tables.stride(0),
         out.tables.stride(0),
         Q=query,
-        QP=triton.next_power_of_2(query),
         WIDTH=width,
         HEAD=HEADER,
         BS=block_size,

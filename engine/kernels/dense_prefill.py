@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
+from engine.kernels.e4m3 import decode, key_scale, value_scale
 from engine.kernels.paged_decode import scaled_tanh, softcap_args
+from engine.kernels.pool_args import pool_args
 from engine.kv.layer_kv import LayerKV
 
 #: Head dims that `dense_prefill` supports.
@@ -135,10 +136,8 @@ def dense_prefill(
         q,
         *descriptors,
         out,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *q.stride()[:2],
+        *out.stride()[:2],
         q.shape[0],
         length,
         *softcap_args(scale, softcap),
@@ -189,38 +188,30 @@ def cudnn_prefill(
 
 @triton.jit(do_not_specialize=["length"])
 def _gather_kernel(
-    kv,
-    scales,
+    pool,
     table,
     keys,
     values,
-    kv_block,
-    kv_which,
-    kv_head,
-    kv_token,
-    sc_block,
-    sc_head,
-    sc_token,
     out_row,
     length,
     D: tl.constexpr,
-    DP: tl.constexpr,
     BS: tl.constexpr,
     BN: tl.constexpr,
     FP8: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
     pos = tl.program_id(0) * BN + tl.arange(0, BN)
-    d = tl.arange(0, DP)
+    d = tl.arange(0, triton.next_power_of_2(D))
     ok = pos < length
     block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
-    src = kv + head * kv_head + (block * kv_block + (pos % BS) * kv_token)[:, None] + d[None, :]
+    src = pool.kv + head * pool.kv_head + (block * pool.kv_block + (pos % BS) * pool.kv_token)[:, None] + d[None, :]
     dst = pos.to(tl.int64)[:, None] * out_row + head * D + d[None, :]
     mask = ok[:, None] & (d < D)[None, :]
     k = tl.load(src, mask=mask, other=0)
-    v = tl.load(src + kv_which, mask=mask, other=0)
+    v = tl.load(src + pool.kv_which, mask=mask, other=0)
     if FP8:
-        pair = tl.load(scales + head * sc_head + block * sc_block + (pos % BS) * sc_token, mask=ok, other=0)
+        place = pool.scales + head * pool.scale_head + block * pool.scale_block + (pos % BS) * pool.scale_token
+        pair = tl.load(place, mask=ok, other=0)
         k = (decode(k, tl.float32) * key_scale(pair)[:, None]).to(keys.dtype.element_ty)
         v = (decode(v, tl.float32) * value_scale(pair)[:, None]).to(keys.dtype.element_ty)
     tl.store(keys + dst, k, mask=mask)
@@ -238,26 +229,18 @@ def gather_kv(
         block_table: int32 [max_blocks].
         dtype: dtype of the result: the dtype of the cache, or of the model if the cache has 8 bits.
     """
-    kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
     heads, dim = layer.num_kv_heads, layer.head_dim
     assert length > 0
-    assert layer.scales is not None or kv.dtype == dtype
-    keys, values = torch.empty(2, length, heads, dim, dtype=dtype, device=kv.device).unbind(0)
+    assert layer.scales is not None or layer.kv.dtype == dtype
+    keys, values = torch.empty(2, length, heads, dim, dtype=dtype, device=layer.kv.device).unbind(0)
     _gather_kernel[(triton.cdiv(length, 64), heads)](
-        kv,
-        scales,
+        pool_args(layer, torch.int32),
         block_table,
         keys,
         values,
-        kv.stride(0),
-        kv.stride(1),
-        kv.stride(2),
-        kv.stride(3),
-        *scale_strides,
         keys.stride(0),
         length,
         D=dim,
-        DP=triton.next_power_of_2(dim),
         BS=layer.block_size,
         BN=64,
         FP8=layer.scales is not None,
@@ -286,11 +269,10 @@ def _merge_kernel(
     out_row,
     out_head,
     D: tl.constexpr,
-    DP: tl.constexpr,
     BM: tl.constexpr,
 ):
     i = tl.program_id(0) * BM + tl.arange(0, BM)
-    d = tl.arange(0, DP)
+    d = tl.arange(0, triton.next_power_of_2(D))
     ok = i < rows * heads
     row = (i // heads).to(tl.int64)
     head = i % heads
@@ -314,27 +296,8 @@ def merge_attention(
         lse_a, lse_b: fp32 [rows, heads], natural log-sum-exp of the scores; lse_a must be finite.
     """
     rows, heads, dim = out.shape
+    strides = [stride for x in (a, b, lse_a, lse_b, out) for stride in x.stride()[:2]]
     _merge_kernel[(triton.cdiv(rows * heads, 16),)](
-        a,
-        b,
-        lse_a,
-        lse_b,
-        out,
-        rows,
-        heads,
-        a.stride(0),
-        a.stride(1),
-        b.stride(0),
-        b.stride(1),
-        lse_a.stride(0),
-        lse_a.stride(1),
-        lse_b.stride(0),
-        lse_b.stride(1),
-        out.stride(0),
-        out.stride(1),
-        D=dim,
-        DP=triton.next_power_of_2(dim),
-        BM=16,
-        num_warps=4,
+        a, b, lse_a, lse_b, out, rows, heads, *strides, D=dim, BM=16, num_warps=4
     )
     return out

@@ -7,11 +7,10 @@ callers apply the scale to scores or probabilities.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from engine.kv.layer_kv import NAN_BITS, LayerKV
+from engine.kv.layer_kv import NAN_BITS
 
 NAN = tl.constexpr(NAN_BITS)
 
@@ -91,22 +90,3 @@ def key_scale(pair):
 def value_scale(pair):
     """Returns the fp32 scale of V from an int32 with the bfloat16 scales of K and V."""
     return (pair & -65536).to(tl.float32, bitcast=True)
-
-
-def scale_halves(layer: LayerKV) -> tuple[torch.Tensor, int, int, int]:
-    """Returns the arguments of a kernel that writes scales: int16 bits of bfloat16, strides of block, head and token.
-
-    The scale of V follows the scale of K. Without scales, the pointer is a placeholder that the kernel does not use.
-    """
-    if layer.scales is None:
-        return layer.kv, 0, 0, 0
-    halves = layer.scales.view(torch.int16)
-    return halves, halves.stride(0), halves.stride(1), halves.stride(2)
-
-
-def scale_pairs(layer: LayerKV) -> tuple[torch.Tensor, int, int, int]:
-    """Returns the arguments of a kernel that reads scales: an int32 for K and V, strides of block, head and token."""
-    if layer.scales is None:
-        return layer.kv, 0, 0, 0
-    pairs = layer.scales.view(torch.int32)
-    return pairs, pairs.stride(0), pairs.stride(1), pairs.stride(2)

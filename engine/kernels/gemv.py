@@ -11,16 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.pdl import pdl_flags, supports_pdl
+from engine.kernels.pdl import pdl_args, wait_for_previous
+from engine.kernels.skinny_gemm import load_tile
 
 #: Largest number of columns in a tile of the weight.
 BLOCK_K = 2048
-
-
-@triton.jit
-def _tile(src, row_ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
-    mask = None if EVEN else row_ok[:, None] & (start + k < K)[None, :]
-    return tl.load(src + start, mask=mask, other=None if EVEN else 0.0)
 
 
 @triton.jit
@@ -32,7 +27,6 @@ def _gemv_kernel(
     residual,
     out,
     eps,
-    offset,
     w_row,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -49,12 +43,11 @@ def _gemv_kernel(
     k = tl.arange(0, BK)
     src = weight + rows.to(tl.int64)[:, None] * w_row + k[None, :]
     even: tl.constexpr = K % BK == 0 and N % ROWS == 0
-    w = _tile(src, row_ok, k, 0, K, even)
+    w = load_tile(src, row_ok[:, None], k[None, :], 0, K, even)
     if GATED:
-        up = _tile(src + N * w_row, row_ok, k, 0, K, even)
-    if PDL:  # weights are constant, so their first tile is loaded before the kernel that computes x has finished
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        up = load_tile(src + N * w_row, row_ok[:, None], k[None, :], 0, K, even)
+    # Weights are constant, so their first tile is loaded before the kernel that computes x has finished.
+    wait_for_previous(PDL)
     if ADD:
         added = tl.load(residual + rows, mask=row_ok, other=0.0).to(tl.float32)
     acc = tl.zeros([ROWS, BK], tl.float32)
@@ -65,14 +58,14 @@ def _gemv_kernel(
         v = tl.load(x + start + k, mask=ok, other=0.0).to(tl.float32)
         if NORM:
             square += v * v
-            v *= tl.load(norm + start + k, mask=ok, other=0.0).to(tl.float32) + offset
+            v *= tl.load(norm + start + k, mask=ok, other=0.0).to(tl.float32)
         acc += w.to(tl.float32) * v[None, :]
         if GATED:
             acc_up += up.to(tl.float32) * v[None, :]
         if K > BK:
-            w = _tile(src, row_ok, k, start + BK, K, False)
+            w = load_tile(src, row_ok[:, None], k[None, :], start + BK, K, False)
             if GATED:
-                up = _tile(src + N * w_row, row_ok, k, start + BK, K, False)
+                up = load_tile(src + N * w_row, row_ok[:, None], k[None, :], start + BK, K, False)
     y = tl.sum(acc, 1)
     if NORM:
         rstd = tl.rsqrt(tl.sum(square, 0) / K + eps)
@@ -98,7 +91,6 @@ def gemv(
     bias: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 1e-6,
-    norm_offset: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
     out: torch.Tensor | None = None,
@@ -110,7 +102,6 @@ def gemv(
         weight: [N, K], any row stride.
         bias: [N].
         norm: [K], the weight of an RMSNorm that is applied to x first.
-        norm_offset: added to the norm's weight.
         residual: [1, N], added to the result. Not with `gated`.
         gated: the first half of weight's rows is gate, the second is up; the result is silu(gate) * up.
         out: result. None allocates it; may be residual.
@@ -122,8 +113,6 @@ def gemv(
     assert not (gated and residual is not None)
     out = torch.empty(1, n, dtype=x.dtype, device=x.device) if out is None else out
     rows, warps = (2, 8) if norm is not None and not gated else (4, 4)
-    pdl = supports_pdl(x.device)
-    block_k = min(BLOCK_K, triton.next_power_of_2(k))
     _gemv_kernel[(triton.cdiv(n, rows),)](
         x,
         weight,
@@ -132,18 +121,16 @@ def gemv(
         x if residual is None else residual,
         out,
         eps,
-        norm_offset,
         weight.stride(0),
         N=n,
         K=k,
         ROWS=rows,
-        BK=block_k,
+        BK=min(BLOCK_K, triton.next_power_of_2(k)),
         NORM=norm is not None,
         BIAS=bias is not None,
         ADD=residual is not None,
         GATED=gated,
-        PDL=pdl,
         num_warps=warps,
-        **pdl_flags(pdl),
+        **pdl_args(x.device),
     )
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.pdl import pdl_flags, supports_pdl
+from engine.kernels.pdl import pdl_args, wait_for_previous
 
 
 @triton.jit
@@ -23,19 +23,15 @@ def _rms_norm_kernel(
     residual_row,
     out_row,
     eps,
-    offset,
     ADD: tl.constexpr,
     N: tl.constexpr,
-    NP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, NP)
+    i = tl.arange(0, triton.next_power_of_2(N))
     ok = i < N
-    w = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32) + offset
-    if PDL:  # the weight is constant; x comes from the kernel before
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    w = tl.load(weight + i, mask=ok, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)  # the weight is constant; x comes from the kernel before
     h = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         h += tl.load(residual + row * residual_row + i, mask=ok, other=0.0).to(tl.float32)
@@ -52,7 +48,6 @@ def rms_norm(
     eps: float,
     *,
     residual: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the RMSNorm of x. With a residual, returns the RMSNorm of residual + x and stores the sum to residual.
@@ -61,16 +56,13 @@ def rms_norm(
         x: [rows, N].
         weight: [N].
         residual: [rows, N].
-        weight_offset: added to weight; 1 for Gemma.
         out: result. None allocates it; may be x.
     """
     rows, n = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
     out = torch.empty_like(x) if out is None else out
-    padded = triton.next_power_of_2(n)
     target = x if residual is None else residual
-    pdl = supports_pdl(x.device)
     _rms_norm_kernel[(rows,)](
         x,
         target,
@@ -80,13 +72,10 @@ def rms_norm(
         target.stride(0),
         out.stride(0),
         eps,
-        weight_offset,
         ADD=residual is not None,
         N=n,
-        NP=padded,
-        PDL=pdl,
-        num_warps=min(16, max(1, padded // 512)),
-        **pdl_flags(pdl),
+        num_warps=min(16, max(1, triton.next_power_of_2(n) // 512)),
+        **pdl_args(x.device),
     )
     return out
 
@@ -96,9 +85,7 @@ def _silu_mul_kernel(x, out, x_row, out_row, N: tl.constexpr, BN: tl.constexpr, 
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BN + tl.arange(0, BN)
     ok = i < N
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     gate = tl.load(x + row * x_row + i, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + N + i, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
@@ -114,9 +101,7 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
-    grid = (triton.cdiv(n, 1024), rows)
-    pdl = supports_pdl(gate_up.device)
-    _silu_mul_kernel[grid](
-        gate_up, out, gate_up.stride(0), out.stride(0), N=n, BN=1024, PDL=pdl, num_warps=4, **pdl_flags(pdl)
+    _silu_mul_kernel[(triton.cdiv(n, 1024), rows)](
+        gate_up, out, gate_up.stride(0), out.stride(0), N=n, BN=1024, num_warps=4, **pdl_args(gate_up.device)
     )
     return out

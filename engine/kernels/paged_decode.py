@@ -20,8 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.e4m3 import key_scale, scale_pairs, unpack, value_scale
-from engine.kernels.pdl import has_native_e4m3, pdl_flags, supports_pdl
+from engine.kernels.e4m3 import key_scale, unpack, value_scale
+from engine.kernels.pdl import has_native_e4m3, pdl_args, wait_for_previous
+from engine.kernels.pool_args import pool_args
 from engine.kv.layer_kv import LayerKV
 
 #: Largest number of new tokens of a sequence.
@@ -90,7 +91,7 @@ def _softmax(s, best, total):
 
 @triton.jit
 def _tiles(
-    q_rows, rows_ok, base_k, table, kv_block, kv_which, kv_token, scale_log2, cap, begin, stop, length, position, floor,
+    q_rows, rows_ok, pool, base_k, table, scale_log2, cap, begin, stop, length, position, floor,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +106,7 @@ def _tiles(
         pos = t * BN + n
         ok = pos < length
         block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
-        off = block * kv_block + (pos % BS) * kv_token
+        off = block * pool.kv_block + (pos % BS) * pool.kv_token
         mask = ok[:, None] & (d < D)[None, :]
         k = tl.load(base_k + off[:, None] + d[None, :], mask=mask, other=0.0)
         s = tl.dot(qs, tl.trans(k), input_precision="ieee")
@@ -114,15 +115,14 @@ def _tiles(
         s *= scale_log2
         seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
         p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
-        v = tl.load(base_k + kv_which + off[:, None] + d[None, :], mask=mask, other=0.0)
+        v = tl.load(base_k + pool.kv_which + off[:, None] + d[None, :], mask=mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return acc, total, best
 
 
 @triton.jit
 def _tiles_e4m3(
-    q_rows, rows_ok, base_k, base_s, table, kv_block, kv_which, kv_token, sc_block, sc_token, scale_log2, cap,
-    begin, stop, length, position, floor,
+    q_rows, rows_ok, pool, base_k, base_s, table, scale_log2, cap, begin, stop, length, position, floor,
     M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     CAP: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +134,7 @@ def _tiles_e4m3(
     divided by the largest of the tile.
     """
     math: tl.constexpr = tl.float32 if q_rows.dtype.element_ty == tl.float32 else tl.float16
+    kv_token = pool.kv_token
     if D % 16 == 0:  # Triton detects strides that 16 divides only; this shows it that 8 divides the stride in pairs
         kv_token = kv_token // 8 * 8
     h = tl.arange(0, DP // 2)
@@ -156,10 +157,10 @@ def _tiles_e4m3(
         pos = t * BN + n
         ok = pos < length
         block = tl.load(table + pos // BS, mask=ok, other=0).to(tl.int64)
-        off = block * kv_block + (pos % BS) * kv_token
+        off = block * pool.kv_block + (pos % BS) * kv_token
         mask = ok[:, None] & (h < D // 2)[None, :]
         k_even, k_odd = unpack(tl.load(base_k + off[:, None] + h[None, :], mask=mask, other=0), NATIVE)
-        pair = tl.load(base_s + block * sc_block + (pos % BS) * sc_token, mask=ok, other=0)
+        pair = tl.load(base_s + block * pool.scale_block + (pos % BS) * pool.scale_token, mask=ok, other=0)
         s = tl.dot(q_even, tl.trans(k_even.to(math)), input_precision="ieee")
         s = tl.dot(q_odd, tl.trans(k_odd.to(math)), s, input_precision="ieee")
         s *= q_scale[:, None] * key_scale(pair)[None, :]
@@ -168,7 +169,7 @@ def _tiles_e4m3(
         s *= scale_log2
         seen = (pos[None, :] <= position[:, None]) & (pos[None, :] > floor[:, None])
         p, best, total, shrink = _softmax(tl.where(seen, s, -float("inf")), best, total)
-        v_even, v_odd = unpack(tl.load(base_k + kv_which + off[:, None] + h[None, :], mask=mask, other=0), NATIVE)
+        v_even, v_odd = unpack(tl.load(base_k + pool.kv_which + off[:, None] + h[None, :], mask=mask, other=0), NATIVE)
         v_scale = value_scale(pair)
         v_top = tl.max(v_scale, 0)
         v_top = tl.where(v_top > 0, v_top, 1.0)
@@ -180,8 +181,7 @@ def _tiles_e4m3(
 
 @triton.jit(do_not_specialize=["num_seqs", "table_row"])
 def _decode_kernel(
-    q, kv, scales, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse,
-    q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,
+    q, pool, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse, q_row, q_head, table_row, out_row, out_head,
     num_seqs, num_programs, window, hidden, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
@@ -197,9 +197,8 @@ def _decode_kernel(
     m = tl.program_id(0) * M + tl.arange(0, M)
     d = tl.arange(0, DP)
     d_ok = d < D
-    if PDL:  # the plan is older than the kernel before this one, but q and the new keys come from that kernel
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # The plan is older than the kernel before this one, but q and the new keys come from that kernel.
+    wait_for_previous(PDL)
     while cursor < end:
         base = tl.load(cum + b)
         tiles = (tl.load(cum + b + 1) - base) // HEADS
@@ -217,19 +216,18 @@ def _decode_kernel(
         floor = tl.maximum(tl.where(window > 0, position - window, -1), hidden - 1)
         q_rows = q + (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         table = tables + b.to(tl.int64) * table_row
-        base_k = kv + head.to(tl.int64) * kv_head
+        base_k = pool.kv + head.to(tl.int64) * pool.kv_head
         begin = low + first
         stop = tl.where(tl.program_id(0) * M < queries * GROUP, begin + count, begin)  # without rows: no tiles
         if FP8:
             acc, total, best = _tiles_e4m3(
-                q_rows, m_ok, base_k, scales + head.to(tl.int64) * sc_head, table, kv_block, kv_which, kv_token,
-                sc_block, sc_token, scale_log2, cap, begin, stop, length, position, floor,
-                M, D, DP, BS, BN, STAGES, CAP, NATIVE,
+                q_rows, m_ok, pool, base_k, pool.scales + head.to(tl.int64) * pool.scale_head, table, scale_log2, cap,
+                begin, stop, length, position, floor, M, D, DP, BS, BN, STAGES, CAP, NATIVE,
             )  # fmt: skip
         else:
             acc, total, best = _tiles(
-                q_rows, m_ok, base_k, table, kv_block, kv_which, kv_token, scale_log2, cap, begin, stop, length,
-                position, floor, M, D, DP, BS, BN, STAGES, CAP,
+                q_rows, m_ok, pool, base_k, table, scale_log2, cap, begin, stop, length, position, floor,
+                M, D, DP, BS, BN, STAGES, CAP,
             )  # fmt: skip
 
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -266,9 +264,7 @@ def _merge_kernel(
     m = tl.program_id(2) // (DP // DIMS) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(2) % (DP // DIMS) * DIMS + tl.arange(0, DIMS)
     m_ok = m // GROUP < tl.load(cu_q + b + 1) - q0
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     if p0 != p1:
         i = tl.arange(0, SPLITS)
         best = tl.full([ROWS], EMPTY, tl.float32)
@@ -438,8 +434,6 @@ def paged_decode(
         out: result. None allocates it.
     """
     num_heads, dim = q.shape[1], q.shape[2]
-    fp8, (scales, *scale_strides) = layer.scales is not None, scale_pairs(layer)
-    kv = layer.kv.view(torch.int16) if fp8 else layer.kv
     num_kv_heads = layer.num_kv_heads
     group = num_heads // num_kv_heads
     assert num_heads == group * num_kv_heads
@@ -449,21 +443,19 @@ def paged_decode(
     assert group * max_query <= rows
     assert workspace.part.shape[2] == dim_padded
     out = torch.empty_like(q) if out is None else out
-    pdl = supports_pdl(q.device)
     _decode_kernel[(rows // row_tile, programs)](
-        q, kv, scales, block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out, workspace.part, workspace.part_lse,
-        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        block_tables.stride(0), out.stride(0), out.stride(1), num_seqs, programs, plan.window, first,
-        *softcap_args(scale, softcap),
+        q, pool_args(layer, torch.int32, torch.int16), block_tables, cu_q, seq_lens, plan.cum, plan.first_seq, out,
+        workspace.part, workspace.part_lse, *q.stride()[:2], block_tables.stride(0), *out.stride()[:2],
+        num_seqs, programs, plan.window, first, *softcap_args(scale, softcap),
         HEADS=num_kv_heads, GROUP=group, M=row_tile, D=dim, DP=dim_padded, BS=layer.block_size, BN=plan.block_n,
-        STAGES=plan.stages, FP8=fp8, CAP=softcap > 0, NATIVE=has_native_e4m3(), PDL=pdl,
-        num_warps=4, **pdl_flags(pdl),
+        STAGES=plan.stages, FP8=layer.scales is not None, CAP=softcap > 0, NATIVE=has_native_e4m3(),
+        num_warps=4, **pdl_args(q.device),
     )  # fmt: skip
     splits, merged, dims = _merge_shape(programs, num_seqs * num_kv_heads, group * max_query, dim_padded)
     _merge_kernel[(num_seqs, num_kv_heads, triton.cdiv(group * max_query, merged) * (dim_padded // dims))](
         plan.cum, cu_q, out, workspace.part, workspace.part_lse, out.stride(0), out.stride(1), num_seqs, programs,
-        HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded, PDL=pdl,
-        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_flags(pdl),
+        HEADS=num_kv_heads, GROUP=group, M=rows, ROWS=merged, DIMS=dims, SPLITS=splits, D=dim, DP=dim_padded,
+        num_warps=1 if splits * merged * dims <= MERGE_TILE else 4, **pdl_args(q.device),
     )  # fmt: skip
     return out
 

@@ -12,15 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.e4m3 import decode, key_scale, scale_pairs, value_scale
+from engine.kernels.e4m3 import decode, key_scale, value_scale
 from engine.kernels.paged_decode import scaled_tanh, softcap_args
+from engine.kernels.pool_args import pool_args
 from engine.kv.layer_kv import LayerKV
 
 
 @triton.jit
 def _tiles(
-    acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token, scale_log2, cap,
-    lo, hi, length, position, floor,
+    acc, total, best, qs, pool, base_k, base_s, table, scale_log2, cap, lo, hi, length, position, floor,
     MASKED: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def _tiles(
             block = tl.load(table + pos // BS, mask=pos < length, other=0).to(tl.int64)
         else:
             block = tl.load(table + pos // BS).to(tl.int64)
-        off = base_k + (block * kv_block + (pos % BS) * kv_token)[:, None] + d[None, :]
+        off = base_k + (block * pool.kv_block + (pos % BS) * pool.kv_token)[:, None] + d[None, :]
         if MASKED:
             ok = (pos < length)[:, None] & (d < D)[None, :]
             k = tl.load(off, mask=ok, other=0)
@@ -42,7 +42,8 @@ def _tiles(
         else:
             k = tl.load(off, mask=(d < D)[None, :], other=0)
         if FP8:
-            pair = tl.load(base_s + block * sc_block + (pos % BS) * sc_token, mask=pos < length, other=0)
+            place = base_s + block * pool.scale_block + (pos % BS) * pool.scale_token
+            pair = tl.load(place, mask=pos < length, other=0)
             k = decode(k, qs.dtype)
         s = tl.dot(qs, tl.trans(k), input_precision="ieee")
         if FP8:
@@ -57,11 +58,11 @@ def _tiles(
         p = tl.exp2(s * scale_log2 - safe[:, None])
         shrink = tl.exp2(best - safe)
         if MASKED:
-            v = tl.load(off + kv_which, mask=ok, other=0)
+            v = tl.load(off + pool.kv_which, mask=ok, other=0)
         elif D == DP:
-            v = tl.load(off + kv_which)
+            v = tl.load(off + pool.kv_which)
         else:
-            v = tl.load(off + kv_which, mask=(d < D)[None, :], other=0)
+            v = tl.load(off + pool.kv_which, mask=(d < D)[None, :], other=0)
         total = total * shrink + tl.sum(p, 1)
         if FP8:
             v = decode(v, qs.dtype)
@@ -73,9 +74,7 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["table_row"])
 def _prefill_kernel(
-    q, kv, scales, tables, cu_q, seq_lens, out,
-    q_row, q_head, kv_block, kv_which, kv_head, kv_token, sc_block, sc_head, sc_token, table_row, out_row, out_head,
-    window, scale_log2, cap,
+    q, pool, tables, cu_q, seq_lens, out, q_row, q_head, table_row, out_row, out_head, window, scale_log2, cap,
     GROUP: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -109,20 +108,20 @@ def _prefill_kernel(
         total = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
         table = tables + b.to(tl.int64) * table_row
-        base_k = kv + head.to(tl.int64) * kv_head
-        base_s = scales + head.to(tl.int64) * sc_head
+        base_k = pool.kv + head.to(tl.int64) * pool.kv_head
+        base_s = pool.scales + head.to(tl.int64) * pool.scale_head
         if window > 0:
             acc, total, best = _tiles(
-                acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token,
-                scale_log2, cap, lo, full_lo, length, position, floor, True, FP8, CAP, D, DP, BS, BN, STAGES,
+                acc, total, best, qs, pool, base_k, base_s, table, scale_log2, cap, lo, full_lo, length, position,
+                floor, True, FP8, CAP, D, DP, BS, BN, STAGES,
             )  # fmt: skip
         acc, total, best = _tiles(
-            acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token,
-            scale_log2, cap, full_lo, full_hi, length, position, floor, False, FP8, CAP, D, DP, BS, BN, STAGES,
+            acc, total, best, qs, pool, base_k, base_s, table, scale_log2, cap, full_lo, full_hi, length, position,
+            floor, False, FP8, CAP, D, DP, BS, BN, STAGES,
         )  # fmt: skip
         acc, total, best = _tiles(
-            acc, total, best, qs, base_k, base_s, table, kv_which, kv_block, kv_token, sc_block, sc_token,
-            scale_log2, cap, full_hi, last, length, position, floor, True, FP8, CAP, D, DP, BS, BN, STAGES,
+            acc, total, best, qs, pool, base_k, base_s, table, scale_log2, cap, full_hi, last, length, position, floor,
+            True, FP8, CAP, D, DP, BS, BN, STAGES,
         )  # fmt: skip
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         o_off = (q0 + token).to(tl.int64) * out_row + (head * GROUP + m % GROUP) * out_head
@@ -163,21 +162,14 @@ def paged_prefill(
 ) -> torch.Tensor:
     """Computes causal attention of the last cu_q[b + 1] - cu_q[b] tokens of each sequence over all its paged keys.
 
-    Returns out, [rows, heads, D]. Rows that belong to no sequence are not written.
+    Returns out, [rows, heads, D]. Rows that belong to no sequence are not written. Arguments are those of
+    `paged_decode`, with any max_query, and:
 
     Args:
-        q: [rows, heads, D].
-        block_tables: int32 [B, max_blocks].
-        cu_q: int32 [B + 1], number of rows of q before each sequence.
-        seq_lens: int32 [B], number of keys, new tokens included.
-        max_query: largest number of rows of a sequence.
         window: number of keys that a token sees, itself included. 0: all.
-        softcap: bound of the scores. 0: unbounded.
-        out: result. None allocates it.
         block_m: number of query rows in a tile. None selects it.
     """
     num_heads, dim = q.shape[1], q.shape[2]
-    kv, (scales, *scale_strides) = layer.kv, scale_pairs(layer)
     num_kv_heads, num_seqs = layer.num_kv_heads, seq_lens.shape[0]
     group = num_heads // num_kv_heads
     assert num_heads == group * num_kv_heads
@@ -187,9 +179,8 @@ def paged_prefill(
     block_m, block_n, warps = _tile_shape(rows, num_kv_heads * num_seqs, padded * q.element_size(), block_m)
     out = torch.empty_like(q) if out is None else out
     _prefill_kernel[(num_kv_heads, triton.cdiv(rows, block_m), num_seqs)](
-        q, kv, scales, block_tables, cu_q, seq_lens, out,
-        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3), *scale_strides,
-        block_tables.stride(0), out.stride(0), out.stride(1), window, *softcap_args(scale, softcap),
+        q, pool_args(layer, torch.int32), block_tables, cu_q, seq_lens, out, *q.stride()[:2], block_tables.stride(0),
+        *out.stride()[:2], window, *softcap_args(scale, softcap),
         GROUP=group, FP8=layer.scales is not None, CAP=softcap > 0, BM=block_m, D=dim, DP=padded, BS=layer.block_size,
         BN=block_n, STAGES=2, num_warps=warps,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 import triton
+import triton.language as tl
 
 
 @cache
@@ -19,9 +20,17 @@ def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def pdl_flags(pdl: bool) -> dict[str, bool]:
-    """Returns the launch options of a kernel that is compiled with PDL=pdl."""
-    return {"launch_pdl": True} if pdl else {}
+def pdl_args(device: torch.device) -> dict[str, bool]:
+    """Returns the launch arguments of a kernel that calls `wait_for_previous`."""
+    return {"PDL": True, "launch_pdl": True} if supports_pdl(device) else {"PDL": False}
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Waits until the kernel before this one has ended, and allows the launch of the next kernel."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def has_native_e4m3() -> bool:

@@ -15,13 +15,13 @@ greedy row costs the maximum of its logits only. The noise is Philox4x32-10 with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.pdl import pdl_flags, supports_pdl
+from engine.kernels.pdl import pdl_args, wait_for_previous
 
 #: Number of vocabulary entries in a tile of the first kernel.
 TILE = 2048
@@ -41,10 +41,13 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = range(7
 TOP_K, SEED, CHILD, BAN_UNTIL, NUM_ENTRIES, PENALISED, NUM_INTS = range(7)
 #: Number of int64 words of a slot: the floats, two per word, then the integers.
 SLOT_WORDS = NUM_FLOATS // 2 + NUM_INTS
+# Constants as kernels need them.
+_SLOT_WORDS, _FLOAT_WORDS, _PENALISED = (tl.constexpr(n) for n in (SLOT_WORDS, NUM_FLOATS // 2, PENALISED))
+_SEGMENTS, _ENTRIES, _IN_PROMPT = (tl.constexpr(n) for n in (SEGMENTS, MAX_ENTRIES, IN_PROMPT))
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
 
 
-@dataclass(frozen=True)
-class SamplingTensors:
+class SamplingTensors(NamedTuple):
     """The sampling parameters and the state of S slots, on the device."""
 
     #: int64 [S, SLOT_WORDS], the parameters. Temperature 0 is greedy; top_k 0 is off; PENALISED is 1 if the slot has
@@ -55,6 +58,25 @@ class SamplingTensors:
     entries: torch.Tensor
     #: int32 [S, vocab], occurrences of each token in the output, plus IN_PROMPT. Used by slots with penalties only.
     counts: torch.Tensor
+
+
+class RowBuffers(NamedTuple):
+    """What the first kernel leaves for the second. Only the first three fields are set in a row without cuts."""
+
+    #: int32 [R, tiles]: the token with the best score of each tile, and whether all logits of the tile are finite.
+    best_token: torch.Tensor
+    tile_finite: torch.Tensor
+    #: float32 [R, tiles]: the best score of each tile, the logit of its token, the largest logit, the mass of the tile
+    #: relative to the largest logit.
+    best_score: torch.Tensor
+    best_logit: torch.Tensor
+    tile_max: torch.Tensor
+    tile_sum: torch.Tensor
+    #: float32 [R, tiles * SEGMENTS], the largest logit of each segment.
+    segment_max: torch.Tensor
+    #: float32 [R, vocab]: logits after penalties, bias, mask and temperature; the scores, which include the noise.
+    shaped: torch.Tensor
+    scores: torch.Tensor
 
 
 @triton.jit
@@ -79,6 +101,13 @@ def _noise(seed, child, position, first, BV: tl.constexpr):
 
 
 @triton.jit
+def _parameters(params, slot):
+    """Returns pointers to the float32 and the int64 parameters of a slot."""
+    words = params.words + slot * _SLOT_WORDS
+    return words.to(tl.pointer_type(tl.float32)), words + _FLOAT_WORDS
+
+
+@triton.jit
 def _cuts(floats, ints, vocab):
     """Returns k (vocab if off), top-p, min-p, and whether the row is sampled with any of these cuts."""
     k = tl.load(ints)
@@ -93,21 +122,11 @@ def _score_kernel(
     logits,
     slots,
     positions,
-    words,
-    entries,
-    counts,
+    params,
     allowed,
     inputs,
     offsets,
-    shaped,
-    scores,
-    best_score,
-    best_token,
-    best_logit,
-    tile_max,
-    tile_sum,
-    tile_finite,
-    segment_max,
+    buffers,
     logits_row,
     counts_row,
     allowed_row,
@@ -115,59 +134,50 @@ def _score_kernel(
     vocab,
     num_tiles,
     BV: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    NW: tl.constexpr,
-    NF: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    PROMPT: tl.constexpr,
-    MIN_T: tl.constexpr,
     MASKED: tl.constexpr,
     DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64)
-    floats = (words + slot * NW).to(tl.pointer_type(tl.float32))
-    ints = words + slot * NW + NF // 2
+    floats, ints = _parameters(params, slot)
     first = tile * BV
     i = first + tl.arange(0, BV)
     ok = i < vocab
     x = tl.load(logits + row * logits_row + i, mask=ok, other=0.0).to(tl.float32)
     # The parameters that decide the branches are loaded together, in parallel with the logits.
-    penalised = tl.load(ints + 5) > 0
+    penalised = tl.load(ints + _PENALISED) > 0
     num_entries = tl.load(ints + 4)
     temperature = tl.load(floats)
     _k, _top_p, _min_p, cut = _cuts(floats, ints, vocab)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
 
     if penalised:
-        count = tl.load(counts + slot * counts_row + i, mask=ok, other=0)
+        count = tl.load(params.counts + slot * counts_row + i, mask=ok, other=0)
         if DRAFTS:
             for back in range(tl.load(offsets + row)):
                 count += (i == tl.load(inputs + row * inputs_row - back)).to(tl.int32)
         repetition = tl.load(floats + 3)
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
-        said = count & (PROMPT - 1)
+        said = count & (_IN_PROMPT - 1)
         x -= tl.load(floats + 5) * said.to(tl.float32) + tl.where(said > 0, tl.load(floats + 4), 0.0)
     if num_entries > 0:
-        entry = entries + slot * (2 * ENTRIES)
-        e = tl.arange(0, ENTRIES)
+        entry = params.entries + slot * (2 * _ENTRIES)
+        e = tl.arange(0, _ENTRIES)
         named = tl.load(entry + e, mask=e < num_entries, other=vocab + BV)
         banned = position < tl.load(ints + 3)
         for j in range(tl.sum((named < first).to(tl.int32), 0), tl.sum((named < first + BV).to(tl.int32), 0)):
-            bias = tl.load(entry + ENTRIES + j).to(tl.float32, bitcast=True)
+            bias = tl.load(entry + _ENTRIES + j).to(tl.float32, bitcast=True)
             x += tl.where((i == tl.load(entry + j)) & (banned | (bias > -float("inf"))), bias, 0.0)
     if MASKED:
         word = tl.load(allowed + row * allowed_row + i // 32, mask=ok, other=0)
         x = tl.where((word >> (i % 32)) & 1 != 0, x, -float("inf"))
 
     if temperature > 0:
-        x = x / tl.maximum(temperature, MIN_T)
+        x = x / tl.maximum(temperature, _MIN_TEMPERATURE)
     x = tl.where(ok, x, -float("inf"))
     score = x
     if temperature > 0:
@@ -175,18 +185,18 @@ def _score_kernel(
 
     tile_index = row * num_tiles + tile
     best, where = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(best_score + tile_index, best)
-    tl.store(best_token + tile_index, first + where)
-    tl.store(tile_finite + tile_index, finite)
+    tl.store(buffers.best_score + tile_index, best)
+    tl.store(buffers.best_token + tile_index, first + where)
+    tl.store(buffers.tile_finite + tile_index, finite)
     if cut:
-        tops = tl.max(tl.reshape(x, [SEGMENTS, BV // SEGMENTS]), 1)
-        tl.store(segment_max + tile_index * SEGMENTS + tl.arange(0, SEGMENTS), tops)
+        tops = tl.max(tl.reshape(x, [_SEGMENTS, BV // _SEGMENTS]), 1)
+        tl.store(buffers.segment_max + tile_index * _SEGMENTS + tl.arange(0, _SEGMENTS), tops)
         top = tl.max(tops, 0)
-        tl.store(best_logit + tile_index, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
-        tl.store(tile_max + tile_index, top)
-        tl.store(tile_sum + tile_index, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0))
-        tl.store(shaped + row * vocab + i, x, mask=ok)
-        tl.store(scores + row * vocab + i, score, mask=ok)
+        tl.store(buffers.best_logit + tile_index, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
+        tl.store(buffers.tile_max + tile_index, top)
+        tl.store(buffers.tile_sum + tile_index, tl.sum(tl.exp(x - tl.where(top == -float("inf"), 0.0, top)), 0))
+        tl.store(buffers.shaped + row * vocab + i, x, mask=ok)
+        tl.store(buffers.scores + row * vocab + i, score, mask=ok)
 
 
 @triton.jit
@@ -219,17 +229,8 @@ def _kth_maximum(segment_max, n, k, SIZE: tl.constexpr):
 @triton.jit
 def _select_kernel(
     slots,
-    words,
-    counts,
-    shaped,
-    scores,
-    best_score,
-    best_token,
-    best_logit,
-    tile_max,
-    tile_sum,
-    tile_finite,
-    segment_max,
+    params,
+    buffers,
     tokens,
     finite,
     results,
@@ -237,45 +238,40 @@ def _select_kernel(
     vocab,
     num_tiles,
     TILES: tl.constexpr,
-    SEGMENTS: tl.constexpr,
     SCAN: tl.constexpr,
-    NW: tl.constexpr,
-    NF: tl.constexpr,
     COUNT: tl.constexpr,
     RESULTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    floats = (words + slot * NW).to(tl.pointer_type(tl.float32))
-    ints = words + slot * NW + NF // 2
-    shaped += row * vocab
-    scores += row * vocab
+    floats, ints = _parameters(params, slot)
+    shaped = buffers.shaped + row * vocab
+    scores = buffers.scores + row * vocab
     t = tl.arange(0, TILES)
     tile_index = row * num_tiles + t
     ok = t < num_tiles
-    all_finite = tl.min(tl.load(tile_finite + tile_index, mask=ok, other=1), 0)
+    all_finite = tl.min(tl.load(buffers.tile_finite + tile_index, mask=ok, other=1), 0)
     _, winner = tl.max(
-        tl.load(best_score + tile_index, mask=ok, other=-float("inf")),
+        tl.load(buffers.best_score + tile_index, mask=ok, other=-float("inf")),
         0,
         return_indices=True,
         return_indices_tie_break_left=True,
     )
-    token = tl.load(best_token + row * num_tiles + winner)
+    token = tl.load(buffers.best_token + row * num_tiles + winner)
 
     k, top_p, min_p, cut = _cuts(floats, ints, vocab)
     if cut & (all_finite > 0):
-        logit = tl.load(best_logit + row * num_tiles + winner)
-        tops = tl.load(tile_max + tile_index, mask=ok, other=-float("inf"))
+        logit = tl.load(buffers.best_logit + row * num_tiles + winner)
+        tops = tl.load(buffers.tile_max + tile_index, mask=ok, other=-float("inf"))
         top = tl.max(tops, 0)
-        total = tl.sum(tl.load(tile_sum + tile_index, mask=ok, other=0.0) * tl.exp(tops - top), 0)
+        total = tl.sum(tl.load(buffers.tile_sum + tile_index, mask=ok, other=0.0) * tl.exp(tops - top), 0)
         floor = tl.where(min_p > 0.0, top + tl.log(tl.maximum(min_p, 1e-30)), -float("inf"))
         kth = tl.full([], -float("inf"), tl.float32)
         if k < vocab:
-            kth = _kth_maximum(segment_max + row * num_tiles * SEGMENTS, num_tiles * SEGMENTS, k, TILES * SEGMENTS)
+            segments = buffers.segment_max + row * num_tiles * _SEGMENTS
+            kth = _kth_maximum(segments, num_tiles * _SEGMENTS, k, TILES * _SEGMENTS)
             floor = tl.maximum(floor, kth)
         if (k < vocab) & (top_p < 1.0):
             # Invariant of the bisection: at least k logits are >= low, fewer than k are >= high.
@@ -328,8 +324,8 @@ def _select_kernel(
     if RESULTS:
         tl.store(results + row, tl.where(all_finite > 0, token, -1).to(tl.int64))
     if COUNT:  # noqa: SIM102 - known when it is compiled
-        if (tl.load(ints + 5) > 0) & (all_finite > 0):
-            seen = counts + slot * counts_row + token
+        if (tl.load(ints + _PENALISED) > 0) & (all_finite > 0):
+            seen = params.counts + slot * counts_row + token
             tl.store(seen, tl.load(seen) + 1)
 
 
@@ -342,10 +338,14 @@ class SamplingKernels:
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self._tiles = triton.cdiv(vocab, TILE)
-        self._shaped, self._scores = torch.empty(2, max_rows, vocab, dtype=torch.float32, device=device).unbind(0)
-        self._partial = torch.empty(4, max_rows, self._tiles, dtype=torch.float32, device=device).unbind(0)
-        self._segments = torch.empty(max_rows, self._tiles * SEGMENTS, dtype=torch.float32, device=device)
-        self._partial_ints = torch.empty(2, max_rows, self._tiles, dtype=torch.int32, device=device).unbind(0)
+        self._max_rows = max_rows
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        ints = torch.empty(2, max_rows, self._tiles, dtype=torch.int32, device=device)
+        by_tile, by_token = floats(4, max_rows, self._tiles), floats(2, max_rows, vocab)
+        self._buffers = RowBuffers(*ints, *by_tile, floats(max_rows, self._tiles * SEGMENTS), *by_token)
 
     def sample(
         self,
@@ -373,42 +373,25 @@ class SamplingKernels:
             results: int64 [R], receives each row's token, -1 if it is meaningless.
         """
         rows = logits.shape[0]
-        assert rows <= self._shaped.shape[0]
+        assert rows <= self._max_rows
         assert logits.shape[1] == self._vocab
         assert logits.stride(1) == 1
         assert slots.shape == positions.shape == (rows,)
-        assert params.words.is_contiguous()
-        assert params.words.shape[1] == SLOT_WORDS
-        assert params.entries.is_contiguous()
-        assert params.entries.shape[1:] == (2, MAX_ENTRIES)
         assert allowed is None or allowed.shape == (rows, triton.cdiv(self._vocab, 32))
         assert results is None or results.shape == (rows,)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         finite = torch.empty(rows, dtype=torch.int8, device=logits.device)
-        score, logit, top, total = self._partial
-        token, tile_finite = self._partial_ints
         mask = params.words if allowed is None else allowed
         inputs, offsets = drafts or (slots, slots)
-        pdl = supports_pdl(logits.device)
         _score_kernel[(self._tiles, rows)](
             logits,
             slots,
             positions,
-            params.words,
-            params.entries,
-            params.counts,
+            params,
             mask,
             inputs,
             offsets,
-            self._shaped,
-            self._scores,
-            score,
-            token,
-            logit,
-            top,
-            total,
-            tile_finite,
-            self._segments,
+            self._buffers,
             logits.stride(0),
             params.counts.stride(0),
             mask.stride(0),
@@ -416,32 +399,16 @@ class SamplingKernels:
             self._vocab,
             self._tiles,
             BV=TILE,
-            SEGMENTS=SEGMENTS,
-            NW=SLOT_WORDS,
-            NF=NUM_FLOATS,
-            ENTRIES=MAX_ENTRIES,
-            PROMPT=IN_PROMPT,
-            MIN_T=MIN_TEMPERATURE,
             MASKED=allowed is not None,
             DRAFTS=drafts is not None,
-            PDL=pdl,
             num_warps=4,
-            **pdl_flags(pdl),
+            **pdl_args(logits.device),
         )
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
         _select_kernel[(rows,)](
             slots,
-            params.words,
-            params.counts,
-            self._shaped,
-            self._scores,
-            score,
-            token,
-            logit,
-            top,
-            total,
-            tile_finite,
-            self._segments,
+            params,
+            self._buffers,
             tokens,
             finite,
             tokens if results is None else results,
@@ -449,21 +416,17 @@ class SamplingKernels:
             self._vocab,
             self._tiles,
             TILES=triton.next_power_of_2(self._tiles),
-            SEGMENTS=SEGMENTS,
             SCAN=scan,
-            NW=SLOT_WORDS,
-            NF=NUM_FLOATS,
             COUNT=drafts is None,
             RESULTS=results is not None,
-            PDL=pdl,
             num_warps=scan // 256 or 1,
-            **pdl_flags(pdl),
+            **pdl_args(logits.device),
         )
         return tokens, finite.view(torch.bool)
 
 
 @triton.jit
-def _count_kernel(counts, slots, tokens, counts_row, n, PROMPT: tl.constexpr, BN: tl.constexpr):
+def _count_kernel(counts, slots, tokens, counts_row, n, BN: tl.constexpr):
     i = tl.program_id(0) * BN + tl.arange(0, BN)
     ok = i < n
     slot = tl.load(slots + i, mask=ok, other=0).to(tl.int64)
@@ -471,16 +434,14 @@ def _count_kernel(counts, slots, tokens, counts_row, n, PROMPT: tl.constexpr, BN
     said = token >= 0
     cell = counts + slot * counts_row + tl.where(said, token, ~token)
     tl.atomic_add(cell, 1, mask=ok & said)
-    tl.atomic_or(cell, PROMPT, mask=ok & (token < 0))
+    tl.atomic_or(cell, _IN_PROMPT, mask=ok & (token < 0))
 
 
 def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """Counts tokens[i] as output in counts[slots[i]]. A negative value marks token ~tokens[i] as part of the prompt."""
     n = tokens.shape[0]
     if n:
-        _count_kernel[(triton.cdiv(n, 128),)](
-            counts, slots, tokens, counts.stride(0), n, PROMPT=IN_PROMPT, BN=128, num_warps=4
-        )
+        _count_kernel[(triton.cdiv(n, 128),)](counts, slots, tokens, counts.stride(0), n, BN=128, num_warps=4)
 
 
 @triton.jit
@@ -490,18 +451,13 @@ def _accept_kernel(
     inputs,
     cu_q,
     row_slots,
-    words,
-    counts,
+    params,
     last_tokens,
     counts_row,
     QP: tl.constexpr,
-    NW: tl.constexpr,
-    NF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     first = tl.load(cu_q + row)
     num_new = tl.load(cu_q + row + 1) - first
@@ -510,11 +466,12 @@ def _accept_kernel(
     token = tl.load(sampled + first + j, mask=j < num_new, other=0)
     good = tl.load(finite + first + j, mask=j < num_new, other=0) > 0
     draft = tl.load(inputs + first + j + 1, mask=j + 1 < num_new, other=-1)
-    counted = tl.load(words + slot * NW + NF // 2 + 5) > 0
+    _, ints = _parameters(params, slot)
+    counted = tl.load(ints + _PENALISED) > 0
     # A token counts if all tokens before it equal the drafts at their places.
     stop = tl.min(tl.where(good & (draft == token), QP, j), 0)
     count = tl.sum((good & (j <= stop)).to(tl.int32), 0)
-    tl.atomic_add(counts + slot * counts_row + token, 1, mask=j < tl.where(counted, count, 0))
+    tl.atomic_add(params.counts + slot * counts_row + token, 1, mask=j < tl.where(counted, count, 0))
     tl.store(last_tokens + slot, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
 
 
@@ -541,22 +498,16 @@ def accept_drafts(
         last_tokens: int64 [slots].
         query: largest number of tokens in a row.
     """
-    assert params.words.is_contiguous()
-    pdl = supports_pdl(sampled.device)
     _accept_kernel[(row_slots.shape[0],)](
         sampled,
         finite.view(torch.int8),
         inputs,
         cu_q,
         row_slots,
-        params.words,
-        params.counts,
+        params,
         last_tokens,
         params.counts.stride(0),
         QP=triton.next_power_of_2(query),
-        NW=SLOT_WORDS,
-        NF=NUM_FLOATS,
-        PDL=pdl,
         num_warps=1,
-        **pdl_flags(pdl),
+        **pdl_args(sampled.device),
     )

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.pdl import pdl_flags, supports_pdl
+from engine.kernels.pdl import pdl_args, wait_for_previous
 
 #: Largest number of rows: the smallest tile of a tensor core.
 MAX_ROWS = 16
@@ -21,8 +21,8 @@ ONE_WAVE = 132
 
 
 @triton.jit
-def _tile(src, ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
-    """Loads a tile: [BK, BN] of the transposed weights, or [16, BK] of x."""
+def load_tile(src, ok, k, start, K: tl.constexpr, EVEN: tl.constexpr):
+    """Loads the tile at column `start` of a matrix with K columns. EVEN: all of the tile lies in the matrix."""
     return tl.load(src + start, mask=None if EVEN else ok & (start + k < K), other=None if EVEN else 0.0)
 
 
@@ -57,24 +57,22 @@ def _skinny_kernel(
     src = weight + n.to(tl.int64) * w_row + k[:, None]
     up_src = src + N * w_row
     even: tl.constexpr = K % BK == 0 and N % BN == 0
-    w = _tile(src, n_ok, k[:, None], 0, K, even)
+    w = load_tile(src, n_ok, k[:, None], 0, K, even)
     if GATED:
-        u = _tile(up_src, n_ok, k[:, None], 0, K, even)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        u = load_tile(up_src, n_ok, k[:, None], 0, K, even)
+    wait_for_previous(PDL)
     x_src = x + m * x_row + k[None, :]
-    v = _tile(x_src, m_ok, k[None, :], 0, K, False)
+    v = load_tile(x_src, m_ok, k[None, :], 0, K, False)
     acc = tl.dot(v, w, input_precision="ieee")
     acc_up = tl.zeros([BM, BN], tl.float32)
     if GATED:
         acc_up = tl.dot(v, u, input_precision="ieee")
     for start in tl.range(BK, K, BK, num_stages=STAGES):
-        w = _tile(src, n_ok, k[:, None], start, K, even)
-        v = _tile(x_src, m_ok, k[None, :], start, K, False)
+        w = load_tile(src, n_ok, k[:, None], start, K, even)
+        v = load_tile(x_src, m_ok, k[None, :], start, K, False)
         acc = tl.dot(v, w, acc, input_precision="ieee")
         if GATED:
-            u = _tile(up_src, n_ok, k[:, None], start, K, even)
+            u = load_tile(up_src, n_ok, k[:, None], start, K, even)
             acc_up = tl.dot(v, u, acc_up, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias + n, mask=n_ok, other=0.0).to(tl.float32)
@@ -127,7 +125,6 @@ def skinny_gemm(
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device) if out is None else out
     addend = x if residual is None else residual
     bn, bk, stages = shape or _shape(n, gated, x.element_size())
-    pdl = supports_pdl(x.device)
     _skinny_kernel[(triton.cdiv(n, bn),)](
         x,
         weight,
@@ -148,8 +145,7 @@ def skinny_gemm(
         BIAS=bias is not None,
         ADD=residual is not None,
         GATED=gated,
-        PDL=pdl,
         num_warps=4,
-        **pdl_flags(pdl),
+        **pdl_args(x.device),
     )
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -41,6 +41,16 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]
 
 
+class ForwardContext(NamedTuple):
+    """The KV pool and the attention of a forward pass."""
+
+    #: The layers of the KV pool, in order.
+    cache: Sequence[LayerKV]
+    backend: AttentionBackend[Any]
+    #: The result of `backend.prepare` for this step.
+    metadata: Any
+
+
 class Model(Protocol):
     """A loaded model on one device. The tokens of all sequences of a step form one flat dimension T."""
 
@@ -52,9 +62,7 @@ class Model(Protocol):
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: Sequence[LayerKV],
-        backend: AttentionBackend[Any],
-        metadata: Any,
+        context: ForwardContext,
         rows: Tensor | None = None,
         *,
         layer_hook: LayerHook | None = None,
@@ -64,20 +72,11 @@ class Model(Protocol):
         Args:
             tokens: [T].
             positions: [T].
-            cache: the layers of the KV pool, in order.
-            metadata: the result of `backend.prepare` for this step.
             rows: int64[R], the tokens that need a result. None: all T.
             layer_hook: called before each layer and after the last. Only `Decoder` supports it.
         """
 
-    def write_kv(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Sequence[LayerKV],
-        backend: AttentionBackend[Any],
-        metadata: Any,
-    ) -> None:
+    def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
         """Runs `forward` only as far as the keys and values of `tokens` need it."""
 
     def final_norm(self, hidden: Tensor) -> Tensor:

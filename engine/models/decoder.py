@@ -7,18 +7,16 @@ the last layer's attention also runs for these rows only, and the other tokens g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend
 from engine.kv.layer_kv import LayerKV
-from engine.models.base import LayerHook
-from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
-from engine.models.ops import AttentionFn, DecoderOps, TorchOps, WriteKVFn, rms_norm_torch
+from engine.models.base import ForwardContext, LayerHook
+from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
+from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch
 from engine.models.rope import rope_tables
 from engine.models.spec import ModelSpec
 
@@ -33,12 +31,12 @@ class Layer(nn.Module):
 
     def __init__(self, spec: ModelSpec, window: int | None) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.attention_norm = RMSNorm("input_layernorm", spec.hidden_size, spec.norm_eps)
         self.attention = Attention(spec, window)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.mlp_norm = RMSNorm("post_attention_layernorm", spec.hidden_size, spec.norm_eps)
         self.mlp = MLP(spec)
 
-    def forward(self, x: Tensor, cache: LayerKV, ops: DecoderOps, attend: AttentionFn, rows: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerKV, ops: TorchOps, attend: AttentionFn, rows: Tensor | None) -> Tensor:
         """Returns the residual stream after this layer, of all tokens or of `rows`. Overwrites x."""
         qkv = ops.norm_linear(x, self.attention_norm, self.attention.qkv)
         attended = attend(qkv, self.attention, cache)
@@ -48,7 +46,7 @@ class Layer(nn.Module):
         gated = ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up)
         return ops.add_linear(x, gated, self.mlp.down)
 
-    def write_kv(self, x: Tensor, cache: LayerKV, ops: DecoderOps, write: WriteKVFn) -> None:
+    def write_kv(self, x: Tensor, cache: LayerKV, ops: TorchOps, write: WriteKVFn) -> None:
         """Computes and writes the keys and values of all tokens, without attention and MLP."""
         write(ops.norm_linear(x, self.attention_norm, self.attention.kv), self.attention, cache)
 
@@ -59,7 +57,7 @@ class Decoder(nn.Module):
     Args:
         max_len: longest sequence in tokens; sizes the rope tables.
         fused: use Triton kernels instead of plain torch; needs the Triton attention backend. None: True on a GPU.
-        wrap_ops: changes the operations. A tensor-parallel shard adds its collectives this way.
+        all_reduce: makes this a tensor-parallel shard; has the meaning of `all_reduce` in `TorchOps`.
     """
 
     def __init__(
@@ -70,30 +68,19 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         *,
         fused: bool | None = None,
-        wrap_ops: Callable[[DecoderOps], DecoderOps] | None = None,
+        all_reduce: AllReduce | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         with torch.device("meta"):
-            self.embedding = Embedding(spec.vocab_size, spec.hidden_size)
+            self.embedding = Embedding("model.embed_tokens", spec.vocab_size, spec.hidden_size)
             self.layers = nn.ModuleList(Layer(spec, window) for window in spec.windows)
-            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-            self.head = (
-                self.embedding if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
-            )
-        # Not to_empty: torch's copy of a meta tensor imports modules for a second.
-        empty = self._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
-        empty.requires_grad_(False)
-        cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
+            self.norm = RMSNorm("model.norm", spec.hidden_size, spec.norm_eps)
+            own_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
+            self.head = self.embedding if spec.tie_word_embeddings else own_head
+        allocate(self, device, dtype)
         self.capturable = device.type == "cuda" if fused is None else fused
-        if self.capturable:
-            from engine.models.fused import FusedOps
-
-            self._ops: DecoderOps = FusedOps(cos.to(device), sin.to(device))
-        else:
-            self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
-        if wrap_ops is not None:
-            self._ops = wrap_ops(self._ops)
+        self._ops = make_ops(spec, max_len, device, dtype, self.capturable, all_reduce)
 
     @property
     def layer_list(self) -> list[Layer]:
@@ -103,24 +90,13 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: Sequence[LayerKV],
-        backend: AttentionBackend[Any],
-        metadata: Any,
+        context: ForwardContext,
         rows: Tensor | None = None,
         *,
         layer_hook: LayerHook | None = None,
     ) -> Tensor:
-        """Computes hidden states [R, hidden] before the final norm, and writes the tokens' keys and values.
-
-        Args:
-            tokens: [T].
-            positions: [T].
-            cache: the layers of the KV pool, in order.
-            metadata: the result of `backend.prepare` for this step.
-            rows: int64[R], the tokens that need a result. None: all T.
-            layer_hook: called with the residual stream before each layer and after the last.
-        """
-        attend = self._ops.attention_for(positions, backend, metadata)
+        """Computes hidden states [R, hidden] before the final norm; the arguments are those of `Model.forward`."""
+        cache, attend = context.cache, self._ops.attention_for(positions, context)
         x = F.embedding(tokens, self.embedding.weight)
         *body, last = self.layer_list
         for index, layer in enumerate(body):
@@ -130,30 +106,22 @@ class Decoder(nn.Module):
         if layer_hook is not None:
             layer_hook(len(body), x)
         if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
-            row_metadata = backend.select_rows(metadata, rows, positions)
-            last.write_kv(x, cache[len(body)], self._ops, self._ops.kv_write_for(positions, backend, metadata))
-            x, attend, rows = x[rows], self._ops.attention_for(positions[rows], backend, row_metadata), None
+            last.write_kv(x, cache[len(body)], self._ops, self._ops.kv_write_for(positions, context))
+            context = context._replace(metadata=context.backend.select_rows(context.metadata, rows, positions))
+            x, attend, rows = x[rows], self._ops.attention_for(positions[rows], context), None
         x = last.forward(x, cache[len(body)], self._ops, attend, rows)
         if layer_hook is not None:
             layer_hook(len(self.layer_list), x)
         return x
 
-    def write_kv(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Sequence[LayerKV],
-        backend: AttentionBackend[Any],
-        metadata: Any,
-    ) -> None:
+    def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
         """Runs `forward` up to the keys and values of the last layer."""
-        attend = self._ops.attention_for(positions, backend, metadata)
-        write = self._ops.kv_write_for(positions, backend, metadata)
+        cache, attend = context.cache, self._ops.attention_for(positions, context)
         *body, last = self.layer_list
         x = F.embedding(tokens, self.embedding.weight)
         for index, layer in enumerate(body):
             x = layer.forward(x, cache[index], self._ops, attend, None)
-        last.write_kv(x, cache[len(body)], self._ops, write)
+        last.write_kv(x, cache[len(body)], self._ops, self._ops.kv_write_for(positions, context))
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Applies the norm before the LM head to states of `forward`, [R, hidden] to [R, hidden]."""
@@ -162,3 +130,20 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`."""
         return self._ops.logits(hidden, self.norm, self.head.weight)
+
+
+def make_ops(
+    spec: ModelSpec,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    fused: bool,
+    all_reduce: AllReduce | None = None,
+) -> TorchOps:
+    """Makes the operations of a decoder's layers; `fused` selects Triton kernels."""
+    cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)
+    if fused:
+        from engine.models.fused import FusedOps
+
+        return FusedOps(cos.to(device), sin.to(device), all_reduce)
+    return TorchOps(cos.to(device, dtype), sin.to(device, dtype), all_reduce)

@@ -15,19 +15,15 @@ the head's own, with a norm and a vocabulary of its own: its token i is the targ
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend
-from engine.kv.layer_kv import LayerKV
-from engine.models.decoder import Decoder
+from engine.models.base import ForwardContext
+from engine.models.decoder import Decoder, make_ops
 from engine.models.eagle_spec import EagleSpec
-from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm
-from engine.models.ops import DecoderOps, TorchOps, rms_norm_torch
-from engine.models.rope import rope_tables
+from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
+from engine.models.ops import float32_product, rms_norm_torch
 
 #: Logit of a target token that is not in the head's vocabulary. Finite, because -inf in a row means a failed step.
 UNKNOWN_LOGIT = -1e30
@@ -61,76 +57,47 @@ class EagleHead(nn.Module):
         super().__init__()
         self.spec = spec
         layer, hidden = spec.layer, spec.layer.hidden_size
-        self.num_aux_layers = len(spec.aux_layers_of(target.spec.num_layers))
+        num_aux_layers = len(spec.aux_layers_of(target.spec.num_layers))
         joined = 2 * hidden if spec.is_eagle3 else hidden
+        fc_inputs = num_aux_layers * spec.target_hidden if spec.is_eagle3 else 2 * hidden
+        head_vocab = spec.draft_vocab or layer.vocab_size
+
+        def eagle3_norm(name: str) -> RMSNorm | None:
+            return RMSNorm(name, hidden, layer.norm_eps) if spec.is_eagle3 else None
+
         with torch.device("meta"):
-            self.fc = Linear(
-                self.num_aux_layers * spec.target_hidden if spec.is_eagle3 else joined * 2, hidden, bias=fc_bias
-            )
-            self.attention = Attention(layer, layer.windows[0])
-            self.attention.qkv = Linear(joined, layer.query_size + 2 * layer.kv_size, bias=layer.qkv_bias)
-            self.mlp_norm = RMSNorm(hidden, layer.norm_eps)
+            self.fc = Linear(fc_inputs, {"fc": hidden}, bias=fc_bias)
+            self.attention = Attention(layer, layer.windows[0], inputs=joined)
+            self.mlp_norm = RMSNorm("post_attention_layernorm", hidden, layer.norm_eps)
             self.mlp = MLP(layer)
-            self.token_norm = RMSNorm(hidden, layer.norm_eps) if spec.is_eagle3 else None
-            self.state_norm = RMSNorm(hidden, layer.norm_eps) if spec.is_eagle3 else None
-            self.norm = RMSNorm(hidden, layer.norm_eps) if spec.is_eagle3 else None
-            self.own_embedding = Embedding(layer.vocab_size, hidden) if own_embedding else None
-            self.own_head = Linear(hidden, spec.draft_vocab or layer.vocab_size, bias=False) if own_head else None
-        # Not to_empty: torch's copy of a meta tensor imports modules for a second.
-        empty = self._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
-        empty.requires_grad_(False)
+            self.token_norm, self.state_norm = eagle3_norm("input_layernorm"), eagle3_norm("hidden_norm")
+            self.norm = eagle3_norm("norm")
+            self.own_embedding = Embedding("embed_tokens", layer.vocab_size, hidden) if own_embedding else None
+            self.own_head = Linear(hidden, {"lm_head": head_vocab}, bias=False) if own_head else None
+        allocate(self, device, dtype)
         #: int64 [draft_vocab], the target's token id for each token of the head. None: the vocabularies are equal.
         self.token_ids: Tensor | None = None
         if spec.draft_vocab:
             self.token_ids = torch.arange(spec.draft_vocab, device=device)
         self._target_embedding, self._target_head = target.embedding.weight.detach(), target.head.weight.detach()
         self._vocab = target.spec.vocab_size
-        cos, sin = rope_tables(layer.rope, layer.head_dim, max_len)
         self.capturable = device.type == "cuda" if fused is None else fused
-        if self.capturable:
-            from engine.models.fused import FusedOps
-
-            self._ops: DecoderOps = FusedOps(cos.to(device), sin.to(device))
-        else:
-            self._ops = TorchOps(cos.to(device, dtype), sin.to(device, dtype))
+        self._ops = make_ops(layer, max_len, device, dtype, self.capturable)
 
     def fuse(self, states: Tensor) -> Tensor:
-        """Returns the states of pairs, [T, hidden], from the target's states.
+        """Returns the states of EAGLE-3's pairs, [T, hidden], from the states of three target layers, side by side."""
+        return F.linear(states, self.fc.weight, self.fc.bias)
 
-        Args:
-            states: [T, num_aux_layers * target_hidden] for EAGLE-3, [T, hidden] for EAGLE.
-        """
-        return F.linear(states, self.fc.weight, self.fc.bias) if self.spec.is_eagle3 else states
-
-    def write_kv(
-        self,
-        tokens: Tensor,
-        prev_states: Tensor,
-        positions: Tensor,
-        cache: LayerKV,
-        backend: AttentionBackend[Any],
-        metadata: Any,
-    ) -> None:
-        """Writes the keys and values of the pairs (tokens[T], prev_states[T, hidden]).
-
-        Args:
-            metadata: metadata that `AttentionBackend.write` accepts.
-        """
+    def write_kv(self, tokens: Tensor, prev_states: Tensor, positions: Tensor, context: ForwardContext) -> None:
+        """Writes the keys and values of the pairs (tokens[T], prev_states[T, hidden]) to the one layer of `context`."""
         _, qkv = self._input_qkv(tokens, prev_states)
-        self._ops.kv_write_for(positions, backend, metadata)(qkv[:, self.attention.kv_rows], self.attention, cache)
+        write = self._ops.kv_write_for(positions, context)
+        write(qkv[:, self.attention.kv_rows], self.attention, context.cache[0])
 
-    def draft_step(
-        self,
-        tokens: Tensor,
-        prev_states: Tensor,
-        positions: Tensor,
-        cache: LayerKV,
-        backend: AttentionBackend[Any],
-        metadata: Any,
-    ) -> Tensor:
+    def draft_step(self, tokens: Tensor, prev_states: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """Predicts the states [T, hidden] of the pairs and writes their keys and values. Overwrites prev_states."""
         x, qkv = self._input_qkv(tokens, prev_states)
-        attended = self._ops.attention_for(positions, backend, metadata)(qkv, self.attention, cache)
+        attended = self._ops.attention_for(positions, context)(qkv, self.attention, context.cache[0])
         x = self._ops.add_linear(x, attended, self.attention.out)
         return self._ops.add_linear(x, self._ops.norm_swiglu(x, self.mlp_norm, self.mlp.gate_up), self.mlp.down)
 
@@ -139,10 +106,8 @@ class EagleHead(nn.Module):
         weight = self._target_head if self.own_head is None else self.own_head.weight
         if self.norm is not None:
             logits = self._ops.logits(states, self.norm, weight)
-        elif states.dtype == torch.float32 or states.device.type == "cpu":
-            logits = F.linear(states, weight).float()
         else:
-            logits = torch.mm(states, weight.t(), out_dtype=torch.float32)
+            logits = float32_product(states, weight)
         if self.token_ids is None:
             return logits
         return logits.new_full((len(logits), self._vocab), UNKNOWN_LOGIT).index_copy_(1, self.token_ids, logits)

@@ -16,8 +16,10 @@ from typing import Any
 from common.errors import ConfigError
 from engine.models.spec import ARCHITECTURES, ModelSpec, NotNative, parse_spec, read_json
 
-#: The setting that errors of this module name.
-SPECULATION_FIELD = "speculation_model"
+
+def draft_error(text: str) -> ConfigError:
+    """Returns the error of a draft model or EAGLE head that does not fit."""
+    return ConfigError(text, field="speculation_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +49,8 @@ class EagleSpec:
         """Returns `aux_layers` for a target of num_layers layers. Raises ConfigError if they are too few."""
         layers = (2, num_layers // 2, num_layers - 3) if self.aux_layers is None else self.aux_layers
         if layers and not 0 <= min(layers) <= max(layers) <= num_layers:
-            raise ConfigError(
-                f"the EAGLE-3 head needs the states of layers {layers}, the model has {num_layers} layers",
-                field=SPECULATION_FIELD,
+            raise draft_error(
+                f"the EAGLE-3 head needs the states of layers {layers}, the model has {num_layers} layers"
             )
         return layers
 
@@ -59,7 +60,7 @@ def load_eagle_spec(model_dir: Path) -> EagleSpec:
     try:
         return parse_eagle_spec(read_json(model_dir / "config.json", required=True))
     except ConfigError as error:
-        raise ConfigError(f"{model_dir}: {error.message}", field=SPECULATION_FIELD) from error
+        raise draft_error(f"{model_dir}: {error.message}") from error
 
 
 def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
@@ -73,13 +74,11 @@ def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
     try:
         layer = parse_spec({**config, "architectures": [layer_architecture]})
     except NotNative as error:
-        raise ConfigError(f"EAGLE head: {error.message}", field=SPECULATION_FIELD) from error
+        raise draft_error(f"EAGLE head: {error.message}") from error
     if layer.num_layers != 1:
-        raise ConfigError(
-            f"EAGLE head: {layer.num_layers} layers are not supported, one is needed", field=SPECULATION_FIELD
-        )
+        raise draft_error(f"EAGLE head: {layer.num_layers} layers are not supported, one is needed")
     if layer.qk_norm:
-        raise ConfigError("EAGLE head: a norm of queries and keys is not supported", field=SPECULATION_FIELD)
+        raise draft_error("EAGLE head: a norm of queries and keys is not supported")
     bias = config.get("eagle_fc_bias", config.get("bias"))
     vocab = config.get("draft_vocab_size") or 0
     return EagleSpec(
@@ -104,7 +103,5 @@ def _aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     if ids is None:
         return None
     if not isinstance(ids, list) or len(ids) != 3 or not all(isinstance(i, int) for i in ids):
-        raise ConfigError(
-            f"eagle_aux_hidden_state_layer_ids is {ids!r}, a list of three layers is needed", field=SPECULATION_FIELD
-        )
+        raise draft_error(f"eagle_aux_hidden_state_layer_ids is {ids!r}, a list of three layers is needed")
     return tuple(i if top_level is not None else i + 1 for i in ids)

@@ -1,4 +1,4 @@
-"""DecoderOps on a GPU: seven to ten kernel launches per layer. A CUDA graph can capture all of them.
+"""The operations of a decoder layer on a GPU: seven to ten kernel launches per layer, all capturable in a CUDA graph.
 
 The kernels depend on the number of rows (tokens):
 
@@ -13,51 +13,44 @@ This module needs triton at import.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
 from engine.kernels.gemm_swiglu import MIN_ROWS, gemm_swiglu, supports_gemm_swiglu
 from engine.kernels.gemv import gemv
 from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.skinny_gemm import MAX_ROWS, skinny_gemm
+from engine.kernels.skinny_gemm import MAX_ROWS as MAX_SKINNY_ROWS
+from engine.kernels.skinny_gemm import skinny_gemm
 from engine.kv.layer_kv import LayerKV
+from engine.models.base import ForwardContext
 from engine.models.layers import Attention, LinearSlice, RMSNorm
-from engine.models.ops import AttentionFn, WriteKVFn
+from engine.models.ops import AttentionFn, TorchOps, WriteKVFn, float32_product
 
 
-class FusedOps:
-    """DecoderOps in Triton kernels. The attention backend must be `TritonAttention`.
+class FusedOps(TorchOps):
+    """The operations in Triton kernels. The attention must be `TritonAttention`, and the rope tables float32."""
 
-    Args:
-        cos, sin: rope tables, float32[length, D / 2].
-        max_skinny_rows: largest number of rows that the skinny GEMM computes.
-    """
-
-    def __init__(self, cos: Tensor, sin: Tensor, max_skinny_rows: int = MAX_ROWS) -> None:
-        self._cos, self._sin, self._max_skinny_rows = cos, sin, max_skinny_rows
-
-    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> AttentionFn:
-        triton_backend = cast(TritonAttention, backend)
+    def attention_for(self, positions: Tensor, context: ForwardContext) -> AttentionFn:
+        backend, metadata = cast(TritonAttention, context.backend), context.metadata
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
             self._rotate_and_write(qkv, attention, heads, cache, positions, metadata)
             split = qkv.view(-1, heads + 2 * kv_heads, dim)
             kv = split[:, heads:].view(-1, 2, kv_heads, dim)
-            attended = triton_backend.attend_written(split[:, :heads], kv, cache, metadata, attention.window)
+            attended = backend.attend_written(split[:, :heads], kv, cache, metadata, attention.window)
             return attended.view(-1, heads * dim)
 
         return attend
 
-    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: TritonMetadata) -> WriteKVFn:
+    def kv_write_for(self, positions: Tensor, context: ForwardContext) -> WriteKVFn:
         def write(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
-            self._rotate_and_write(kv, attention, 0, cache, positions, metadata)
+            self._rotate_and_write(kv, attention, 0, cache, positions, context.metadata)
 
         return write
 
@@ -83,7 +76,7 @@ class FusedOps:
         if len(x) == 1:
             return gemv(x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps)
         normed = rms_norm(x, norm.weight, norm.eps)
-        if len(x) <= self._max_skinny_rows:
+        if len(x) <= MAX_SKINNY_ROWS:
             return skinny_gemm(normed, linear.weight, bias=linear.bias)
         return F.linear(normed, linear.weight, linear.bias)
 
@@ -91,7 +84,7 @@ class FusedOps:
         if len(x) == 1:
             return gemv(x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
         normed = rms_norm(x, norm.weight, norm.eps)
-        if len(x) <= self._max_skinny_rows:
+        if len(x) <= MAX_SKINNY_ROWS:
             return skinny_gemm(normed, gate_up.weight, bias=gate_up.bias, gated=True)
         fits = gate_up.weight.dtype == torch.bfloat16 and gate_up.bias is None and gate_up.out_features % 16 == 0
         if len(x) >= MIN_ROWS and fits and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device):
@@ -99,18 +92,18 @@ class FusedOps:
         return silu_mul(F.linear(normed, gate_up.weight, gate_up.bias))
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+        if self._all_reduce is not None:
+            return super().add_linear(x, y, linear)
         if len(x) == 1:
             return gemv(y, linear.weight, bias=linear.bias, residual=x, out=x)
-        if len(x) <= self._max_skinny_rows:
+        if len(x) <= MAX_SKINNY_ROWS:
             return skinny_gemm(y, linear.weight, bias=linear.bias, residual=x, out=x)
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
 
     def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        if len(x) > self._max_skinny_rows:
-            normed = rms_norm(x, norm.weight, norm.eps)
-            half = x.dtype != torch.float32
-            return torch.mm(normed, weight.t(), out_dtype=torch.float32) if half else F.linear(normed, weight)
+        if len(x) > MAX_SKINNY_ROWS:
+            return float32_product(rms_norm(x, norm.weight, norm.eps), weight)
         out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
         if len(x) == 1:
             return gemv(x, weight, norm=norm.weight, eps=norm.eps, out=out)

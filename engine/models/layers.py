@@ -1,11 +1,13 @@
-"""Parameters of a decoder layer: projections, norms, attention and MLP, without their computation.
+"""Parameters of a decoder: linear layers, norms, attention and MLP, without their computation.
 
+Each module names its tensors in the checkpoint, so `engine/models/weights.py` loads and shards any of them in one way.
 `engine/models/ops.py` computes with these modules in plain torch, `engine/models/fused.py` with Triton kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,52 +16,76 @@ from engine.models.spec import ModelSpec
 
 
 class Linear(nn.Linear):
-    """Linear layer that leaves its parameters uninitialised.
+    """One or more projections of the checkpoint, computed as one product.
 
-    The weights are loaded later, and importing torch's initialisers takes two seconds.
+    The parameters are uninitialised: they are loaded later, and importing torch's initialisers takes two seconds.
+
+    Args:
+        parts: outputs of each projection on this rank, by its name in the checkpoint.
+        split: dimension of the weight that ranks split (Megatron-LM, Shoeybi et al. 2019). 0, the outputs: a rank
+            computes whole heads and its columns of the MLP. 1, the inputs: a rank computes a partial sum, which an
+            all-reduce completes. None: every rank has the whole weight.
     """
+
+    def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool, split: int | None = None) -> None:
+        super().__init__(inputs, sum(parts.values()), bias=bias)
+        self.parts, self.split = dict(parts), split
 
     def reset_parameters(self) -> None:
         """Does nothing: the parameters are loaded."""
 
 
 class Embedding(nn.Embedding):
-    """Embedding that leaves its parameters uninitialised, as `Linear` does."""
+    """Embedding with uninitialised parameters, as in `Linear`."""
+
+    split = None
+
+    def __init__(self, name: str, rows: int, size: int) -> None:
+        super().__init__(rows, size)
+        self.parts = {name: rows}
 
     def reset_parameters(self) -> None:
         """Does nothing: the parameters are loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinearSlice:
-    """A range of the outputs of a linear layer."""
-
-    #: Weight, [out, in].
-    weight: Tensor
-    #: Bias, [out].
-    bias: Tensor | None
-
-
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    split = None
+
+    def __init__(self, name: str, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
+        self.parts, self.eps = {name: size}, eps
+
+
+class LinearSlice(NamedTuple):
+    """A range of the outputs of a linear layer: weight [out, in] and bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. Queries and keys are normalised per head if `spec.qk_norm`."""
+    """Grouped-query attention with rotary positions. Queries and keys are normalised per head if `spec.qk_norm`.
 
-    def __init__(self, spec: ModelSpec, window: int | None) -> None:
+    Args:
+        inputs: size of the input. None: the model's hidden size.
+    """
+
+    def __init__(self, spec: ModelSpec, window: int | None, inputs: int | None = None) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.window = window
-        self.qkv = Linear(spec.hidden_size, spec.query_size + 2 * spec.kv_size, bias=spec.qkv_bias)
-        self.out = Linear(spec.query_size, spec.hidden_size, bias=spec.out_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        projections = {
+            "self_attn.q_proj": spec.query_size,
+            "self_attn.k_proj": spec.kv_size,
+            "self_attn.v_proj": spec.kv_size,
+        }
+        self.qkv = Linear(inputs or spec.hidden_size, projections, bias=spec.qkv_bias, split=0)
+        self.out = Linear(spec.query_size, {"self_attn.o_proj": spec.hidden_size}, bias=spec.out_bias, split=1)
+        self.q_norm = RMSNorm("self_attn.q_norm", spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RMSNorm("self_attn.k_norm", spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
     @property
     def kv_rows(self) -> slice:
@@ -78,5 +104,13 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.gate_up = Linear(hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, bias=spec.mlp_bias, split=0)
+        self.down = Linear(inner, {"mlp.down_proj": hidden}, bias=spec.mlp_bias, split=1)
+
+
+def allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replaces parameters on the meta device by uninitialised ones without gradients on `device`."""
+    # Not to_empty: torch's copy of a meta tensor imports modules for a second.
+    model._apply(lambda p: torch.empty(p.shape, dtype=dtype, device=device))  # type: ignore[no-untyped-call]
+    model.requires_grad_(False)

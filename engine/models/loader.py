@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from engine.device import require_memory
 from engine.models import weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
-from engine.models.ops import DecoderOps
-from engine.models.shard import Shard
+from engine.models.ops import AllReduce
+from engine.models.shard import UNSHARDED, Shard
 from engine.models.spec import ModelSpec, NotNative, eos_token_ids, parse_spec, read_config
 
 
@@ -35,30 +34,37 @@ class ModelSource:
         """Returns 16 hex digits for configuration and weights. Equal revisions compute the same KV on `device`."""
         if self.seed is None:
             return weights.weights_revision(self.spec, self.model_dir)
-        return weights.dummy_revision(self.spec, self.seed, device)
+        return weights.digest(f"dummy {self.seed} {device.type} {self.spec!r}")
 
     @torch.inference_mode()
-    def load(self, max_len: int, device: torch.device, dtype: torch.dtype) -> Model:
-        """Loads the model for sequences of up to max_len tokens.
+    def load(
+        self,
+        max_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        shard: Shard = UNSHARDED,
+        all_reduce: AllReduce | None = None,
+    ) -> Model:
+        """Loads the model, or one rank's part of it, for sequences of up to max_len tokens.
 
-        Raises ConfigError if the weights do not fit the configuration or the memory of the device.
+        Raises ConfigError if the weights do not fit the configuration or the memory of the device, or if the model
+        cannot be sharded this way. A shard needs `all_reduce`, see `TorchOps`.
         """
+        spec = shard.shard_spec(self.spec)
         with require_memory("the weights", "model"):
-            return self._load(max_len, device, dtype)
+            if not isinstance(spec, ModelSpec):
+                from engine.models.hf.config import HfSpec
+                from engine.models.hf.model import load_hf_model
 
-    def _load(self, max_len: int, device: torch.device, dtype: torch.dtype) -> Model:
-        if not isinstance(self.spec, ModelSpec):
-            from engine.models.hf.config import HfSpec
-            from engine.models.hf.model import load_hf_model
-
-            assert isinstance(self.spec, HfSpec)
-            return load_hf_model(self.spec, self.model_dir, device, dtype, seed=self.seed)
-        model = Decoder(self.spec, max_len, device, dtype)
-        if self.seed is None:
-            weights.load_weights(model, self.model_dir, self.spec)
-        else:
-            weights.randomize(model, self.seed)
-        return model
+                assert isinstance(spec, HfSpec)
+                return load_hf_model(spec, self.model_dir, device, dtype, seed=self.seed)
+            model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce)
+            if self.seed is None:
+                assert isinstance(self.spec, ModelSpec)
+                weights.load_weights(model, self.model_dir, self.spec, shard)
+            else:
+                weights.randomize(model, self.seed, shard)
+            return model
 
 
 def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> ModelSource:
@@ -73,42 +79,12 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> Mod
     try:
         spec: ModelShape = parse_spec(config, generation)
     except NotNative as reason:
-        spec = _hf_spec(model_dir, eos_token_ids(config, generation), reason)
+        try:
+            from engine.models.hf.trace import trace_spec
+        except ImportError as error:
+            raise ConfigError(
+                f"{reason.message}; other models need transformers: pip install 'baton-serving[hf]' ({error})",
+                field="model",
+            ) from error
+        spec = trace_spec(model_dir, eos_token_ids(config, generation))
     return ModelSource(spec, model_dir, seed if load_format == "dummy" else None)
-
-
-def _hf_spec(model_dir: Path, eos: tuple[int, ...], reason: NotNative) -> ModelShape:
-    try:
-        from engine.models.hf.trace import trace_spec
-    except ImportError as error:
-        raise ConfigError(
-            f"{reason.message}; other models need transformers: pip install 'baton-serving[hf]' ({error})",
-            field="model",
-        ) from error
-    return trace_spec(model_dir, eos)
-
-
-@torch.inference_mode()
-def load_shard(
-    source: ModelSource,
-    shard: Shard,
-    max_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    wrap_ops: Callable[[DecoderOps], DecoderOps],
-) -> Decoder:
-    """Loads one rank's part of the model. Raises ConfigError if the model cannot be sharded this way.
-
-    Args:
-        wrap_ops: changes the operations; has the meaning of `wrap_ops` in `Decoder`.
-    """
-    spec = shard.shard_spec(source.spec)
-    assert isinstance(source.spec, ModelSpec)
-    assert isinstance(spec, ModelSpec)
-    with require_memory("its part of the weights", "model"):
-        model = Decoder(spec, max_len, device, dtype, wrap_ops=wrap_ops)
-        if source.seed is None:
-            weights.load_weights(model, source.model_dir, source.spec, shard)
-        else:
-            weights.randomize_shard(model, source.seed, source.spec, shard)
-    return model

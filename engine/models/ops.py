@@ -1,21 +1,20 @@
-"""The operations of a decoder layer (`DecoderOps`), and their implementation in plain torch.
+"""The operations of a decoder layer, in plain torch.
 
-`TorchOps` serves the CPU and is the reference for `engine.models.fused.FusedOps`. One operation is the largest unit
-that one kernel launch can compute, so `Decoder` defines the order of launches for both implementations. `add_linear`
-overwrites the residual stream x [T, hidden].
+`TorchOps` serves the CPU. Its subclass `engine.models.fused.FusedOps` computes the same in Triton kernels. One
+operation is the largest unit that one kernel launch can compute, so `Decoder` defines the order of launches for both.
+`add_linear` overwrites the residual stream x [T, hidden].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionBackend
 from engine.kv.layer_kv import LayerKV
+from engine.models.base import ForwardContext
 from engine.models.layers import Attention, LinearSlice, RMSNorm
 from engine.models.rope import rotate_
 
@@ -24,51 +23,37 @@ from engine.models.rope import rotate_
 AttentionFn = Callable[[Tensor, Attention, LayerKV], Tensor]
 #: The KV write of one layer: like `AttentionFn` for keys and values only, [T, 2 * kv_heads * D], without attention.
 WriteKVFn = Callable[[Tensor, Attention, LayerKV], None]
-
-
-class DecoderOps(Protocol):
-    """The operations of a decoder layer. Rows are tokens; a row depends on other rows only through the KV pool."""
-
-    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> AttentionFn:
-        """Prepares the attention of one step: does the work that all layers share, once."""
-
-    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> WriteKVFn:
-        """Prepares the KV write of one step, for layers that compute keys and values only."""
-
-    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
-        """Returns linear(norm(x)), [T, out]."""
-
-    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
-        """Returns silu(gate(norm(x))) * up(norm(x)), [T, intermediate]. gate is the first half of gate_up's rows."""
-
-    def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-        """Returns x + linear(y), which overwrites x."""
-
-    def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """Returns norm(x) @ weight.T as float32[T, vocab]."""
+AllReduce = Callable[[Tensor], None]
 
 
 class TorchOps:
-    """DecoderOps in plain torch. cos and sin are rope tables [length, D / 2] in the model's dtype."""
+    """The operations in plain torch. Rows are tokens; a row depends on other rows only through the KV pool.
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._cos, self._sin = cos, sin
+    Args:
+        cos, sin: rope tables [length, D / 2] in the model's dtype.
+        all_reduce: replaces the partial sum of a rank by the sum of all ranks. None: this is the whole model.
+    """
 
-    def attention_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> AttentionFn:
+    def __init__(self, cos: Tensor, sin: Tensor, all_reduce: AllReduce | None = None) -> None:
+        self._cos, self._sin, self._all_reduce = cos, sin, all_reduce
+
+    def attention_for(self, positions: Tensor, context: ForwardContext) -> AttentionFn:
+        """Prepares the attention of one step: does the work that all layers share, once."""
         rotate = self._rotation(positions)
 
         def attend(qkv: Tensor, attention: Attention, cache: LayerKV) -> Tensor:
             query, kv = rotate(qkv, attention, attention.heads)
-            attended = backend.attend(query, kv, cache, metadata, attention.window)
+            attended = context.backend.attend(query, kv, cache, context.metadata, attention.window)
             return attended.reshape(-1, attention.heads * attention.head_dim)
 
         return attend
 
-    def kv_write_for(self, positions: Tensor, backend: AttentionBackend[Any], metadata: Any) -> WriteKVFn:
+    def kv_write_for(self, positions: Tensor, context: ForwardContext) -> WriteKVFn:
+        """Prepares the KV write of one step, for layers that compute keys and values only."""
         rotate = self._rotation(positions)
 
         def write(kv: Tensor, attention: Attention, cache: LayerKV) -> None:
-            backend.write(rotate(kv, attention, 0)[1], cache, metadata)
+            context.backend.write(rotate(kv, attention, 0)[1], cache, context.metadata)
 
         return write
 
@@ -92,17 +77,33 @@ class TorchOps:
         return rotate
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
+        """Returns linear(norm(x)), [T, out]."""
         return F.linear(rms_norm_torch(x, norm), linear.weight, linear.bias)
 
     def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
+        """Returns silu(gate(norm(x))) * up(norm(x)), [T, intermediate]. gate is the first half of gate_up's rows."""
         gate, up = self.norm_linear(x, norm, gate_up).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
-        return x.add_(F.linear(y, linear.weight, linear.bias))
+        """Returns x + linear(y), which overwrites x."""
+        if self._all_reduce is None:
+            return x.add_(F.linear(y, linear.weight, linear.bias))
+        part = F.linear(y, linear.weight)
+        self._all_reduce(part)
+        x.add_(part)
+        return x if linear.bias is None else x.add_(linear.bias)
 
     def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+        """Returns norm(x) @ weight.T as float32[T, vocab]."""
         return F.linear(rms_norm_torch(x, norm), weight).float()
+
+
+def float32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x @ weight.T as float32, without a rounding between the product and the result on a GPU."""
+    if x.dtype == torch.float32 or x.device.type == "cpu":
+        return F.linear(x, weight).float()
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def rms_norm_torch(x: Tensor, norm: RMSNorm) -> Tensor:

@@ -182,19 +182,17 @@ def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int) -> RopeSpec
         raise ConfigError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
     key = "original_max_position_embeddings"
     original = _int(config, key, _int(raw, key, max_position))
+    positive = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    numbers = {name: _number(raw, name, 0.0) for name in positive if raw.get(name) is not None}
+    signed = ("attention_factor", "mscale", "mscale_all_dim")
+    numbers |= {name: _number(raw, name, 0.0, above=-math.inf) for name in signed if raw.get(name) is not None}
     return RopeSpec(
-        kind=kind,
-        theta=theta,
+        kind,
+        theta,
         factor=_number(raw, "factor", max_position / original),
         original_max_position=original,
-        low_freq_factor=_number(raw, "low_freq_factor", 1.0),
-        high_freq_factor=_number(raw, "high_freq_factor", 4.0),
-        beta_fast=_number(raw, "beta_fast", 32.0),
-        beta_slow=_number(raw, "beta_slow", 1.0),
-        attention_factor=_optional_number(raw, "attention_factor"),
-        mscale=_optional_number(raw, "mscale"),
-        mscale_all_dim=_optional_number(raw, "mscale_all_dim"),
         truncate=_flag(raw, "truncate", True),
+        **numbers,
     )
 
 
@@ -205,10 +203,6 @@ def _scaled_max_position(rope: RopeSpec, max_position: int) -> int:
     if rope.kind == "linear":
         return int(max_position * rope.factor)
     return max_position
-
-
-def _optional_number(raw: Mapping[str, Any], key: str) -> float | None:
-    return None if raw.get(key) is None else _number(raw, key, 0.0, above=-math.inf)
 
 
 def _number(config: Mapping[str, Any], key: str, default: float, *, above: float = 0.0) -> float:

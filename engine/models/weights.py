@@ -1,8 +1,9 @@
 """Loads the parameters of a Decoder from safetensors (one file, or several with an index), or makes random parameters.
 
-Tensors are copied one at a time from the memory-mapped file to the device and converted there, so the host holds no
-copy of the model. A missing tensor, an unknown tensor, or a tensor that is present twice with different numbers is a
-ConfigError. This module also computes the revision, a hash of configuration and weights.
+Every module names its checkpoint tensors (layers.py). `checkpoint_targets` maps these names to parameters. Tensors are
+copied one at a time from the memory-mapped file to the device and converted there, so the host holds no copy of the
+model. A missing tensor, an unknown tensor, or a tensor that is present twice with different numbers is a ConfigError.
+This module also computes the revision, a hash of configuration and weights.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from common.errors import ConfigError
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
-from engine.models.layers import MLP, Attention
+from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.shard import UNSHARDED, Shard
 from engine.models.spec import ModelSpec
 from engine.progress import progress
@@ -33,60 +33,125 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SAMPLES, _SAMPLE_BYTES = 16, 256
 
 
+class Target(NamedTuple):
+    """The destination of a checkpoint tensor."""
+
+    #: A parameter, or its part of a joined parameter.
+    tensor: Tensor
+    #: Dimension in which ranks split the checkpoint tensor. None: every rank has all of it.
+    split: int | None
+
+
+def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
+    """Returns the destination of each tensor of a module and its submodules, by its name without the prefix."""
+    targets: dict[str, Target] = {}
+    for module in root.modules():
+        if isinstance(module, Linear | Embedding | RMSNorm):
+            for kind, parameter in module.named_parameters(recurse=False):
+                parts = parameter.split(list(module.parts.values()))
+                for name, part in zip(module.parts, parts, strict=True):
+                    targets[f"{prefix}{name}.{kind}"] = Target(part, _split_dim(module, kind))
+    return targets
+
+
+def _decoder_targets(model: Decoder) -> dict[str, Target]:
+    targets: dict[str, Target] = {}
+    for module in (model.embedding, model.norm, model.head):
+        targets |= checkpoint_targets(module)
+    for index, layer in enumerate(model.layer_list):
+        targets |= checkpoint_targets(layer, f"model.layers.{index}.")
+    return targets
+
+
+def _split_dim(module: nn.Module, kind: str) -> int | None:
+    """Returns the dimension in which ranks split a parameter. The bias of a partial sum is not split."""
+    split: int | None = getattr(module, "split", None)
+    return None if kind == "bias" and split == 1 else split
+
+
 def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = UNSHARDED) -> None:
     """Loads all parameters of `model`, which is the part `shard` of the checkpoint, in the model's dtype.
 
     Args:
         spec: the spec of the whole model.
     """
-    targets = _targets(model)
+    targets = _decoder_targets(model)
     missing = set(targets)
     total = sum(file.stat().st_size for file in _files(model_dir))
     with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
-        for name, tensor in _tensors(model_dir, model.embedding.weight.device, shard):
-            loaded.advance(tensor.nbytes / 1e9)
-            if name == HEAD and shard.rank > 0 and not spec.tie_word_embeddings:
-                continue  # only rank 0 computes logits
+        for file, name in _tensors(model_dir, model.embedding.weight.device):
             # With tied embeddings a checkpoint has either name, or both.
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
             target = targets.get(key)
             if target is None:
-                if not name.endswith("rotary_emb.inv_freq"):
-                    raise ConfigError(f"the checkpoint has a tensor {name} that {model.spec.architecture} does not use")
-            elif target.shape != tensor.shape:
-                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {tuple(target.shape)}")
-            elif key in missing:
-                target.copy_(tensor)
+                # Only rank 0 computes logits.
+                if not (name == HEAD and shard.rank > 0) and not name.endswith("rotary_emb.inv_freq"):
+                    raise ConfigError(f"the checkpoint has a tensor {name} that {spec.architecture} does not use")
+                continue
+            tensor = _read(file, name, target, shard)
+            loaded.advance(tensor.nbytes / 1e9)
+            if key in missing:
+                target.tensor.copy_(tensor)
                 missing.discard(key)
-            elif not torch.equal(target, tensor.to(target.dtype)):
+            elif not torch.equal(target.tensor, tensor.to(target.tensor.dtype)):
                 tie = f"; tie_word_embeddings is true, but {HEAD} and {EMBEDDING} differ" if key == EMBEDDING else ""
                 raise ConfigError(f"the checkpoint has {key} twice, with different numbers{tie}")
     if missing:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, for example {min(missing)}")
 
 
-def randomize(model: nn.Module, seed: int) -> None:
+def _read(file: Any, name: str, target: Target, shard: Shard) -> Tensor:
+    """Reads this rank's part of a tensor, and no other bytes. Raises ConfigError if it does not fit the target."""
+    part, split = file.get_slice(name), target.split
+    shape, expected = list(part.get_shape()), list(target.tensor.shape)
+    if split is not None:
+        expected[split] *= shard.size
+    if shape != expected:
+        raise ConfigError(f"{name} has shape {tuple(shape)}, the config says {tuple(expected)}")
+    if split is None or shard.size == 1:
+        tensor: Tensor = file.get_tensor(name)
+    else:
+        width = target.tensor.shape[split]
+        span = slice(shard.rank * width, (shard.rank + 1) * width)
+        tensor = part[span] if split == 0 else part[:, span]
+    if not torch.is_floating_point(tensor):
+        raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point weights are supported")
+    return tensor
+
+
+def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
     """Fills all parameters in place with random numbers: norms with 1, biases with 0, matrices with N(0, 1 / inputs).
 
-    A seed gives the same numbers on all devices of one type: each parameter has its own stream, keyed by its name.
+    A seed gives the same numbers on all devices of one type: each parameter has its own stream, keyed by its name. A
+    shard gets its part of the numbers of the whole model. Peak memory is the shard and one whole parameter.
     """
-    for name, parameter in model.named_parameters():
-        _randomize(name, parameter, seed)
+    for path, module in model.named_modules():
+        for kind, parameter in module.named_parameters(recurse=False):
+            split = _split_dim(module, kind)
+            if split is None or shard.size == 1:
+                _randomize(f"{path}.{kind}", parameter, seed)
+                continue
+            shape = list(parameter.shape)
+            shape[split] *= shard.size
+            whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            _randomize(f"{path}.{kind}", whole, seed)
+            parameter.copy_(rank_part(module, kind, whole, shard))
 
 
-def randomize_shard(model: Decoder, seed: int, spec: ModelSpec, shard: Shard) -> None:
-    """Fills a shard with its part of the numbers that `randomize` makes for the whole model.
-
-    Peak memory is the shard and one whole parameter.
+def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tensor:
+    """Returns this rank's part of a parameter of the whole model.
 
     Args:
-        spec: the spec of the whole model.
+        module: the module of this rank.
+        kind: name of the parameter in the module.
     """
-    whole = dict(Decoder(spec, 1, torch.device("meta"), model.embedding.weight.dtype).named_parameters())
-    for name, parameter in model.named_parameters():
-        full = torch.empty(whole[name].shape, dtype=parameter.dtype, device=parameter.device)
-        _randomize(name, full, seed)
-        parameter.copy_(shard.slice_of(name, full, spec))
+    split = _split_dim(module, kind)
+    if split is None:
+        return whole
+    assert isinstance(module, Linear)
+    joined = module.parts.values() if split == 0 else [module.in_features]
+    parts = whole.split([width * shard.size for width in joined], split)
+    return torch.cat([part.chunk(shard.size, split)[shard.rank] for part in parts], split)
 
 
 def _randomize(name: str, parameter: Tensor, seed: int) -> None:
@@ -96,11 +161,6 @@ def _randomize(name: str, parameter: Tensor, seed: int) -> None:
     stream = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(stream))
     parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
-
-
-def dummy_revision(spec: ModelShape, seed: int, device: torch.device) -> str:
-    """Returns the revision of random weights. Equal numbers have equal revisions, which no checkpoint has."""
-    return digest(f"dummy {seed} {device.type} {spec!r}")
 
 
 def digest(text: str) -> str:
@@ -140,49 +200,6 @@ def weights_revision(spec: ModelShape, model_dir: Path) -> str:
     return content.hexdigest()
 
 
-def layer_targets(prefix: str, spec: ModelSpec, attention: Attention, mlp: MLP) -> dict[str, Tensor]:
-    """Returns the destination of each matrix and bias of one layer: a parameter, or its part of a merged parameter.
-
-    Args:
-        prefix: prefix of the layer's tensor names in the checkpoint, without the dot.
-    """
-    targets: dict[str, Tensor] = {}
-    qkv_sizes = [spec.query_size, spec.kv_size, spec.kv_size]
-    for kind, biased, names, merged, sizes in (
-        ("self_attn", spec.qkv_bias, ("q_proj", "k_proj", "v_proj"), attention.qkv, qkv_sizes),
-        ("self_attn", spec.out_bias, ("o_proj",), attention.out, [spec.hidden_size]),
-        ("mlp", spec.mlp_bias, ("gate_proj", "up_proj"), mlp.gate_up, [spec.intermediate_size] * 2),
-        ("mlp", spec.mlp_bias, ("down_proj",), mlp.down, [spec.hidden_size]),
-    ):
-        for name, part in zip(names, torch.split(merged.weight, sizes), strict=True):
-            targets[f"{prefix}.{kind}.{name}.weight"] = part
-        if biased:
-            for name, part in zip(names, torch.split(merged.bias, sizes), strict=True):
-                targets[f"{prefix}.{kind}.{name}.bias"] = part
-    return targets
-
-
-def _targets(model: Decoder) -> dict[str, Tensor]:
-    """Returns the destination of each checkpoint tensor: a parameter, or its part of a merged parameter."""
-    spec = model.spec
-    targets: dict[str, Tensor] = {
-        EMBEDDING: model.embedding.weight,
-        "model.norm.weight": model.norm.weight,
-    }
-    if not spec.tie_word_embeddings:
-        targets[HEAD] = model.head.weight
-    for index, layer in enumerate(model.layer_list):
-        prefix = f"model.layers.{index}"
-        attention = layer.attention
-        targets |= layer_targets(prefix, spec, attention, layer.mlp)
-        targets[f"{prefix}.input_layernorm.weight"] = layer.attention_norm.weight
-        targets[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
-        if attention.q_norm is not None and attention.k_norm is not None:
-            targets[f"{prefix}.self_attn.q_norm.weight"] = attention.q_norm.weight
-            targets[f"{prefix}.self_attn.k_norm.weight"] = attention.k_norm.weight
-    return targets
-
-
 def _files(model_dir: Path) -> list[Path]:
     """Returns the checkpoint's files in a stable order."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
@@ -201,16 +218,13 @@ def _files(model_dir: Path) -> list[Path]:
     return files
 
 
-def _tensors(model_dir: Path, device: torch.device, shard: Shard) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, this rank's part on the device) of every tensor."""
+def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[Any, str]]:
+    """Yields (open file, name) of every tensor. Tensors are read to the device."""
     for path in _files(model_dir):
-        with ExitStack() as stack:
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt", device=str(device)))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} cannot be read as safetensors: {error}", field="model") from error
+        try:
+            opened = safe_open(path, framework="pt", device=str(device))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read as safetensors: {error}", field="model") from error
+        with opened as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                tensor = shard.read(file, name)
-                if not torch.is_floating_point(tensor):
-                    raise ConfigError(f"{name} has dtype {tensor.dtype}; only floating-point weights are supported")
-                yield name, tensor
+                yield file, name

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from engine.models.ops import DecoderOps
+from engine.models.decoder import Decoder
+from engine.models.loader import ModelSource
+from engine.models.shard import Shard
 
 #: Longest wait of a collective for a rank that is late.
 TIMEOUT_S = 300.0
@@ -71,20 +73,15 @@ class Collectives:
             self._group.abort()
 
 
-class AllReduceOps:
-    """The decoder operations of one rank, with an all-reduce in each row-parallel linear layer.
-
-    Args:
-        local: operations on the shard of this rank.
-    """
-
-    def __init__(self, local: DecoderOps, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self.attention_for, self.kv_write_for = local.attention_for, local.kv_write_for
-        self.norm_linear, self.norm_swiglu, self.logits = local.norm_linear, local.norm_swiglu, local.logits
-
-    def add_linear(self, x: Tensor, y: Tensor, linear: torch.nn.Linear) -> Tensor:
-        part = torch.nn.functional.linear(y, linear.weight)
-        self._collectives.all_reduce(part)
-        x.add_(part)
-        return x if linear.bias is None else x.add_(linear.bias)
+def load_shard(
+    source: ModelSource,
+    shard: Shard,
+    collectives: Collectives,
+    max_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Decoder:
+    """Loads one rank's part of the model. Raises ConfigError if the model cannot be sharded this way."""
+    model = source.load(max_len, device, dtype, shard, collectives.all_reduce)
+    assert isinstance(model, Decoder)
+    return model

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from common.errors import BatonError, ConfigError, InternalError, Unavailable
+from common.errors import BatonError, ConfigError, Unavailable
 from common.kv_layout import KVLayout
 from common.process.rank_channel import RankChannel, RankMessage
 from engine.attention.base import AttentionBackend
@@ -31,11 +32,12 @@ from engine.device import make_current
 from engine.kv.blocks import BlockCopy
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.kv.layer_kv import LayerKV
+from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
-from engine.models.loader import ModelSource, load_shard, open_model
+from engine.models.loader import ModelSource, open_model
 from engine.models.shard import Shard
 from engine.parallel import step_messages
-from engine.parallel.collectives import AllReduceOps, Collectives, join_store
+from engine.parallel.collectives import Collectives, join_store, load_shard
 from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_S, POLL_S, SECRET_VARIABLE, STOP_S, split_address
 
 _log = logging.getLogger(__name__)
@@ -108,9 +110,7 @@ class Rank:
         collectives = Collectives(store, self._rank, fields["size"], self._device, self._channel.host)
         shard, dtype = Shard(self._rank, fields["size"]), TORCH_DTYPES[fields["dtype"]]
         self._collectives = collectives
-        self._model = load_shard(
-            source, shard, fields["max_len"], self._device, dtype, lambda ops: AllReduceOps(ops, collectives)
-        )
+        self._model = load_shard(source, shard, collectives, fields["max_len"], self._device, dtype)
 
     def _create_pool(self, message: RankMessage) -> None:
         self._kv, self._cache, self._attention = None, (), None  # frees the memory of the old pool
@@ -132,23 +132,20 @@ class Rank:
         joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
         self._collectives.broadcast(joined)
         metadata = self._attention.prepare(step_messages.unpack_step(message.payload))
-        ids, positions, row_indices = step_messages.split_ids(joined, tokens, rows)
-        self._model.forward(ids, positions, self._cache, self._attention, metadata, row_indices)
+        ids, positions, row_indices = joined.split([tokens, tokens, rows or 0])
+        context = ForwardContext(self._cache, self._attention, metadata)
+        self._model.forward(ids, positions, context, None if rows is None else row_indices)
 
     @torch.inference_mode()
     def _zero(self, message: RankMessage) -> None:
-        self._pool.zero(step_messages.unpack_ints(message.payload))
+        assert self._kv is not None
+        self._kv.zero(np.frombuffer(message.payload, dtype=np.int32).tolist())
 
     @torch.inference_mode()
     def _copy(self, message: RankMessage) -> None:
-        blocks = step_messages.unpack_ints(message.payload)
-        self._pool.copy([BlockCopy(*pair) for pair in zip(blocks[::2], blocks[1::2], strict=True)])
-
-    @property
-    def _pool(self) -> KVPool:
-        if self._kv is None:
-            raise InternalError("rank 0 sent a block operation before it made a pool")
-        return self._kv
+        assert self._kv is not None
+        pairs = np.frombuffer(message.payload, dtype=np.int32).reshape(-1, 2).tolist()
+        self._kv.copy([BlockCopy(*pair) for pair in pairs])
 
 
 def join(rank: int, master: str, kind: str = ENGINE_CHANNEL, timeout_s: float = JOIN_S) -> RankChannel:

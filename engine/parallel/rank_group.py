@@ -110,8 +110,8 @@ class RankGroup:
         group_secret = secret or secrets.token_hex(16)
         with listener:
             address = f"{host}:{listener.getsockname()[1]}"
-            local = range(1, config.local_ranks)
-            group._watch({rank: command(rank, address) for rank in local}, {SECRET_VARIABLE: group_secret})
+            commands = {rank: command(rank, address) for rank in range(1, config.local_ranks)}
+            group._watch(commands, {SECRET_VARIABLE: group_secret})
             limit = JOIN_S if config.tensor_parallel_nodes == 1 else JOIN_NODES_S
             try:
                 group._accept_ranks(listener, group_secret.encode(), time.monotonic() + limit)
@@ -123,6 +123,10 @@ class RankGroup:
     def channels(self, kind: str = ENGINE_CHANNEL) -> list[RankChannel]:
         """Returns the channels of one kind, by rank from 1 on."""
         return [self._channels[kind][rank] for rank in range(1, self.size)]
+
+    def _all_channels(self) -> list[tuple[str, int, RankChannel]]:
+        """Returns kind, rank and channel of every rank that has joined."""
+        return [(kind, rank, c) for kind, joined in self._channels.items() for rank, c in list(joined.items())]
 
     @property
     def pids(self) -> list[int]:
@@ -182,19 +186,18 @@ class RankGroup:
         if self._closing.is_set():
             return
         self._closing.set()
-        for channels in self._channels.values():
-            for channel in channels.values():
-                with contextlib.suppress(Unavailable):
-                    channel.send("stop")
-                channel.close()
+        for _, _, channel in self._all_channels():
+            with contextlib.suppress(Unavailable):
+                channel.send("stop")
+            channel.close()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(2 * STOP_S)
 
     def _accept_ranks(self, listener: socket.socket, secret: bytes, until: float) -> None:
         """Accepts connections until every rank has opened every channel."""
-        while missing := self._missing():
-            if self.failure is not None:
-                raise InternalError(self.failure)
+        wanted = [(kind, rank) for kind in self._channels for rank in range(1, self.size)]
+        while missing := sorted({rank for kind, rank in wanted if rank not in self._channels[kind]}):
+            self.check_alive()
             if time.monotonic() > until:
                 raise InternalError(f"tensor-parallel ranks {missing} did not join in time")
             try:
@@ -217,11 +220,6 @@ class RankGroup:
                 continue
             channel.name = f"tensor-parallel rank {rank}"
             joined[rank] = channel
-
-    def _missing(self) -> list[int]:
-        return sorted(
-            {rank for joined in self._channels.values() for rank in range(1, self.size) if rank not in joined}
-        )
 
     def _watch(self, commands: Mapping[int, Sequence[str]], env: Mapping[str, str]) -> None:
         """Starts the watching thread. It starts the child processes and is their parent, so they end with it."""
@@ -257,17 +255,12 @@ class RankGroup:
             for rank, child in self._children.items():
                 if (code := child.poll()) is not None:
                     return f"tensor-parallel rank {rank} has ended ({_exit_text(code)})"
-            closed = {
-                rank: kind
-                for kind, joined in self._channels.items()
-                for rank, c in list(joined.items())
-                if c.peer_closed()
-            }
-            for rank, kind in closed.items():
-                with contextlib.suppress(subprocess.TimeoutExpired):  # a process closes its sockets before it ends
-                    if rank in self._children:
-                        return f"tensor-parallel rank {rank} has ended ({_exit_text(self._children[rank].wait(1.0))})"
-                return f"tensor-parallel rank {rank} is gone (its {kind} channel is closed)"
+            for kind, rank, channel in self._all_channels():
+                if channel.peer_closed():
+                    with contextlib.suppress(KeyError, subprocess.TimeoutExpired):
+                        code = self._children[rank].wait(1.0)  # a process closes its sockets before it ends
+                        return f"tensor-parallel rank {rank} has ended ({_exit_text(code)})"
+                    return f"tensor-parallel rank {rank} is gone (its {kind} channel is closed)"
             if time.monotonic() >= until:
                 return None
             time.sleep(POLL_S / 10)

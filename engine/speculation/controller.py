@@ -95,17 +95,8 @@ class _StepTimes:
             self.drafting_steps = self.num_skipped = 0  # give up: steps with prompts are not timed
         return True
 
-    @property
-    def extra(self) -> float:
-        """The extra time of a verify step, as a share of a plain step."""
-        return self._extra(self.verify)
-
-    @property
-    def extra_of_empty_wait(self) -> float:
-        """The extra time of a step that waited for drafts and got none, as a share of a plain step."""
-        return self._extra(self.empty_wait)
-
-    def _extra(self, seconds: float) -> float:
+    def extra(self, seconds: float) -> float:
+        """Returns the extra time of a step of this duration (`verify` or `empty_wait`), as a share of a plain step."""
         return seconds / self.plain - 1 if self.plain and seconds else FIRST_EXTRA
 
 
@@ -150,7 +141,7 @@ class DraftController:
             return [0] * len(states)
         if self._pads_steps:
             return [self.max_drafts if self._batch_pays(states, times) else 0] * len(states)
-        extra = min(times.extra, self._max_extra)
+        extra = min(times.extra(times.verify), self._max_extra)
         if self._has_model:
             # The draft model takes as many steps as the longest draft of the batch, which is close to the mean.
             cost = extra / max(1.0, times.drafts / len(states))
@@ -173,7 +164,7 @@ class DraftController:
     def _batch_pays(self, states: Sequence[tuple[DraftState, int]], times: _StepTimes) -> bool:
         """Returns whether a padded batch drafts: because drafts save time, or because a probe is due."""
         gain = sum(state.hit_rate * self._expected_accepted(state) for state, _ in states)
-        if gain > min(times.extra, self._max_extra) * len(states):
+        if gain > min(times.extra(times.verify), self._max_extra) * len(states):
             self._probe_interval = 0
             return True
         if not self._probe_interval:
@@ -216,11 +207,8 @@ class DraftController:
         probing = bool(state.probe_interval or self._probe_interval)
         if probing and accepted == drafts and not self._has_model:
             # The text has begun to repeat something, so the older acceptance says little about it.
-            state.accepted, state.tested, state.hit_rate = (
-                START_RATE * START_WEIGHT + accepted,
-                START_WEIGHT + accepted,
-                1.0,
-            )
+            state.accepted, state.tested = START_RATE * START_WEIGHT + accepted, START_WEIGHT + accepted
+            state.hit_rate = 1.0
         elif state.probe_interval:
             # One accepted draft of a draft model is no sign of a change: its acceptance rate enters every decision.
             promising = accepted and not self._has_model
@@ -246,7 +234,7 @@ class DraftController:
         times.add(drafts, seconds, waited=waited)
         change = TIME_BUDGET_RATE
         if drafts or waited:
-            extra = times.extra if drafts else times.extra_of_empty_wait
+            extra = times.extra(times.verify if drafts else times.empty_wait)
             change = gained / rows - min(max(extra, 0.0), self._max_extra)
         self._time_budget = min(MAX_TIME_BUDGET, self._time_budget + change)
 

@@ -18,7 +18,6 @@ from engine.cuda_graphs import CudaGraphs
 from engine.device import pinned_copy
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.draft_model import DraftModel
-from engine.speculation.proposer import DraftBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +57,8 @@ class DraftGraphs:
         self._header = torch.zeros(max_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
         self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(max_rows, max_seq_drafts, dtype=torch.int64, device=device)
-        self._graphs = CudaGraphs("draft", device, self._compute, keep=_keep_nothing, describe="{} rows".format)
+        # A graph leaves its output in `_tokens`, so there is no output to keep.
+        self._graphs = CudaGraphs("draft", device, self._compute, keep=lambda _: None, describe="{} rows".format)
 
     def fits(self, rows: int) -> bool:
         """Returns whether there is a graph for this many rows."""
@@ -66,8 +66,8 @@ class DraftGraphs:
 
     def run(
         self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int], blocks: Sequence[np.ndarray]
-    ) -> DraftBatch:
-        """Draws num_drafts[i] drafts of each sequence. Waits for the device.
+    ) -> np.ndarray:
+        """Draws num_drafts[i] >= 1 drafts of each sequence, int64 [R, max(num_drafts)]. Waits for the device.
 
         Args:
             blocks: block tables of the sequences.
@@ -86,8 +86,8 @@ class DraftGraphs:
         device_tables = pinned_copy(tables, self._device).to(self._device, non_blocking=True)
         self._tables[: len(seqs), : tables.shape[1]].copy_(device_tables)
         self._graphs.run(rows)
-        drafts = self._tokens[: len(seqs)].cpu().numpy()
-        return DraftBatch(drafts[:, : max(num_drafts)], np.array(num_drafts, dtype=np.int64))
+        drafts: np.ndarray = self._tokens[: len(seqs), : max(num_drafts)].cpu().numpy()
+        return drafts
 
     def capture(self, shapes: Sequence[int] | None = None) -> None:
         """Captures the graphs of these batch sizes (None: all), the largest first."""
@@ -126,13 +126,10 @@ class DraftGraphs:
         for step in range(num_steps):
             metadata = backend.decode_metadata(slot_mapping[step], cu_q, seq_lens[step], tables, max_new=1)
             if step == self._max_seq_drafts:
+                assert self._draft_model.lags
                 self._draft_model.write_kv(tokens, positions[step], metadata)
                 break
             logits, states = self._draft_model.draft_step(tokens, states, positions[step], metadata)
             previous = drafts[:, max(0, step - 1)]
             tokens, _ = self._sampler.sample(logits, slots, positions[step] + 1, drafts=(previous, offsets[step]))
             drafts[:, step] = tokens
-
-
-def _keep_nothing(output: None) -> None:
-    """Does nothing: a graph leaves its output, the drafts, in `_tokens`."""

@@ -12,7 +12,8 @@ On a GPU the loop is one CUDA graph (draft_graphs.py), for coupled acceptance wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +28,54 @@ from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.proposer import DraftBatch
+from engine.speculation.rejection import split_by_weight
 
 #: Most tokens of one catch-up batch.
 CATCH_UP_TOKENS = 1024
 #: Noise stream from which drafts for rejection sampling are drawn.
 DRAFT_STREAM = 3
+
+
+class ModelProposer:
+    """A proposer over a draft model (Leviathan et al. 2023) or an EAGLE head (Li et al. 2024).
+
+    It keeps no state: the KV of the drafts lies in the blocks.
+
+    Args:
+        loop: draws the drafts.
+        reserve: `reserve(seq, end)` extends the lease of the sequence to `end` tokens as far as the pool has spare
+            blocks, and returns the number of tokens that fit. The scheduler takes unused blocks back.
+    """
+
+    def __init__(self, loop: DraftLoop, reserve: Callable[[EngineSequence, int], int]) -> None:
+        self.name = loop.name
+        self._loop, self._reserve = loop, reserve
+
+    def new_state(self, seq: EngineSequence) -> None:
+        """Returns None: there is no state."""
+
+    def catch_up(self, seqs: Sequence[EngineSequence]) -> None:
+        """Computes the missing KV of the draft model. The host must know all tokens of the sequences."""
+        self._loop.catch_up(seqs)
+
+    def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
+        num_drafts = [self._num_drafts(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        return self._loop.run(seqs, num_drafts) if any(num_drafts) else DraftBatch.empty(len(seqs), max(limits))
+
+    def _num_drafts(self, seq: EngineSequence, limit: int) -> int:
+        """Returns how many drafts fit in the lease after the newest token, in blocks that no other sequence reads."""
+        assert seq.lease is not None
+        most = min(limit, seq.max_len - seq.length - 1)
+        if most <= 0 or seq.lease.cow_index == seq.start // seq.block_size:
+            return 0
+        return max(0, min(most, self._reserve(seq, seq.start + 1 + most) - seq.start - 1))
+
+    def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
+        """Returns True: a model always has drafts."""
+        return True
+
+    def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
+        """Does nothing: the verify step has computed the layers of the draft model."""
 
 
 class DraftLoop:
@@ -54,37 +98,41 @@ class DraftLoop:
     ) -> None:
         self.name = draft_model.name
         self._draft_model, self._kv, self._tables = draft_model, kv, tables
-        self._rejection, self.graphs = rejection, graphs
+        self._rejection, self._graphs = rejection, graphs
         self._device = kv.data.device
 
     @torch.inference_mode()
     def run(self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int]) -> DraftBatch:
-        """Draws num_drafts[i] >= 1 drafts of each sequence, fewer if the draft model's logits are not finite.
+        """Draws num_drafts[i] drafts of each sequence, fewer if the draft model's logits are not finite.
 
-        All tokens of the sequences are known, and their leases have room for the newest token and all drafts. Waits for
-        the device.
+        All tokens of the sequences are known. The lease of a sequence that drafts has room for the newest token and
+        all drafts. Waits for the device.
         """
-        self.catch_up([seq for seq in seqs if seq.draft_lag])
-        if self.graphs is not None and self.graphs.fits(len(seqs)):
-            return self.graphs.run(seqs, num_drafts, [self._tables.row(seq) for seq in seqs])
-        self._zero_new_blocks(seqs, num_drafts)
+        rows = [row for row, count in enumerate(num_drafts) if count]
+        self.catch_up([seqs[row] for row in rows if seqs[row].draft_lag])
+        blocks = [self._tables.row(seq) for seq in seqs]
+        if self._graphs is not None and self._graphs.fits(len(rows)):
+            drawn = self._graphs.run(
+                [seqs[row] for row in rows], [num_drafts[row] for row in rows], [blocks[row] for row in rows]
+            )
+            drafts = DraftBatch.empty(len(seqs), max(num_drafts))
+            drafts.tokens[rows], drafts.lengths[rows] = drawn, [num_drafts[row] for row in rows]
+            return drafts
+        self._zero_new_blocks([(seqs[row], num_drafts[row]) for row in rows])
         drafts = DraftBatch.empty(len(seqs), max(num_drafts))
         probs: Tensor | None = None
-        blocks = [self._tables.row(seq) for seq in seqs]
         starts = np.array([seq.start for seq in seqs])
-        (last_blocks,) = upload([_block_at(blocks, starts - 1, self._kv.layout.block_size)], self._device)
-        states = self._draft_model.initial_states(last_blocks)
-        rows, tokens = list(range(len(seqs))), np.array([seq.tokens[seq.start] for seq in seqs])
+        last_blocks = [int(blocks[row][(starts[row] - 1) // self._kv.layout.block_size]) for row in rows]
+        states = self._draft_model.initial_states(upload([np.array(last_blocks)], self._device)[0])
+        tokens = np.array([seqs[row].tokens[seqs[row].start] for row in rows])
         for step in range(max(num_drafts)):
             active = [i for i, row in enumerate(rows) if num_drafts[row] > step and drafts.lengths[row] == step]
             if not active:
                 break
             if len(active) < len(rows):
-                rows = [rows[i] for i in active]
-                tokens = tokens[active]
+                rows, tokens = [rows[i] for i in active], tokens[active]
                 if states is not None:
-                    (at,) = upload([np.array(active)], self._device)
-                    states = states.index_select(0, at)
+                    states = states.index_select(0, upload([np.array(active)], self._device)[0])
             positions_now = starts[rows] + step
             shape = StepShape(positions_now.tolist(), [1] * len(rows), [blocks[row] for row in rows])
             ids, positions = upload([tokens, positions_now], self._device)
@@ -115,7 +163,7 @@ class DraftLoop:
         """Computes the draft KV of all tokens for which it is missing. Waits for the device."""
         if not seqs:
             return
-        for batch in _parts(seqs):
+        for batch in split_by_weight(seqs, [seq.draft_lag for seq in seqs], CATCH_UP_TOKENS):
             starts = np.array([seq.complete_len for seq in batch])
             self._write_kv(batch, starts, [seq.tokens[seq.complete_len : seq.computed] for seq in batch])
             for seq in batch:
@@ -131,21 +179,24 @@ class DraftLoop:
         """Writes the draft KV of tokens[i] of each sequence, at positions from starts[i] on."""
         if not seqs:
             return
+        assert self._draft_model.lags
         counts = [len(tokens_of) for tokens_of in tokens]
         shape = StepShape(starts.tolist(), counts, [self._tables.row(seq) for seq in seqs])
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts.tolist(), counts, strict=True)])
-        ids, device_positions = upload(
-            [np.array([token for tokens_of in tokens for token in tokens_of]), positions], self._device
-        )
+        ids, device_positions = upload([np.concatenate(tokens), positions], self._device)
         self._draft_model.write_kv(ids, device_positions, self._draft_model.backend.prepare(shape))
 
-    def _zero_new_blocks(self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int]) -> None:
-        """Zeroes the blocks whose first slot the loop writes, if the attention backend reads unwritten slots."""
+    def _zero_new_blocks(self, rows: Sequence[tuple[EngineSequence, int]]) -> None:
+        """Zeroes the blocks whose first slot the loop writes, if the attention backend reads unwritten slots.
+
+        Args:
+            rows: sequences, each with its number of drafts.
+        """
         if not self._draft_model.backend.reads_unwritten_slots:
             return
         size = self._kv.layout.block_size
         new_blocks: list[int] = []
-        for seq, count in zip(seqs, num_drafts, strict=True):
+        for seq, count in rows:
             assert seq.lease is not None
             new_blocks += seq.lease.blocks[-(-seq.start // size) : -(-(seq.start + count + 1) // size)]
         self._kv.zero(new_blocks)
@@ -178,21 +229,3 @@ def _row(seq: EngineSequence, drafts: np.ndarray) -> SampleRow:
         # After a forbidden draft no mask is needed: forbidden drafts are trimmed before the verify step.
         allowed = masks[-1] if len(allowed_drafts) == len(earlier) else None
     return SampleRow(seq.request.sampling, seq.tokens, seq.prompt_len, seq.child, drafts=earlier, allowed_mask=allowed)
-
-
-def _parts(seqs: Sequence[EngineSequence]) -> list[list[EngineSequence]]:
-    """Splits the sequences into parts of at most CATCH_UP_TOKENS missing tokens. A longer sequence is one part."""
-    parts: list[list[EngineSequence]] = []
-    tokens = 0
-    for seq in seqs:
-        tokens += seq.draft_lag
-        if not parts or tokens > CATCH_UP_TOKENS:
-            parts.append([])
-            tokens = seq.draft_lag
-        parts[-1].append(seq)
-    return parts
-
-
-def _block_at(blocks: Sequence[np.ndarray], positions: np.ndarray, size: int) -> np.ndarray:
-    """Returns the block of each position, int64 [R]."""
-    return np.array([row[at // size] for row, at in zip(blocks, positions.tolist(), strict=True)], dtype=np.int64)

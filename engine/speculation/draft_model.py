@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
 from engine.kv.kv_pool import KVPool
 from engine.kv.layer_kv import LayerKV
-from engine.models.base import Model, ModelShape
+from engine.models.base import ForwardContext, Model, ModelShape
 from engine.models.decoder import Decoder
 from engine.models.eagle import UNKNOWN_LOGIT, EagleHead
 from engine.speculation.acceptance import accepted_mask
@@ -58,63 +58,6 @@ class StateLinks:
     blocks_before: Tensor
 
 
-class DraftModel(Protocol):
-    """Draft layers over a KV pool."""
-
-    #: Name of the draft model in metric labels.
-    name: str
-    #: Has the meaning of `Model.capturable`.
-    capturable: bool
-    #: True: `write_kv` computes the layers, for prompts in their steps and for decoded tokens when the sequence drafts
-    #: again. False: `forward_with_target` computes them in every step, and `store_states` ends the step.
-    lags: bool
-    #: Attention over the draft layers.
-    backend: AttentionBackend[Any]
-
-    def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        """Writes the draft layers' KV of tokens that the target has computed.
-
-        Args:
-            metadata: the step's metadata from `backend`.
-        """
-
-    def forward_with_target(
-        self,
-        target: TargetModel,
-        tokens: Tensor,
-        positions: Tensor,
-        metadata: Any,
-        *,
-        rows: Tensor | None,
-        links: StateLinks,
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the target and the draft layers, and writes the KV of both.
-
-        Returns the target's hidden states of the tokens `rows` (None: all), and the states of all tokens [T, hidden].
-        """
-
-    def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
-        """Stores the states of tokens in blocks.
-
-        Args:
-            states: [T, hidden], the states of all tokens of the step.
-            indices: int64 [C], the tokens whose states are stored.
-            blocks: int64 [C], the block of each stored state.
-        """
-
-    def initial_states(self, blocks: Tensor) -> Tensor | None:
-        """Returns the states that the first `draft_step` continues from, or None if the model has none.
-
-        Args:
-            blocks: int64 [R], for each row the block of the last token that has KV.
-        """
-
-    def draft_step(
-        self, tokens: Tensor, prev_states: Tensor | None, positions: Tensor, metadata: Any
-    ) -> tuple[Tensor, Any]:
-        """Computes one more token of each row. Returns its logits, float32 [R, vocab], and the next `prev_states`."""
-
-
 class SeparateDraftModel:
     """A whole second model with the tokenizer of the target.
 
@@ -124,8 +67,10 @@ class SeparateDraftModel:
         attention: class of the attention backend.
     """
 
+    #: Name in metric labels.
     name = "draft_model"
-    lags = True
+    #: `write_kv` computes the layers: of prompts in their steps, of decoded tokens when the sequence drafts again.
+    lags: Literal[True] = True
 
     def __init__(self, model: Model, shape: ModelShape, vocab: int, kv: KVPool, attention: AttentionClass) -> None:
         self.capturable = model.capturable
@@ -136,30 +81,20 @@ class SeparateDraftModel:
         )
 
     def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        self._model.write_kv(self._clamp_to_vocab(tokens), positions, self._cache, self.backend, metadata)
+        """Writes the KV of tokens that the target has computed. `metadata` is the step's, from `backend`."""
+        context = ForwardContext(self._cache, self.backend, metadata)
+        self._model.write_kv(self._clamp_to_vocab(tokens), positions, context)
 
-    def forward_with_target(
-        self,
-        target: TargetModel,
-        tokens: Tensor,
-        positions: Tensor,
-        metadata: Any,
-        *,
-        rows: Tensor | None,
-        links: StateLinks,
-    ) -> tuple[Tensor, Tensor]:
-        raise AssertionError("a draft model that lags is not computed with the target")
-
-    def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
-        raise AssertionError("a separate draft model has no states")
-
-    def initial_states(self, blocks: Tensor) -> None:
+    def initial_states(self, blocks: Tensor) -> Tensor | None:
+        """Returns None: `draft_step` continues from the KV alone."""
         return None
 
     def draft_step(
         self, tokens: Tensor, prev_states: Tensor | None, positions: Tensor, metadata: Any
-    ) -> tuple[Tensor, Any]:
-        hidden = self._model.forward(self._clamp_to_vocab(tokens), positions, self._cache, self.backend, metadata)
+    ) -> tuple[Tensor, None]:
+        """Computes one more token of each row. Returns its logits, float32 [R, vocab]."""
+        context = ForwardContext(self._cache, self.backend, metadata)
+        hidden = self._model.forward(self._clamp_to_vocab(tokens), positions, context)
         logits = self._model.logits(hidden)
         if self._own_vocab < self._vocab:
             logits = F.pad(logits, (0, self._vocab - self._own_vocab), value=UNKNOWN_LOGIT)
@@ -174,22 +109,20 @@ class EagleDraftModel:
     """An EAGLE head of a target that is a Decoder."""
 
     name = "eagle"
-    lags = False
+    #: `forward_with_target` computes the layers in every step, and `store_states` ends the step.
+    lags: Literal[False] = False
 
     def __init__(self, head: EagleHead, target: Decoder, kv: KVPool, attention: AttentionClass) -> None:
         self.capturable = head.capturable
         layer = head.spec.layer
         self._head, self._aux_layers = head, head.spec.aux_layers_of(target.spec.num_layers)
         self._target_layers, self._width = target.spec.num_layers, head.spec.target_hidden
-        (self._cache,) = kv.layers("draft_")
+        self._cache = kv.layers("draft_")
         self._state = kv.segment_view("draft_state")
         self._dtype = target.embedding.weight.dtype
         self.backend: AttentionBackend[Any] = attention(
-            (self._cache,), layer.num_heads, layer.windows, kv.dummy_block, first_position=1
+            self._cache, layer.num_heads, layer.windows, kv.dummy_block, first_position=1
         )
-
-    def write_kv(self, tokens: Tensor, positions: Tensor, metadata: Any) -> None:
-        raise AssertionError("an EAGLE head is computed with the target")
 
     def forward_with_target(
         self,
@@ -201,22 +134,12 @@ class EagleDraftModel:
         rows: Tensor | None,
         links: StateLinks,
     ) -> tuple[Tensor, Tensor]:
-        hidden, states = self._forward_target(target, tokens, positions, metadata, rows)
-        prev_states = torch.cat([states[:1], states[:-1]])
-        prev_states.index_copy_(0, links.firsts, self.initial_states(links.blocks_before))
-        self._head.write_kv(tokens, prev_states, positions, self._cache, target.backend, metadata)
-        return hidden, states
+        """Runs the target and the head, and writes the KV of both.
 
-    def _forward_target(
-        self, target: TargetModel, tokens: Tensor, positions: Tensor, metadata: Any, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the target's hidden states of `rows`, and the head's input states of all tokens."""
-        model = target.model
+        Returns the target's hidden states of the tokens `rows` (None: all), and the states of all tokens [T, hidden].
+        """
+        model, width = target.model, self._width
         assert isinstance(model, Decoder)
-        if not self._aux_layers:
-            hidden = model.forward(tokens, positions, target.cache, target.backend, metadata)
-            return hidden if rows is None else hidden[rows], model.final_norm(hidden)
-        width = self._width
         aux_states = torch.empty(len(tokens), len(self._aux_layers) * width, dtype=self._dtype, device=tokens.device)
 
         def hook(layer_index: int, x: Tensor) -> None:
@@ -224,33 +147,41 @@ class EagleDraftModel:
                 if layer == layer_index:
                     aux_states[:, place * width : (place + 1) * width] = x
 
-        # If the head reads the state after the last layer, that layer has to compute all tokens.
-        needs_all_tokens = self._target_layers in self._aux_layers
-        hidden = model.forward(
-            tokens,
-            positions,
-            target.cache,
-            target.backend,
-            metadata,
-            None if needs_all_tokens else rows,
-            layer_hook=hook,
-        )
-        return hidden[rows] if needs_all_tokens and rows is not None else hidden, self._head.fuse(aux_states)
+        # EAGLE reads the state after the last layer, of all tokens. EAGLE-3 may read it too.
+        needs_all_tokens = not self._aux_layers or self._target_layers in self._aux_layers
+        context = ForwardContext(target.cache, target.backend, metadata)
+        hidden = model.forward(tokens, positions, context, None if needs_all_tokens else rows, layer_hook=hook)
+        states = self._head.fuse(aux_states) if self._aux_layers else model.final_norm(hidden)
+        if needs_all_tokens and rows is not None:
+            hidden = hidden[rows]
+        prev_states = torch.cat([states[:1], states[:-1]])
+        prev_states.index_copy_(0, links.firsts, self.initial_states(links.blocks_before))
+        self._head.write_kv(tokens, prev_states, positions, context._replace(cache=self._cache))
+        return hidden, states
 
     def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
+        """Stores the states of the tokens `indices`, int64 [C], out of states [T, hidden], in blocks int64 [C]."""
         self._state.index_copy_(0, blocks, states.index_select(0, indices).to(self._state.dtype))
 
     def initial_states(self, blocks: Tensor) -> Tensor:
+        """Returns the states to continue from, [R, hidden], of the last tokens that have KV.
+
+        Args:
+            blocks: int64 [R], for each row the block of this token.
+        """
         return self._state.index_select(0, blocks).to(self._dtype)
 
     def draft_step(
         self, tokens: Tensor, prev_states: Tensor | None, positions: Tensor, metadata: Any
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Tensor]:
+        """Computes one more token of each row. Returns its logits, float32 [R, vocab], and the next `prev_states`."""
         assert prev_states is not None
-        states = self._head.draft_step(tokens, prev_states, positions, self._cache, self.backend, metadata)
+        context = ForwardContext(self._cache, self.backend, metadata)
+        states = self._head.draft_step(tokens, prev_states, positions, context)
         return self._head.logits(states), states
 
 
+DraftModel = SeparateDraftModel | EagleDraftModel
 #: Builds the draft model over a KV pool: over the trial pool for measuring memory, and then over the engine's pool.
 BuildDraftModel = Callable[[KVPool, AttentionClass], DraftModel]
 
@@ -266,7 +197,7 @@ def state_links_of(shape: StepShape, kv: KVPool) -> StateLinks:
 
 
 def store_step_states(
-    draft: DraftModel,
+    draft: EagleDraftModel,
     states: Tensor,
     shape: StepShape,
     sampled: Tensor,

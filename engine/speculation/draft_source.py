@@ -11,7 +11,7 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from engine.models import eagle_weights, weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
-from engine.models.eagle_spec import SPECULATION_FIELD, EagleSpec, load_eagle_spec
+from engine.models.eagle_spec import EagleSpec, draft_error, load_eagle_spec
 from engine.models.loader import ModelSource, open_model
 from engine.models.spec import ModelSpec
 from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, SeparateDraftModel
@@ -30,24 +30,15 @@ _log = logging.getLogger(__name__)
 MAX_VOCAB_PADDING = 1024
 
 
-class DraftSource(Protocol):
-    """A draft model that is not loaded yet."""
-
-    def layout_fields(self, device: torch.device) -> dict[str, Any]:
-        """Returns the fields that the draft sets in KVLayout."""
-
-    def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
-        """Loads the weights, or makes random ones. Raises ConfigError if they do not fit the target."""
-
-
 @dataclass(frozen=True, slots=True)
 class SeparateDraftSource:
-    """A whole second model with the tokenizer of the target."""
+    """A whole second model with the tokenizer of the target, not loaded yet."""
 
     source: ModelSource
     target: ModelShape
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
+        """Returns the fields that the draft sets in KVLayout."""
         shape = self.source.spec
         return {
             "draft_layers": shape.num_layers,
@@ -57,6 +48,7 @@ class SeparateDraftSource:
         }
 
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
+        """Loads the weights, or makes random ones. Raises ConfigError if they do not fit the target."""
         shape, vocab = self.source.spec, self.target.vocab_size
         model = self.source.load(max_len, device, dtype)
         return lambda kv, attention: SeparateDraftModel(model, shape, vocab, kv, attention)
@@ -64,22 +56,19 @@ class SeparateDraftSource:
 
 @dataclass(frozen=True, slots=True)
 class EagleSource:
-    """An EAGLE head of the target."""
+    """An EAGLE head of the target, not loaded yet. Its methods are those of `SeparateDraftSource`."""
 
     spec: EagleSpec
-    target: ModelSpec
     model_dir: Path
     #: Seed of random weights; None: the weights of `model_dir`.
     seed: int | None
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
         layer = self.spec.layer
-        random_weights = f"eagle dummy {self.seed} {device.type} {self.spec!r}"
-        revision = (
-            eagle_weights.eagle_revision(self.spec, self.model_dir)
-            if self.seed is None
-            else weights.digest(random_weights)
-        )
+        if self.seed is None:
+            revision = eagle_weights.eagle_revision(self.spec, self.model_dir)
+        else:
+            revision = weights.digest(f"eagle dummy {self.seed} {device.type} {self.spec!r}")
         return {
             "draft_layers": 1,
             "draft_kv_heads": layer.num_kv_heads,
@@ -98,6 +87,9 @@ class EagleSource:
         return lambda kv, attention: EagleDraftModel(head, target, kv, attention)
 
 
+DraftSource = SeparateDraftSource | EagleSource
+
+
 def open_draft(
     kind: str, model_dir: Path, target: ModelShape, target_dir: Path, *, load_format: str, seed: int, max_len: int
 ) -> DraftSource:
@@ -108,55 +100,47 @@ def open_draft(
         max_len: longest sequence in tokens.
     """
     if kind == "eagle":
-        return _open_eagle(model_dir, target, seed if load_format == "dummy" else None)
+        spec = load_eagle_spec(model_dir)
+        _check_eagle(spec, target)
+        return EagleSource(spec, model_dir, seed if load_format == "dummy" else None)
     try:
         source = open_model(model_dir, load_format, seed)
     except ConfigError as error:
-        raise ConfigError(f"the draft model: {error.message}", field=SPECULATION_FIELD) from error
+        raise draft_error(f"the draft model: {error.message}") from error
     shape = source.spec
     if abs(shape.vocab_size - target.vocab_size) > MAX_VOCAB_PADDING or not _same_tokens(model_dir, target_dir):
-        raise ConfigError(
+        raise draft_error(
             f"the draft model in {model_dir} has another vocabulary ({shape.vocab_size} tokens) than the model "
-            f"({target.vocab_size} tokens): use a draft model with the same tokenizer",
-            field=SPECULATION_FIELD,
+            f"({target.vocab_size} tokens): use a draft model with the same tokenizer"
         )
     if shape.max_position < max_len:
         if not isinstance(shape, ModelSpec):
-            raise ConfigError(
-                f"the draft model supports {shape.max_position} tokens, but max_model_len is {max_len}",
-                field=SPECULATION_FIELD,
-            )
+            raise draft_error(f"the draft model supports {shape.max_position} tokens, but max_model_len is {max_len}")
         _log.warning(
             "the draft model was trained for %d tokens: drafts at later positions are poor", shape.max_position
         )
     return SeparateDraftSource(source, target)
 
 
-def _open_eagle(model_dir: Path, target: ModelShape, seed: int | None) -> EagleSource:
-    spec = load_eagle_spec(model_dir)
+def _check_eagle(spec: EagleSpec, target: ModelShape) -> None:
+    """Raises ConfigError if the head is for another model."""
     if not isinstance(target, ModelSpec):
-        raise ConfigError(
-            f"EAGLE heads need a model that Baton computes itself; {target.architecture} is computed by transformers",
-            field=SPECULATION_FIELD,
+        raise draft_error(
+            f"EAGLE heads need a model that Baton computes itself; {target.architecture} is computed by transformers"
         )
     spec.aux_layers_of(target.num_layers)
-    if spec.target_hidden != target.hidden_size:
-        raise ConfigError(
-            f"the EAGLE head is for a model with hidden size {spec.target_hidden}, this model has {target.hidden_size}",
-            field=SPECULATION_FIELD,
+    hidden, vocab = target.hidden_size, target.vocab_size
+    if spec.target_hidden != hidden:
+        raise draft_error(
+            f"the EAGLE head is for a model with hidden size {spec.target_hidden}, this model has {hidden}"
         )
-    if not spec.is_eagle3 and spec.layer.hidden_size != target.hidden_size:
-        raise ConfigError(
-            f"the EAGLE head has hidden size {spec.layer.hidden_size}, its model has {target.hidden_size}",
-            field=SPECULATION_FIELD,
-        )
-    if spec.layer.vocab_size != target.vocab_size:
-        raise ConfigError(
+    if not spec.is_eagle3 and spec.layer.hidden_size != hidden:
+        raise draft_error(f"the EAGLE head has hidden size {spec.layer.hidden_size}, its model has {hidden}")
+    if spec.layer.vocab_size != vocab:
+        raise draft_error(
             f"the EAGLE head is for a model with {spec.layer.vocab_size} tokens in its vocabulary, this model has "
-            f"{target.vocab_size} tokens",
-            field=SPECULATION_FIELD,
+            f"{vocab} tokens"
         )
-    return EagleSource(spec, target, model_dir, seed)
 
 
 def _same_tokens(first_dir: Path, second_dir: Path) -> bool:

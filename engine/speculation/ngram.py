@@ -129,17 +129,16 @@ class NgramProposer:
         return NgramIndex(seq.tokens)
 
     def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
-        drafts = DraftBatch.empty(len(seqs), max(limits))
-        for row, (seq, index, limit) in enumerate(zip(seqs, states, limits, strict=True)):
-            index.extend(seq.tokens[index.count :])
-            _, guesses = index.match(limit)
-            drafts.tokens[row, : len(guesses)] = guesses
-            drafts.lengths[row] = len(guesses)
-        return drafts
+        return DraftBatch.of([_guess(*row) for row in zip(seqs, states, limits, strict=True)], max(limits))
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
-        state.extend(seq.tokens[state.count :])
-        return bool(state.match(1)[0])
+        return len(_guess(seq, state, 1)) > 0
 
     def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
         """Does nothing: the index reads the tokens of the sequence."""
+
+
+def _guess(seq: EngineSequence, index: NgramIndex, limit: int) -> np.ndarray:
+    """Returns up to `limit` drafts, after the index has read the new tokens of the sequence."""
+    index.extend(seq.tokens[index.count :])
+    return index.match(limit)[1]

@@ -36,6 +36,15 @@ class DraftBatch:
         """Returns a batch of `rows` sequences that have no drafts yet."""
         return cls(np.zeros((rows, max_drafts), dtype=np.int64), np.zeros(rows, dtype=np.int64))
 
+    @classmethod
+    def of(cls, guesses: Sequence[Sequence[int] | np.ndarray], max_drafts: int) -> DraftBatch:
+        """Returns a batch with these drafts of each sequence."""
+        drafts = cls.empty(len(guesses), max_drafts)
+        for row, guess in enumerate(guesses):
+            drafts.tokens[row, : len(guess)] = guess
+            drafts.lengths[row] = len(guess)
+        return drafts
+
 
 class Proposer(Protocol):
     """A source of drafts."""
@@ -49,10 +58,7 @@ class Proposer(Protocol):
     def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
         """Returns up to limits[i] >= 1 drafts for each sequence; none if there is no good guess.
 
-        Every draft is a token id of the vocabulary.
-
-        Args:
-            states: the state that `new_state` returned for each sequence.
+        Every draft is a token id of the vocabulary. `states` are the results of `new_state`.
         """
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:

@@ -14,6 +14,7 @@ request depends on its drafts, and not on other requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch import Tensor
 from engine.sampling.philox import uniform
 from engine.sampling.sampler import NoiseKeys, Sampled, SampleRow, sample, token_probs
 from engine.schedule.drafts import DraftTokens
+
+T = TypeVar("T")
 
 #: Noise streams of the accept decisions and of the replacements. Stream 0 is the target's.
 ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2
@@ -36,26 +39,27 @@ def rejection_sample(raw: Tensor, rows: Sequence[SampleRow], draft_tokens: Seque
         rows: sampling state of each row.
         draft_tokens: drafts of each sequence.
     """
-    assert sum(len(drafts.tokens) + 1 for drafts in draft_tokens) == len(rows)
+    counts = [len(drafts.tokens) + 1 for drafts in draft_tokens]
+    assert sum(counts) == len(rows)
     parts: list[Sampled] = []
     first = 0
-    for part in _parts(draft_tokens, LOGITS_AT_ONCE // raw.shape[1]):
+    for part in split_by_weight(draft_tokens, counts, LOGITS_AT_ONCE // raw.shape[1]):
         end = first + sum(len(drafts.tokens) + 1 for drafts in part)
         parts.append(_sample_part(raw[first:end], rows[first:end], part))
         first = end
     return Sampled(torch.cat([part.tokens for part in parts]), torch.cat([part.finite for part in parts]))
 
 
-def _parts(draft_tokens: Sequence[DraftTokens], most: int) -> list[list[DraftTokens]]:
-    """Splits the sequences into parts of at most `most` rows; a longer sequence is a part of its own."""
-    parts: list[list[DraftTokens]] = []
-    rows = 0
-    for drafts in draft_tokens:
-        rows += len(drafts.tokens) + 1
-        if not parts or rows > most:
+def split_by_weight(items: Sequence[T], weights: Sequence[int], most: int) -> list[list[T]]:
+    """Splits the items into parts of at most this total weight. A heavier item is a part of its own."""
+    parts: list[list[T]] = []
+    total = 0
+    for item, weight in zip(items, weights, strict=True):
+        total += weight
+        if not parts or total > most:
             parts.append([])
-            rows = len(drafts.tokens) + 1
-        parts[-1].append(drafts)
+            total = weight
+        parts[-1].append(item)
     return parts
 
 

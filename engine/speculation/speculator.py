@@ -20,7 +20,7 @@ from engine.schedule.drafts import DraftState, DraftTokens
 from engine.schedule.scheduler import NO_DRAFTS, ScheduledSequence
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.controller import DraftController
-from engine.speculation.model_proposer import ModelProposer
+from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.proposer import DraftBatch, Proposer
 from engine.speculation.stats import SpeculationStats
 
@@ -51,8 +51,9 @@ class Speculator:
 
     def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, DraftTokens]:
         """Returns drafts for the sequences in which drafts save time."""
-        if any(seq.draft_lag >= MAX_DRAFT_LAG for seq in seqs):
-            self._catch_up([seq for seq in seqs if seq.draft_lag])
+        if isinstance(self._proposer, ModelProposer) and any(seq.draft_lag >= MAX_DRAFT_LAG for seq in seqs):
+            with self._tolerate_failure():
+                self._proposer.catch_up([seq for seq in seqs if seq.draft_lag])
         limits = self._limits(seqs)
         requested = [(seq, limit) for seq, limit in zip(seqs, limits, strict=True) if limit]
         if not requested:
@@ -75,11 +76,6 @@ class Speculator:
                 probs = None if drafts.probs is None else drafts.probs[row, :count]
                 proposed[seq] = DraftTokens(tuple(tokens[:count]), probs)
         return proposed
-
-    def _catch_up(self, seqs: Sequence[EngineSequence]) -> None:
-        if isinstance(self._proposer, ModelProposer):
-            with self._tolerate_failure():
-                self._proposer.catch_up(seqs)
 
     def wants_drafts(self, seqs: Sequence[EngineSequence]) -> bool:
         """Returns whether some of these sequences, which are in the step in flight, should draft for the next step."""
@@ -113,10 +109,8 @@ class Speculator:
         assert seq.draft_state is not None
         self.stats.add(drafts, accepted)
         self._controller.on_verified(seq.draft_state, seq.num_output, drafts, accepted)
-        try:
+        with self._tolerate_failure():
             self._proposer.on_verified(seq, seq.draft_state.proposer_state, drafts, accepted)
-        except Exception:
-            self._log_failure()
 
     def on_step(self, scheduled: Sequence[ScheduledSequence], seconds: float, *, waited: bool = False) -> None:
         """Records the end of a step.
@@ -148,14 +142,10 @@ class Speculator:
 
     @contextlib.contextmanager
     def _tolerate_failure(self) -> Iterator[None]:
-        """Counts and logs an exception of the proposer."""
+        """Counts an exception of the proposer. Logs failures 1, 2, 4, 8, ..., which do not fill the log."""
         try:
             yield
         except Exception:
-            self._log_failure()
-
-    def _log_failure(self) -> None:
-        """Logs failures 1, 2, 4, 8, ..., so that a proposer that always fails does not fill the log."""
-        self.stats.failures += 1
-        if self.stats.failures.bit_count() == 1:
-            _log.exception("the %s proposer failed, %d times so far", self._proposer.name, self.stats.failures)
+            self.stats.failures += 1
+            if self.stats.failures.bit_count() == 1:
+                _log.exception("the %s proposer failed, %d times so far", self._proposer.name, self.stats.failures)

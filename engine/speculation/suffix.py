@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramIndex
 from engine.speculation.proposer import DraftBatch
@@ -118,31 +120,21 @@ class SuffixProposer:
         return state
 
     def propose(self, seqs: Sequence[EngineSequence], states: Sequence[Any], limits: Sequence[int]) -> DraftBatch:
-        drafts = DraftBatch.empty(len(seqs), max(limits))
-        for row, (seq, state, limit) in enumerate(zip(seqs, states, limits, strict=True)):
-            self._update(seq, state)
-            own_length, own_drafts = state.index.match(limit)
-            shared, guesses = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], limit)
-            if shared > own_length:
-                drafts.tokens[row, : len(guesses)] = guesses
-                drafts.lengths[row] = len(guesses)
-            else:
-                drafts.tokens[row, : len(own_drafts)] = own_drafts
-                drafts.lengths[row] = len(own_drafts)
-        return drafts
+        return DraftBatch.of([self._guess(*row) for row in zip(seqs, states, limits, strict=True)], max(limits))
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
-        self._update(seq, state)
-        shared, _ = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], 1)
-        return bool(shared or state.index.match(1)[0])
+        return len(self._guess(seq, state, 1)) > 0
 
     def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
         self._learn(seq, state)
 
-    def _update(self, seq: EngineSequence, state: _SuffixState) -> None:
-        """Adds the new tokens of the sequence to the table and to its own index."""
+    def _guess(self, seq: EngineSequence, state: _SuffixState, limit: int) -> Sequence[int] | np.ndarray:
+        """Returns up to `limit` drafts, after table and index have read the new tokens of the sequence."""
         self._learn(seq, state)
         state.index.extend(seq.tokens[state.index.count :])
+        own_length, own_guess = state.index.match(limit)
+        shared_length, shared_guess = self.table.predict(seq.request.cache_salt, seq.tokens[-LENGTHS[0] :], limit)
+        return shared_guess if shared_length > own_length else own_guess
 
     def _learn(self, seq: EngineSequence, state: _SuffixState) -> None:
         """Adds the new output to the table. Its first tokens follow the end of the prompt."""

@@ -21,7 +21,7 @@ from engine.kernels import (
     norm,
     paged_decode,
     paged_prefill,
-    sampling,
+    pdl,
     skinny_gemm,
 )
 from engine.kv.layer_kv import LayerKV
@@ -138,8 +138,7 @@ def samples() -> None:
 def main() -> None:
     triton.runtime.driver.set_active(Hopper())
     triton.runtime.jit.JITFunction.run = compile_only(triton.runtime.jit.JITFunction.run)
-    for module in (gemv, norm, paged_decode, kv_write, sampling, skinny_gemm):
-        module.supports_pdl = lambda device: True
+    pdl.supports_pdl = lambda device: True
     products()
     inputs()
     samples()

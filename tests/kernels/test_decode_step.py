@@ -28,8 +28,8 @@ from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from engine.schedule.sequence import Sequence
 from engine.schedule.stepper import Stepper
 from engine.speculation.controller import AlwaysDraft
+from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.draft_model import AttentionClass, BuildDraftModel
-from engine.speculation.model_proposer import ModelProposer
 from engine.speculation.speculator import Speculator
 from engine.step.decode_step import batch_buckets
 from engine.step.prompt_step import PromptBucket

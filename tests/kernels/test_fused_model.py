@@ -16,6 +16,7 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kv.layer_kv import LayerKV
 from engine.models import decoder
+from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.spec import ModelSpec, parse_spec
 from tests.rigs.engine.paged import error
@@ -85,7 +86,7 @@ class Rig:
         metadata = backend.prepare(StepShape(starts, counts, [TABLES[r] for r in rows]))
 
         def run() -> Tensor:
-            hidden = model.forward(tokens, positions, pool, backend, metadata, last)
+            hidden = model.forward(tokens, positions, ForwardContext(pool, backend, metadata), last)
             assert len(hidden) == len(rows)
             return model.logits(hidden)
 

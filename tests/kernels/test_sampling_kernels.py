@@ -51,7 +51,7 @@ class Case:
         return self.params.counts[len(self.rows) - 1 - r]
 
     def sample(self, logits, allowed=None):
-        for scratch in (self.sampler._shaped, self.sampler._scores, self.sampler._segments, *self.sampler._partial):
+        for scratch in self.sampler._buffers[2:]:
             scratch.fill_(float("nan"))
         return self.sampler.sample(logits, self.slots, self.positions, self.params, allowed)
 

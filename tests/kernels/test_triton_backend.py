@@ -112,7 +112,7 @@ def test_chunk_metadata_selects_the_kernels_of_prepare(start: int, new: int, dev
     assert metadata.decode is None
     assert metadata.paged == ()
     (captured,) = metadata.dense_rows
-    for name in ("first_token", "start", "num_new", "cudnn_tokens", "count"):
+    for name in ("first_token", "start", "max_new", "cudnn_tokens", "count"):
         assert getattr(captured, name) == getattr(row, name), name
     assert row.cudnn_tokens == new
     assert captured.tables[0, : len(blocks)].tolist() == row.tables[0].tolist()

@@ -17,7 +17,7 @@ from engine.sampling.sampler import SampleRow, sample
 from engine.schedule.drafts import DraftState
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.controller import AlwaysDraft, DraftController
-from engine.speculation.model_proposer import ModelProposer
+from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.proposer import DraftBatch
 from engine.speculation.speculator import MAX_DRAFT_LAG
 from tests.rigs.engine.draft_models import disturbed, tiny_target

@@ -24,6 +24,7 @@ from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.layer_kv import LayerKV
 from engine.llm import LLM
+from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
 from engine.sampling.sampler import Sampled, SampleRow, sample, token_probs
@@ -67,7 +68,8 @@ def last_logits(directory: Path, prompts: list[list[int]]) -> Tensor:
     metadata = backend.prepare(StepShape([0] * count, [length] * count, [[row] for row in range(count)]))
     positions = torch.arange(length).repeat(count)
     ends = torch.arange(1, count + 1) * length - 1
-    return model.logits(model.forward(torch.tensor(prompts).flatten(), positions, cache, backend, metadata, ends))
+    context = ForwardContext(cache, backend, metadata)
+    return model.logits(model.forward(torch.tensor(prompts).flatten(), positions, context, ends))
 
 
 class Pair:

@@ -25,7 +25,7 @@ from engine.llm import LLM
 from engine.models.eagle_spec import parse_eagle_spec
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.controller import AlwaysDraft
-from engine.speculation.model_proposer import ModelProposer
+from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.proposer import DraftBatch
 from tests.rigs.engine.draft_models import eagle_head, tiny_target
 

@@ -16,6 +16,7 @@ from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.kv_pool import KVPool
 from engine.models import weights
+from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.spec import eos_token_ids, parse_spec, read_config
 
@@ -101,7 +102,7 @@ class Rig:
             metadata = self.backend.prepare(StepShape(starts, counts, blocks))
             positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
             flat = torch.tensor([i for t in tokens for i in t])
-            hidden = self.model.forward(flat, positions, self.cache, self.backend, metadata)
+            hidden = self.model.forward(flat, positions, ForwardContext(self.cache, self.backend, metadata))
             return list(self.model.logits(hidden).split(counts))
 
 
@@ -129,7 +130,8 @@ def test_the_last_layer_computes_only_the_wanted_rows_of_a_long_step(
         with torch.inference_mode():
             metadata = rig.backend.prepare(StepShape(starts, counts, blocks))
             positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
-            return rig.model.forward(torch.cat(tokens), positions, rig.cache, rig.backend, metadata, rows)
+            context = ForwardContext(rig.cache, rig.backend, metadata)
+            return rig.model.forward(torch.cat(tokens), positions, context, rows)
 
     monkeypatch.setattr(few.backend, "attend", noted)
     for starts, counts, last in (([0, 0], [200, 70], 2), ([200, 70], [30, 8], 38), ([230, 78], [1, 63], 64)):

@@ -26,7 +26,7 @@ from engine.models.spec import ModelSpec
 from engine.parallel import step_messages
 from kv_transfer.backend.interface import Notification, WriteState
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric, LoopbackFault
-from kv_transfer.backend.rank_backend import RankBackendClient, serve_rank_backend
+from kv_transfer.backend.rank_backend import RankBackendClient, RankBackendServer
 from kv_transfer.backend.sharded import ShardedBackend
 from kv_transfer.memory import PeerMemory, PoolMemory, host_pool
 from tests.rigs.waiting import Clock
@@ -64,7 +64,7 @@ def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None
             lambda m: weights.load_weights(m, tmp_path, spec),
             lambda m, shard: weights.load_weights(m, tmp_path, spec, shard),
         ),
-        (lambda m: weights.randomize(m, 7), lambda m, shard: weights.randomize_shard(m, 7, spec, shard)),
+        (lambda m: weights.randomize(m, 7), lambda m, shard: weights.randomize(m, 7, shard)),
     ):
         whole = Decoder(spec, 32, CPU, torch.float32)
         fill(whole)
@@ -76,11 +76,12 @@ def test_shards_are_slices_of_the_whole_model(size: int, tmp_path: Path) -> None
             fill_part(part, shard)
             assert ("head.weight" in dict(part.named_parameters())) == (rank == 0)
             for name, parameter in part.named_parameters():
-                assert torch.equal(parameter, shard.slice_of(name, whole.get_parameter(name), spec)), name
-        rows = whole.layer_list[0].attention.qkv.weight.split([32, 16, 16])
-        parts = [
-            Shard(r, size).slice_of("qkv.weight", whole.layer_list[0].attention.qkv.weight, spec) for r in range(size)
-        ]
+                module, _, kind = name.rpartition(".")
+                cut_of_whole = weights.rank_part(part.get_submodule(module), kind, whole.get_parameter(name), shard)
+                assert torch.equal(parameter, cut_of_whole), name
+        qkv, own_qkv = whole.layer_list[0].attention.qkv, part.layer_list[0].attention.qkv
+        rows = qkv.weight.split([32, 16, 16])
+        parts = [weights.rank_part(own_qkv, "weight", qkv.weight, Shard(r, size)) for r in range(size)]
         for at, kind in enumerate(rows):  # query, key and value heads are in the order of the ranks
             own = [32 // size, 16 // size, 16 // size]
             assert torch.equal(torch.cat([part.split(own)[at] for part in parts]), kind)
@@ -166,7 +167,7 @@ class Group:
 
     def _serve(self, channel: RankChannel) -> None:
         try:
-            serve_rank_backend(channel, lambda: LoopbackBackend(self.fabric), lambda: self.memories[1])
+            RankBackendServer(channel, lambda: LoopbackBackend(self.fabric), lambda: self.memories[1]).run()
         except Unavailable:
             channel.close()
 

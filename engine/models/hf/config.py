@@ -87,18 +87,20 @@ def read_hf_config(model_dir: Path) -> Any:
         first = str(error).strip().split("\n")[0]
         raise ConfigError(f"transformers cannot read the config.json of {model_dir}: {first}", field="model") from error
     name = next(iter(config.architectures or ()), f"a model of type {config.model_type}")
+
+    def refusal(reason: str) -> ConfigError:
+        return ConfigError(f"{name} is not supported: {reason}", field="model")
+
     if config.is_encoder_decoder:
-        raise ConfigError(f"{name} is not supported: it is an encoder-decoder model", field="model")
+        raise refusal("it is an encoder-decoder model")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ != name:
-        raise ConfigError(f"{name} is not supported: transformers has no causal language model for it", field="model")
+        raise refusal("transformers has no causal language model for it")
     text = config.get_text_config().to_dict()
     kinds = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        raise ConfigError(f"{name} is not supported: it has layers of {', '.join(sorted(kinds))}", field="model")
+        raise refusal(f"it has layers of {', '.join(sorted(kinds))}")
     if any("dynamic" in rope["rope_type"] for rope in _ropes(text)):
-        raise ConfigError(
-            f"{name} is not supported: with dynamic rope scaling, keys depend on later tokens", field="model"
-        )
+        raise refusal("with dynamic rope scaling, keys depend on later tokens")
     return config
 
 

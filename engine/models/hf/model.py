@@ -11,7 +11,7 @@ its softcap or scale, is the model's own code, with an identity in place of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from common.errors import ConfigError
-from engine.attention.base import AttentionBackend, StepShape
+from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.layer_kv import LayerKV
-from engine.models.base import LayerHook
+from engine.models.base import ForwardContext, LayerHook
 from engine.models.hf.config import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
 from engine.progress import progress
 
@@ -38,19 +38,17 @@ VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @dataclass(slots=True)
-class _ForwardContext:
-    """The arguments of the running forward pass that attention needs."""
+class _Running:
+    """The running forward pass, for attention."""
 
-    cache: Sequence[LayerKV] = ()
-    backend: AttentionBackend[Any] | None = None
-    metadata: Any = None
+    context: ForwardContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _PagedLayer:
     """The connection of an attention module to its layer of the KV pool: the module's attribute `paged`."""
 
-    context: _ForwardContext
+    running: _Running
     index: int
     window: int | None
     query_scale: float
@@ -66,8 +64,8 @@ def _attend(
         key, value: [1, kv_heads, T, D].
     """
     layer: _PagedLayer = module.paged
-    context = layer.context
-    assert context.backend is not None
+    context = layer.running.context
+    assert context is not None
     if layer.query_scale != 1.0:
         query = query * layer.query_scale
     if query.stride(3) != 1:
@@ -85,40 +83,31 @@ class HfModel:
         self.spec = spec
         # In other dtypes than bf16 transformers computes experts one by one and reads their sizes on the host.
         self.capturable = not spec.host_traffic and not (spec.grouped and dtype != torch.bfloat16)
-        self._context = _ForwardContext()
+        self._running = _Running()
         self._decoder: Any = causal.get_submodule(spec.decoder_path)
         self._causal: Any = causal
         for index, path in enumerate(spec.attention_paths):
             module: Any = causal.get_submodule(path)
-            module.paged = _PagedLayer(self._context, index, spec.windows[index], spec.query_scales[index])
+            module.paged = _PagedLayer(self._running, index, spec.windows[index], spec.query_scales[index])
         replace_decoder(causal, spec.decoder_path, spec.output_class)
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: Sequence[LayerKV],
-        backend: AttentionBackend[Any],
-        metadata: Any,
+        context: ForwardContext,
         rows: Tensor | None = None,
         *,
         layer_hook: LayerHook | None = None,
     ) -> Tensor:
-        self._context.cache, self._context.backend, self._context.metadata = cache, backend, metadata
+        self._running.context = context
         out = self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         states: Tensor = out.last_hidden_state[0]
         return states if rows is None else states[rows]
 
-    def write_kv(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Sequence[LayerKV],
-        backend: AttentionBackend[Any],
-        metadata: Any,
-    ) -> None:
+    def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
         """Runs all of `forward`: the model's code cannot stop after the last keys and values."""
-        self.forward(tokens, positions, cache, backend, metadata)
+        self.forward(tokens, positions, context)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Returns its argument: `forward` has already applied the final norm."""
@@ -217,7 +206,7 @@ def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
         metadata = backend.prepare(StepShape(starts, counts, [tables[r] for r in rows]))
         tokens = torch.cat([ids[r, slice(*ranges[r])] for r in rows])
         positions = torch.cat([torch.arange(*ranges[r], device=device) for r in rows])
-        states = model.forward(tokens, positions, cache, backend, metadata)
+        states = model.forward(tokens, positions, ForwardContext(cache, backend, metadata))
         want = torch.cat([expected[r][slice(*ranges[r])] for r in rows]).float()
         errors.append((states.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20))
     error = float(torch.cat(errors).median())

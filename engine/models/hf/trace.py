@@ -39,12 +39,8 @@ IGNORED_ARGUMENTS |= {"output_attentions", "output_hidden_states", "output_route
 _tracing = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    """A mask function that the model passed to the mask interface."""
-
-    #: Maps (batch, head, query, key) to whether the query sees the key.
-    visible: Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+#: Mask function of a model. Maps (batch, head, query, key) to whether the query sees the key.
+_Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +96,7 @@ class _Trace:
 
     def mask(self, *_: Any, mask_function: Callable[..., Any], **__: Any) -> Tensor:
         placeholder = torch.empty(1, 1, TRACE_TOKENS, TRACE_TOKENS, device="meta")
-        self.masks[id(placeholder)] = (placeholder, _Mask(mask_function))
+        self.masks[id(placeholder)] = (placeholder, mask_function)
         return placeholder
 
 
@@ -202,7 +198,7 @@ def _window(call: _Call, max_position: int) -> int | None:
     keys, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
 
     def row(query: int) -> Tensor:
-        return torch.as_tensor(mask.visible(zero, zero, torch.tensor(query), keys)).expand(length)
+        return torch.as_tensor(mask(zero, zero, torch.tensor(query), keys)).expand(length)
 
     window = int(row(length - 1).sum())
     for query in {0, 1, length // 2, window - 1, min(window, length - 1), length - 1}:
