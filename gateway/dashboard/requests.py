@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.admission.api_keys import Caller
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
 from gateway.dashboard.spans import Span, spans_of
 from gateway.serving.gateway import Gateway
 from gateway.telemetry.timeline import Timeline

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from common.errors import BatonError, InvalidRequest, ObjectNotFound
-from gateway.api.http.auth import caller_of
+from gateway.api.http.endpoint import caller_of
 from gateway.api.http.errors import error_body
 from gateway.dashboard.history import MetricsHistory
 from gateway.dashboard.requests import MAX_REQUESTS, DashboardRequests

@@ -18,13 +18,15 @@ from starlette.types import Message
 from common.errors import InvalidRequest, RequestTooLarge
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
+from common.types import ValidRequest
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.body import read_json_body
-from gateway.api.http.json_fields import MAX_DEPTH, deeper_than
-from gateway.api.openai.requests import MAX_IDS, parse_token_ids
+from gateway.api.http.json_value import MAX_DEPTH, deeper_than
+from gateway.api.openai.fields import MAX_IDS
+from gateway.api.openai.requests import parse_completion
 from gateway.api.openai.tokenize import LONG_CHARS
 from gateway.serving.gateway import PROMPTS_PER_LOOP_TURN
-from gateway.serving.request import MAX_JSON_PARTS
+from gateway.serving.request import MAX_JSON_PARTS, to_valid_request
 from gateway.text.chat_format import INLINE_PARTS
 from gateway.text.tokenizer import INLINE_CHARS
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
@@ -87,7 +89,7 @@ async def test_a_body_of_countless_parts_is_refused_before_it_is_parsed(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_prompt_of_as_many_tokens_as_the_longest_context_is_not_too_many_parts(shared: Rig) -> None:
-    context = shared.gateway.models.first.limits().max_model_len
+    context = shared.gateway.models.first.pod_table.limits().max_model_len
     raw = orjson.dumps({"model": MODEL, "prompt": [1] * (MAX_JSON_PARTS + context - 10)})
     status, error = await posted(shared, "/v1/completions", raw)
     assert (status, error["param"]) == (400, "prompt")
@@ -104,7 +106,7 @@ async def test_characters_of_a_text_do_not_count_as_parts(shared: Rig) -> None:
 
 def test_more_token_ids_than_any_prompt_has_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest) as error:
-        parse_token_ids([1] * (MAX_IDS + 1), "prompt")
+        parse_completion({"model": MODEL, "prompt": [1] * (MAX_IDS + 1)})
     assert error.value.field == "prompt"
 
 
@@ -250,7 +252,7 @@ async def test_a_body_of_the_greatest_depth_is_answered(shared: Rig) -> None:
 async def read_grpc(gw: Rig, request: Pb) -> None:
     """Reads a request as the servicer does, with its errors."""
     servicer = InferenceServicer(gw.gateway)
-    with gw.gateway.admit("generate", None, caller=gw.gateway.keys.identify(None)) as context:
+    with gw.gateway.admit("generate", None, caller=gw.gateway.keys.current.identify(None)) as context:
         await servicer._choices(context, request)
 
 
@@ -288,17 +290,17 @@ async def test_other_tasks_run_between_the_prompts_of_one_request(
 ) -> None:
     made: list[int] = []
     async with fake_cluster() as c, rig(c, smollm2_dir) as gw:
-        choices, loop = gw.gateway._choices, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
-        def count(*args: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> ValidRequest:
             """The number of prompts that were made into choices in this turn of the loop is made's last entry."""
             if not made or made[-1] == 0:
                 made.append(0)
                 loop.call_soon(made.append, 0)
             made[-1] += 1
-            return choices(*args)
+            return to_valid_request(*args, **kwargs)
 
-        monkeypatch.setattr(gw.gateway, "_choices", count)
+        monkeypatch.setattr("gateway.serving.gateway.to_valid_request", count)
         body = {"model": MODEL, "input": ["Hello"] * 100}
         assert (await gw.http.post("/v1/embeddings", json=body)).status_code == 200
     assert sum(made) == 100

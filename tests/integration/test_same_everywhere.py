@@ -70,14 +70,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def asked(gw: Rig, path: str, **fields: Any) -> ValidRequest:
-    """The requests of both pods for a body, without prompt, id and a generated seed."""
+    """The requests of both pods for a body, without prompt, id, a generated seed and field names."""
     response = await gw.http.post(path, json={"model": MODEL, **fields})
     assert response.status_code == 200, response.text
     request = gw.cluster.prefills[0].seen.prefilled[-1]
     assert request == gw.cluster.decodes[0].seen.reserved[-1]
     seed = request.sampling.seed if "seed" in fields else 0
     sampling = dataclasses.replace(request.sampling, seed=seed, max_tokens=fields.get("max_tokens", 0))
-    return dataclasses.replace(request, request_id="", prompt_ids=(1,), sampling=sampling)
+    grammar = request.grammar and dataclasses.replace(request.grammar, field="")
+    return dataclasses.replace(request, request_id="", prompt_ids=(1,), sampling=sampling, grammar=grammar)
 
 
 async def completion(gw: Rig, **fields: Any) -> ValidRequest:

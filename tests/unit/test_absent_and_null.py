@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.docs.parameters import CHAT, COMMON, COMPLETION
+from gateway.api.docs.tables import CHAT, COMMON, COMPLETION
 from gateway.api.openai.requests import parse_chat, parse_completion
 
 NEEDED = {"model", "messages", "prompt"}

@@ -1,14 +1,15 @@
-"""Makes the OpenAPI document (/openapi.json) of the parameters, operations and schemas."""
+"""Makes the OpenAPI document (/openapi.json) of the request models, operations and schemas of answers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from gateway.api.docs.operations import HEADERS, OPERATIONS, Operation
-from gateway.api.docs.parameter import Parameter
-from gateway.api.docs.parameters import BODIES
+from gateway.api.docs.parameters import parameters
 from gateway.api.docs.schemas import SCHEMAS, ref
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
+from gateway.api.openai.fields import RequestModel
 
 _STATUS = {
     400: "The request is not valid; param names the field.",
@@ -26,19 +27,11 @@ _STATUS = {
 }
 
 
-def body_schema(parameters: Sequence[Parameter]) -> Json:
-    """Returns the schema of a body. A parameter named "a.b" is the member b of parameter a, which comes before it."""
-    members: dict[str, Json] = {p.name: p.nullable for p in parameters if "." not in p.name}
-    for p in parameters:
-        parent, _, name = p.name.partition(".")
-        if name:
-            variants = members[parent]["anyOf"]
-            variants[0].setdefault("properties", {})[name] = p.nullable
-    return {
-        "type": "object",
-        "properties": members,
-        "required": [p.name for p in parameters if p.required],
-    }
+def body_schema(model: type[RequestModel]) -> Json:
+    """Returns the schema of a body."""
+    shown = [p for p in parameters(model) if "." not in p.name]
+    properties = {p.name: p.nullable for p in shown}
+    return {"type": "object", "properties": properties, "required": [p.name for p in shown if p.required]}
 
 
 def openapi_document(version: str, models: Sequence[str]) -> Json:
@@ -56,18 +49,18 @@ def openapi_document(version: str, models: Sequence[str]) -> Json:
 
 
 def _operation(operation: Operation, models: Sequence[str]) -> Json:
-    parameters = [
+    arguments = [
         {"name": name, "in": place, "required": place == "path", "schema": schema}
-        for place, group in (("path", operation.path_parameters), ("query", operation.query))
+        for place, group in (("path", _path_parameters(operation)), ("query", operation.query))
         for name, schema in group
     ]
-    out: Json = {"summary": operation.summary, "operationId": _operation_id(operation), "parameters": parameters}
-    if operation.path in BODIES:
+    out: Json = {"summary": operation.summary, "operationId": _operation_id(operation), "parameters": arguments}
+    if operation.body is not None:
         out["parameters"] += [
             {"name": name, "in": "header", "description": meaning, "schema": schema}
             for name, meaning, schema in HEADERS
         ]
-        schema = body_schema(BODIES[operation.path])
+        schema = body_schema(operation.body)
         if models and "model" in schema["properties"]:
             schema["properties"]["model"] = {**schema["properties"]["model"], "examples": list(models)}
         out["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -75,10 +68,7 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
     if operation.answer:
         content = {"application/json": {"schema": ref(operation.answer)}}
     if operation.event:
-        content["text/event-stream"] = {
-            "schema": {"type": "string"},
-            "x-event-schema": ref(operation.event),
-        }
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": ref(operation.event)}
     out["responses"] = {"200": {"description": "Done.", "content": content}}
     for status in operation.errors:
         out["responses"][str(status)] = {
@@ -86,6 +76,10 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
             "content": {"application/json": {"schema": ref("Error")}},
         }
     return out
+
+
+def _path_parameters(operation: Operation) -> list[tuple[str, Json]]:
+    return [(name, {"type": "string", "minLength": 1}) for name in re.findall(r"{(\w+)}", operation.path)]
 
 
 def _operation_id(operation: Operation) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
 
 _STRING: Json = {"type": "string"}
 _INT: Json = {"type": "integer", "minimum": 0}
@@ -40,7 +40,7 @@ _CHAT_LOGPROBS = nullable(
                         "properties": {**_TOKEN_LOGPROB["properties"], "top_logprobs": array(_TOKEN_LOGPROB)},
                     }
                 )
-            ),
+            )
         }
     )
 )
@@ -58,8 +58,7 @@ _TOOL_CALL = obj(
     {"id": _STRING, "type": {"const": "function"}, "function": obj({"name": _STRING, "arguments": _STRING})}
 )
 _TOOL_CALL_DELTA = obj(
-    {"index": _INT},
-    {"id": _STRING, "type": _STRING, "function": obj({}, {"name": _STRING, "arguments": _STRING})},
+    {"index": _INT}, {"id": _STRING, "type": _STRING, "function": obj({}, {"name": _STRING, "arguments": _STRING})}
 )
 _HEAD: Json = {"id": _STRING, "created": _INT, "model": _STRING}
 
@@ -89,11 +88,7 @@ _OUTPUT_ITEM: Json = {
 
 SCHEMAS: Json = {
     "Error": obj(
-        {
-            "error": obj(
-                {"message": _STRING, "type": _STRING, "param": nullable(_STRING), "code": nullable(_STRING)},
-            )
-        }
+        {"error": obj({"message": _STRING, "type": _STRING, "param": nullable(_STRING), "code": nullable(_STRING)})}
     ),
     "Usage": obj(
         {"prompt_tokens": _INT, "completion_tokens": _INT, "total_tokens": _INT},
@@ -158,13 +153,7 @@ SCHEMAS: Json = {
         {"usage": nullable(ref("Usage"))},
     ),
     "Model": obj(
-        {
-            "id": _STRING,
-            "object": {"const": "model"},
-            "created": _INT,
-            "owned_by": _STRING,
-            "root": _STRING,
-        },
+        {"id": _STRING, "object": {"const": "model"}, "created": _INT, "owned_by": _STRING, "root": _STRING},
         {"max_model_len": _INT},
     ),
     "ModelList": obj({"object": {"const": "list"}, "data": array(ref("Model"))}),
@@ -173,11 +162,7 @@ SCHEMAS: Json = {
             "object": {"const": "list"},
             "data": array(
                 obj(
-                    {
-                        "object": {"const": "embedding"},
-                        "index": _INT,
-                        "embedding": {"anyOf": [array(_NUMBER), _STRING]},
-                    }
+                    {"object": {"const": "embedding"}, "index": _INT, "embedding": {"anyOf": [array(_NUMBER), _STRING]}}
                 )
             ),
             "model": _STRING,

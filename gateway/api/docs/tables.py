@@ -1,4 +1,4 @@
-"""Makes the tables of docs/api.md of the parameters and operations."""
+"""Makes the tables of docs/api.md of the request models and operations."""
 
 from __future__ import annotations
 
@@ -9,25 +9,40 @@ import orjson
 
 from common.pb import inference_pb2
 from gateway.api.docs.operations import HEADERS, OPERATIONS
-from gateway.api.docs.parameter import Parameter, Support
-from gateway.api.docs.parameters import BODIES, CHAT, COMMON, COMPLETION
+from gateway.api.docs.parameters import Parameter, parameters
+from gateway.api.openai.requests import ChatRequest, CompletionRequest, Generation
 
 BEGIN, END = "<!-- tables: python -m gateway.api.docs -->", "<!-- end of tables -->"
 
 GRPC_FIELDS = tuple(field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields)
+#: Fields of GenerateRequest with another name than the parameters that say the same.
+_GRPC_NAMES = {
+    "messages": ("chat",),
+    "prompt": ("text", "tokens"),
+    "max_completion_tokens": ("max_tokens",),
+    "top_logprobs": ("logprobs",),
+    "response_format": ("structured_output",),
+    "structured_outputs": ("structured_output",),
+}
 _GRPC_ONLY = {"request_id": "what X-Request-Id says"}
+
+COMMON = parameters(Generation)
+_NAMES = {p.name for p in COMMON}
+CHAT, COMPLETION = (
+    tuple(p for p in parameters(model) if p.name not in _NAMES) for model in (ChatRequest, CompletionRequest)
+)
 
 
 def tables() -> str:
     """Returns all tables as Markdown."""
-    other_paths = [path for path in BODIES if path not in ("/v1/chat/completions", "/v1/completions")]
+    others = [o for o in OPERATIONS if o.body is not None and o.body not in (ChatRequest, CompletionRequest)]
     parts = [
         "## Endpoints\n\n" + _table(("endpoint", "what it does", "errors"), map(_operation_row, OPERATIONS)),
         "## Headers\n\n" + _table(("header", "meaning"), ((f"`{name}`", meaning) for name, meaning, _ in HEADERS)),
         "## Parameters of chat and completions\n\n" + _parameters(COMMON, grpc=True),
         "## Parameters of /v1/chat/completions only\n\n" + _parameters(CHAT, grpc=True),
         "## Parameters of /v1/completions only\n\n" + _parameters(COMPLETION, grpc=True),
-        *(f"## Parameters of {path}\n\n" + _parameters(BODIES[path], grpc=False) for path in other_paths),
+        *(f"## Parameters of {o.path}\n\n" + _parameters(parameters(o.body), grpc=False) for o in others if o.body),
         "## Fields of Generate (gRPC)\n\n" + _table(("field", "says the same as"), map(_grpc_row, GRPC_FIELDS)),
     ]
     return "\n".join(parts)
@@ -35,9 +50,8 @@ def tables() -> str:
 
 def grpc_fields(parameter: Parameter) -> tuple[str, ...]:
     """Returns the fields of GenerateRequest with the parameter's meaning."""
-    if parameter.grpc is None:
-        return (parameter.name,) if parameter.name in GRPC_FIELDS else ()
-    return tuple(name for name in parameter.grpc.split(", ") if name)
+    same = (parameter.name,) if parameter.name in GRPC_FIELDS else ()
+    return _GRPC_NAMES.get(parameter.name, same)
 
 
 def with_tables(text: str) -> str:
@@ -49,17 +63,17 @@ def with_tables(text: str) -> str:
     return f"{head}{BEGIN}\n\n{tables()}\n{END}{tail}"
 
 
-def _parameters(parameters: Sequence[Parameter], *, grpc: bool) -> str:
+def _parameters(group: Sequence[Parameter], *, grpc: bool) -> str:
     columns = ("parameter", "support", "values", "default", "meaning", *(("gRPC",) if grpc else ()))
-    return _table(columns, (_row(p, grpc=grpc) for p in parameters))
+    return _table(columns, (_row(p, grpc=grpc) for p in group))
 
 
 def _row(p: Parameter, *, grpc: bool) -> tuple[str, ...]:
     default = p.default or ("required" if p.required else "")
     if not default and "default" in p.schema:
         default = orjson.dumps(p.schema["default"]).decode()
-    values = "" if p.support in (Support.IGNORED, Support.REFUSED) else values_text(p.schema)
-    row = (f"`{p.name}`", p.support.value, values, default, p.meaning)
+    values = "" if p.support in ("ignored", "refused") else values_text(p.schema)
+    row = (f"`{p.name}`", p.support, values, default, p.meaning)
     return (*row, ", ".join(f"`{name}`" for name in grpc_fields(p))) if grpc else row
 
 

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from common.errors import InvalidRequest, RequestTooLarge
 from common.pb import inference_pb2
-from gateway.api.http.json_fields import MAX_DEPTH, Json, deeper_than
+from gateway.api.http.json_value import MAX_DEPTH, Json, deeper_than
 from gateway.serving.request import MAX_JSON_PARTS
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
 
@@ -24,6 +24,11 @@ _MODES: dict[int, str] = {
     inference_pb2.ToolChoice.MODE_REQUIRED: "required",
 }
 
+_EARLY_STOPPING: dict[int, bool | str] = {
+    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    inference_pb2.EARLY_STOPPING_FIRST: True,
+    inference_pb2.EARLY_STOPPING_NEVER: "never",
+}
 _FORMS = {
     "json_schema": "json",
     "json_object": "json_object",
@@ -35,17 +40,17 @@ _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"
 
 
 def shared_fields(request: inference_pb2.GenerateRequest) -> Json:
-    """Returns the fields that chats and other prompts have."""
+    """Returns the fields of other names or types that chats and other prompts have."""
     fields: Json = {}
-    if request.HasField("skip_special_tokens"):
-        fields["skip_special_tokens"] = request.skip_special_tokens
+    if request.logit_bias:
+        fields["logit_bias"] = {str(entry.token): entry.bias for entry in request.logit_bias}
     if request.HasField("structured_output"):
         structured_output = request.structured_output
         forms: Json = {_FORMS[f.name]: value for f, value in structured_output.ListFields()}
         if "choice" in forms:
             forms["choice"] = list(structured_output.choice.texts)
         fields["structured_outputs"] = forms
-    return fields
+    return fields | {"early_stopping": _EARLY_STOPPING.get(request.early_stopping, request.early_stopping)}
 
 
 def require_no_chat_fields(request: inference_pb2.GenerateRequest) -> None:

@@ -25,12 +25,12 @@ from gateway.api.grpc.conversion import (
     shared_fields,
 )
 from gateway.api.http.body import SESSION_AFFINITY, parse_affinity
-from gateway.api.openai.requests import parse_chat, parse_completion
-from gateway.api.openai.tokenize import TokenizeHandler, parse_detokenize, parse_tokenize
-from gateway.serving.answers import complete_answers, merge_choices, total_usage
-from gateway.serving.choice import Choice
+from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
+from gateway.api.openai.tokenize import TokenizeHandler
+from gateway.serving.answers import complete_answers, merge_choices
+from gateway.serving.choice import Choice, total_usage
 from gateway.serving.gateway import Gateway
-from gateway.serving.request_context import RequestContext, Usage
+from gateway.serving.request import RequestContext, Usage
 from gateway.text.output import OutputPiece
 
 REQUEST_ID = "x-request-id"
@@ -40,46 +40,20 @@ MAX_CLIENT_ID = 128
 SEND_GRACE_S = 5.0
 
 #: Fields with the same name and meaning in a REST body.
-_SAME_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "min_tokens",
-    "prompt_logprobs",
-    "n",
-    "best_of",
-    "use_beam_search",
-    "length_penalty",
-)
-_EARLY_STOPPING: dict[int, bool | str] = {
-    inference_pb2.EARLY_STOPPING_UNSPECIFIED: False,
-    inference_pb2.EARLY_STOPPING_FIRST: True,
-    inference_pb2.EARLY_STOPPING_NEVER: "never",
-}
+_SAME_FIELDS = frozenset(
+    field.name
+    for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields
+    if field.name in CompletionRequest.model_fields and field.message_type is None and field.enum_type is None
+) - {"logprobs"}
 
 
 def _request_fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     """Returns the request as fields of a REST body, so that the same code checks both."""
-    fields: dict[str, Any] = {"model": request.model}
-    fields |= {field.name: value for field, value in request.ListFields() if field.name in _SAME_FIELDS}
-    if request.logit_bias:
-        fields["logit_bias"] = {str(entry.token): entry.bias for entry in request.logit_bias}
-    fields["stop"] = list(request.stop)
-    fields["stop_token_ids"] = list(request.stop_token_ids)
-    fields["ignore_eos"] = request.ignore_eos
-    fields["allowed_token_ids"] = list(request.allowed_token_ids) or None
-    fields["bad_words"] = list(request.bad_words)
-    fields["include_stop_str_in_output"] = request.include_stop_str_in_output
-    fields["echo"] = request.echo
-    fields["cache_salt"] = request.cache_salt
-    fields["priority"] = request.priority
-    fields["early_stopping"] = _EARLY_STOPPING.get(request.early_stopping, request.early_stopping)
+    fields: dict[str, Any] = {
+        field.name: list(value) if field.is_repeated else value
+        for field, value in request.ListFields()
+        if field.name in _SAME_FIELDS
+    }
     return fields | shared_fields(request)
 
 
@@ -128,7 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         """Returns the caller. Raises InvalidApiKey."""
         value = dict(context.invocation_metadata() or ()).get("authorization")
-        return self._gateway.keys.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
+        return self._gateway.keys.current.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
 
     async def _generate(
         self,
@@ -235,7 +209,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._gateway.admit(
             "tokenize", None, context.time_remaining(), caller=self._caller(context)
         ) as request_context:
-            tokenized = await self._texts.tokens(parse_tokenize(body), request_context)
+            tokenized = await self._texts.tokens(body, request_context)
         return inference_pb2.TokenizeResponse(
             ids=tokenized.ids, max_model_len=tokenized.max_model_len or 0, token_strings=tokenized.token_strings or ()
         )
@@ -245,7 +219,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Returns the text of token ids."""
         require_max_parts(request, self._gateway.max_json_parts)
-        body = parse_detokenize({"model": request.model or None, "tokens": list(request.ids)})
+        body = {"model": request.model or None, "tokens": list(request.ids)}
         with self._gateway.admit(
             "detokenize", None, context.time_remaining(), caller=self._caller(context)
         ) as request_context:
@@ -256,12 +230,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.ListModelsResponse:
         """Lists every model name and alias that the caller may use. A model without pods has no limits."""
         caller, models = self._caller(context), []
-        for name, model in self._gateway.models.names().items():
+        for name, model in self._gateway.models.by_name.items():
             if not caller.may_use(name, model.name):
                 continue
             entry = inference_pb2.Model(id=name, root=model.name, created=model.created)
             if model.pod_table.ready:
-                limits = model.limits()
+                limits = model.pod_table.limits()
                 entry.max_model_len, entry.vocab_size = limits.max_model_len, limits.vocab_size
             models.append(entry)
         return inference_pb2.ListModelsResponse(models=models)

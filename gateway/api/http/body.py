@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope
 
 from common.errors import Cancelled, InvalidRequest, RequestTooLarge, RequestTooSlow
 from common.tracing.context import TRACEPARENT, TRACESTATE, TraceContext
-from gateway.api.http.json_fields import MAX_DEPTH, deeper_than
+from gateway.api.http.json_value import MAX_DEPTH, deeper_than
 from gateway.serving.request import MAX_JSON_PARTS
 
 REQUEST_ID = b"x-request-id"

@@ -1,4 +1,7 @@
-"""A POST route as raw ASGI: a permit, a JSON body, a handler, and one JSON answer or an event stream.
+"""Authentication, and a POST route as raw ASGI: a permit, a JSON body, a handler, one JSON answer or an event stream.
+
+The caller is found before anything else of the request is read, and stored in the ASGI scope. The paths of health
+checks, the OpenAPI document and, by configuration, /metrics need no key.
 
 The response head goes out with the first chunk. An error before it has a status of its own; a later error is an event
 that ends the stream. A client that disconnects cancels the handler, which aborts the request on the pods.
@@ -13,23 +16,76 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError
+from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError, PermissionDenied
 from common.logs import log_context
-from gateway.api.http.auth import caller_of
-from gateway.api.http.body import client_affinity, client_request_id, client_timeout, client_trace, read_json_body
+from gateway.admission.api_keys import Caller
+from gateway.admission.key_ring import KeyRing
+from gateway.api.http.body import (
+    client_affinity,
+    client_request_id,
+    client_timeout,
+    client_trace,
+    header,
+    read_json_body,
+)
 from gateway.api.http.errors import error_body, error_headers
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
 from gateway.api.http.protocol import BodyWriter, body_writer
 from gateway.serving.gateway import Gateway
-from gateway.serving.request_context import RequestContext
+from gateway.serving.request import RequestContext
 
 _log = logging.getLogger(__name__)
 
 BODY_TIMEOUT_S = 30.0
 #: Seconds beyond the request's deadline that sending the end of the answer may take.
 SEND_GRACE_S = 5.0
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
+#: The files of the page at /. The data that the page shows does need a key.
+OPEN_FILES = "/dashboard/page/"
+METRICS = "/metrics"
+ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
+_CALLER = "baton.caller"
+
+Refusal = Callable[[BatonError], ASGIApp]
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Returns the caller of a request that passed AuthMiddleware."""
+    caller = scope[_CALLER]
+    assert isinstance(caller, Caller)
+    return caller
+
+
+class AuthMiddleware:
+    """ASGI middleware that identifies the caller, and rejects a request without a valid key."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, refuse: Refusal, open_metrics: bool) -> None:
+        """
+        Args:
+            refuse: Returns an application that answers with an error.
+            open_metrics: /metrics needs no key.
+        """
+        self._app = app
+        self._keys = keys
+        self._refuse = refuse
+        self._open = OPEN_PATHS | {METRICS} if open_metrics else OPEN_PATHS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
+            try:
+                caller = self._keys.current.identify(header(scope, b"authorization"))
+                if scope["path"] in ADMIN_PATHS and not caller.admin:
+                    raise PermissionDenied("this needs the key of an administrator")
+            except BatonError as e:
+                await self._refuse(e)(scope, receive, send)
+                return
+            scope[_CALLER] = caller
+        await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(OPEN_FILES)
 
 
 def sse_event(body: Json) -> bytes:

@@ -18,7 +18,7 @@ from common.errors import (
     RequestTooSlow,
     Unavailable,
 )
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
 
 _CODES = {
     ModelNotFound: "model_not_found",

@@ -13,24 +13,22 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import grpc
 
 from common.errors import BatonError, InvalidRequest, Unavailable
 from common.pb import embedding_pb2
 from common.rpc import error_from_rpc, timeout_until
-from common.types import Role, ValidRequest
+from common.types import Role, SamplingParams, ValidRequest
 from common.wire import request_to_pb
 from gateway.api.http.endpoint import HttpResponse
-from gateway.api.http.json_fields import JsonFields, wrong_type
-from gateway.api.openai.requests import MAX_SALT_CHARS, parse_token_ids
+from gateway.api.openai.fields import Ignored, RequestModel, param, validated
+from gateway.api.openai.requests import MAX_SALT_CHARS, TextsOrIds
 from gateway.pods.pod import Pod
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
-from gateway.serving.request import CompletionBody, GenerationSpec, PromptInput
-from gateway.serving.request_context import RequestContext
+from gateway.serving.request import CompletionBody, GenerationSpec, PromptInput, RequestContext
 
 MAX_INPUTS = 2048
 MAX_DIMENSIONS = 1 << 20
@@ -40,53 +38,24 @@ MAX_CONCURRENT_INPUTS = 16
 MAX_ATTEMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingsBody:
-    """A checked /v1/embeddings body."""
+class EmbeddingsRequest(RequestModel):
+    """A body of /v1/embeddings."""
 
-    model: str
-    inputs: tuple[PromptInput, ...]
-    base64: bool
-    #: Number of the vector's first components to return, scaled to length 1; None returns all.
-    dimensions: int | None
-    cache_salt: str
-
-
-def parse_embeddings(body: object) -> EmbeddingsBody:
-    """Checks a /v1/embeddings body. Raises InvalidRequest, which names the field."""
-    fields = JsonFields.of_body(body)
-    model = fields.string("model", 1024)
-    if not model:
-        raise InvalidRequest("model is missing", field="model")
-    encoding = fields.raw("encoding_format")
-    if encoding not in (None, "float", "base64"):
-        raise InvalidRequest("encoding_format must be float or base64", field="encoding_format")
-    dimensions = fields.integer("dimensions", 1, MAX_DIMENSIONS)
-    salt = fields.string("cache_salt", MAX_SALT_CHARS) or ""
-    return EmbeddingsBody(model, _inputs(fields.raw("input")), encoding == "base64", dimensions, salt)
-
-
-def _inputs(value: object) -> tuple[PromptInput, ...]:
-    """Parses a non-empty string, an array of strings, an array of token ids, or an array of arrays of token ids."""
-    kinds = "a string, an array of strings, or token ids"
-    if value is None:
-        raise InvalidRequest("input is missing", field="input")
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise wrong_type("input", kinds, value)
-    if value and isinstance(value[0], int):
-        return (parse_token_ids(value, "input"),)
-    if not 1 <= len(value) <= MAX_INPUTS:
-        raise InvalidRequest(f"input must have 1 to {MAX_INPUTS} entries", field="input")
-    inputs: list[PromptInput] = []
-    for entry in value:
-        if type(entry) is not type(value[0]) or not isinstance(entry, str | list):
-            raise wrong_type("input", kinds, entry)
-        if not entry:
-            raise InvalidRequest("an input is empty", field="input")
-        inputs.append(entry if isinstance(entry, str) else parse_token_ids(entry, "input"))
-    return tuple(inputs)
+    model: str = param("Name of a served model, see /v1/models.", ..., min_length=1, max_length=1024)
+    input: Annotated[tuple[PromptInput, ...], TextsOrIds(MAX_INPUTS)] = param(
+        "A text, texts, token ids, or lists of them.", ...
+    )
+    encoding_format: Literal["float", "base64"] = param("base64: float32, little-endian.", "float")
+    dimensions: int | None = param(
+        "Number of first components to return, scaled to length 1; at most the model's.",
+        words="all",
+        ge=1,
+        le=MAX_DIMENSIONS,
+    )
+    cache_salt: str = param(
+        "Only requests with the same one share cached prefixes.", "", words="empty", max_length=MAX_SALT_CHARS
+    )
+    user: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
 
 
 class EmbeddingsHandler:
@@ -99,10 +68,11 @@ class EmbeddingsHandler:
 
     async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one body; a RequestHandler."""
-        parsed = parse_embeddings(body)
-        spec = GenerationSpec(model=parsed.model, max_tokens=1, temperature=0.0, seed=0, cache_salt=parsed.cache_salt)
+        parsed = validated(EmbeddingsRequest, body)
+        greedy = SamplingParams(temperature=0.0)
+        spec = GenerationSpec(model=parsed.model, sampling=greedy, max_tokens=1, seed=0, cache_salt=parsed.cache_salt)
         try:
-            choices = await self._gateway.completion(context, CompletionBody(spec, parsed.inputs))
+            choices = await self._gateway.completion(context, CompletionBody(spec, parsed.input))
         except InvalidRequest as e:
             if e.field != "prompt":
                 raise
@@ -173,7 +143,7 @@ def _queued_tokens(pod: Pod) -> int:
     return 0 if load is None else load.queued_tokens
 
 
-def _encode_vector(vector: Sequence[float], body: EmbeddingsBody) -> list[float] | str:
+def _encode_vector(vector: Sequence[float], body: EmbeddingsRequest) -> list[float] | str:
     """Returns the vector in the requested encoding. Raises InvalidRequest for more dimensions than the model has."""
     if body.dimensions is not None:
         if body.dimensions > len(vector):
@@ -182,7 +152,7 @@ def _encode_vector(vector: Sequence[float], body: EmbeddingsBody) -> list[float]
         vector = vector[: body.dimensions]
         length = math.sqrt(sum(x * x for x in vector)) or 1.0
         vector = [x / length for x in vector]
-    if not body.base64:
+    if body.encoding_format == "float":
         return list(vector)
     return base64.b64encode(_little_endian(vector)).decode()
 

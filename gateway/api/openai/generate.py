@@ -1,4 +1,4 @@
-"""/v1/chat/completions and /v1/completions: one JSON answer, or server-sent events.
+"""/v1/chat/completions and /v1/completions: one JSON answer, or server-sent events, in OpenAI's shapes.
 
 The routes are raw ASGI, because a response object per token would cost more than the token. While a client keeps up,
 its events are written in the event loop turn in which the pod's message arrives, without waking a task per token.
@@ -8,26 +8,31 @@ Chunks are merged only when the client reads too slowly. A stream that fails end
 from __future__ import annotations
 
 import functools
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
+from common.types import FinishReason, TokenLogprob
 from gateway.api.http.endpoint import HttpResponse, sse_event
-from gateway.api.http.json_fields import Json
-from gateway.api.openai.encoders import AnswerEncoder, ChatEncoder, CompletionEncoder, usage_json
+from gateway.api.http.json_value import Json
 from gateway.api.openai.requests import parse_chat, parse_completion
-from gateway.serving.answers import complete_answers, merge_choices, total_usage
-from gateway.serving.choice import Choice
+from gateway.serving.answers import complete_answers, merge_choices
+from gateway.serving.choice import Choice, CompleteAnswer, total_usage
 from gateway.serving.gateway import Gateway
-from gateway.serving.request import GenerationSpec
-from gateway.serving.request_context import RequestContext
-from gateway.text.output import OutputPiece
+from gateway.serving.request import GenerationSpec, RequestContext, Usage
+from gateway.text.output import OutputPiece, PromptToken, ReportedToken
+from gateway.text.tokenizer import TextTokenizer
+from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
 
 _DONE = b"data: [DONE]\n\n"
 #: Stands for the text in an event that is encoded once. No other value of the event begins with NUL.
 _TEXT_PLACEHOLDER = "\0text"
+#: OpenAI's value for minus infinity, which JSON cannot express.
+LOWEST_LOGPROB = -9999.0
 
 
 class GenerateHandler:
@@ -55,10 +60,9 @@ class GenerateHandler:
         else:
             answers = await complete_answers(choices, spec)
             await response.send_json(200, encoder.encode_answer(answers, total_usage(choices)))
+        usage = total_usage(choices)
         context.timeline.set_facts(
-            prompt_tokens=total_usage(choices).prompt,
-            output_tokens=total_usage(choices).completion,
-            cached_tokens=total_usage(choices).cached,
+            prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached
         )
 
 
@@ -136,7 +140,7 @@ async def _stream(
                     await response.send_event(raw)
     tail = b""
     if spec.include_usage:
-        tail = sse_event({**encoder.usage_chunk(), "usage": usage_json(total_usage(choices))})
+        tail = sse_event(encoder.usage_chunk(total_usage(choices)))
     await response.send_event(tail + _DONE)
     await response.end()
 
@@ -147,3 +151,243 @@ def _relay_callbacks(
     """Returns the arguments of Choice.relay."""
     encode, encode_text = events.encode, events.encode_text
     return lambda piece: write(encode(piece)), (lambda text: write(encode_text(text))) if events.text_only else None
+
+
+def usage_json(usage: Usage) -> Json:
+    """Returns OpenAI's usage object. It counts prediction tokens if speculative decoding was used."""
+    details = {"reasoning_tokens": usage.reasoning}
+    if usage.accepted or usage.rejected:
+        details |= {"accepted_prediction_tokens": usage.accepted, "rejected_prediction_tokens": usage.rejected}
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": details,
+    }
+
+
+def finish_json(finish: FinishReason | None) -> str | None:
+    """Returns OpenAI's finish_reason."""
+    return None if finish is None else finish.value
+
+
+def _number(logprob: float | None) -> float:
+    return LOWEST_LOGPROB if logprob is None or not logprob > LOWEST_LOGPROB else logprob
+
+
+def token_logprobs(tokenizer: TextTokenizer, reported: Sequence[ReportedToken]) -> list[Json]:
+    """Returns tokens with log-probabilities in the form of chats and responses."""
+
+    def entry(token: TokenLogprob) -> Json:
+        piece = tokenizer.token_bytes(token.token)
+        text = piece.decode("utf-8", "replace")
+        return {"token": text, "logprob": _number(token.logprob), "bytes": list(piece)}
+
+    return [
+        {
+            **entry(TokenLogprob(r.token.id, _number(r.token.logprob))),
+            "top_logprobs": [entry(top) for top in r.token.top],
+        }
+        for r in reported
+    ]
+
+
+def prompt_logprobs_json(tokenizer: TextTokenizer, tokens: Sequence[PromptToken]) -> list[Json | None]:
+    """Returns vLLM's prompt_logprobs: each prompt token and its alternatives by id; null for the first token."""
+
+    def entry(token: int, logprob: float | None, rank: int | None) -> Json:
+        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": text}
+
+    out: list[Json | None] = []
+    for token in tokens:
+        if token.rank is None:
+            out.append(None)
+            continue
+        line = {str(token.id): entry(token.id, token.logprob, token.rank)}
+        for rank, top in enumerate(token.top, 1):
+            line.setdefault(str(top.token), entry(top.token, top.logprob, rank))
+        out.append(line)
+    return out
+
+
+class AnswerEncoder(ABC):
+    """Encodes the answers of one request in the shape of its endpoint."""
+
+    _id_prefix: ClassVar[str]
+    #: Value of `object` of a whole answer, and of a stream's chunk.
+    _object: ClassVar[str]
+    _chunk_object: ClassVar[str]
+
+    def __init__(
+        self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool, legacy: bool = False
+    ) -> None:
+        """
+        Args:
+            logprobs: Log-probabilities are part of the answer.
+            legacy: The client of a chat uses function_call instead of tool_calls.
+        """
+        self._chunk_head: Json = {
+            "id": f"{self._id_prefix}-{request_id}",
+            "object": self._chunk_object,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._legacy = legacy
+
+    @abstractmethod
+    def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
+        """Returns the whole answer."""
+
+    @abstractmethod
+    def encode_piece(self, index: int, piece: OutputPiece) -> list[Json]:
+        """Returns the chunks of one piece, [] if it shows nothing."""
+
+    def first_chunk(self, index: int) -> Json | None:
+        """Returns the first chunk of a choice's stream, None if it has no special one."""
+        return None
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """Returns the chunk that has the usage and no choices."""
+        return {**self._chunk_head, "choices": [], "usage": usage_json(usage)}
+
+    def _whole(self, choices: list[Json], usage: Usage) -> Json:
+        return {**self._chunk_head, "object": self._object, "choices": choices, "usage": usage_json(usage)}
+
+
+class CompletionEncoder(AnswerEncoder):
+    """Answers of /v1/completions."""
+
+    _id_prefix = "cmpl"
+    _object = _chunk_object = "text_completion"
+
+    def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
+        choices = [self._choice(i, a.text, a.reported, a.finish) for i, a in enumerate(answers)]
+        for choice, answer in zip(choices, answers, strict=True):
+            if answer.prompt_tokens is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answer.prompt_tokens)
+        return self._whole(choices, usage)
+
+    def encode_piece(self, index: int, piece: OutputPiece) -> list[Json]:
+        if not (piece.text or piece.reported or piece.finish):
+            return []
+        return [{**self._chunk_head, "choices": [self._choice(index, piece.text, piece.reported, piece.finish)]}]
+
+    def _choice(self, index: int, text: str, reported: Sequence[ReportedToken], finish: FinishReason | None) -> Json:
+        logprobs = self._logprobs_json(reported) if self._logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_json(finish)}
+
+    def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
+        entries = [TokenLogprob(r.token.id, _number(r.token.logprob)) for r in reported]
+        # The first token of an echoed prompt has no log-probability.
+        return {
+            "tokens": [self._text(entry.token) for entry in entries],
+            "token_logprobs": [
+                None if r.token.logprob is None else entry.logprob for entry, r in zip(entries, reported, strict=True)
+            ],
+            "top_logprobs": [
+                None
+                if r.token.logprob is None
+                else {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(r.token.top))}
+                for entry, r in zip(entries, reported, strict=True)
+            ],
+            "text_offset": [r.offset for r in reported],
+        }
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+def _reasoning_json(text: str) -> Json:
+    """Returns the text under both names that clients use."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_json(call_id: str, name: str, arguments: str) -> Json:
+    return {"id": call_id, "type": "function", "function": _function_json(name, arguments)}
+
+
+def _function_json(name: str, arguments: str) -> Json:
+    return {"name": name, "arguments": arguments}
+
+
+def _delta_json(delta: MessageDelta, *, legacy: bool) -> Json:
+    match delta:
+        case ContentDelta(text) | InvalidToolCall(text=text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return _reasoning_json(text)
+        case ToolCallDelta(_, arguments, _, name) if legacy:
+            return {"function_call": _function_json(name, arguments) if name else {"arguments": arguments}}
+        case ToolCallDelta(index, arguments, call_id, name) if name:
+            return {"tool_calls": [{"index": index, **_call_json(call_id, name, arguments)}]}
+        case ToolCallDelta(index, arguments):
+            return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
+
+
+class ChatEncoder(AnswerEncoder):
+    """Answers of /v1/chat/completions."""
+
+    _id_prefix = "chatcmpl"
+    _object, _chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "refusal": None, **self._message(a)},
+                "logprobs": self._logprobs_json(a.reported),
+                "finish_reason": self._finish(a.finish),
+            }
+            for i, a in enumerate(answers)
+        ]
+        whole = self._whole(choices, usage)
+        if answers and answers[0].prompt_tokens is not None:
+            whole["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, answers[0].prompt_tokens)
+        return whole
+
+    def _message(self, answer: CompleteAnswer) -> Json:
+        message = answer.message
+        if message is None:
+            return {"content": answer.text}
+        content = message.content if message.content is not None or message.tool_calls else ""
+        out: Json = {"content": content}
+        if message.reasoning is not None:
+            out |= _reasoning_json(message.reasoning)
+        if message.tool_calls and self._legacy:
+            out["function_call"] = _function_json(message.tool_calls[0].name, message.tool_calls[0].arguments)
+        elif message.tool_calls:
+            out["tool_calls"] = [_call_json(call.id, call.name, call.arguments) for call in message.tool_calls]
+        return out
+
+    def first_chunk(self, index: int) -> Json | None:
+        return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def encode_piece(self, index: int, piece: OutputPiece) -> list[Json]:
+        out = []
+        if piece.deltas is not None:
+            deltas = [_delta_json(delta, legacy=self._legacy) for delta in piece.deltas] or [{}] * bool(piece.reported)
+            out = [self._chunk(index, delta, () if i else piece.reported) for i, delta in enumerate(deltas)]
+        elif piece.text or piece.reported:
+            out.append(self._chunk(index, {"content": piece.text}, piece.reported))
+        if piece.finish is not None:
+            out.append(self._chunk(index, {}, finish=piece.finish))
+        return out
+
+    def _finish(self, finish: FinishReason | None) -> str | None:
+        return "function_call" if self._legacy and finish is FinishReason.TOOL_CALLS else finish_json(finish)
+
+    def _chunk(
+        self, index: int, delta: Json, reported: Sequence[ReportedToken] = (), finish: FinishReason | None = None
+    ) -> Json:
+        logprobs = self._logprobs_json(reported) if reported else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": self._finish(finish)}
+        return {**self._chunk_head, "choices": [choice]}
+
+    def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json | None:
+        if not self._logprobs:
+            return None
+        return {"content": token_logprobs(self._tokenizer, reported), "refusal": None}

@@ -1,23 +1,61 @@
-"""Parses and checks the bodies of /v1/completions and /v1/chat/completions, as far as no model is needed.
+"""Bodies of /v1/completions and /v1/chat/completions: their models, and the checked requests that they become.
 
 `serving.request.to_valid_request` then checks against the model's limits and makes the ValidRequest for the pods.
-Unknown fields are ignored, as the OpenAI API does. Known fields without support are rejected by name, never ignored.
+Known fields without support are rejected by name (Refused, Only) or documented as ignored (Ignored).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, Required
 
-import orjson
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    Strict,
+    WithJsonSchema,
+    with_config,
+)
+from pydantic_core import CoreSchema, core_schema
+from typing_extensions import TypedDict
 
+from common import grammar as g
 from common.errors import InvalidRequest
-from common.types import MAX_N
-from gateway.api.http.json_fields import JsonFields, wrong_type
-from gateway.api.openai.messages import parse_messages
-from gateway.api.openai.structured_output import parse_structured_output
-from gateway.api.openai.tools import parse_tools
+from common.types import MAX_N, Grammar, SamplingParams
+from gateway.api.http.json_value import type_name
+from gateway.api.openai.conversation import (
+    FunctionChoice,
+    Functions,
+    Messages,
+    TemplateVariables,
+    ToolChoice,
+    Tools,
+    chat_messages,
+    chat_tools,
+    template_variables,
+)
+from gateway.api.openai.fields import (
+    ARRAY,
+    BOOLEAN,
+    BY_KIND,
+    INT32_MAX,
+    MAX_IDS,
+    OBJECT,
+    STRING,
+    Ignored,
+    Only,
+    Refused,
+    RequestModel,
+    TokenIds,
+    param,
+    validated,
+    without_nulls,
+)
 from gateway.serving.beam_search import BeamSearchParams
 from gateway.serving.request import ChatBody, CompletionBody, GenerationSpec, PromptInput
 
@@ -31,335 +69,466 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-#: Token ids in one array.
-MAX_IDS = 1 << 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
-INT32_MAX = 2**31 - 1
+MAX_CHOICES = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_BEAM_WIDTH = 10
 MAX_LENGTH_PENALTY = 10
 
-#: Fields without support that OpenAI or other servers define, and for each the values that have no effect.
-_COMMON_ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
-    "lora_request": (),
-    "lora_path": (),
-    "adapter_id": (),
-}
-_COMPLETION_ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
-    **_COMMON_ACCEPTED_VALUES,
-    "suffix": ("",),
-}
-_CHAT_ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
-    **_COMMON_ACCEPTED_VALUES,
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "documents": ([],),
-    "echo": (False,),
-}
 
-_RESERVED_TEMPLATE_KWARGS: dict[str, tuple[object, ...]] = {
-    "messages": (),
-    "tools": (),
-    "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
+class TextsOrIds:
+    """The type of prompts: a text, texts, token ids, or arrays of token ids; each but the first at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def array(entry: CoreSchema, most: int) -> CoreSchema:
+            bounds: Any = {"min_length": 1, "max_length": most}
+            return core_schema.tuple_schema([entry], variadic_item_index=0, strict=False, fail_fast=True, **bounds)
+
+        text = core_schema.str_schema(min_length=1)
+        ids = array(core_schema.int_schema(ge=0, le=INT32_MAX), MAX_IDS)
+        kinds = {"<text>": text, "<texts>": array(text, self._most), "<ids>": ids, "<arrays>": array(ids, self._most)}
+        either = core_schema.tagged_union_schema(
+            kinds,
+            _kind_of_prompts,
+            custom_error_type="prompts",
+            custom_error_message="must be a string, an array of strings, or token ids",
+        )
+        return core_schema.no_info_after_validator_function(_prompts, either)
 
 
-def parse_completion(body: object) -> CompletionBody:
-    """Checks a /v1/completions body. Raises InvalidRequest, which names the field."""
-    fields = JsonFields.of_body(body)
-    refuse_unsupported(fields, _COMPLETION_ACCEPTED_VALUES)
-    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    echo = fields.boolean("echo") or False
-    max_tokens = fields.integer("max_tokens", 0, INT32_MAX)
-    if max_tokens == 0 and not echo:
-        raise InvalidRequest("max_tokens must be at least 1 without echo", field="max_tokens")
-    best_of = fields.integer("best_of", 1, MAX_N)
-    spec = replace(_spec(fields, logprobs=logprobs, max_tokens=max_tokens, best_of=best_of), echo=echo)
-    prompts = _prompts(fields.raw("prompt"))
-    if len(prompts) * spec.candidates > MAX_SEQUENCES:
-        text = f"{len(prompts)} prompts with {spec.candidates} sequences each are more than {MAX_SEQUENCES}"
-        raise InvalidRequest(text, field="n" if best_of is None else "best_of")
-    return CompletionBody(spec, prompts)
+def _kind_of_prompts(value: Any) -> str | None:
+    if isinstance(value, list):
+        first = type_name(value[0]) if value else "string"
+        return {"string": "<texts>", "array": "<arrays>", "integer": "<ids>", "boolean": "<ids>"}.get(first)
+    return "<text>" if isinstance(value, str) else None
+
+
+def _prompts(value: Any) -> tuple[PromptInput, ...]:
+    return (value,) if isinstance(value, str) or type(value[0]) is int else value
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Returns the pairs of token id and bias. null counts as absent."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"logit_bias must be an object, not {type_name(value)}", field="logit_bias")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries", field="logit_bias")
+    out: dict[int, float] = {}
+    for key, bias in without_nulls(value).items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise InvalidRequest(f"logit_bias: the key {key[:40]!r} is not a token id", field="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise InvalidRequest(f"logit_bias.{key} must be a number, not {type_name(bias)}", field=f"logit_bias.{key}")
+        if not -100 <= bias <= 100:
+            text = f"logit_bias.{key} must be at least -100 and at most 100, not {bias}"
+            raise InvalidRequest(text, field=f"logit_bias.{key}")
+        out[int(key)] = float(bias)
+    return tuple(out.items())
+
+
+_BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": MAX_LOGIT_BIAS,
+}
+LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIASES)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+
+
+def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+class Sampling(RequestModel):
+    """Parameters of every endpoint that generates text."""
+
+    model: str = param("Name of a served model, see /v1/models.", ..., min_length=1, max_length=1024)
+    temperature: float = param("Softmax temperature; 0 is greedy.", 1.0, ge=0, le=2)
+    top_p: float = param(
+        "Keeps the smallest set of most likely tokens with at least this probability in sum.", 1.0, gt=0, le=1
+    )
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))] = param(
+        "Keeps the k most likely tokens; 0 and -1 are off.", 0
+    )
+    min_p: float = param("Drops tokens less likely than min_p times the likeliest.", 0.0, ge=0, le=1)
+    repetition_penalty: float = param(
+        "Divides (or multiplies) logits of tokens seen in prompt or output.", 1.0, gt=0, le=2
+    )
+    presence_penalty: float = param("Subtracted once from tokens seen in the output.", 0.0, ge=-2, le=2)
+    frequency_penalty: float = param("Subtracted per occurrence in the output.", 0.0, ge=-2, le=2)
+    logit_bias: LogitBias = param("Added to the logits of single tokens; keys are token ids.", ())
+    seed: int | None = param(
+        "Makes sampling repeatable, whatever other requests are in the batch.",
+        words="random",
+        ge=INT64_MIN,
+        le=INT64_MAX,
+    )
+    min_tokens: int = param(
+        "No stop token ends the answer before this many tokens; at most max_tokens.", 0, ge=0, le=INT32_MAX
+    )
+    stop: Annotated[
+        Annotated[Stop, STRING]
+        | Annotated[tuple[Stop, ...], Strict(False), Field(fail_fast=True, max_length=MAX_STOPS), ARRAY],
+        BY_KIND,
+    ] = param("Strings that end the answer; not part of it.", ())
+    stop_token_ids: TokenIds = param(
+        "Tokens that end the answer, beside the model's own.", (), max_length=MAX_STOP_TOKEN_IDS
+    )
+    ignore_eos: bool = param("Goes on past the model's end-of-sequence token.", False)
+    cache_salt: str = param(
+        "Only requests with the same one share cached prefixes.", "", words="empty", max_length=MAX_SALT_CHARS
+    )
+    priority: int = param("Higher runs earlier.", 0, ge=-INT32_MAX, le=INT32_MAX)
+    stream: bool = param("Server-sent events instead of one answer.", False)
+    user: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
+
+
+class StreamOptions(RequestModel):
+    """`stream_options`."""
+
+    include_usage: bool = param("One more chunk, with the usage and no choices.", False)
+    continuous_usage_stats: bool = param("The usage so far, in every chunk.", False)
+
+
+class JsonSchemaFormat(TypedDict, total=False):
+    """`response_format.json_schema`."""
+
+    name: Annotated[str, Field(max_length=1024)] | None
+    strict: bool | None
+    schema: dict[str, Any] | None
+
+
+_SCHEMA_IF_ASKED = [
+    {"properties": {"type": {"enum": ["text", "json_object"]}}},
+    {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
+]
+
+
+@with_config(ConfigDict(strict=True, json_schema_extra={"anyOf": _SCHEMA_IF_ASKED}))
+class ResponseFormat(TypedDict, total=False):
+    """`response_format`."""
+
+    type: Required[Literal["text", "json_object", "json_schema"]]
+    json_schema: JsonSchemaFormat | None
+
+
+GuidedJson = Annotated[
+    Annotated[dict[str, Any], OBJECT]
+    | Annotated[bool, BOOLEAN]
+    | Annotated[str, Field(json_schema_extra={"pattern": r"^\s*(\{|true|false)"}), STRING],
+    BY_KIND,
+]
+GuidedRegex = Annotated[str, Field(min_length=1)]
+GuidedChoice = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(fail_fast=True, max_length=MAX_CHOICES, json_schema_extra={"minItems": 1}),
+]
+GuidedGrammar = Annotated[str, Field(min_length=1, json_schema_extra={"pattern": ":"})]
+_FORMS: dict[str, Callable[..., Grammar | None]] = {
+    "json": g.from_json_schema,
+    "regex": g.from_regex,
+    "choice": g.from_choice,
+    "grammar": g.from_lark_or_gbnf,
+    "json_object": lambda wanted, field: g.json_object(field=field) if wanted else None,
+}
+
+
+@with_config(ConfigDict(strict=True, json_schema_extra={"anyOf": [{"required": [form]} for form in _FORMS]}))
+class StructuredOutputs(TypedDict, total=False):
+    """`structured_outputs`: a grammar in one of several forms."""
+
+    json: GuidedJson
+    regex: GuidedRegex
+    choice: GuidedChoice
+    grammar: GuidedGrammar
+    json_object: bool
+    structural_tag: Refused
+    whitespace_pattern: Refused
+    disable_any_whitespace: Annotated[Any, Only(False)]
+    disable_additional_properties: Annotated[Any, Only(False)]
+
+
+class Generation(Sampling):
+    """Parameters of chats and completions."""
+
+    stream_options: StreamOptions | None = param("Only with stream.")
+    n: int = param("Answers per prompt, for one prefill.", 1, ge=1, le=MAX_N)
+    use_beam_search: bool = param(
+        "Searches the likeliest answers instead of sampling; cannot be streamed. See Beam search.", False
+    )
+    length_penalty: float = param(
+        "Beams are ranked by log-probability / length ** length_penalty.",
+        1.0,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
+    )
+    early_stopping: Annotated[Annotated[bool, BOOLEAN] | Annotated[Literal["never"], STRING], BY_KIND] = param(
+        "When a search that has as many answers as beams ends: at once (true), when no live beam scores better at its "
+        "current length (false), or when none could score better at any length (never).",
+        False,
+    )
+    allowed_token_ids: Annotated[
+        TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS), AfterValidator(_unique)
+    ] = param("Only these tokens are generated; include the tokens that end the answer.", ())
+    bad_words: Annotated[
+        tuple[BadWord, ...], Strict(False), Field(fail_fast=True, max_length=MAX_BAD_WORDS), AfterValidator(_unique)
+    ] = param("Words that are not generated, at the start of a text or after a space.", ())
+    include_stop_str_in_output: bool = param("The stop string that ends the answer is part of it.", False)
+    prompt_logprobs: int | None = param(
+        "Alternatives reported per prompt token; no prefix cache is used. Not with stream.", ge=0, le=MAX_LOGPROBS
+    )
+    response_format: ResponseFormat | None = param(
+        "Format that the answer has to match; always enforced, strict or not."
+    )
+    structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_nulls)] | None = param(
+        "The same in vLLM's form: one of json (a schema), regex, choice, grammar (Lark or GBNF), json_object."
+    )
+    guided_json: GuidedJson | None = param("The older name of structured_outputs.json.")
+    guided_regex: GuidedRegex | None = param("The older name of structured_outputs.regex.")
+    guided_choice: GuidedChoice | None = param("The older name of structured_outputs.choice.")
+    guided_grammar: GuidedGrammar | None = param("The older name of structured_outputs.grammar.")
+    skip_special_tokens: bool = param(
+        "Whether special tokens stay out of the text; the one that ends an answer always does.", True
+    )
+    lora_request: Refused = param("LoRA adapters are not offered.")
+    lora_path: Refused = param("LoRA adapters are not offered.")
+    adapter_id: Refused = param("LoRA adapters are not offered.")
+
+
+class Conversation(RequestModel):
+    """Parameters of chats and responses."""
+
+    chat_template_kwargs: TemplateVariables | None = param("Variables for the chat template.")
+    parallel_tool_calls: bool = param("Whether an answer may have several calls.", True)
+    service_tier: Ignored = param("Service class; there is only one.")
+    safety_identifier: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
+    prompt_cache_key: Ignored = param("Routing finds cached prefixes without it; use X-Session-Affinity as a hint.")
+    prompt_cache_retention: Ignored = param("Cached prefixes stay while there is room.")
+    prompt_cache_options: Ignored = param("Cached prefixes stay while there is room.")
+    moderation: Ignored = param("Content moderation; there is none.")
+
+
+class ChatRequest(Generation, Conversation):
+    """A body of /v1/chat/completions."""
+
+    messages: Messages = param("The conversation, oldest first; content is text or text parts.", ...)
+    max_completion_tokens: int | None = param(
+        "Most tokens to generate; prompt and answer must fit the context.",
+        words="the rest of the context",
+        ge=1,
+        le=INT32_MAX,
+    )
+    max_tokens: int | None = param("The older name of max_completion_tokens, which has precedence.", ge=1, le=INT32_MAX)
+    logprobs: bool = param("Log-probabilities of the answer's tokens.", False)
+    top_logprobs: int = param("Number of alternatives per token; needs logprobs.", 0, ge=0, le=MAX_LOGPROBS)
+    tools: Tools = param("Functions that the model may call.", [])
+    tool_choice: ToolChoice | None = param(
+        "none: no calls, the model does not see the tools. required, or one function: enforced.",
+        words="auto with tools",
+    )
+    functions: Functions = param("The older form of tools.", [])
+    function_call: FunctionChoice | None = param("The older form of tool_choice.")
+    include_reasoning: bool = param(
+        "Whether the answer shows the model's reasoning section, as reasoning_content.", True
+    )
+    reasoning_effort: str | None = param(
+        "How long a reasoning model thinks: a variable for the chat template; none also sets enable_thinking to false.",
+        max_length=32,
+    )
+    echo: Annotated[Any, Only(False)] = param("The prompt before the answer.", False)
+    modalities: Annotated[Any, Only(["text"])] = param("Kinds of output.")
+    continue_final_message: Annotated[Any, Only(False)] = param("Goes on with the last message.")
+    add_generation_prompt: Annotated[Any, Only(True)] = param("The template's start of an answer.")
+    documents: Annotated[Any, Only([])] = param("Documents for the template.")
+    audio: Refused = param("Spoken answers.")
+    prediction: Refused = param("Predicted outputs.")
+    web_search_options: Refused = param("Web search.")
+    chat_template: Refused = param("A template of the client's own.")
+    metadata: Ignored = param("Labels of stored answers; nothing is stored.")
+    store: Ignored = param("Stores the answer at OpenAI; nothing is stored here.")
+    verbosity: Ignored = param("How long answers are.")
+
+
+class CompletionRequest(Generation):
+    """A body of /v1/completions."""
+
+    prompt: Annotated[tuple[PromptInput, ...], TextsOrIds(MAX_PROMPTS)] = param(
+        "A text, texts, token ids, or lists of them; each gets its own choice.", ...
+    )
+    max_tokens: int | None = param(
+        "Most tokens to generate; prompt and answer must fit the context. 0 with echo only.",
+        words="16",
+        ge=0,
+        le=INT32_MAX,
+    )
+    echo: bool = param("The prompt comes before the answer, with its log-probabilities if there are any.", False)
+    logprobs: int | None = param(
+        "Log-probabilities, with this number of alternatives per token.", words="none", ge=0, le=MAX_LOGPROBS
+    )
+    suffix: Annotated[Any, Only("")] = param("Text after the answer; infilling is not supported.")
+    best_of: int | None = param(
+        "Candidates per prompt; the n with the highest mean log-probability are answered. Cannot be streamed.",
+        words="n",
+        ge=1,
+        le=MAX_N,
+    )
+
+
+#: Sampling parameters that the gateway passes on as they are.
+_SAMPLING = {f.name for f in dataclasses.fields(SamplingParams)} - {f.name for f in dataclasses.fields(GenerationSpec)}
+
+
+def generation_spec(r: Sampling, *, max_tokens: int | None, logprobs: int | None, **more: Any) -> GenerationSpec:
+    """Returns what a body asks to generate. `more`: further fields of the spec."""
+    return GenerationSpec(
+        model=r.model,
+        sampling=SamplingParams(**{name: value for name, value in vars(r).items() if name in _SAMPLING}),
+        max_tokens=max_tokens,
+        seed=r.seed,
+        stop=(r.stop,) if isinstance(r.stop, str) else r.stop,
+        ignore_eos=r.ignore_eos,
+        logprobs=logprobs,
+        cache_salt=r.cache_salt,
+        priority=r.priority,
+        stream=r.stream,
+        **more,
+    )
+
+
+def _spec(
+    r: Generation, *, max_tokens: int | None, logprobs: int | None, best_of: int | None = None, **more: Any
+) -> GenerationSpec:
+    """Returns what a chat or a completion asks to generate. Raises InvalidRequest for fields that do not fit."""
+    if r.stream_options is not None and not r.stream:
+        raise InvalidRequest("stream_options is only allowed when stream is true", field="stream_options")
+    if r.prompt_logprobs is not None and r.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed: stream must be false", field="prompt_logprobs")
+    if best_of is not None and best_of < r.n:
+        raise InvalidRequest(f"best_of ({best_of}) must not be less than n ({r.n})", field="best_of")
+    if best_of is not None and best_of > r.n and r.stream:
+        raise InvalidRequest("best_of above n cannot be streamed: stream must be false", field="best_of")
+    options = r.stream_options or StreamOptions()
+    return generation_spec(
+        r,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        n=r.n,
+        best_of=best_of,
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage_stats,
+        grammar=_grammar(r),
+        skip_special_tokens=r.skip_special_tokens,
+        bad_words=r.bad_words,
+        include_stop=r.include_stop_str_in_output,
+        prompt_logprobs=r.prompt_logprobs,
+        beam_search=_beam_search(r, best_of or r.n, "n" if best_of is None else "best_of"),
+        **more,
+    )
 
 
 def parse_chat(body: object) -> ChatBody:
     """Checks a /v1/chat/completions body. Raises InvalidRequest, which names the field."""
-    fields = JsonFields.of_body(body)
-    refuse_unsupported(fields, _CHAT_ACCEPTED_VALUES)
-    logprobs = fields.boolean("logprobs") or False
-    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
-    if top and not logprobs:
+    r = validated(ChatRequest, body)
+    if r.top_logprobs and not r.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
-    name = "max_completion_tokens" if fields.raw("max_completion_tokens") is not None else "max_tokens"
+    newer = r.max_completion_tokens is not None
     spec = _spec(
-        fields,
-        logprobs=(top or 0) if logprobs else None,
-        max_tokens=fields.integer(name, 1, INT32_MAX),
-        max_tokens_field=name,
+        r,
+        max_tokens=r.max_completion_tokens if newer else r.max_tokens,
+        max_tokens_field="max_completion_tokens" if newer else "max_tokens",
+        logprobs=r.top_logprobs if r.logprobs else None,
     )
     return ChatBody(
         spec,
-        parse_messages(fields.raw("messages")),
-        _template_kwargs(fields),
-        parse_tools(fields),
-        include_reasoning=fields.boolean("include_reasoning") is not False,
+        chat_messages(r.messages),
+        template_variables(r.chat_template_kwargs, r.reasoning_effort),
+        chat_tools(r.tools, r.tool_choice, r.functions, r.function_call, parallel=r.parallel_tool_calls),
+        include_reasoning=r.include_reasoning,
     )
 
 
-def _template_kwargs(fields: JsonFields) -> dict[str, Any]:
-    """Returns the template variables. Templates of reasoning models use reasoning_effort or enable_thinking, if any."""
-    variables: dict[str, Any] = {}
-    if (effort := fields.string("reasoning_effort", 32)) is not None:
-        variables["reasoning_effort"] = effort
-        if effort == "none":
-            variables["enable_thinking"] = False
-    return variables | template_variables(fields)
+def parse_completion(body: object) -> CompletionBody:
+    """Checks a /v1/completions body. Raises InvalidRequest, which names the field."""
+    r = validated(CompletionRequest, body)
+    if r.max_tokens == 0 and not r.echo:
+        raise InvalidRequest("max_tokens must be at least 1 without echo", field="max_tokens")
+    spec = _spec(r, max_tokens=r.max_tokens, logprobs=r.logprobs, best_of=r.best_of, echo=r.echo)
+    if len(r.prompt) * spec.candidates > MAX_SEQUENCES:
+        text = f"{len(r.prompt)} prompts with {spec.candidates} sequences each are more than {MAX_SEQUENCES}"
+        raise InvalidRequest(text, field="n" if r.best_of is None else "best_of")
+    return CompletionBody(spec, r.prompt)
 
 
-def template_variables(fields: JsonFields) -> dict[str, Any]:
-    """Returns chat_template_kwargs. Raises InvalidRequest for variables that other fields of the request set."""
-    variables = fields.mapping("chat_template_kwargs") or {}
-    for name, accepted in _RESERVED_TEMPLATE_KWARGS.items():
-        _refuse_unless(variables.get(name), accepted, f"chat_template_kwargs.{name}")
-    return variables
+def _grammar(r: Generation) -> Grammar | None:
+    """Returns the grammar that the answer must match, None without one. Raises InvalidRequest."""
+    grammars = [(name, grammar) for name, grammar in _grammars(r) if grammar is not None]
+    if len(grammars) > 1:
+        names = " and ".join(name for name, _ in grammars)
+        raise InvalidRequest(f"{names} exclude each other", field=grammars[1][0])
+    return grammars[0][1] if grammars else None
 
 
-def refuse_unsupported(fields: JsonFields, accepted_values: Mapping[str, tuple[object, ...]]) -> None:
-    """Raises InvalidRequest for a known field with a value outside of its accepted values."""
-    for name, accepted in accepted_values.items():
-        _refuse_unless(fields.raw(name), accepted, name)
+def _grammars(r: Generation) -> Iterator[tuple[str, Grammar | None]]:
+    if r.response_format is not None:
+        kind, asked = r.response_format["type"], r.response_format.get("json_schema")
+        yield "response_format", format_grammar(kind, asked, "response_format", "response_format.json_schema")
+    for form in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(r, f"guided_{form}")) is not None:
+            yield f"guided_{form}", _FORMS[form](value, field=f"guided_{form}")
+    if r.structured_outputs is not None:
+        forms = [form for form in _FORMS if form in r.structured_outputs]
+        if not forms:
+            text = f"structured_outputs must have one of {', '.join(_FORMS)}"
+            raise InvalidRequest(text, field="structured_outputs")
+        for form in forms:
+            name = f"structured_outputs.{form}"
+            yield name, _FORMS[form](r.structured_outputs[form], field=name)
 
 
-def _refuse_unless(value: object, accepted: tuple[object, ...], name: str) -> None:
-    if value is None or any(type(value) is type(h) and value == h for h in accepted):
-        return
-    if not accepted:
-        raise InvalidRequest(f"{name} is not supported", field=name)
-    served = " or ".join(orjson.dumps(h).decode() for h in accepted)
-    raise InvalidRequest(f"{name} must be {served}", field=name)
+def format_grammar(kind: str, asked: Mapping[str, Any] | None, field: str, schema_field: str) -> Grammar | None:
+    """Returns the grammar of a response format.
 
-
-def _spec(
-    fields: JsonFields,
-    *,
-    logprobs: int | None,
-    max_tokens: int | None,
-    max_tokens_field: str = "max_tokens",
-    best_of: int | None = None,
-) -> GenerationSpec:
-    """Parses the fields that chats and completions share. Raises InvalidRequest, which names the field."""
-    model = fields.string("model", 1024)
-    if not model:
-        raise InvalidRequest("model is missing", field="model")
-    stream = fields.boolean("stream") or False
-    options = fields.mapping("stream_options")
-    if options is not None and not stream:
-        raise InvalidRequest("stream_options is only allowed when stream is true", field="stream_options")
-    stream_fields = JsonFields(options or {}, "stream_options.")
-    continuous = stream_fields.boolean("continuous_usage_stats") or False
-    top_k = fields.integer("top_k", -1, INT32_MAX) or 0
-    prompt_logprobs = fields.integer("prompt_logprobs", 0, MAX_LOGPROBS)
-    if prompt_logprobs is not None and stream:
-        raise InvalidRequest("prompt_logprobs cannot be streamed: stream must be false", field="prompt_logprobs")
-    n = fields.integer("n", 1, MAX_N) or 1
-    if best_of is not None and best_of < n:
-        raise InvalidRequest(f"best_of ({best_of}) must not be less than n ({n})", field="best_of")
-    if best_of is not None and best_of > n and stream:
-        raise InvalidRequest("best_of above n cannot be streamed: stream must be false", field="best_of")
-    return GenerationSpec(
-        model=model,
-        max_tokens=max_tokens,
-        max_tokens_field=max_tokens_field,
-        temperature=_or(fields.number("temperature", 0, 2), 1.0),
-        top_k=max(0, top_k),
-        top_p=_or(fields.number("top_p", 0, 1, open_low=True), 1.0),
-        min_p=_or(fields.number("min_p", 0, 1), 0.0),
-        repetition_penalty=_or(fields.number("repetition_penalty", 0, 2, open_low=True), 1.0),
-        presence_penalty=_or(fields.number("presence_penalty", -2, 2), 0.0),
-        frequency_penalty=_or(fields.number("frequency_penalty", -2, 2), 0.0),
-        logit_bias=_logit_bias(fields.mapping("logit_bias")),
-        seed=fields.integer("seed", INT64_MIN, INT64_MAX),
-        min_tokens=fields.integer("min_tokens", 0, INT32_MAX) or 0,
-        stop=_stops(fields.raw("stop")),
-        stop_token_ids=_stop_token_ids(fields.raw("stop_token_ids")),
-        ignore_eos=fields.boolean("ignore_eos") or False,
-        logprobs=logprobs,
-        n=n,
-        best_of=best_of,
-        cache_salt=fields.string("cache_salt", MAX_SALT_CHARS) or "",
-        priority=fields.integer("priority", -INT32_MAX, INT32_MAX) or 0,
-        stream=stream,
-        include_usage=stream_fields.boolean("include_usage") or False,
-        continuous_usage=continuous,
-        grammar=parse_structured_output(fields),
-        skip_special_tokens=fields.boolean("skip_special_tokens") is not False,
-        allowed_token_ids=_allowed_token_ids(fields.raw("allowed_token_ids")),
-        bad_words=_bad_words(fields.raw("bad_words")),
-        include_stop=fields.boolean("include_stop_str_in_output") or False,
-        prompt_logprobs=prompt_logprobs,
-        beam_search=parse_beam_search(fields, best_of or n, "n" if best_of is None else "best_of"),
-    )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _stops(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list):
-        raise wrong_type("stop", "a string or an array of strings", value)
-    check_stops(stops)
-    return tuple(stops)
-
-
-def check_stops(stops: Sequence[object]) -> None:
-    """Raises InvalidRequest unless these are at most MAX_STOPS usable stop strings."""
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop may have at most {MAX_STOPS} entries", field="stop")
-    for stop in stops:
-        if not isinstance(stop, str):
-            raise wrong_type("stop", "a string or an array of strings", stop)
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_CHARS} characters", field="stop")
-
-
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong_type("stop_token_ids", "an array of token ids", value)
-    if len(value) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} entries", field="stop_token_ids")
-    return parse_token_ids(value, "stop_token_ids")
-
-
-def _allowed_token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong_type("allowed_token_ids", "an array of token ids", value)
-    if not 1 <= len(value) <= MAX_ALLOWED_TOKEN_IDS:
-        raise InvalidRequest(
-            f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKEN_IDS} entries", field="allowed_token_ids"
-        )
-    return tuple(dict.fromkeys(parse_token_ids(value, "allowed_token_ids")))
-
-
-def _bad_words(value: object) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong_type("bad_words", "an array of strings", value)
-    if len(value) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words may have at most {MAX_BAD_WORDS} entries", field="bad_words")
-    for word in value:
-        if not isinstance(word, str):
-            raise wrong_type("bad_words", "an array of strings", word)
-        if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
-            raise InvalidRequest(f"a bad word must have 1 to {MAX_BAD_WORD_CHARS} characters", field="bad_words")
-    return tuple(dict.fromkeys(value))
-
-
-def _logit_bias(value: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...]:
-    if not value:
-        return ()
-    if len(value) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries", field="logit_bias")
-    out: dict[int, float] = {}
-    inner = JsonFields(value, "logit_bias.")
-    for key in value:
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise InvalidRequest(f"logit_bias: the key {key[:40]!r} is not a token id", field="logit_bias")
-        bias = inner.number(key, -100, 100)
-        if bias is not None:
-            out[int(key)] = bias
-    return tuple(out.items())
-
-
-def parse_token_ids(values: Sequence[object], name: str) -> tuple[int, ...]:
-    """Returns at most MAX_IDS token ids, not compared with the vocabulary. Raises InvalidRequest with the field."""
-    if len(values) > MAX_IDS:
-        raise InvalidRequest(f"{name} may have at most {MAX_IDS} entries", field=name)
-    if set(map(type, values)) - {int}:
-        other = next(value for value in values if type(value) is not int)
-        raise wrong_type(name, "an array of token ids (integers)", other)
-    ids = cast("Sequence[int]", values)
-    for extreme in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= extreme <= INT32_MAX:
-            raise InvalidRequest(f"{name} has {extreme}, which is not a token id", field=name)
-    return tuple(ids)
-
-
-def _prompts(value: object) -> tuple[PromptInput, ...]:
-    """Parses a string, an array of strings, an array of token ids, or an array of arrays of token ids."""
-    if value is None:
-        raise InvalidRequest("prompt is missing", field="prompt")
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise wrong_type("prompt", "a string, an array of strings, or token ids", value)
-    if not value:
-        raise InvalidRequest("the prompt is empty", field="prompt")
-    if isinstance(value[0], int):
-        return (parse_token_ids(value, "prompt"),)
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt may have at most {MAX_PROMPTS} entries", field="prompt")
-    prompts: list[PromptInput] = []
-    for entry in value:
-        if type(entry) is not type(value[0]) or not isinstance(entry, str | list):
-            raise wrong_type("prompt", "a string, an array of strings, or token ids", entry)
-        if not entry:
-            raise InvalidRequest("the prompt is empty", field="prompt")
-        prompts.append(entry if isinstance(entry, str) else parse_token_ids(entry, "prompt"))
-    return tuple(prompts)
-
-
-#: Fields that a beam search cannot honour, and for each the value that has no effect. The sampling parameters
-#: (temperature, top_k, top_p, min_p, seed) are accepted and have no effect, because no token is sampled.
-_REJECTED_WITH_BEAMS: dict[str, object] = {
-    "stream": False,
-    "stop": [],
-    "echo": False,
-    "prompt_logprobs": None,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "bad_words": [],
-}
-
-
-def parse_beam_search(fields: JsonFields, width: int, width_field: str) -> BeamSearchParams | None:
-    """Returns the parameters of a beam search, None without one. Raises InvalidRequest, which names the field."""
-    enabled = fields.boolean("use_beam_search") or False
-    penalty = fields.number("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-    early = fields.raw("early_stopping")
-    if early is None:
-        early = False
-    if not (isinstance(early, bool) or early == "never"):
-        raise InvalidRequest('early_stopping must be true, false or "never"', field="early_stopping")
-    if not enabled:
-        if penalty not in (None, 1.0):
-            raise InvalidRequest("length_penalty needs use_beam_search to be true", field="length_penalty")
-        if early is not False:
-            raise InvalidRequest("early_stopping needs use_beam_search to be true", field="early_stopping")
+    Args:
+        kind: text, json_object or json_schema.
+        asked: The object that has the schema.
+        schema_field: The request's field of `asked`.
+    """
+    if kind == "text":
         return None
-    for name, neutral in _REJECTED_WITH_BEAMS.items():
-        value = fields.raw(name)
-        if value is not None and value != neutral:
+    if kind == "json_object":
+        return g.json_object(field=field)
+    if asked is None:
+        raise InvalidRequest(f"{schema_field} is missing", field=schema_field)
+    schema = asked.get("schema")
+    if schema is None:
+        return g.json_object(field=f"{schema_field}.schema")
+    return g.from_json_schema(schema, field=f"{schema_field}.schema")
+
+
+#: Fields that a beam search cannot honour, unless they have their defaults. Other sampling parameters (temperature,
+#: top_k, top_p, min_p, seed) are accepted and have no effect, because no token is sampled.
+_NOT_WITH_BEAMS = (
+    *("stream", "stop", "echo", "prompt_logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "allowed_token_ids", "bad_words"),
+)
+
+
+def _beam_search(r: Generation, width: int, width_field: str) -> BeamSearchParams | None:
+    """Returns the parameters of a beam search, None without one. Raises InvalidRequest, which names the field."""
+    if not r.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(r, name) != Generation.model_fields[name].default:
+                raise InvalidRequest(f"{name} needs use_beam_search to be true", field=name)
+        return None
+    for name in _NOT_WITH_BEAMS:
+        if getattr(r, name) not in (None, type(r).model_fields[name].default):
             raise InvalidRequest(f"{name} cannot be combined with use_beam_search", field=name)
     if width > MAX_BEAM_WIDTH:
         raise InvalidRequest(f"a beam search has at most {MAX_BEAM_WIDTH} beams, not {width}", field=width_field)
-    return BeamSearchParams(width, 1.0 if penalty is None else penalty, early)
+    return BeamSearchParams(width, r.length_penalty, r.early_stopping)

@@ -5,79 +5,57 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import model_validator
 
 from common.errors import InvalidRequest
 from gateway.api.http.endpoint import HttpResponse
-from gateway.api.http.json_fields import JsonFields, wrong_type
-from gateway.api.openai.messages import parse_messages
-from gateway.api.openai.requests import parse_token_ids, refuse_unsupported, template_variables
-from gateway.api.openai.tools import parse_functions
+from gateway.api.openai.conversation import (
+    Messages,
+    TemplateVariables,
+    Tools,
+    chat_messages,
+    declared_functions,
+    template_variables,
+)
+from gateway.api.openai.fields import MAX_IDS, Only, Refused, RequestModel, TokenIds, param, validated
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
-from gateway.serving.request_context import RequestContext
+from gateway.serving.request import RequestContext
 
 #: Texts of more characters take 0.1 s or more to tokenize.
 LONG_CHARS = 1 << 18
 
-#: Fields without support, and for each the values that have no effect.
-_ACCEPTED_VALUES: dict[str, tuple[object, ...]] = {
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "mm_processor_kwargs": (),
-}
+
+class TokenizeRequest(RequestModel):
+    """A body of /tokenize."""
+
+    model: str | None = param("Name of a served model, see /v1/models.", max_length=1024)
+    prompt: str | None = param("A text; either this or messages.")
+    messages: Messages | None = param("A conversation, as in a chat; either this or prompt.")
+    add_special_tokens: bool | None = param("Adds what the tokenizer puts around a text.", words="true for a prompt")
+    return_token_strs: bool = param("Also returns each token's text in the vocabulary.", False)
+    chat_template_kwargs: TemplateVariables | None = param("Variables for the chat template.")
+    continue_final_message: Annotated[Any, Only(False)] = param("Goes on with the last message.")
+    add_generation_prompt: Annotated[Any, Only(True)] = param("The template's start of an answer.")
+    tools: Tools = param("Functions that the model may call.", [])
+    chat_template: Refused = param("A template of the client's own.")
+    mm_processor_kwargs: Refused = param("Images and the like.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_one(cls, body: Any) -> Any:
+        if isinstance(body, dict) and (body.get("prompt") is None) == (body.get("messages") is None):
+            raise InvalidRequest("either prompt or messages must be given", field="prompt")
+        return body
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizeBody:
-    """A checked /tokenize body with a prompt or messages."""
+class DetokenizeRequest(RequestModel):
+    """A body of /detokenize."""
 
-    model: str | None
-    prompt: str | None
-    messages: tuple[dict[str, Any], ...] | None
-    template_kwargs: dict[str, Any]
-    tools: tuple[dict[str, Any], ...]
-    #: None means the default: True for a prompt, False for messages.
-    add_special_tokens: bool | None
-    return_token_strings: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DetokenizeBody:
-    """A checked /detokenize body."""
-
-    model: str | None
-    tokens: tuple[int, ...]
-
-
-def parse_tokenize(body: object) -> TokenizeBody:
-    """Checks a /tokenize body. Raises InvalidRequest, which names the field."""
-    fields = JsonFields.of_body(body)
-    refuse_unsupported(fields, _ACCEPTED_VALUES)
-    messages, prompt = fields.raw("messages"), fields.raw("prompt")
-    if (messages is None) == (prompt is None):
-        raise InvalidRequest("either prompt or messages must be given", field="prompt")
-    if prompt is not None and not isinstance(prompt, str):
-        raise wrong_type("prompt", "a string", prompt)
-    return TokenizeBody(
-        model=fields.string("model", 1024),
-        prompt=prompt,
-        messages=None if messages is None else parse_messages(messages),
-        template_kwargs=template_variables(fields),
-        tools=parse_functions(fields, "tools"),
-        add_special_tokens=fields.boolean("add_special_tokens"),
-        return_token_strings=fields.boolean("return_token_strs") or False,
-    )
-
-
-def parse_detokenize(body: object) -> DetokenizeBody:
-    """Checks a /detokenize body. Raises InvalidRequest, which names the field."""
-    fields = JsonFields.of_body(body)
-    values = fields.raw("tokens")
-    if not isinstance(values, list):
-        raise wrong_type("tokens", "an array of token ids", values)
-    return DetokenizeBody(fields.string("model", 1024), parse_token_ids(values, "tokens"))
+    model: str | None = param("Name of a served model, see /v1/models.", max_length=1024)
+    tokens: TokenIds = param("Token ids.", ..., max_length=MAX_IDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +78,37 @@ class TokenizeHandler:
 
     async def tokenize(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one /tokenize body; a RequestHandler."""
-        result = await self.tokens(parse_tokenize(body), context)
+        result = await self.tokens(body, context)
         answer = {"count": len(result.ids), "max_model_len": result.max_model_len, "tokens": result.ids}
         await response.send_json(200, {**answer, "token_strs": result.token_strings})
 
     async def detokenize(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one /detokenize body; a RequestHandler."""
-        await response.send_json(200, {"prompt": await self.text(parse_detokenize(body), context)})
+        await response.send_json(200, {"prompt": await self.text(body, context)})
 
-    async def tokens(self, body: TokenizeBody, context: RequestContext) -> TokenizeResult:
+    async def tokens(self, body: object, context: RequestContext) -> TokenizeResult:
         """Returns the tokens of a text or a chat. Raises InvalidRequest."""
-        model = self._model(context, body.model)
-        if body.messages is None:
-            assert body.prompt is not None, "a body has a prompt or messages"
-            text, special = body.prompt, body.add_special_tokens is not False
+        r = validated(TokenizeRequest, body)
+        declared_functions([tool["function"] for tool in r.tools], "tools", ".function")  # checks them
+        messages = () if r.messages is None else chat_messages(r.messages)
+        model = self._model(context, r.model)
+        if r.prompt is not None:
+            text, special = r.prompt, r.add_special_tokens is not False
         else:
-            text = await model.chat_format.render(body.messages, body.template_kwargs, body.tools)
-            special = body.add_special_tokens or False
+            variables = template_variables(r.chat_template_kwargs)
+            text = await model.chat_format.render(messages, variables, tuple({**tool} for tool in r.tools))
+            special = r.add_special_tokens or False
         # Only one long text at a time, so that prompts of other requests find a free thread.
         async with self._long_texts if len(text) > LONG_CHARS else nullcontext():
             tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         context.timeline.mark("tokenized", prompt_tokens=len(tokens))
-        strings = await model.tokenizer.token_strings_async(tokens) if body.return_token_strings else None
+        strings = await model.tokenizer.token_strings_async(tokens) if r.return_token_strs else None
         return TokenizeResult(tokens, _max_model_len(model), strings)
 
-    async def text(self, body: DetokenizeBody, context: RequestContext) -> str:
+    async def text(self, body: object, context: RequestContext) -> str:
         """Returns the text of token ids. Raises InvalidRequest."""
-        ids, tokenizer = list(body.tokens), self._model(context, body.model).tokenizer
+        r = validated(DetokenizeRequest, body)
+        ids, tokenizer = list(r.tokens), self._model(context, r.model).tokenizer
         if ids and max(ids) >= tokenizer.vocab_size:
             text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(text, field="tokens")
@@ -141,4 +123,4 @@ class TokenizeHandler:
 
 
 def _max_model_len(model: ServedModel) -> int | None:
-    return model.limits().max_model_len if model.pod_table.ready else None
+    return model.pod_table.limits().max_model_len if model.pod_table.ready else None

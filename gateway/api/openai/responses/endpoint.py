@@ -11,17 +11,16 @@ from starlette.requests import Request
 
 from common.errors import InvalidRequest, ObjectNotFound, Unavailable
 from common.types import FinishReason
-from gateway.api.http.auth import caller_of
-from gateway.api.http.endpoint import HttpResponse
-from gateway.api.http.json_fields import Json
-from gateway.api.openai.encoders import token_logprobs
+from gateway.api.http.endpoint import HttpResponse, caller_of
+from gateway.api.http.json_value import Json
+from gateway.api.openai.generate import token_logprobs
 from gateway.api.openai.responses.items import ResponseItem
-from gateway.api.openai.responses.request import ResponseBody, parse_response, rename_fields
+from gateway.api.openai.responses.request import ResponseBody, parse_response
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse
 from gateway.api.openai.responses.writer import ResponseWriter
 from gateway.serving.choice import Choice, CompleteAnswer
 from gateway.serving.gateway import Gateway
-from gateway.serving.request_context import RequestContext
+from gateway.serving.request import RequestContext
 from gateway.text.output import OutputPiece, ReportedToken
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, ReasoningDelta, ToolCallDelta
 
@@ -45,11 +44,11 @@ class ResponsesHandler:
         """Answers one POST body; a RequestHandler."""
         parsed = parse_response(body)
         previous_items = await self._previous_items(context.caller.tenant, parsed.previous_response_id)
-        chat = parsed.chat_body if not previous_items else parsed.chat_body_after(previous_items)
+        chat = parsed.chat(previous_items)
         try:
             [choice] = await self._gateway.chat(context, chat)
         except InvalidRequest as e:
-            raise rename_fields(e) from e
+            raise type(e)(e.message, field="input" if e.field == "messages" else e.field) from e
         writer = ResponseWriter(f"resp_{context.id}", parsed.echoed_fields)
         stores = parsed.store and self._store is not None
         start = writer.start(store=stores)

@@ -6,19 +6,95 @@ An assistant's turn is several items (reasoning, a message, calls), but one mess
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Discriminator, Field, Tag
+from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
-from gateway.api.http.json_fields import unsupported_value, wrong_type
+from gateway.api.openai.conversation import MAX_CALLS, MAX_MESSAGES
+from gateway.api.openai.fields import ARRAY, BY_KIND, STRING, by_type
 
 ResponseItem = dict[str, Any]
 
 MAX_ITEMS = 16384
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+class TextPart(TypedDict):
+    """A part of a text."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class RefusalPart(TypedDict):
+    """A part of an answer that is a refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _kind_of_part(value: Any) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
+]
+Parts = Annotated[Annotated[str, STRING] | Annotated[list[Part], Field(fail_fast=True), ARRAY], BY_KIND]
+
+
+class MessageItem(TypedDict):
+    """A message of the conversation."""
+
+    type: NotRequired[Literal["message"] | None]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    id: NotRequired[str | None]
+
+
+class FunctionCallItem(TypedDict):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: NotRequired[str | None]
+
+
+class FunctionCallOutputItem(TypedDict):
+    """The answer to a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+    id: NotRequired[str | None]
+
+
+class ReasoningItem(TypedDict):
+    """The reasoning section of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: NotRequired[Parts | None]
+    content: NotRequired[Parts | None]
+    id: NotRequired[str | None]
+
+
+def _kind_of_item(value: Any) -> str | None:
+    kind = (value.get("type") or "message") if isinstance(value, dict) else None
+    return f"<{kind}>" if isinstance(kind, str) and kind in _ID_PREFIXES else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    by_type(_kind_of_item, ", ".join(_ID_PREFIXES)),
+]
 
 
 def new_item_id(kind: str) -> str:
@@ -26,86 +102,33 @@ def new_item_id(kind: str) -> str:
     return f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
-def parse_input(value: object) -> list[ResponseItem]:
-    """Returns `input` as items in one form, each with an id. Raises InvalidRequest, which names the place."""
-    if value is None:
-        raise InvalidRequest("input is missing", field="input")
+def parse_input(value: str | Sequence[Mapping[str, Any]]) -> list[ResponseItem]:
+    """Returns a checked `input` as items in one form, each with an id."""
     if isinstance(value, str):
-        return [_message("user", [{"type": "input_text", "text": value}], None)]
-    if not isinstance(value, list):
-        raise wrong_type("input", "a string or an array of items", value)
-    if not value:
-        raise InvalidRequest("input is empty", field="input")
-    if len(value) > MAX_ITEMS:
-        raise InvalidRequest(f"input may have at most {MAX_ITEMS} entries", field="input")
-    return [_item(item, f"input[{i}]") for i, item in enumerate(value)]
+        value = [{"role": "user", "content": value}]
+    return [_item(item) for item in value]
 
 
-def _item(value: object, name: str) -> ResponseItem:
-    if not isinstance(value, dict):
-        raise wrong_type(name, "an object", value)
-    kind = value.get("type") or "message"
-    if kind not in _KINDS:
-        raise unsupported_value(f"{name}.type", kind, ", ".join(_KINDS))
-    given = value.get("id")
-    if given is not None and not isinstance(given, str):
-        raise wrong_type(f"{name}.id", "a string", given)
-    if kind == "message":
-        role = value.get("role")
-        if role not in _ROLES:
-            raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}", field=f"{name}.role")
-        part = "output_text" if role == "assistant" else "input_text"
-        return _message(role, _parts(value.get("content"), f"{name}.content", part), given)
-    item: ResponseItem = {"id": given or new_item_id(kind), "type": kind, "status": "completed"}
-    if kind == "function_call":
-        for member in ("call_id", "name", "arguments"):
-            item[member] = _string(value.get(member), f"{name}.{member}")
-        return item
-    if kind == "function_call_output":
-        output = value.get("output")
-        text = output if isinstance(output, str) else _text(_parts(output, f"{name}.output", "input_text"))
-        return {**item, "call_id": _string(value.get("call_id"), f"{name}.call_id"), "output": text}
-    parts = {member: value.get(member) or [] for member in ("summary", "content")}
-    summary = _parts(parts["summary"], f"{name}.summary", "summary_text")
-    return {**item, "summary": summary, "content": _parts(parts["content"], f"{name}.content", "reasoning_text")}
+def _item(given: Mapping[str, Any]) -> ResponseItem:
+    kind = given.get("type") or "message"
+    item: ResponseItem = {"id": given.get("id") or new_item_id(kind), "type": kind, "status": "completed"}
+    match kind:
+        case "message":
+            part = "output_text" if given["role"] == "assistant" else "input_text"
+            return {**item, "role": given["role"], "content": _parts(given["content"], part)}
+        case "function_call":
+            return {**item, **{name: given[name] for name in ("call_id", "name", "arguments")}}
+        case "function_call_output":
+            return {**item, "call_id": given["call_id"], "output": _text(_parts(given["output"], "input_text"))}
+    summary, content = (given.get(name) or [] for name in ("summary", "content"))
+    return {**item, "summary": _parts(summary, "summary_text"), "content": _parts(content, "reasoning_text")}
 
 
-def _message(role: str, content: list[ResponseItem], given: str | None) -> ResponseItem:
-    item = {"id": given or new_item_id("message"), "type": "message", "role": role}
-    return {**item, "content": content, "status": "completed"}
-
-
-def _parts(value: object, name: str, kind: str) -> list[ResponseItem]:
-    """Parses text parts. All get the type `kind`, because their own types do not matter for a chat."""
-    if isinstance(value, str):
-        return [_part(kind, value)]
-    if value is None:
-        raise InvalidRequest(f"{name} is missing", field=name)
-    if not isinstance(value, list):
-        raise wrong_type(name, "a string or an array of text parts", value)
-    parts = []
-    for i, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise wrong_type(f"{name}[{i}]", "an object", part)
-        given = part.get("type")
-        if given not in _TEXT_PARTS:
-            raise unsupported_value(f"{name}[{i}].type", given, "text")
-        member = "refusal" if given == "refusal" else "text"
-        parts.append(_part(kind, _string(part.get(member), f"{name}[{i}].{member}")))
-    return parts
-
-
-def _part(kind: str, text: str) -> ResponseItem:
-    part: ResponseItem = {"type": kind, "text": text}
-    return {**part, "annotations": [], "logprobs": []} if kind == "output_text" else part
-
-
-def _string(value: object, name: str) -> str:
-    if value is None:
-        raise InvalidRequest(f"{name} is missing", field=name)
-    if not isinstance(value, str):
-        raise wrong_type(name, "a string", value)
-    return value
+def _parts(value: str | Sequence[Mapping[str, str]], kind: str) -> list[ResponseItem]:
+    """Returns text parts. All get the type `kind`, because their own types do not matter for a chat."""
+    texts = [value] if isinstance(value, str) else [part.get("text") or part.get("refusal", "") for part in value]
+    more: ResponseItem = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return [{"type": kind, "text": text, **more} for text in texts]
 
 
 def _text(parts: Sequence[ResponseItem]) -> str:
@@ -115,7 +138,8 @@ def _text(parts: Sequence[ResponseItem]) -> str:
 def to_messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[ResponseItem]:
     """Returns the chat messages that the items stand for.
 
-    Instructions, and system messages directly after them, become one system message.
+    Instructions, and system messages directly after them, become one system message. Raises InvalidRequest for too many
+    messages or calls, or no message.
     """
     messages: list[ResponseItem] = [] if instructions is None else [{"role": "system", "content": instructions}]
     turn: ResponseItem | None = None  # the assistant's open turn, to which further items may belong
@@ -136,7 +160,13 @@ def to_messages(instructions: str | None, items: Sequence[ResponseItem]) -> list
                 turn = {"role": "assistant", "content": None}
                 messages.append(turn)
             _add(turn, item)
-    return [message for message in messages if not _is_empty_turn(message)]
+    messages = [message for message in messages if not _is_empty_turn(message)]
+    if not messages:
+        raise InvalidRequest("input has no message", field="input")
+    if len(messages) > MAX_MESSAGES or any(len(message.get("tool_calls", ())) > MAX_CALLS for message in messages):
+        text = f"input may stand for at most {MAX_MESSAGES} messages with at most {MAX_CALLS} calls each"
+        raise InvalidRequest(text, field="input")
+    return messages
 
 
 def _continues(turn: ResponseItem, kind: str) -> bool:

@@ -18,7 +18,7 @@ import orjson
 from common.errors import Unavailable
 from common.redis.breaker import CircuitBreaker
 from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
 from gateway.api.openai.responses.items import ResponseItem
 
 _LUA = Path(__file__).parent / "lua"

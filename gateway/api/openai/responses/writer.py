@@ -18,9 +18,9 @@ import orjson
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason
 from gateway.api.http.errors import error_body
-from gateway.api.http.json_fields import Json
+from gateway.api.http.json_value import Json
 from gateway.api.openai.responses.items import ResponseItem, new_item_id
-from gateway.serving.request_context import Usage
+from gateway.serving.request import Usage
 
 
 class ResponseWriter:

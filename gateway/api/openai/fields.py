@@ -1,0 +1,200 @@
+"""Parts of request models: their base, kinds of fields, and errors that name a field of the client's body.
+
+A model declares each parameter once. Types and bounds check a body. Types, bounds and meanings make /openapi.json and
+the tables of docs/api.md (gateway/api/docs). To add a parameter, add a field with `param` to its model and run
+`python -m gateway.api.docs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from common.errors import InvalidRequest
+from gateway.api.http.json_value import Json, type_name
+
+INT32_MAX = 2**31 - 1
+#: Token ids in one array.
+MAX_IDS = 1 << 20
+
+_UNSUPPORTED = "unsupported"
+_UNKNOWN_TYPE = "unknown_type"
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns an object without its null members, because null counts as absent."""
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < 2**64 else value
+
+
+class RequestModel(BaseModel):
+    """An object of a request body. null counts as absent, 1.0 as 1, a boolean is no number, and a text neither.
+
+    Unknown members are ignored.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _members(cls, body: Any) -> Any:
+        return {k: _whole(v) for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+
+
+def param(meaning: str, default: Any = None, *, words: str = "", **bounds: Any) -> Any:
+    """Declares a parameter of a model.
+
+    Args:
+        default: Value of an absent parameter; `...`: the parameter is required.
+        words: The default in words, if `default` does not show it.
+        bounds: Arguments of pydantic's Field.
+    """
+    return Field(default, description=meaning, json_schema_extra={"x-default": words} if words else None, **bounds)
+
+
+class Only:
+    """Accepts only null and values without effect: the parameter is known and not served."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        if self._values:
+            return {"enum": list(self._values), "x-support": "limited"}
+        return {"type": "null", "x-support": "refused"}
+
+    def _check(self, value: Any) -> Any:
+        if value is None or any(type(value) is type(v) and value == v for v in self._values):
+            return value
+        served = " or ".join(orjson.dumps(v).decode() for v in self._values)
+        raise PydanticCustomError(
+            _UNSUPPORTED, "{said}", {"said": f"must be {served}" if served else "is not supported"}
+        )
+
+
+Refused = Annotated[Any, Only()]
+Ignored = Annotated[Any, WithJsonSchema({"x-support": "ignored"})]
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+#: Arrays stop at their first wrong entry (FailFast), because an error costs more than an entry.
+TokenIds = Annotated[tuple[TokenId, ...], Strict(False), Field(fail_fast=True)]
+#: Checks a value and keeps it with the order of its members, which chat templates print.
+KEEP = WrapValidator(lambda value, check: (check(value), value)[1])
+
+#: Tags of the members of a union that is told apart by `BY_KIND`. Their brackets keep them out of errors.
+STRING, ARRAY, OBJECT, BOOLEAN = Tag("<string>"), Tag("<array>"), Tag("<object>"), Tag("<boolean>")
+_TAGS = {str: "<string>", list: "<array>", dict: "<object>", bool: "<boolean>"}
+BY_KIND = Discriminator(lambda value: _TAGS.get(type(value), "<other>"))
+
+
+def by_type(kind: Callable[[Any], str | None], served: str) -> Discriminator:
+    """Returns the discriminator of objects with a member `type`. `kind` returns a tag, or None for an unknown type."""
+    return Discriminator(kind, custom_error_type=_UNKNOWN_TYPE, custom_error_message=served)
+
+
+_M = TypeVar("_M", bound=RequestModel)
+
+_KINDS = {"string": "a string", "array": "an array", "object": "an object", "boolean": "a boolean"}
+#: What a value must be, by pydantic's type of error.
+_TYPES = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "string_type": "a string",
+    "list_type": "an array",
+    "tuple_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+}
+_BOUNDS = {"ge": "at least {}", "gt": "greater than {}", "le": "at most {}"}
+_NO_MARKS = str.maketrans("", "", "'<>")
+
+
+def validated(model: type[_M], body: object) -> _M:
+    """Returns the checked body. Raises InvalidRequest, which names the first wrong field."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as e:
+        errors = e.errors(include_url=False)
+    raise _to_invalid_request(model, next((e for e in errors if e["type"] == _UNSUPPORTED), errors[0]))
+
+
+def _to_invalid_request(model: type[RequestModel], error: ErrorDetails) -> InvalidRequest:
+    kind, value = error["type"], error["input"]
+    parts = [part for part in error["loc"] if not (isinstance(part, str) and part.startswith("<"))]
+    if not parts:
+        return InvalidRequest(f"the request body must be a JSON object, not {type_name(value)}")
+    subject = ""
+    while isinstance(parts[-1], int) and kind not in ("dict_type", _UNKNOWN_TYPE):  # only objects are named by index
+        parts.pop()
+        subject = "an entry of "
+    if kind == _UNKNOWN_TYPE:
+        if isinstance(value, dict):
+            parts.append("type")
+            value = value.get("type")
+        else:
+            kind = "dict_type"
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    ctx, metadata = error.get("ctx", {}), model.model_fields[str(parts[0])].metadata
+    return InvalidRequest(f"{subject}{name} {_problem(kind, value, error['msg'], ctx, metadata)}", field=name)
+
+
+def _problem(kind: str, value: Any, text: str, ctx: Json, metadata: Sequence[object]) -> str:
+    """Returns what is wrong with a value.
+
+    Args:
+        kind: Pydantic's type of error; `text` and `ctx` are its message and details.
+        metadata: Bounds of the model's field.
+    """
+    if kind == "missing" or value is None:
+        return "is missing"
+    if kind in _TYPES:
+        return f"must be {_TYPES[kind]}, not {type_name(value)}"
+    if kind == "union_tag_invalid":
+        tags = ctx["expected_tags"].translate(_NO_MARKS).split(", ")
+        return f"must be {' or '.join(_KINDS[tag] for tag in tags)}, not {type_name(value)}"
+    if kind in ("literal_error", _UNKNOWN_TYPE):
+        return unsupported_value(value, ctx["expected"].translate(_NO_MARKS) if ctx else text)
+    if kind in ("too_short", "string_too_short"):
+        return "is empty"
+    if kind == "too_long":
+        return f"may have at most {ctx['max_length']} entries"
+    if kind == "string_too_long":
+        return f"must have at most {ctx['max_length']} characters"
+    if kind == "string_pattern_mismatch":
+        return "must be 1 to 128 letters, digits, underscores, dots or dashes"
+    bounds = {bound: getattr(m, bound) for m in metadata for bound in _BOUNDS if hasattr(m, bound)}
+    bounds = bounds or {bound: ctx[bound] for bound in _BOUNDS if bound in ctx}
+    if bounds:
+        return f"must be {' and '.join(_BOUNDS[bound].format(limit) for bound, limit in bounds.items())}, not {value}"
+    return text
+
+
+def unsupported_value(value: object, served: str) -> str:
+    """Returns what is wrong with a value that asks for something that is not served."""
+    given = repr(value[:60]) if isinstance(value, str) else f"of type {type_name(value)}"
+    return f"{given} is not supported, only {served}"
