@@ -1,19 +1,20 @@
 """Structured logs on stderr: JSON lines, or a readable console when stderr is a terminal.
 
-Loggers of the standard library and of structlog have the same output. Values of `log_context` (the request id) are on
-every line that is logged in the context, also by tasks started in it.
+Code logs with the standard library's loggers; structlog formats the lines. Values of `log_context` (the request id) are
+on every line that is logged in the context, also by tasks started in it.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import orjson
 import structlog
+
+#: A context manager that adds values (request_id="...") to every line that is logged inside the block.
+log_context = structlog.contextvars.bound_contextvars
 
 _QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
@@ -50,18 +51,6 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
-    structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.PositionalArgumentsFormatter(),
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=True,
-    )
-
 
 def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Renames the logger `uvicorn.error`, used by uvicorn for everything, and drops its coloured copy of the text."""
@@ -74,16 +63,3 @@ def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict)
 def _dumps(line: Any, **_options: Any) -> str:
     """Returns the event as JSON; values that JSON has no type for are written as their repr."""
     return orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
-
-
-def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """Returns a structlog logger. Before setup_logs it uses structlog's defaults."""
-    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
-    return logger
-
-
-@contextmanager
-def log_context(**values: str | int) -> Iterator[None]:
-    """Adds values (request_id="...") to every line that is logged inside the block."""
-    with structlog.contextvars.bound_contextvars(**values):
-        yield

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,16 +97,6 @@ def batch(
     raise typer.Exit(asyncio.run(run_stack(settings, work)))
 
 
-@dataclass(slots=True)
-class _Count:
-    answered: int = 0
-    failed: int = 0
-    retries: int = 0
-    prompt: int = 0
-    output: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-
-
 async def run(console: Console, source: Path, target: Path, sending: Sending) -> int:
     """Sends the requests without an answer. Returns 0, or 1 if requests failed, in this run or before.
 
@@ -117,7 +107,9 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
 
     total = check(source)
     base_url(sending.url)
-    began, number = time.monotonic(), _Count()
+    began = time.monotonic()
+    number, reasons = Counter[str](), Counter[str]()
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     with Answers(target) as answers, _bar(console) as bar:
         known = frozenset(answers.done)
         before = [answers.done[request.custom_id] for request in requests(source) if request.custom_id in known]
@@ -128,52 +120,40 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
         def done(request: Request, result: Result) -> None:
             nonlocal synced
             answers.append(request.custom_id, result)
-            number.answered += result.answered
+            number["answered" if result.answered else "failed"] += 1
             if not result.answered:
-                number.failed += 1
-                number.reasons[result.reason[:REASON_CHARS]] += 1
+                reasons[result.reason[:REASON_CHARS]] += 1
             usage = result.body.get("usage") if isinstance(result.body, dict) else None
             if isinstance(usage, dict):
-                number.prompt += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-                number.output += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+                number["prompt"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+                number["output"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
             if time.monotonic() - synced > SYNC_S:
                 answers.sync()
                 synced = time.monotonic()
-            bar.update(task, advance=1, errors=f"{number.failed} failed" if number.failed else "")
+            bar.update(task, advance=1, errors=f"{number['failed']} failed" if number["failed"] else "")
 
         def retried(why: str) -> None:
-            if not number.retries:  # the first result may take long
-                bar.console.print(f"trying again: {why[:REASON_CHARS]}", markup=False, highlight=False, soft_wrap=True)
-            number.retries += 1
+            if not number["retries"]:  # the first result may take long
+                say(f"trying again: {why[:REASON_CHARS]}")
+            number["retries"] += 1
 
         left = (request for request in requests(source) if request.custom_id not in known)
         await send_all(sending, left, done, retried)
     took = max(1e-9, time.monotonic() - began)
-    console.print(
-        f"{number.answered} answered, {number.failed} failed, {skipped} had answers already"
-        f"{f' ({failed_before} of them errors)' if failed_before else ''}; {number.retries} retries; "
-        f"{number.prompt} prompt tokens, {number.output} generated ({number.output / took:.1f}/s) in {took:.1f} s; "
-        f"{target}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+    say(
+        f"{number['answered']} answered, {number['failed']} failed, {skipped} had answers already"
+        f"{f' ({failed_before} of them errors)' if failed_before else ''}; {number['retries']} retries; "
+        f"{number['prompt']} prompt tokens, {number['output']} generated ({number['output'] / took:.1f}/s) in "
+        f"{took:.1f} s; {target}"
     )
-    for reason, times in number.reasons.most_common(MOST_REASONS):
-        console.print(f"  {times} failed: {reason}", markup=False, highlight=False, soft_wrap=True)
-    return 1 if number.failed or failed_before else 0
+    for reason, times in reasons.most_common(MOST_REASONS):
+        say(f"  {times} failed: {reason}")
+    return 1 if number["failed"] or failed_before else 0
 
 
 def _bar(console: Console) -> Progress:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as rich
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(
-        *columns, TimeRemainingColumn(), TextColumn("[red]{task.fields[errors]}"), console=console, transient=True
-    )
+    columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    errors = rich.TextColumn("[red]{task.fields[errors]}")
+    return rich.Progress(*columns, rich.TimeRemainingColumn(), errors, console=console, transient=True)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from cli.options import Redis, opt
-from common.errors import ConfigError
-from common.settings import kinds
+from common.settings.configs import GatewayConfig
+from common.settings.table import FLAG, declared
 
 
 def doctor(
@@ -25,10 +25,5 @@ def doctor(
     """
     from cli.doctor import report
 
-    given = ",".join(pods or ())
-    try:
-        addresses = kinds.tuple_of(kinds.ADDRESS).parse(given)
-    except ValueError as e:
-        expected = kinds.tuple_of(kinds.ADDRESS).expected
-        raise ConfigError(f"--pods: invalid value {given!r}: expected {expected}", field="pods") from e
+    addresses = declared(GatewayConfig)["pods"].parse(",".join(pods or ()), FLAG)
     raise typer.Exit(asyncio.run(report.report(redis, addresses)))

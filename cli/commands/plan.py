@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -89,10 +90,7 @@ def run(
             status.update(f"simulating; {_short(measured)}")
 
     planner = CapacityPlanner(used, wanted, model, chunks=sizes, on_measured=say)
-    if status is not None:
-        with status:
-            plan = planner.plan(pods)
-    else:
+    with status or contextlib.nullcontext():
         plan = planner.plan(pods)
     notes = assumptions(recorded, used, wanted, model, pods)
     if plan.best.goodput and (lasted := len(used.requests) / plan.best.goodput) < SHORT_S:

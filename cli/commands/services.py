@@ -1,0 +1,105 @@
+"""`baton serve`, `worker`, `gateway` and `up`: the processes of a cluster, and a stack on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import re
+from typing import Annotated, Any
+
+import typer
+
+from cli import service
+from cli.options import Config, load, opt, takes_settings
+from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.types import Role
+
+_say = functools.partial(typer.echo, err=True)
+
+
+@takes_settings(UpConfig)
+def up(
+    flags: dict[str, Any],
+    config: Config = None,
+    once: Annotated[str | None, opt("Answer this prompt, show its time line, and stop.", metavar="PROMPT")] = None,
+) -> None:
+    """Runs a stack on this machine, until Ctrl-C.
+
+    It consists of Valkey (or --redis), prefill and decode pods, and a gateway.
+    """
+    settings = load(UpConfig, config, flags)
+    from cli.stack.up import run
+
+    raise typer.Exit(asyncio.run(run(settings, once=once)))
+
+
+@takes_settings(PodConfig)
+def serve(flags: dict[str, Any], config: Config = None) -> None:
+    """Runs one pod: --role prefill, decode or both."""
+    service.run(load(PodConfig, config, flags), _serve_pod)
+
+
+@takes_settings(WorkerConfig)
+def worker(flags: dict[str, Any], config: Config = None) -> None:
+    """Adds this machine's devices to a pod of another machine.
+
+    For tensor parallelism over several machines.
+    """
+    service.run(load(WorkerConfig, config, flags), _serve_ranks)
+
+
+@takes_settings(GatewayConfig)
+def gateway(
+    flags: dict[str, Any],
+    config: Config = None,
+    model: Annotated[
+        list[str] | None,
+        opt("smollm2 or a model directory; several as NAME=DIR, repeated; default: smollm2.", metavar="[NAME=]DIR"),
+    ] = None,
+) -> None:
+    """Runs the gateway: OpenAI REST and gRPC for clients."""
+    if model:
+        several = len(model) > 1 or re.match(r"[^/=]+=", model[0])
+        flags |= {"models": model} if several else {"model": model[0]}
+    service.run(load(GatewayConfig, config, flags), _serve_clients)
+
+
+async def _serve_pod(settings: PodConfig) -> None:
+    settings = _resolved(settings)
+    if settings.role is Role.PREFILL:
+        from prefill_service import servicer as prefill
+
+        await prefill.serve(settings)
+    else:
+        from decode_service import servicer as decode
+
+        await decode.serve(settings)
+
+
+def _resolved(settings: PodConfig) -> PodConfig:
+    """The settings with the model's directory and served name filled in. Raises ConfigError."""
+    from cli.demo.model import prepared
+    from common.model.directory import SMOLLM2, default_served_name
+
+    known_as = settings.served_name or default_served_name(settings.model)
+    model = prepared(settings.model, tokenizer=False, weights=settings.load_format == "auto", say=_say)
+    if settings.speculation == "draft_model" and settings.speculation_model == SMOLLM2:
+        prepared(SMOLLM2, say=_say)
+    return dataclasses.replace(settings, model=str(model), served_name=known_as)
+
+
+async def _serve_ranks(settings: WorkerConfig) -> None:
+    from pod.worker import serve
+
+    await serve(settings)
+
+
+async def _serve_clients(settings: GatewayConfig) -> None:
+    from cli.demo.model import demo_model
+    from common.model.directory import SMOLLM2
+    from gateway.server import serve
+
+    if SMOLLM2 in settings.served_models().values():
+        demo_model(_say)
+    await serve(settings)
