@@ -8,7 +8,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed, UnknownTransfer
@@ -51,9 +51,9 @@ _REMEMBERED = 65536
 class WriteLimits:
     """Sizes of writes."""
 
-    first_bytes: int  # most bytes of a push's first write
-    max_bytes: int  # most bytes of one write
-    max_in_flight: int  # most posted writes per connection
+    first_bytes: int  # Most bytes of a push's first write
+    max_bytes: int  # Most bytes of one write
+    max_in_flight: int  # Most posted writes per connection
 
 
 # Host memory: posting a write may copy all of its bytes inline. GPU: posting a write takes a tenth of a millisecond of
@@ -64,52 +64,38 @@ DEFAULT_WRITE_LIMITS: dict[MemoryKind, WriteLimits] = {
 }
 
 
+@dataclass(eq=False, slots=True)
 class OutgoingTransfer:
     """The KV of one prompt on its way to another pod. Any thread may call its methods.
 
-    The transfer thread owns the fields below `outcome`. Times are of the sender's clock.
+    The transfer thread owns the fields from `connection` on. Times are of the sender's clock.
     """
 
-    def __init__(
-        self,
-        sender: TransferSender,
-        target: KvTarget,
-        machine: SenderMachine,
-        request_id: str,
-        num_prompt_blocks: int,
-        *,
-        for_pull: bool,
-    ) -> None:
-        self.target = target
-        self.request_id = request_id
-        self.num_prompt_blocks = num_prompt_blocks
-        self.for_pull = for_pull  # The target asked for cached blocks
-        self.delivered_blocks = 0  # Blocks that are in the target's memory
-        self._sender = sender
-        self.outcome: Future[TransferReport] = Future()  # The sender sets it once
-        self.machine = machine
-        self.connection: PeerConnection | None = None
-        self.pins: dict[int, PinnedBlocks] = {}  # By push number
-        self.checksums: dict[int, int] = {}  # CRC-32 by logical block
-        self.delivered_before_finish = 0
-        self.finished_at = 0.0  # finish() was called
-        self.noticed_at = 0.0  # the transfer thread handled finish()
-        self.posted_at = 0.0  # the newest write was posted
-        self.written_at = 0.0  # the newest write ended
-        self.committed_at = 0.0  # the first commit was sent; 0 before
-        self.awaited_s = 0.0  # Seconds that the commit waited on the receiver for the last range
-        self.unacknowledged_commit: Commit | None = None  # The commit of a notification that is not acknowledged
-        self.drains: list[Future[bool]] = []  # Answers to Drain calls
+    sender: TransferSender
+    target: KvTarget
+    machine: SenderMachine
+    request_id: str
+    num_prompt_blocks: int
+    for_pull: bool  # The target asked for cached blocks
+    outcome: Future[TransferReport] = field(default_factory=Future)  # The sender sets it once
+    delivered_blocks: int = 0  # Blocks that are in the target's memory
+    connection: PeerConnection | None = None
+    pins: dict[int, PinnedBlocks] = field(default_factory=dict)  # By push number
+    checksums: dict[int, int] = field(default_factory=dict)  # CRC-32 by logical block
+    delivered_before_finish: int = 0
+    finished_at: float = 0.0  # finish() was called
+    noticed_at: float = 0.0  # The transfer thread handled finish()
+    posted_at: float = 0.0  # The newest write was posted
+    written_at: float = 0.0  # The newest write ended
+    committed_at: float = 0.0  # The first commit was sent; 0 before
+    awaited_s: float = 0.0  # Seconds that the commit waited on the receiver for the last range
+    unacknowledged_commit: Commit | None = None  # The commit of a notification that is not acknowledged
+    drains: list[Future[bool]] = field(default_factory=list)  # Answers to Drain calls
 
     @property
     def key(self) -> tuple[str, TransferId]:
         """Receiver and id: a receiver makes its ids, so an id is unique only together with the receiver's name."""
         return self.target.pod, self.target.transfer_id
-
-    @property
-    def ended(self) -> bool:
-        """done() would not wait."""
-        return self.outcome.done()
 
     def push(self, first_block: int, blocks: Sequence[int], pin: PinnedBlocks) -> None:
         """Sends the physical `blocks`, which hold the finished logical blocks from first_block on.
@@ -124,8 +110,8 @@ class OutgoingTransfer:
                     f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self.num_prompt_blocks}",
                     field="first_block",
                 )
-            if self._sender.thread.running:
-                self._sender.thread.submit(partial(self._sender.on_push, self, first_block, tuple(blocks), pin))
+            if self.sender.thread.running:
+                self.sender.thread.submit(partial(self.sender.on_push, self, first_block, tuple(blocks), pin))
                 scope.pop_all()
 
     def finish(self, first_tokens: Sequence[int], finish_reasons: Sequence[FinishReason | None]) -> None:
@@ -134,12 +120,12 @@ class OutgoingTransfer:
         The receiver acknowledges the commit once every block arrived.
         """
         commit = Commit(tuple(first_tokens), tuple(finish_reasons))
-        now = self._sender.clock()
-        self._sender.thread.submit(partial(self._sender.on_finish, self, commit, self.delivered_blocks, now))
+        now = self.sender.clock()
+        self.sender.thread.submit(partial(self.sender.on_finish, self, commit, self.delivered_blocks, now))
 
     def abort(self, reason: str) -> None:
         """Ends the transfer: nothing more is posted, and done() raises Cancelled. Idempotent."""
-        self._sender.thread.submit(partial(self._sender.fail, self, Cancelled(reason)))
+        self.sender.thread.submit(partial(self.sender.fail, self, Cancelled(reason)))
 
     async def done(self) -> TransferReport:
         """Waits until the decode pod acknowledged the commit.
@@ -189,7 +175,7 @@ class TransferSender:
             deadline=self.clock() + deadline_s,
             commit_ahead=limits.max_in_flight,
         )
-        transfer = OutgoingTransfer(self, target, machine, request_id, num_prompt_blocks, for_pull=for_pull)
+        transfer = OutgoingTransfer(self, target, machine, request_id, num_prompt_blocks, for_pull)
         self.thread.submit(lambda: self._add(transfer))
 
         async def connect() -> None:

@@ -178,7 +178,7 @@ async def test_an_acknowledgement_without_a_commit_is_ignored(cluster: Cluster) 
     lose(decode, CommitNotification)
     transfer.finish([7], [None])
     await told(prefill, lambda: prefill.node._outgoing.on_committed("prefill-stranger-1", said))
-    assert not transfer.ended
+    assert not transfer.outcome.done()
     await transfer.done()
     await until(lambda: incoming.over)
     assert incoming.committed == [Commit((7,), (None,))]

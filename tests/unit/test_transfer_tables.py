@@ -123,7 +123,7 @@ def test_an_acknowledgement_is_polled_hot_for_a_moment_only() -> None:
     now.s += HOT_POLL_LIMIT_S + 0.01
     assert (table.poll_hot, table.poll_fast) == (False, True)
     table._apply(transfer, transfer.machine.committed(now()))
-    assert transfer.ended
+    assert transfer.outcome.done()
     assert not table.poll_fast
 
 
