@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -53,8 +53,7 @@ class CudaGraphs(Generic[Shape, Output]):
         """
         self._name, self._device, self._keep, self._describe = name, device, keep, describe
         self._method = weakref.WeakMethod(compute)
-        #: The memory of the graphs; None before the first capture.
-        self._pool: Any = None
+        self._pool: Any = None  # The memory of the graphs; None before the first capture
         #: The stream that graphs are captured on; None before the first capture.
         self._stream: torch.cuda.Stream | None = None
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Output]] = {}
@@ -132,13 +131,6 @@ def _no_gc() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
-class _UnownedMemory:
-    """Device memory without its owner, in the form that torch.as_tensor accepts."""
-
-    __cuda_array_interface__: dict[str, Any]
-
-
 def unowned_view(tensor: Tensor) -> Tensor:
     """Returns a view of the tensor's memory without ownership; valid as long as the graph that allocated the memory."""
     assert tensor.is_contiguous()
@@ -148,4 +140,5 @@ def unowned_view(tensor: Tensor) -> Tensor:
         "data": (tensor.data_ptr(), False),
         "version": 3,
     }
-    return torch.as_tensor(_UnownedMemory(interface), device=tensor.device).view(tensor.dtype)
+    memory = SimpleNamespace(__cuda_array_interface__=interface)  # has no owner
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)

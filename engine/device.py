@@ -53,19 +53,17 @@ def gpu_start_lock(device: torch.device, limit_s: float = START_LOCK_S) -> Itera
 def file_lock(path: Path, limit_s: float) -> Iterator[None]:
     """Holds a lock on a file, which also ends with the process. Runs without it after limit_s or an OSError."""
     until = time.monotonic() + limit_s
-    logged = False
     with contextlib.ExitStack() as held:
         try:
             file = held.enter_context(path.open("a"))
+            if not _locked(file):
+                log.info("waiting for another process to start on this GPU")
             while not _locked(file):
                 if time.monotonic() > until:
                     log.warning(
                         "another process has been starting on this GPU for %.0f s: starting without the lock", limit_s
                     )
                     break
-                if not logged:
-                    log.info("waiting for another process to start on this GPU")
-                    logged = True
                 time.sleep(LOCK_POLL_S)
         except OSError as error:  # another user's file, a missing directory, or a file system without locks
             log.warning("starting on this GPU without a lock: %s", error)

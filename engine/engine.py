@@ -16,7 +16,8 @@ import time
 import weakref
 from collections import abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -29,31 +30,30 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.config import DEFAULT_KV_MEMORY, EngineConfig
 from engine.device import gpu_start_lock, make_current, require_memory
-from engine.kv.blocks import BlockPool
-from engine.kv.host_copier import HostCopier
-from engine.kv.host_pool import HostKVPool
+from engine.kv.blocks import BlockPool, CacheCallbacks
+from engine.kv.host_copier import HostCopier, HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
-from engine.models.base import Model, ModelShape
+from engine.models.base import Model
 from engine.models.loader import open_model
-from engine.parallel.builder import EngineBuilder, SingleDeviceBuilder
+from engine.parallel.builder import EngineBuilder
 from engine.parallel.leader import TensorParallelBuilder
 from engine.parallel.rank_group import RankGroup
 from engine.sampling.constraint import Constraint, needs_constraint
-from engine.schedule.outputs import EngineCounters, Inbox, OnStep, StepResult
+from engine.schedule.outputs import Inbox, OnStep, StepResult
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
 from engine.schedule.sequence import Sequence
 from engine.schedule.stepper import Stepper
 from engine.speculation.controller import DraftController
+from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.draft_model import AttentionClass, BuildDraftModel
 from engine.speculation.draft_source import DraftSource, open_draft
-from engine.speculation.model_proposer import ModelProposer
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculator import Speculator
 from engine.speculation.suffix import SuffixProposer
 from engine.step.memory import EXTRA_BLOCKS, blocks_that_fit, measure_memory
 from engine.step.runner import ModelRunner
-from engine.step.warm_up import StepRows, chunk_graph_shapes, cudnn_plan_steps, kernel_steps, largest_step
+from engine.step.warm_up import chunk_graph_shapes, cudnn_plan_steps, kernel_steps, largest_step
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
@@ -68,10 +68,6 @@ MAX_DRAFTING_SEQS = 128
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
 
-def _no_callback(hashes: list[bytes]) -> None:
-    """Does nothing."""
-
-
 class Engine:
     """Weights, KV pool, scheduler, sampler and runner of one model."""
 
@@ -80,20 +76,13 @@ class Engine:
         config: EngineConfig,
         *,
         start_ranks: Callable[[EngineConfig], RankGroup] = RankGroup.start,
-        on_stored: Callable[[list[bytes]], None] = _no_callback,
-        on_evicted: Callable[[list[bytes]], None] = _no_callback,
-        on_host_stored: Callable[[list[bytes]], None] = _no_callback,
-        on_host_evicted: Callable[[list[bytes]], None] = _no_callback,
+        **callbacks: Unpack[CacheCallbacks],
     ) -> None:
         """Loads the model and allocates the KV pool. ConfigError if the model or the machine does not fit the config.
 
         Args:
-            config: The configuration.
             start_ranks: Starts the other ranks if tensor_parallel_size is above 1; the engine closes them.
-            on_stored: Gets hashes that the prefix cache gained, see BlockPool.
-            on_evicted: Gets hashes that the prefix cache lost.
-            on_host_stored: Gets hashes that the host tier gained.
-            on_host_evicted: Gets hashes that the host tier lost.
+            callbacks: See CacheCallbacks.
         """
         self.config = config
         source = open_model(config.model_dir, config.load_format, config.weights_seed)
@@ -103,15 +92,35 @@ class Engine:
         torch.set_num_threads(config.threads_per_rank)
         self.rank_group: RankGroup | None = None
         self._close_ranks: Callable[[], object] = lambda: None
-        self._builder: EngineBuilder = SingleDeviceBuilder(source, device)
+        self._builder = EngineBuilder(source, device)
         if config.tensor_parallel_size > 1:
             TensorParallelBuilder.check(config, source, device)
             self.rank_group = start_ranks(config)
             self._close_ranks = weakref.finalize(self, self.rank_group.close)
             self._builder = TensorParallelBuilder(self.rank_group, config, source, device)
-        dtype = config.resolve_dtype(device)
-        max_len = min(config.max_model_len or spec.max_position, spec.max_position)
-        draft = self._open_draft(spec, max_len)
+        chunk_tokens, prompt_step_tokens, max_seqs = config.resolve_limits(device)
+        limits = SchedulerConfig(
+            chunk_tokens=chunk_tokens,
+            prompt_step_tokens=prompt_step_tokens,
+            local_chunk_tokens=config.local_chunk_tokens,
+            max_seqs=max_seqs,
+            max_model_len=min(config.max_model_len or spec.max_position, spec.max_position),
+        )
+        #: Most drafts of a sequence in a step, and of all sequences of a step.
+        self._max_seq_drafts = 0 if config.speculation == "none" else config.speculation_tokens
+        max_drafting = min(max_seqs, MAX_DRAFTING_SEQS) if device.type == "cuda" else max_seqs
+        self._max_drafts = self._max_seq_drafts * max_drafting
+        draft: DraftSource | None = None
+        if config.speculation_model is not None:
+            draft = open_draft(
+                config.speculation,
+                Path(config.speculation_model),
+                spec,
+                config.model_dir,
+                load_format=config.load_format,
+                seed=config.weights_seed,
+                max_len=limits.max_model_len,
+            )
         self.layout = KVLayout(
             model=config.name or config.model_dir.resolve().name,
             revision=source.revision(device),
@@ -124,23 +133,13 @@ class Engine:
             **({} if draft is None else draft.layout_fields(device)),
         )
         self._fingerprint = self.layout.fingerprint
-        self._host_blocks = config.host_cache // self.layout.block_bytes
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
         self.grammar_compiler = GrammarCompiler(
             GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
         )
         with gpu_start_lock(device):
-            self._allocate(
-                draft,
-                dtype,
-                max_len,
-                on_stored=on_stored,
-                on_evicted=on_evicted,
-                on_host_stored=on_host_stored,
-                on_host_evicted=on_host_evicted,
-            )
-        self._pads_steps = self.runner.decode_step is not None
+            self._allocate(limits, draft, callbacks)
         self._stepper = Stepper(
             self.scheduler,
             self.pool,
@@ -149,59 +148,41 @@ class Engine:
             overlap=config.resolve_overlap(device),
             draft_model_lags=self.runner.draft_model_lags,
         )
-        self._speculator: Speculator | None = None
+        self.counters = self._stepper.counters
+        #: Proposes drafts and has their statistics; None without speculation.
+        self.speculator: Speculator | None = None
         if config.speculation != "none":
             self.set_proposer(self.configured_proposer())
         self.host_memory: HostKVPool | None = None
         self._stop_copier: Callable[[], object] = lambda: None
         if self.pool.host_tier is not None:
-            self.host_memory = HostKVPool(self.kv, self._host_blocks)
+            self.host_memory = HostKVPool(self.kv, self.pool.host_tier.num_host_blocks)
             copier = HostCopier(self.pool.host_tier, self.host_memory, checksums=config.checksums)
             self._stop_copier = weakref.finalize(self, copier.stop)
 
-    def _allocate(
-        self,
-        draft: DraftSource | None,
-        dtype: str,
-        max_len: int,
-        *,
-        on_stored: Callable[[list[bytes]], None],
-        on_evicted: Callable[[list[bytes]], None],
-        on_host_stored: Callable[[list[bytes]], None],
-        on_host_evicted: Callable[[list[bytes]], None],
-    ) -> None:
-        """Loads the weights as `dtype` and makes the KV pool, block pool, scheduler and runner."""
-        config, device, spec = self.config, self.device, self.spec
+    def _allocate(self, limits: SchedulerConfig, draft: DraftSource | None, callbacks: CacheCallbacks) -> None:
+        """Loads the weights, and makes the KV pool, block pool, scheduler and runner."""
+        config, device, max_len = self.config, self.device, limits.max_model_len
+        dtype = config.resolve_dtype(device)
         model = self._builder.load(max_len, dtype)
         make_draft = None if draft is None else draft.load(model, max_len, device, TORCH_DTYPES[dtype])
-        chunk_tokens, prompt_step_tokens, max_seqs = config.resolve_limits(device)
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":
             from engine.sampling.device_sampler import DeviceSampler
 
             torch.set_float32_matmul_precision("highest")
-            self._sampler = DeviceSampler(max_seqs, spec.vocab_size, device, max_drafts=self._draft_limits()[1])
+            self._sampler = DeviceSampler(limits.max_seqs, self.vocab_size, device, max_drafts=self._max_drafts)
         graphs = config.cuda_graphs and device.type == "cuda" and model.capturable
-        build = functools.partial(self._build_runner, model, make_draft, self._sampler, max_len, graphs=graphs)
-        limits = SchedulerConfig(
-            chunk_tokens=chunk_tokens,
-            prompt_step_tokens=prompt_step_tokens,
-            local_chunk_tokens=config.local_chunk_tokens,
-            max_seqs=max_seqs,
-            max_model_len=max_len,
-        )
+        build = functools.partial(self._build_runner, limits, model, make_draft, graphs)
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(max_len, num_blocks * config.block_size)
         self.kv = self._builder.pool(self.layout, num_blocks, device)
         self.pool = BlockPool(
             num_blocks,
             config.block_size,
-            on_stored=on_stored,
-            on_evicted=on_evicted,
-            host_blocks=self._host_blocks,
+            host_blocks=config.host_cache // self.layout.block_bytes,
             host_batch=max(1, HOST_COPY_BYTES // self.layout.block_bytes),
-            on_host_stored=on_host_stored,
-            on_host_evicted=on_host_evicted,
+            **callbacks,
         )
         self.scheduler = Scheduler(dataclasses.replace(limits, max_model_len=self.max_model_len), self.pool)
         self.runner = build(self.kv)
@@ -218,15 +199,6 @@ class Engine:
         """Why the engine cannot compute any more (a rank was lost); None while it can. Any thread may read it."""
         return None if self.rank_group is None else self.rank_group.failure
 
-    @property
-    def counters(self) -> EngineCounters:
-        return self._stepper.counters
-
-    @property
-    def speculator(self) -> Speculator | None:
-        """The object that proposes drafts and has their statistics; None without speculation."""
-        return self._speculator
-
     def configured_proposer(self) -> Proposer:
         """Makes a new proposer of the kind in the configuration."""
         kind = self.config.speculation
@@ -241,15 +213,15 @@ class Engine:
         Only while no sequence is in the engine, and only if the configuration names a proposer: graphs and buffers are
         made for drafts then. The default `controller` lets the sequences draft that gain time by it.
         """
-        drafts, max_drafts = self._draft_limits()
+        drafts = self._max_seq_drafts
         assert drafts
         assert not self.has_work
-        self._speculator = None
+        self.speculator = None
         if proposer is not None:
-            has_model = isinstance(proposer, ModelProposer)
-            controller = controller or DraftController(drafts, pads_steps=self._pads_steps, has_model=has_model)
-            self._speculator = Speculator(proposer, controller, max_seqs=max_drafts // drafts)
-        self._stepper.speculator = self._speculator
+            pads_steps, has_model = self.runner.decode_step is not None, isinstance(proposer, ModelProposer)
+            controller = controller or DraftController(drafts, pads_steps=pads_steps, has_model=has_model)
+            self.speculator = Speculator(proposer, controller, max_seqs=self._max_drafts // drafts)
+        self._stepper.speculator = self.speculator
 
     @property
     def has_work(self) -> bool:
@@ -339,31 +311,32 @@ class Engine:
         """
         if self.device.type == "cuda":
             limits = self.scheduler.config
-            shared = limits.prompt_step_tokens or limits.chunk_tokens
-            last = min(limits.chunk_tokens, shared)
-            for rows in cudnn_plan_steps(limits.max_step_tokens, shared, limits.max_seqs, limits.max_model_len, last):
+            steps = cudnn_plan_steps(
+                limits.max_step_tokens,
+                limits.prompt_step_tokens or limits.chunk_tokens,
+                limits.max_seqs,
+                limits.max_model_len,
+                last_tokens=limits.chunk_tokens,
+            )
+            for rows in steps:
                 self.runner.warm_up_attention(rows, self.kv.dummy_block)
             torch.cuda.synchronize(self.device)
 
     def _compile_kernels(self) -> None:
         """Compiles kernels and captures graphs, so that the first requests do not wait for it."""
         began = time.monotonic()
-        limits = self.scheduler.config
-        steps = kernel_steps(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, self._draft_limits()[0])
-        pool = self.config.kv_pool_setting
+        limits, pool = self.scheduler.config, self.config.kv_pool_setting
+        steps = kernel_steps(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, self._max_seq_drafts)
         with require_memory("the first steps", pool, f"lower {pool}"):
-            self._warm_up_steps(steps)
+            for rows in steps:
+                self.runner.warm_up(rows, self.kv.dummy_block)
+            torch.cuda.synchronize(self.device)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
         with require_memory("CUDA graphs", pool, self.config.cuda_graph_advice(pool)):
             self.runner.capture()
         # All objects that exist now stay. A full collection that visits them would take as long as several steps.
         gc.collect()
         gc.freeze()
-
-    def _warm_up_steps(self, steps: list[StepRows]) -> None:
-        for rows in steps:
-            self.runner.warm_up(rows, self.kv.dummy_block)
-        torch.cuda.synchronize(self.device)
 
     def _num_blocks(self, build: Callable[[KVPool], ModelRunner], limits: SchedulerConfig, *, graphs: bool) -> int:
         """Returns the number of blocks of the pool. Called after the weights are loaded.
@@ -374,11 +347,20 @@ class Engine:
         if config.num_blocks:
             return config.num_blocks
         if not config.kv_memory and self.device.type == "cuda":
-            step = largest_step(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, *self._draft_limits())
-            share = config.gpu_memory_utilization
-            make_pool = functools.partial(self._builder.pool, layout, 1, self.device)
-            remedy = config.cuda_graph_advice() if graphs else None
-            use = measure_memory(build, make_pool, self.device, share=share, graphs=remedy, step=step)
+            use = measure_memory(
+                build,
+                functools.partial(self._builder.pool, layout, 1, self.device),
+                self.device,
+                share=config.gpu_memory_utilization,
+                graphs=config.cuda_graph_advice() if graphs else None,
+                step=largest_step(
+                    limits.max_step_tokens,
+                    limits.max_seqs,
+                    limits.max_model_len,
+                    self._max_seq_drafts,
+                    self._max_drafts,
+                ),
+            )
             blocks = blocks_that_fit(use, layout)
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.summary())
             return blocks
@@ -391,61 +373,27 @@ class Engine:
             )
         return blocks
 
-    def _open_draft(self, spec: ModelShape, max_len: int) -> DraftSource | None:
-        """Opens the draft model that the configuration names."""
-        config = self.config
-        if config.speculation_model is None:
-            return None
-        return open_draft(
-            config.speculation,
-            config.speculation_model,
-            spec,
-            config.model_dir,
-            load_format=config.load_format,
-            seed=config.weights_seed,
-            max_len=max_len,
-        )
-
     def _build_runner(
-        self,
-        model: Model,
-        make_draft: BuildDraftModel | None,
-        sampler: DeviceSampler | None,
-        max_len: int,
-        kv: KVPool,
-        *,
-        graphs: bool,
+        self, limits: SchedulerConfig, model: Model, make_draft: BuildDraftModel | None, graphs: bool, kv: KVPool
     ) -> ModelRunner:
         attention: AttentionClass = TritonAttention if self.device.type == "cuda" else TorchAttention
         spec = self._builder.shard.shard_spec(self.spec)
-        backend = self._builder.attention(
-            attention(kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap)
+        backend = attention(
+            kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
-        max_blocks = self.layout.blocks_for(max_len) + 1  # a lease may have a block for the next token
-        chunk_tokens, prompt_step_tokens, max_seqs = self.config.resolve_limits(self.device)
-        drafts, max_drafts = self._draft_limits()
         draft = None if make_draft is None else make_draft(kv, attention)
         return ModelRunner(
             model,
             kv,
             backend,
-            max_seqs=max_seqs,
-            max_blocks=max_blocks,
-            sampler=sampler,
+            max_seqs=limits.max_seqs,
+            max_blocks=self.layout.blocks_for(limits.max_model_len) + 1,  # a lease may have one for the next token
+            sampler=self._sampler,
             use_cuda_graphs=graphs and (draft is None or draft.capturable),
-            max_step_tokens=max(chunk_tokens, prompt_step_tokens or 0),
-            max_seq_drafts=drafts,
-            max_drafts=max_drafts,
+            max_step_tokens=limits.prompt_step_tokens or limits.chunk_tokens,
+            max_seq_drafts=self._max_seq_drafts,
+            max_drafts=self._max_drafts,
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
-            chunk_graphs=chunk_graph_shapes(min(self.config.chunk_graphs, max_len), chunk_tokens),
+            chunk_graphs=chunk_graph_shapes(min(self.config.chunk_graphs, limits.max_model_len), limits.chunk_tokens),
         )
-
-    def _draft_limits(self) -> tuple[int, int]:
-        """Returns most drafts of a sequence in a step, and of all sequences of a step."""
-        config = self.config
-        if config.speculation == "none":
-            return 0, 0
-        *_, max_seqs = config.resolve_limits(self.device)
-        max_drafting = min(max_seqs, MAX_DRAFTING_SEQS) if self.device.type == "cuda" else max_seqs
-        return config.speculation_tokens, config.speculation_tokens * max_drafting

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.model.chat_template import ChatTemplate
 from common.model.directory import resolve_model
+from common.settings.table import current_names
 from common.types import FinishReason, Grammar, SamplingParams, Token, ValidRequest
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -42,21 +43,15 @@ STOP_S = 60.0
 class Completion:
     """The output for one prompt, or one of its n samples."""
 
-    #: Text of the prompt; None if it was given as token ids.
-    prompt: str | None
+    prompt: str | None  # Text of the prompt; None if it was given as token ids
     prompt_ids: tuple[int, ...]
-    #: Returns the text of token ids.
-    decode: Callable[[list[int]], str] = field(repr=False)
+    decode: Callable[[list[int]], str] = field(repr=False)  # Returns the text of token ids
     #: Output tokens, with log-probabilities if the params ask for them.
     tokens: list[Token] = field(default_factory=list)
-    #: Why the output ended.
-    finish: FinishReason | None = None
-    #: Prompt tokens that the prefix cache supplied.
-    cached_tokens: int = 0
-    #: Set if `finish` is ERROR.
-    error: BatonError | None = None
-    #: Number among the n samples of the prompt.
-    child: int = 0
+    finish: FinishReason | None = None  # Why the output ended
+    cached_tokens: int = 0  # Prompt tokens that the prefix cache supplied
+    error: BatonError | None = None  # Set if `finish` is ERROR
+    child: int = 0  # Number among the n samples of the prompt
 
     @property
     def ids(self) -> list[int]:
@@ -84,8 +79,7 @@ class LLM:
         """
         weights = config.get("load_format", "auto") == "auto"
         self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights)
-        if config.get("speculation_model") is not None:
-            config["speculation_model"] = Path(config["speculation_model"])
+        config = current_names(EngineConfig, config)
         self.engine = Engine(for_throughput(EngineConfig(model_dir=self.model_dir, **config)))
         self._requests = 0
         self._turn = threading.Lock()
@@ -182,38 +176,28 @@ class LLM:
         if params is None:
             params = SamplingParams(temperature=0.0)
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        grammars = [grammar] * len(prompts) if grammar is None or isinstance(grammar, Grammar) else list(grammar)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} params", field="params")
-        grammars = [grammar] * len(prompts) if grammar is None or isinstance(grammar, Grammar) else list(grammar)
         if len(grammars) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(grammars)} grammars", field="grammar")
         if not ignore_eos:
             each = [replace(p, stop_token_ids=(*p.stop_token_ids, *self.engine.eos_token_ids)) for p in each]
         with self._turn:
-            return self._run(prompts, each, grammars, cache_salt, show_progress)
-
-    def _run(
-        self,
-        prompts: Sequence[tuple[str | None, tuple[int, ...]]],
-        each: Sequence[SamplingParams],
-        grammars: Sequence[Grammar | None],
-        cache_salt: str,
-        show_progress: bool,
-    ) -> list[Completion]:
-        call = _GenerateCall()
-        for (text, ids), sampling, grammar in zip(prompts, each, grammars, strict=True):
-            self._requests += 1
-            request = ValidRequest(
-                f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt, grammar=grammar
-            )
-            for child in range(sampling.n):
-                call.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)
-            call.seqs.append(self.engine.new_sequence(request))
-        if call.seqs:
-            most_tokens = sum(sampling.n * sampling.max_tokens for sampling in each)
-            with progress("generating", most_tokens, "tokens", show=show_progress) as shown:
-                call.run(self.engine, shown)
-        return list(call.completions.values())
+            call = _GenerateCall()
+            for (text, ids), sampling, wanted in zip(prompts, each, grammars, strict=True):
+                self._requests += 1
+                request = ValidRequest(
+                    f"local-{self._requests}", self.engine.layout.model, ids, sampling, cache_salt, grammar=wanted
+                )
+                for child in range(sampling.n):
+                    call.completions[request.request_id, child] = Completion(text, ids, self.decode, child=child)
+                call.seqs.append(self.engine.new_sequence(request))
+            if call.seqs:
+                most_tokens = sum(sampling.n * sampling.max_tokens for sampling in each)
+                with progress("generating", most_tokens, "tokens", show=show_progress) as shown:
+                    call.run(self.engine, shown)
+            return list(call.completions.values())
 
 
 def for_throughput(config: EngineConfig) -> EngineConfig:

@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TypeVar
 
 from common.errors import BatonError, InternalError, Unavailable
@@ -34,18 +33,8 @@ IDLE_S = 1.0
 NO_BLOCKS_SLEEP_S = 0.002
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A message to the engine's thread; exactly one of `run` and `refuse` is called."""
-
-    #: Called on the engine's thread.
-    run: Callable[[], None]
-    #: Called if the loop has ended before it could call `run`.
-    refuse: Callable[[BatonError], None]
-
-
-def _ignore_refusal(error: BatonError) -> None:
-    """Does nothing: the sender does not wait for this message."""
+#: A message to the engine's thread: `run` is called there, or `refuse` if the loop has ended before.
+Message = tuple[Callable[[], None], Callable[[BatonError], None]]
 
 
 class EngineLoop:
@@ -54,7 +43,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, on_step: OnStep) -> None:
         self._engine = engine
         self._on_step = on_step
-        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
         self._closed = False
@@ -102,11 +91,11 @@ class EngineLoop:
                 log.exception("a sequence could not be added")
                 on_refused(InternalError(f"{type(error).__name__}: {error}"))
 
-        self._send(_Message(run, refuse))
+        self._send(run, refuse)
 
     def abort(self, request_id: str, child: int | None = None) -> None:
         """Ends the sequences of a request, or one child; on_step gets ABORT for each that had not ended before."""
-        self._send(_Message(lambda: self._abort(request_id, child), _ignore_refusal))
+        self._send(lambda: self._abort(request_id, child))
 
     def set_paused(self, request_ids: Iterable[str], paused: bool) -> None:
         """Pauses or resumes the sequences of requests; unknown ids are skipped."""
@@ -117,7 +106,7 @@ class EngineLoop:
                 for seq in self._engine.scheduler.sequences_of(request_id):
                     seq.paused = paused
 
-        self._send(_Message(run, _ignore_refusal))
+        self._send(run)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` between two steps. The future gets its result or error, or Unavailable if the loop ended."""
@@ -135,16 +124,16 @@ class EngineLoop:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-        self._send(_Message(run, refuse))
+        self._send(run, refuse)
         return future
 
-    def _send(self, message: _Message) -> None:
+    def _send(self, run: Callable[[], None], refuse: Callable[[BatonError], None] = lambda _: None) -> None:
         with self._send_lock:
             if not self._closed:
-                self._inbox.put(message)
+                self._inbox.put((run, refuse))
                 self._wake.set()
                 return
-        message.refuse(Unavailable("the engine has stopped"))
+        refuse(Unavailable("the engine has stopped"))
 
     def _run(self) -> None:
         try:
@@ -174,16 +163,14 @@ class EngineLoop:
     def _run_messages(self) -> bool:
         """Runs all messages in the inbox. Returns whether there were any."""
         had_messages = False
-        while True:
-            try:
-                message = self._inbox.get_nowait()
-            except Empty:
-                return had_messages
+        while not self._inbox.empty():  # this thread alone takes messages
+            run, _ = self._inbox.get_nowait()
             had_messages = True
             try:
-                message.run()
+                run()
             except Exception:
                 log.exception("a message to the engine failed")
+        return had_messages
 
     def _step(self) -> bool:
         """Runs one step. Returns False if nothing could run."""
@@ -195,10 +182,9 @@ class EngineLoop:
 
     def _abort(self, request_id: str, child: int | None = None) -> None:
         ended = self._engine.abort(request_id, child)
-        if ended:
-            self._on_step(
-                StepResult([SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ABORT) for seq in ended])
-            )
+        outputs = [SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ABORT) for seq in ended]
+        if outputs:
+            self._on_step(StepResult(outputs))
 
     def _close(self) -> None:
         """Aborts all sequences and refuses the waiting messages; later messages are refused at once."""
@@ -214,4 +200,5 @@ class EngineLoop:
         except Exception:
             log.exception("the last step of the engine failed")
         while not self._inbox.empty():
-            self._inbox.get_nowait().refuse(Unavailable("the engine has stopped"))
+            _, refuse = self._inbox.get_nowait()
+            refuse(Unavailable("the engine has stopped"))

@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 log = logging.getLogger(__name__)
 
@@ -21,62 +25,44 @@ class Progress:
     what: str
     total: float
     unit: str
-    #: Shows the progress.
-    on_advance: Callable[[Progress], None]
     done: float = 0.0
     began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def rate(self) -> float:
-        """Units per second since the start."""
-        return self.done / max(time.perf_counter() - self.began, 1e-9)
+    bar: Bar | None = None  # Shows the progress; None for log lines
+    logged_at: float = field(default_factory=time.perf_counter)  # Time of the last log line; infinite for none
 
     def advance(self, done: float, *, skipped: float = 0.0) -> None:
         """Adds `done` units to those done, and takes `skipped` units, which need not be done, from the total."""
         self.done += done
         self.total -= skipped
-        self.on_advance(self)
+        if self.bar is not None:
+            rate = self.done / max(time.perf_counter() - self.began, 1e-9)
+            self.bar.update(self.bar.task_ids[0], completed=self.done, total=self.total, rate=f"{rate:,.3g}")
+        elif time.perf_counter() - self.logged_at >= LOG_EVERY_S:
+            self.logged_at = time.perf_counter()
+            self.log()
+
+    def log(self) -> None:
+        seconds = max(time.perf_counter() - self.began, 1e-9)
+        rate = self.done / seconds
+        log.info("%s: %.4g of %.4g %s in %.1f s, %.3g/s", self.what, self.done, self.total, self.unit, seconds, rate)
 
 
 @contextmanager
 def progress(what: str, total: float, unit: str, *, show: bool = True) -> Iterator[Progress]:
     """Shows the progress of the block, unless `show` is False."""
+    work = Progress(what, total, unit)
     if not show:
-        yield Progress(what, total, unit, lambda _: None)
-    elif sys.stderr.isatty():
-        yield from _bar(what, total, unit)
+        work.logged_at = float("inf")
+        yield work
+    elif not sys.stderr.isatty():
+        yield work
+        work.log()
     else:
-        yield from _lines(what, total, unit)
+        from rich import progress as rich
+        from rich.console import Console
 
-
-def _bar(what: str, total: float, unit: str) -> Iterator[Progress]:
-    from rich import progress as rich
-    from rich.console import Console
-
-    figures = rich.TextColumn("{task.completed:,.4g}/{task.total:,.4g} {task.fields[unit]} ({task.fields[rate]}/s)")
-    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), figures, rich.TimeElapsedColumn())
-    with rich.Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as bar:
-        task = bar.add_task(what, total=total, unit=unit, rate="0")
-
-        def shown(p: Progress) -> None:
-            bar.update(task, completed=p.done, total=p.total, rate=f"{p.rate:,.3g}")
-
-        yield Progress(what, total, unit, shown)
-
-
-def _lines(what: str, total: float, unit: str) -> Iterator[Progress]:
-    logged_at = time.perf_counter()
-
-    def log_line(p: Progress) -> None:
-        seconds = time.perf_counter() - p.began
-        log.info("%s: %.4g of %.4g %s in %.1f s, %.3g/s", what, p.done, p.total, unit, seconds, p.rate)
-
-    def shown(p: Progress) -> None:
-        nonlocal logged_at
-        if time.perf_counter() - logged_at >= LOG_EVERY_S:
-            logged_at = time.perf_counter()
-            log_line(p)
-
-    work = Progress(what, total, unit, shown)
-    yield work
-    log_line(work)
+        figures = rich.TextColumn("{task.completed:,.4g}/{task.total:,.4g} {task.fields[unit]} ({task.fields[rate]}/s)")
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), figures, rich.TimeElapsedColumn())
+        with rich.Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as work.bar:
+            work.bar.add_task(what, total=total, unit=unit, rate="0")
+            yield work

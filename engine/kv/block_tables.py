@@ -29,8 +29,7 @@ class BlockTables:
     """
 
     def __init__(self, slots: int, width: int) -> None:
-        #: int32 [slots, width].
-        self.blocks = np.zeros((slots, width), dtype=np.int32)
+        self.blocks = np.zeros((slots, width), dtype=np.int32)  # int32 [slots, width]
         #: Lead entries of each row that are equal on the device. The code that copies rows there raises this number;
         #: `row` lowers it.
         self.num_on_device = np.zeros(slots, dtype=np.int64)

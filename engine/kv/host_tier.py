@@ -21,7 +21,7 @@ import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.block_hash import HASH_BYTES
 from common.errors import BatonError
@@ -32,55 +32,36 @@ NO_PARENT = b""
 CLEAR_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostTierStats:
-    """Counts of the host tier, in blocks."""
+    """Counts of the host tier, in blocks; all but the first two since the start."""
 
-    #: Blocks that fit.
-    host_blocks: int
-    #: Blocks in use.
-    used: int
-    #: Blocks copied to the host since the start.
-    saved: int
-    #: Blocks copied back since the start.
-    loaded: int
-    #: Blocks that the host forgot because others needed their place.
-    dropped: int
-    #: Loads with a wrong checksum.
-    damaged: int
+    host_blocks: int  # Blocks that fit
+    used: int = 0  # Blocks in use
+    saved: int = 0  # Blocks copied to the host
+    loaded: int = 0  # Blocks copied back
+    dropped: int = 0  # Blocks that the host forgot because others needed their place
+    damaged: int = 0  # Loads with a wrong checksum
 
 
+@dataclass(slots=True)
 class HostLoad:
     """A copy of host blocks into leased blocks, from its request to its end."""
 
-    __slots__ = ("_release", "done", "error")
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        """`release` ends the writer's pin on the target blocks; it is called under the lock."""
-        #: The target blocks are not written any more.
-        self.done = False
-        #: Why the target blocks are useless.
-        self.error: BatonError | None = None
-        self._release = release
-
-    def finish(self, error: BatonError | None = None) -> None:
-        """Called under the lock when the copy has ended or will not be made."""
-        self.error = error
-        self._release()
-        self.done = True
+    done: bool = False  # The target blocks are not written any more
+    error: BatonError | None = None  # Why the target blocks are useless
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """One batch of blocks to copy: from the pool to the host, or back if `host_load` is set."""
 
-    #: Keys of the contents, in the order of the blocks.
-    keys: Sequence[bytes]
+    keys: Sequence[bytes]  # Keys of the contents, in the order of the blocks
     blocks: Sequence[int]
     host_blocks: Sequence[int]
-    host_load: HostLoad | None = None
-    #: Ends the reader's pin on a block that is not registered.
+    #: Ends the pin on the blocks; None for registered blocks, which have none. Called under the lock.
     release: Callable[[], None] | None = None
+    host_load: HostLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +72,7 @@ class SavedPartialBlock:
     """
 
     key: bytes
-    #: Tokens of the sequence up to the end of the block's KV.
-    computed: int
+    computed: int  # Tokens of the sequence up to the end of the block's KV
 
 
 class HostTier:
@@ -117,48 +97,37 @@ class HostTier:
 
         Args:
             lock: The lock of the block pool.
-            cache: The prefix cache of the pool.
-            num_available: Number of blocks that the pool can allocate now.
-            num_host_blocks: Blocks that fit in host memory.
+            num_available: Returns the number of blocks that the pool can allocate now.
             min_available: Blocks of the pool to keep available by copies ahead of time.
             batch: Most blocks of one copy to the host; a load may have to wait for one copy.
-            on_stored: Gets hashes that the host gained.
-            on_evicted: Gets hashes that the host lost.
         """
         self.num_host_blocks = num_host_blocks
+        self._stats = HostTierStats(num_host_blocks)
         self._cache = cache
         self._num_available = num_available
         self._min_available = min(min_available, num_host_blocks // 2)
         self._batch = batch
         self._on_stored = on_stored
         self._on_evicted = on_evicted
-        #: Host block of each key, the least recently used first.
-        self._index: OrderedDict[bytes, int] = OrderedDict()
+        self._index: OrderedDict[bytes, int] = OrderedDict()  # Host block of each key, the least recently used first
         self._parents: dict[bytes, bytes] = {}
         #: Keys in the host by their parent, which is in the host or in the pool.
         self._children: dict[bytes, set[bytes]] = {}
         self._free = list(range(num_host_blocks - 1, -1, -1))
         self._queue: deque[HostCopy] = deque()
-        #: The copy under way.
-        self._copying: HostCopy | None = None
-        #: Blocks that an allocation lacked.
-        self._requested_free = 0
-        self._num_saved = self._num_loaded = self._num_dropped = self._num_damaged = 0
+        self._copying: HostCopy | None = None  # The copy under way
+        self._requested_free = 0  # Blocks that an allocation lacked
         self._partial_numbers = itertools.count()
         self._changed = threading.Condition(lock)
         self._copier_waits = False
-        self._stopping = self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the tier has ended: no copies are made any more."""
-        return self._closed
+        self._stopping = False
+        self.closed = False  # The tier has ended: no copies are made any more
 
     # -- called by the block pool -------------------------------------------------------------------------------------
 
     def mark_used(self, block_hash: bytes) -> bool:
         """Records that a block of the pool became idle. Returns whether it needs no copy before eviction."""
-        if self._closed:
+        if self.closed:
             return True
         if block_hash not in self._index:
             return False
@@ -196,8 +165,8 @@ class HostTier:
         """
         for key in reversed(keys):
             self._index.move_to_end(key)
-        load = HostLoad(release)
-        self._queue_copy(HostCopy(keys, blocks, [self._index[key] for key in keys], host_load=load))
+        load = HostLoad()
+        self._queue_copy(HostCopy(keys, blocks, [self._index[key] for key in keys], release, load))
         return load
 
     def save_partial_block(self, parent: bytes | None, block: int, release: Callable[[], None]) -> bytes:
@@ -208,7 +177,7 @@ class HostTier:
         key = b"partial-" + next(self._partial_numbers).to_bytes(HASH_BYTES, "little")  # longer than a hash
         host_blocks = self._allocate(1)
         self._insert(key, parent or NO_PARENT, host_blocks[0])
-        self._queue_copy(HostCopy([key], [block], host_blocks, release=release))
+        self._queue_copy(HostCopy([key], [block], host_blocks, release))
         return key
 
     def drop_partial_block(self, key: bytes) -> None:
@@ -245,23 +214,26 @@ class HostTier:
         with self._changed:
             assert copy is self._copying
             self._copying = None
-            if copy.host_load is not None:
-                self._num_loaded += len(copy.blocks)
-                if error is not None:
-                    self._num_damaged += 1
-                    self._drop(copy.keys)
-                copy.host_load.finish(error)
+            if copy.host_load is None:
+                self._stats.saved += len(copy.blocks)
             else:
-                self._num_saved += len(copy.blocks)
-                self._release_sources(copy)
+                self._stats.loaded += len(copy.blocks)
+                if error is not None:
+                    self._stats.damaged += 1
+                    self._drop(copy.keys)
+            self._finish(copy, error)
             self._changed.notify_all()
 
-    def _release_sources(self, copy: HostCopy) -> None:
-        """Lets the pool evict or reuse the blocks of a copy to the host."""
+    def _finish(self, copy: HostCopy, error: BatonError | None) -> None:
+        """Lets the pool use, evict or reuse the blocks of a copy that has ended or will not be made."""
+        if copy.host_load is not None:
+            copy.host_load.error = error
         if copy.release is not None:
             copy.release()
         else:
             self._cache.mark_saved(copy.blocks)
+        if copy.host_load is not None:
+            copy.host_load.done = True
 
     def stop(self) -> None:
         """Makes `next_copy` return None, so that the copier ends and calls `close`. Takes the lock."""
@@ -275,15 +247,12 @@ class HostTier:
         Called by the copier once it touches no memory any more. Idempotent. Takes the lock.
         """
         with self._changed:
-            unfinished = [*([] if self._copying is None else [self._copying]), *self._queue]
+            unfinished = [copy for copy in (self._copying, *self._queue) if copy is not None]
             self._queue.clear()
             self._copying = None
-            self._closed = True
+            self.closed = True
             for copy in unfinished:
-                if copy.host_load is not None:
-                    copy.host_load.finish(error)
-                else:
-                    self._release_sources(copy)
+                self._finish(copy, error)
             self.clear()
             self._changed.notify_all()
 
@@ -301,10 +270,10 @@ class HostTier:
     def clear(self) -> int:
         """Forgets all blocks, and lets the pool evict idle blocks without copies. Returns the former number in use."""
         self._cache.skip_unsaved()
-        self._changed.wait_for(lambda: not self._cache.num_saving, CLEAR_S)
+        self._changed.wait_for(lambda: not self._cache.saving, CLEAR_S)
         count = len(self._index)
         self._drop(tuple(self._index))
-        self._num_dropped -= count
+        self._stats.dropped -= count
         return count
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -313,14 +282,7 @@ class HostTier:
             return self._changed.wait_for(lambda: not self.busy, timeout_s)
 
     def stats(self) -> HostTierStats:
-        return HostTierStats(
-            self.num_host_blocks,
-            len(self._index),
-            self._num_saved,
-            self._num_loaded,
-            self._num_dropped,
-            self._num_damaged,
-        )
+        return replace(self._stats, used=len(self._index))
 
     def inconsistencies(self) -> list[str]:
         """Returns violations of the invariants, one sentence each."""
@@ -332,7 +294,7 @@ class HostTier:
             parent = self._parents[key]
             if key not in self._children.get(parent, ()):
                 defects.append("a block of the host tier is not known to its parent")
-            if parent != NO_PARENT and self._cache.lookup(parent) is None and parent not in self._index:
+            if parent != NO_PARENT and parent not in self._cache.block_by_hash and parent not in self._index:
                 defects.append("a block of the host tier outlived its parent")
         if sum(map(len, self._children.values())) != len(self._index) or len(self._parents) != len(self._index):
             defects.append("parents and children in the host tier differ")
@@ -340,7 +302,7 @@ class HostTier:
 
     def _needs_saves(self) -> bool:
         """Returns whether idle blocks have to be copied to the host now."""
-        if not self._cache.num_unsaved:
+        if not self._cache.unsaved:
             self._requested_free = 0
             return False
         available = self._num_available()
@@ -359,7 +321,7 @@ class HostTier:
         # Neighbours in the pool become neighbours in the host, so that one copy moves them together.
         host_blocks = dict(zip(sorted(blocks), self._allocate(len(blocks)), strict=True))
         for block in blocks:
-            key = self._cache.hash_of(block)
+            key = self._cache.hash_by_block[block]
             assert key is not None
             keys.append(key)
             self._insert(key, self._cache.parent_hash(block) or NO_PARENT, host_blocks[block])
@@ -393,8 +355,8 @@ class HostTier:
             if not siblings:
                 del self._children[parent]
             dropped.append(key)
-            if self._cache.lookup(key) is None:
+            if key not in self._cache.block_by_hash:
                 pending += self._children.get(key, ())
-        self._num_dropped += len(dropped)
+        self._stats.dropped += len(dropped)
         if hashes := [key for key in reversed(dropped) if len(key) == HASH_BYTES]:
             self._on_evicted(hashes)

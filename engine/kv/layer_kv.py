@@ -28,10 +28,8 @@ NAN_BITS = 0x7FC00000
 class LayerKV:
     """Views of one layer's keys and values; strided over blocks."""
 
-    #: [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; uint8 for e4m3.
-    kv: Tensor
-    #: bfloat16 [num_blocks, kv_heads, block_size, 2 (K, V)] for e4m3, else None.
-    scales: Tensor | None = None
+    kv: Tensor  # [num_blocks, 2 (K, V), kv_heads, block_size, head_dim]; uint8 for e4m3
+    scales: Tensor | None = None  # bfloat16 [num_blocks, kv_heads, block_size, 2 (K, V)] for e4m3, else None
 
     def __post_init__(self) -> None:
         assert (self.scales is not None) == (self.kv.dtype == torch.uint8)

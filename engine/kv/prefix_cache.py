@@ -25,77 +25,29 @@ HashesCallback = Callable[[list[bytes]], None]
 class PrefixCache:
     """Maps hashes to blocks and blocks to their parents, and keeps the evictable blocks, oldest first."""
 
-    __slots__ = (
-        "_block_by_hash",
-        "_evictable",
-        "_has_host_tier",
-        "_hash_by_block",
-        "_idle",
-        "_num_idle",
-        "_num_pinned_children",
-        "_parent",
-        "_saved",
-        "_saving",
-        "_unsaved",
-    )
-
     def __init__(self, num_blocks: int, *, has_host_tier: bool = False) -> None:
-        self._block_by_hash: dict[bytes, int] = {}
-        self._hash_by_block: list[bytes | None] = [None] * num_blocks
+        self.block_by_hash: dict[bytes, int] = {}  # The registered blocks, parents before children
+        self.hash_by_block: list[bytes | None] = [None] * num_blocks
         self._parent = [-1] * num_blocks
-        #: Registered children of each block that are not evictable.
-        self._num_pinned_children = [0] * num_blocks
-        self._idle = bytearray(num_blocks)
-        self._num_idle = 0
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._num_pinned_children = [0] * num_blocks  # Registered children of each block that are not evictable
+        self.idle = bytearray(num_blocks)  # 1 for registered blocks without a user
+        self.num_idle = 0
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # Evictable blocks, oldest first
         self._has_host_tier = has_host_tier
-        #: 1 for blocks that need no copy to the host before eviction.
-        self._saved = bytearray(num_blocks)
-        #: Blocks that are being copied to the host now.
-        self._saving: set[int] = set()
+        self._saved = bytearray(num_blocks)  # 1 for blocks that need no copy to the host before eviction
+        self.saving: set[int] = set()  # Blocks that are being copied to the host now
         #: Idle blocks that are neither saved nor being copied, oldest first.
-        self._unsaved: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def num_idle(self) -> int:
-        return self._num_idle
-
-    @property
-    def num_evictable(self) -> int:
-        return len(self._evictable)
-
-    @property
-    def num_saving(self) -> int:
-        return len(self._saving)
-
-    @property
-    def num_unsaved(self) -> int:
-        return len(self._unsaved)
-
-    def lookup(self, block_hash: bytes) -> int | None:
-        """Returns the block that is registered under the hash."""
-        return self._block_by_hash.get(block_hash)
-
-    def hash_of(self, block: int) -> bytes | None:
-        """Returns the hash of a registered block, None for other blocks."""
-        return self._hash_by_block[block]
+        self.unsaved: OrderedDict[int, None] = OrderedDict()
 
     def parent_hash(self, block: int) -> bytes | None:
         """Returns the hash of the block before a registered block; None for the first block of a prompt."""
         parent = self._parent[block]
-        return None if parent < 0 else self._hash_by_block[parent]
-
-    def hashes(self) -> list[bytes]:
-        """Returns all registered hashes, parents before children."""
-        return list(self._block_by_hash)
-
-    def is_idle(self, block: int) -> bool:
-        return bool(self._idle[block])
+        return None if parent < 0 else self.hash_by_block[parent]
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Returns the blocks of the longest registered prefix of `hashes`."""
         matched: list[int] = []
-        get = self._block_by_hash.get
+        get = self.block_by_hash.get
         for h in hashes:
             block = get(h)
             if block is None:
@@ -105,32 +57,32 @@ class PrefixCache:
 
     def count_evictable(self, blocks: Sequence[int]) -> int:
         """Returns how many of `blocks` are evictable."""
-        evictable = self._evictable
+        evictable = self.evictable
         return sum(block in evictable for block in blocks)
 
     def register(self, block: int, block_hash: bytes, parent: int) -> None:
         """Registers a block in use under its hash; `parent` is the registered block before it, -1 for none."""
-        assert self._hash_by_block[block] is None
-        assert block_hash not in self._block_by_hash
-        self._block_by_hash[block_hash] = block
-        self._hash_by_block[block] = block_hash
+        assert self.hash_by_block[block] is None
+        assert block_hash not in self.block_by_hash
+        self.block_by_hash[block_hash] = block
+        self.hash_by_block[block] = block_hash
         self._saved[block] = not self._has_host_tier
         self._parent[block] = parent
         self._num_pinned_children[block] = 0
         if parent >= 0:
-            assert self._hash_by_block[parent] is not None
-            assert not self._idle[parent]
+            assert self.hash_by_block[parent] is not None
+            assert not self.idle[parent]
             self._num_pinned_children[parent] += 1
 
     def pin_all(self, blocks: Sequence[int]) -> None:
         """Marks blocks as in use; the idle blocks among them, and their ancestors, are not evictable any more."""
-        idle, evictable, parent, pins = self._idle, self._evictable, self._parent, self._num_pinned_children
-        unsaved = self._unsaved
+        idle, evictable, parent, pins = self.idle, self.evictable, self._parent, self._num_pinned_children
+        unsaved = self.unsaved
         for block in blocks:
             if not idle[block]:
                 continue
             idle[block] = 0
-            self._num_idle -= 1
+            self.num_idle -= 1
             if unsaved:
                 unsaved.pop(block, None)
             ancestor = block
@@ -147,55 +99,55 @@ class PrefixCache:
         `is_saved` says whether a hash needs no copy to the host; None without a host tier.
         """
         unregistered: list[int] = []
-        hashes, idle, saved, saving = self._hash_by_block, self._idle, self._saved, self._saving
+        hashes, idle, saved, saving = self.hash_by_block, self.idle, self._saved, self.saving
         update = self._update_evictable
         for block in blocks:
             if (block_hash := hashes[block]) is None:
                 unregistered.append(block)
                 continue
             idle[block] = 1
-            self._num_idle += 1
             if is_saved is not None and block not in saving:
                 saved[block] = is_saved(block_hash)
                 if not saved[block]:
-                    self._unsaved[block] = None
+                    self.unsaved[block] = None
             update(block)
+        self.num_idle += len(blocks) - len(unregistered)
         return unregistered
 
     def evict(self) -> tuple[int, bytes]:
         """Unregisters the oldest evictable block, a leaf; returns it and its hash."""
-        block, _ = self._evictable.popitem(last=False)
-        block_hash = self._hash_by_block[block]
+        block, _ = self.evictable.popitem(last=False)
+        block_hash = self.hash_by_block[block]
         assert block_hash is not None
-        del self._block_by_hash[block_hash]
-        self._hash_by_block[block] = None
-        self._idle[block] = 0
-        self._num_idle -= 1
+        del self.block_by_hash[block_hash]
+        self.hash_by_block[block] = None
+        self.idle[block] = 0
+        self.num_idle -= 1
         return block, block_hash
 
     def start_saving(self, count: int) -> list[int]:
         """Takes at most `count` of the oldest unsaved blocks; their copies to the host start now."""
-        taken = [self._unsaved.popitem(last=False)[0] for _ in range(min(count, len(self._unsaved)))]
-        self._saving.update(taken)
+        taken = [self.unsaved.popitem(last=False)[0] for _ in range(min(count, len(self.unsaved)))]
+        self.saving.update(taken)
         return taken
 
     def mark_saved(self, blocks: Sequence[int]) -> None:
         """Marks blocks as saved: no copy to the host is needed before their eviction."""
         for block in blocks:
             assert not self._saved[block]
-            self._saving.discard(block)
-            self._unsaved.pop(block, None)
+            self.saving.discard(block)
+            self.unsaved.pop(block, None)
             self._saved[block] = 1
             self._update_evictable(block)
 
     def skip_unsaved(self) -> None:
         """Marks all unsaved blocks as saved, so that they are evicted without a copy."""
-        self.mark_saved(tuple(self._unsaved))
+        self.mark_saved(tuple(self.unsaved))
 
     def _update_evictable(self, block: int) -> None:
         """Makes the block evictable if nothing prevents it, then its ancestors likewise."""
-        evictable, parent, pins = self._evictable, self._parent, self._num_pinned_children
-        idle, saved = self._idle, self._saved
+        evictable, parent, pins = self.evictable, self._parent, self._num_pinned_children
+        idle, saved = self.idle, self._saved
         while idle[block] and saved[block] and not pins[block]:
             evictable[block] = None
             block = parent[block]
@@ -206,18 +158,18 @@ class PrefixCache:
     def inconsistencies(self) -> list[str]:
         """Returns violations of the invariants, one sentence each; walks over all blocks."""
         defects: list[str] = []
-        registered = [b for b, h in enumerate(self._hash_by_block) if h is not None]
-        if sorted(self._block_by_hash.values()) != registered or any(
-            self._hash_by_block[b] != h for h, b in self._block_by_hash.items()
+        registered = [b for b, h in enumerate(self.hash_by_block) if h is not None]
+        if sorted(self.block_by_hash.values()) != registered or any(
+            self.hash_by_block[b] != h for h, b in self.block_by_hash.items()
         ):
             defects.append("index and block hashes differ")
-        pins = [0] * len(self._hash_by_block)
-        order = {b: i for i, b in enumerate(self._evictable)}
+        pins = [0] * len(self.hash_by_block)
+        order = {b: i for i, b in enumerate(self.evictable)}
         for b in registered:
             parent = self._parent[b]
             if parent < 0:
                 continue
-            if self._hash_by_block[parent] is None:
+            if self.hash_by_block[parent] is None:
                 defects.append(f"block {b} outlived its parent {parent}")
             elif b not in order:
                 pins[parent] += 1
@@ -226,12 +178,12 @@ class PrefixCache:
         for b in registered:
             if pins[b] != self._num_pinned_children[b]:
                 defects.append(f"block {b} has {pins[b]} pinned children, not {self._num_pinned_children[b]}")
-            if (b in order) != (bool(self._idle[b]) and bool(self._saved[b]) and not pins[b]):
+            if (b in order) != (bool(self.idle[b]) and bool(self._saved[b]) and not pins[b]):
                 defects.append(f"block {b} is wrongly {'' if b in order else 'not '}evictable")
-            if (b in self._unsaved) != (bool(self._idle[b]) and not self._saved[b] and b not in self._saving):
-                defects.append(f"block {b} is wrongly {'' if b in self._unsaved else 'not '}waiting to be saved")
-        if self._num_idle != sum(self._idle) or any(
-            self._hash_by_block[b] is None for b in (*order, *self._unsaved, *self._saving)
+            if (b in self.unsaved) != (bool(self.idle[b]) and not self._saved[b] and b not in self.saving):
+                defects.append(f"block {b} is wrongly {'' if b in self.unsaved else 'not '}waiting to be saved")
+        if self.num_idle != sum(self.idle) or any(
+            self.hash_by_block[b] is None for b in (*order, *self.unsaved, *self.saving)
         ):
             defects.append("idle, evictable or unsaved blocks are not all registered")
         return defects

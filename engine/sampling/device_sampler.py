@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.errors import InvalidRequest
 from common.types import SamplingParams
+from engine.device import pinned_copy
 from engine.kernels import sampling
 from engine.kernels.sampling import (
     MAX_ENTRIES,
@@ -25,7 +26,7 @@ from engine.kernels.sampling import (
     accept_drafts,
     count_tokens,
 )
-from engine.sampling.sampler import SampleRow, has_penalties
+from engine.sampling.sampler import Sampled, SampleRow, has_penalties
 
 #: Biases of clients stay finite: -inf marks a stop token that is banned before min_tokens.
 _MAX_BIAS = 3e38
@@ -109,7 +110,7 @@ class DeviceSampler:
         """Uploads all changes since the last flush. Does nothing without a change. Never inside a graph."""
         if not self._changed:
             return
-        self._tensors.words.copy_(self._pinned(self._words), non_blocking=True)
+        self._tensors.words.copy_(pinned_copy(self._words, self._device), non_blocking=True)
         if self._entries:
             packed = np.zeros((len(self._entries), 2, max(len(t) for t, _ in self._entries.values())), dtype=np.int32)
             for line, (tokens, biases) in zip(packed, self._entries.values(), strict=True):
@@ -134,8 +135,8 @@ class DeviceSampler:
         allowed: Tensor | None = None,
         drafts: tuple[Tensor, Tensor] | None = None,
         results: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Samples one token per row: int64 [B] tokens, and bool [B] whether the logits were finite.
+    ) -> Sampled:
+        """Samples one token per row.
 
         Can be captured in a graph, and waits for nothing. A row that is not finite has no token and changes no state.
 
@@ -147,7 +148,7 @@ class DeviceSampler:
             drafts: See SamplingKernels.sample. A call of `accept_drafts` must follow.
             results: See SamplingKernels.sample.
         """
-        return self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results)
+        return Sampled(*self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results))
 
     def accept_drafts(
         self,
@@ -169,10 +170,5 @@ class DeviceSampler:
         gone = (penalised & (tokens >= 0)).to(torch.int32)
         self._tensors.counts.index_put_((slots, tokens.clamp(min=0)), -gone, accumulate=True)
 
-    def _pinned(self, array: np.ndarray) -> Tensor:
-        """Returns a copy that a transfer can read after the array has changed."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor.clone()
-
     def _upload(self, array: np.ndarray) -> Tensor:
-        return self._pinned(array).to(self._device, non_blocking=True)
+        return pinned_copy(array, self._device).to(self._device, non_blocking=True)

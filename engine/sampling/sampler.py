@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +34,10 @@ class SampleRow:
     """Sampling state of one row of logits."""
 
     params: SamplingParams
-    #: Prompt and output so far.
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # Prompt and output so far
     prompt_len: int
-    #: Number of the child among the n samples of the request.
-    child: int = 0
-    #: Drafts that are assumed to follow `tokens`.
-    drafts: Sequence[int] = ()
+    child: int = 0  # Number of the child among the n samples of the request
+    drafts: Sequence[int] = ()  # Drafts that are assumed to follow `tokens`
     #: int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i. None: all tokens are allowed.
     allowed_mask: np.ndarray | None = None
 
@@ -49,14 +47,11 @@ class SampleRow:
         return len(self.tokens) + len(self.drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """Sampled tokens of R rows."""
 
-    #: int64 [R]
-    tokens: Tensor
-    #: bool [R]; False where the logits had NaN or infinity, and the token is meaningless.
-    finite: Tensor
+    tokens: Tensor  # int64 [R]
+    finite: Tensor  # bool [R]; False where the logits had NaN or infinity, and the token is meaningless
 
 
 @dataclass(frozen=True, slots=True)

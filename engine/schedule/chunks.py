@@ -16,11 +16,8 @@ class ChunkPolicy:
     """Splits the tokens of a step; SchedulerConfig declares `chunk_tokens` and `prompt_step_tokens`."""
 
     def __init__(self, chunk_tokens: int, prompt_step_tokens: int | None, block_size: int) -> None:
-        self._chunk_tokens, self._has_prompt_steps, self._block_size = (
-            chunk_tokens,
-            prompt_step_tokens is not None,
-            block_size,
-        )
+        self._chunk_tokens, self._block_size = chunk_tokens, block_size
+        self._has_prompt_steps = prompt_step_tokens is not None
         #: Half of chunk_tokens in whole blocks. 1 without prompt steps: no chunk is rounded to it then.
         self._half = max(chunk_tokens // 2 // block_size, 1) * block_size if self._has_prompt_steps else 1
 

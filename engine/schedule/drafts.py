@@ -21,20 +21,14 @@ class DraftTokens(NamedTuple):
 class DraftState:
     """The speculator's state of one sequence between two steps."""
 
-    #: Made and read by the proposer.
-    proposer_state: Any
-    #: Accepted drafts; older ones have less weight.
-    accepted: float
-    #: Verified drafts; older ones have less weight.
-    tested: float
+    proposer_state: Any  # Made and read by the proposer
+    accepted: float  # Accepted drafts; older ones have less weight
+    tested: float  # Verified drafts; older ones have less weight
     #: Number of output tokens from which the sequence drafts again, although drafts did not pay before.
     probe_at: int = 0
-    #: Output tokens between two of these tries.
-    probe_interval: int = 0
-    #: Empty proposals in a row for which steps still wait.
-    waits_left: int = 0
-    #: Share of recent proposals that were not empty.
-    hit_rate: float = 1.0
+    probe_interval: int = 0  # Output tokens between two of these tries
+    waits_left: int = 0  # Empty proposals in a row for which steps still wait
+    hit_rate: float = 1.0  # Share of recent proposals that were not empty
 
     @property
     def acceptance_rate(self) -> float:

@@ -9,7 +9,7 @@
 - A decode without a free block preempts the last sequence in rank below it, so the first in rank always makes progress.
   No sequence is preempted while a step in flight or a copy to the host is about to free blocks.
 - If nothing can run, a paused sequence gives up its blocks. Only leases and pins of other pods' transfers are then
-  left; they end by themselves, and the batch is empty until then.
+  left; they end by themselves, and the step is empty until then.
 - Drafts only use what is left: tokens after the prompts' share, and blocks after one for each running sequence.
 
 The engine's thread calls it; any thread may call `stats`. docs/design.md has the reasons.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -44,24 +43,16 @@ T = TypeVar("T")
 class SchedulerConfig:
     """Limits of the steps. Raises ConfigError with the name of a wrong field."""
 
-    #: Tokens of one step.
-    chunk_tokens: int
+    chunk_tokens: int  # Tokens of one step
     #: Tokens of a step without decodes, which delays no decode; None for chunk_tokens. A single prompt has twice that.
     prompt_step_tokens: int | None = None
-    #: Most prompt tokens of a step with decodes; 0 for all that are left.
-    local_chunk_tokens: int = 0
-    #: Sequences that run at once.
-    max_seqs: int
-    #: Tokens of one sequence.
-    max_model_len: int
+    local_chunk_tokens: int = 0  # Most prompt tokens of a step with decodes; 0 for all that are left
+    max_seqs: int  # Sequences that run at once
+    max_model_len: int  # Tokens of one sequence
 
     def __post_init__(self) -> None:
-        for field, value in (
-            ("chunk_tokens", self.chunk_tokens),
-            ("max_seqs", self.max_seqs),
-            ("max_model_len", self.max_model_len),
-        ):
-            if value < 1:
+        for field in ("chunk_tokens", "max_seqs", "max_model_len"):
+            if (value := getattr(self, field)) < 1:
                 raise ConfigError(f"{field} must be at least 1, is {value}", field=field)
         if self.prompt_step_tokens is not None and self.prompt_step_tokens < self.chunk_tokens:
             raise ConfigError(
@@ -76,37 +67,17 @@ class SchedulerConfig:
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence in a step: the step computes its tokens start..start+num_new."""
+    """One sequence in a step: the step computes its tokens start..start+num_new. A step is a list of these."""
 
     seq: Sequence
     start: int
-    #: Includes the drafts.
-    num_new: int
-    #: The tokens reach the sequence's end, so the next token is sampled, and one more after each draft.
-    samples: bool
-    #: The sequence decodes; else the tokens are a chunk of a prompt.
-    is_decode: bool = False
-    #: New tokens that had KV before a preemption.
-    num_recomputed: int = 0
-    #: Guesses of the tokens after the newest one; the last of the `num_new` tokens.
-    drafts: tuple[int, ...] = ()
-    #: See DraftTokens.probs.
-    draft_probs: Tensor | None = None
-    #: A copy to make before anything of the step is written.
-    block_copy: BlockCopy | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """The sequences of one step, decodes first; empty if nothing can run now."""
-
-    scheduled: list[ScheduledSequence]
-    #: Sequences that have ended because their blocks came back damaged from the host, with the error.
-    failed: abc.Sequence[tuple[Sequence, BatonError]] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(entry.num_new for entry in self.scheduled)
+    num_new: int  # Includes the drafts
+    samples: bool  # The tokens reach the sequence's end, so the next token is sampled, and one more after each draft
+    is_decode: bool = False  # The sequence decodes; else the tokens are a chunk of a prompt
+    num_recomputed: int = 0  # New tokens that had KV before a preemption
+    drafts: tuple[int, ...] = ()  # Guesses of the tokens after the newest one; the last of the `num_new` tokens
+    draft_probs: Tensor | None = None  # See DraftTokens.probs
+    block_copy: BlockCopy | None = None  # A copy to make before anything of the step is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +86,13 @@ class SchedulerStats:
 
     running: int
     waiting: int
-    #: Preempted sequences that wait for blocks; included in `waiting`.
-    num_preempted: int
+    num_preempted: int  # Preempted sequences that wait for blocks; included in `waiting`
     #: Prompt tokens of waiting and running sequences that are not computed, including those to compute again.
     queued_tokens: int
     preemptions: int
     recomputed_tokens: int
-    #: Preempted sequences that got back all KV that they had.
-    fully_restored: int = 0
-    #: Preempted sequences that lost a part of their KV.
-    partly_recomputed: int = 0
+    fully_restored: int = 0  # Preempted sequences that got back all KV that they had
+    partly_recomputed: int = 0  # Preempted sequences that lost a part of their KV
 
 
 def _priority_key(seq: Sequence) -> tuple[int, int, int]:
@@ -148,22 +116,18 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self._pool = pool
-        #: All sequences, by request id and child.
-        self._by_request: dict[str, dict[int, Sequence]] = {}
-        #: Sequences with a slot, in rank.
-        self._running: list[Sequence] = []
-        #: Sequences without a slot, in the order of admission.
-        self._waiting: list[Sequence] = []
-        #: Free slots, a heap.
-        self._slots = list(range(config.max_seqs))
-        self._arrivals = 0
-        self._preemptions = 0
-        self._fully_restored = self._partly_recomputed = 0
-        self._recomputed_tokens = 0
-        self._failed: list[tuple[Sequence, BatonError]] = []
-        self._policy = ChunkPolicy(config.chunk_tokens, config.prompt_step_tokens, pool.block_size)
-        #: Sequences with leases that grew for drafts since the last batch.
+        self._chunks = ChunkPolicy(config.chunk_tokens, config.prompt_step_tokens, pool.block_size)
+        self._by_request: dict[str, dict[int, Sequence]] = {}  # All sequences, by request id and child
+        self._running: list[Sequence] = []  # Sequences with a slot, in rank
+        self._waiting: list[Sequence] = []  # Sequences without a slot, in the order of admission
+        self._slots = list(range(config.max_seqs))  # Free slots, a heap
+        #: Sequences with leases that grew for drafts since the last step.
         self._reserved_for_drafts: list[Sequence] = []
+        self._failed: list[tuple[Sequence, BatonError]] = []
+        self._arrivals = self._preemptions = self._recomputed_tokens = 0
+        self._fully_restored = self._partly_recomputed = 0
+
+    # -- sequences come and go ----------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
         """Adds a sequence. Raises InvalidRequest with the name of the field if it can never run here.
@@ -171,6 +135,7 @@ class Scheduler:
         A lease that it brings must have room for the prompt, with KV for the first `computed` tokens.
         """
         limit, prompt_len, max_len = self.config.max_model_len, seq.prompt_len, seq.max_len
+        num_blocks, block_size = self._pool.num_blocks, self._pool.block_size
         if prompt_len == 0:
             raise InvalidRequest("the prompt is empty", field="prompt")
         if prompt_len >= limit:
@@ -182,17 +147,17 @@ class Scheduler:
                 f"{prompt_len} prompt tokens and {max_len - prompt_len} new ones exceed a context of {limit} tokens",
                 field="max_tokens",
             )
-        if self._num_blocks(max_len - 1) > self._pool.num_blocks:
+        if self._num_blocks(max_len - 1) > num_blocks:
             raise InvalidRequest(
-                f"{max_len} tokens never fit in {self._pool.num_blocks} blocks of {self._pool.block_size} tokens",
-                field="prompt" if self._num_blocks(prompt_len) > self._pool.num_blocks else "max_tokens",
+                f"{max_len} tokens never fit in {num_blocks} blocks of {block_size} tokens",
+                field="prompt" if self._num_blocks(prompt_len) > num_blocks else "max_tokens",
             )
         if not 1 <= seq.request.sampling.n <= MAX_N:
             raise InvalidRequest(f"n is {seq.request.sampling.n}; it must be from 1 to {MAX_N}", field="n")
-        if self._num_blocks(prompt_len) + _num_future_forks(seq) > self._pool.num_blocks:
+        if self._num_blocks(prompt_len) + _num_future_forks(seq) > num_blocks:
             raise InvalidRequest(
-                f"{seq.num_samples} sequences of {prompt_len} prompt tokens never fit in {self._pool.num_blocks} "
-                f"blocks of {self._pool.block_size} tokens",
+                f"{seq.num_samples} sequences of {prompt_len} prompt tokens never fit in {num_blocks} blocks of "
+                f"{block_size} tokens",
                 field="n",
             )
         if seq.child in self._by_request.get(seq.request_id, ()):
@@ -209,14 +174,6 @@ class Scheduler:
         other.lease = seq.lease.fork(self._num_blocks(seq.prompt_len))
         other.computed = seq.prompt_len
         self._enqueue(other)
-
-    def sequences_of(self, request_id: str) -> list[Sequence]:
-        """Returns the sequences of a request; it has one until its prompt is computed."""
-        return list(self._by_request.get(request_id, {}).values())
-
-    def request_ids(self) -> list[str]:
-        """Returns the ids of all requests with waiting or running sequences."""
-        return list(self._by_request)
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """Removes a sequence. Idempotent, the first reason stays. The engine finishes the lease later."""
@@ -235,18 +192,28 @@ class Scheduler:
 
         A child cannot be aborted before the prompt is computed, when one sequence stands for all children.
         """
-        aborted = [seq for seq in self.sequences_of(request_id) if child in (None, seq.child)]
-        if child is not None:
-            aborted = [seq for seq in aborted if seq.num_samples == 1]
+        aborted = [
+            seq
+            for seq in self.sequences_of(request_id)
+            if child is None or (seq.child == child and seq.num_samples == 1)
+        ]
         for seq in aborted:
             self.finish(seq, FinishReason.ABORT)
         return aborted
+
+    def sequences_of(self, request_id: str) -> list[Sequence]:
+        """Returns the sequences of a request; it has one until its prompt is computed."""
+        return list(self._by_request.get(request_id, {}).values())
+
+    def request_ids(self) -> list[str]:
+        """Returns the ids of all requests with waiting or running sequences."""
+        return list(self._by_request)
 
     @property
     def has_work(self) -> bool:
         """Whether a sequence wants to run.
 
-        The next batch may still be empty while blocks are leased or pinned elsewhere.
+        The next step may still be empty while blocks are leased or pinned elsewhere.
         """
         return any(not seq.paused for seq in (*self._running, *self._waiting))
 
@@ -268,14 +235,33 @@ class Scheduler:
             partly_recomputed=self._partly_recomputed,
         )
 
-    def reserve_for_drafts(self, seq: Sequence, end: int) -> int:
-        """Grows the lease of a draft candidate to `end` tokens if the pool can spare the blocks.
+    # -- the plan of a step -------------------------------------------------------------------------------------------
 
-        Returns the tokens that fit. The next `schedule` releases the blocks that it does not use.
+    def schedule(self, drafts: Mapping[Sequence, DraftTokens] = NO_DRAFTS) -> list[ScheduledSequence]:
+        """Plans the next step and allocates its blocks; decodes come first. Empty if nothing can run now.
+
+        The caller launches the step before the next call. `drafts` has the proposed drafts of draft candidates; as many
+        as fit are verified.
         """
-        self._extend(seq, end, keep_free=self._num_growing())
-        self._reserved_for_drafts.append(seq)
-        return seq.allocated
+        while True:
+            self._admit(new=False)
+            decodes = self._schedule_decodes()
+            self._admit(new=True)
+            if drafts:
+                self._add_drafts(decodes, drafts)
+            scheduled = decodes + self._schedule_chunks(self._prompt_token_limit(decodes))
+            if scheduled or not self._preempt_paused():
+                break
+        self._trim_unused_draft_blocks(scheduled)
+        if __debug__ and Sequence.CHECKS:
+            for seq in (*self._running, *self._waiting):
+                seq.check()
+        return scheduled
+
+    def take_failed(self) -> list[tuple[Sequence, BatonError]]:
+        """Returns, once, the sequences that `schedule` has ended with an error: the host gave back damaged blocks."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def draft_candidates(self) -> list[Sequence]:
         """Returns the running sequences that decode in the next step and have all their tokens on the host.
@@ -285,52 +271,14 @@ class Scheduler:
         self._admit(new=False)
         return [seq for seq in self._running if seq.decoding and not (seq.paused or seq.launched or seq.pending)]
 
-    def schedule(self, drafts: Mapping[Sequence, DraftTokens] = NO_DRAFTS) -> ScheduledBatch:
-        """Plans the next step and allocates its blocks. The caller launches it before the next call.
+    def reserve_for_drafts(self, seq: Sequence, end: int) -> int:
+        """Grows the lease of a draft candidate to `end` tokens if the pool can spare the blocks.
 
-        `drafts` has the proposed drafts of draft candidates; as many as fit are verified.
+        Returns the tokens that fit. The next `schedule` releases the blocks that it does not use.
         """
-        scheduled = self._schedule_once(drafts)
-        while not scheduled and any(not seq.paused for seq in self._waiting) and not self._blocks_will_be_freed():
-            paused = [seq for seq in self._sequences_with_lease() if seq.paused]
-            if not paused:
-                break
-            self._preempt(max(paused, key=_priority_key))
-            scheduled = self._schedule_once(drafts)
-        self._trim_unused_draft_blocks(scheduled)
-        failed, self._failed = self._failed, []
-        return ScheduledBatch(scheduled, failed)
-
-    def _trim_unused_draft_blocks(self, scheduled: list[ScheduledSequence]) -> None:
-        """Releases the blocks that were reserved for drafts which this step does not verify."""
-        if self._reserved_for_drafts:
-            used = {entry.seq for entry in scheduled if entry.drafts}
-            for seq in self._reserved_for_drafts:
-                if seq.lease is not None and not seq.lease.finished and seq not in used:
-                    seq.lease.trim(self._num_blocks(len(seq.tokens)))
-            self._reserved_for_drafts = []
-
-    def _num_growing(self) -> int:
-        """Returns the number of running sequences that may need one more block."""
-        return sum(not seq.hand_off for seq in self._running)
-
-    def _schedule_once(self, drafts: Mapping[Sequence, DraftTokens]) -> list[ScheduledSequence]:
-        self._admit(new=False)
-        decodes = self._schedule_decodes()
-        self._admit(new=True)
-        if drafts:
-            decodes = self._with_drafts(decodes, drafts)
-        return decodes + self._schedule_chunks(self._prompt_token_limit(decodes))
-
-    def _prompt_token_limit(self, decodes: list[ScheduledSequence]) -> int:
-        """Returns most prompt tokens of the step."""
-        config = self.config
-        if decodes or config.prompt_step_tokens is None:
-            spare = config.chunk_tokens - sum(entry.num_new for entry in decodes)
-            return min(spare, config.local_chunk_tokens) if decodes and config.local_chunk_tokens else spare
-        prompts = sum(not (seq.paused or seq.decoding) for seq in self._running)
-        alone = prompts == 1 and all(seq.paused for seq in self._waiting)
-        return config.max_step_tokens if alone else config.prompt_step_tokens
+        self._extend(seq, end, keep_free=self._num_growing())
+        self._reserved_for_drafts.append(seq)
+        return seq.allocated
 
     def _admit(self, *, new: bool) -> None:
         """Moves waiting sequences into free slots, in order; without `new` only sequences that have a lease."""
@@ -359,46 +307,109 @@ class Scheduler:
             seq.slot = heapq.heappop(self._slots)
             insort(self._running, seq, key=_priority_key)
 
-    def _finish_host_load(self, seq: Sequence, lease: Lease) -> bool:
-        """Completes the copy of blocks from the host; if they are damaged, ends the sequence and returns False."""
-        self._drop_partial_block(seq)
-        if lease.host_load is None:
-            return True
-        error = lease.finish_host_load()
-        if error is not None:
-            self._failed.append((seq, error))
-            self.finish(seq, FinishReason.ERROR)
-            return False
-        seq.publish()
-        return True
+    def _schedule_decodes(self) -> list[ScheduledSequence]:
+        """Returns the decodes of the step in rank, one token each. A decode without a block preempts."""
+        limit = self.config.chunk_tokens
+        if len(self._running) > limit - self._prompt_share and self._has_prompts():
+            limit -= self._prompt_share
+        block_size = self._pool.block_size
+        decodes: list[ScheduledSequence] = []
+        for seq in tuple(self._running):
+            if len(decodes) == limit:
+                break
+            # A sequence that this loop has preempted has no KV, so it is not `decoding`.
+            if seq.paused or not seq.decoding or seq.reaches_limit or seq.num_drafted or seq.forking:
+                continue
+            start, lease, copy = seq.start, seq.lease, None
+            assert lease is not None
+            if lease.cow_index == start // block_size:
+                copy = self._allocate_or_preempt(seq, lease.copy_on_write)
+                if copy is None:
+                    continue
+            if start < seq.allocated or self._allocate_or_preempt(seq, lease.grow):
+                decodes.append(ScheduledSequence(seq, start, 1, samples=True, is_decode=True, block_copy=copy))
+        return decodes
 
-    def _drop_partial_block(self, seq: Sequence) -> None:
-        if seq.saved_partial is not None:
-            self._pool.drop_partial_block(seq.saved_partial)
-            seq.saved_partial = None
+    def _add_drafts(self, decodes: list[ScheduledSequence], drafts: Mapping[Sequence, DraftTokens]) -> None:
+        """Adds drafts to the decodes that have some, as far as tokens and blocks are left."""
+        spare = self.config.chunk_tokens - len(decodes) - (self._prompt_share if self._has_prompts() else 0)
+        growing = self._num_growing()
+        for index, entry in enumerate(decodes):
+            seq, proposed = entry.seq, drafts.get(entry.seq)
+            # One token is sampled after the last draft, and the last token of a sequence never gets KV.
+            limit = min(spare, seq.max_len - seq.length - 1)
+            if proposed is None or limit <= 0:
+                continue
+            end = entry.start + 1 + min(limit, len(proposed.tokens))
+            if end > seq.allocated:
+                self._extend(seq, end, keep_free=growing)
+            if verified := proposed.tokens[: min(end, seq.allocated) - entry.start - 1]:
+                spare -= len(verified)
+                decodes[index] = entry._replace(num_new=1 + len(verified), drafts=verified, draft_probs=proposed.probs)
 
-    def _enqueue(self, seq: Sequence) -> None:
-        self._by_request.setdefault(seq.request_id, {})[seq.child] = seq
-        insort(self._waiting, seq, key=_admission_key)
+    def _prompt_token_limit(self, decodes: list[ScheduledSequence]) -> int:
+        """Returns most prompt tokens of the step."""
+        config = self.config
+        if decodes or config.prompt_step_tokens is None:
+            spare = config.chunk_tokens - sum(entry.num_new for entry in decodes)
+            return min(spare, config.local_chunk_tokens) if decodes and config.local_chunk_tokens else spare
+        prompts = sum(not (seq.paused or seq.decoding) for seq in self._running)
+        alone = prompts == 1 and all(seq.paused for seq in self._waiting)
+        return config.max_step_tokens if alone else config.prompt_step_tokens
 
-    def _dequeue(self, seq: Sequence) -> None:
-        """Removes the sequence from the running or the waiting ones."""
-        if seq.slot < 0:
-            self._waiting.remove(seq)
-        else:
-            self._running.remove(seq)
-            heapq.heappush(self._slots, seq.slot)
-            seq.slot = -1
+    def _schedule_chunks(self, limit: int) -> list[ScheduledSequence]:
+        """Returns the prompt chunks of the step, `limit` tokens together."""
+        prompts = [seq for seq in self._running if not (seq.paused or seq.decoding)]
+        if not prompts or limit <= 0:
+            return []
+        for seq in prompts:
+            self._rematch_prefix(seq)
+        chunks: list[ScheduledSequence] = []
+        for seq, num_new in self._chunks.split(prompts, limit).items():
+            start, end = seq.start, seq.start + num_new
+            assert end <= seq.allocated
+            recomputed = max(0, min(end, seq.recompute_until) - start)
+            self._recomputed_tokens += recomputed
+            chunks.append(ScheduledSequence(seq, start, num_new, samples=end == seq.length, num_recomputed=recomputed))
+        return chunks
+
+    def _rematch_prefix(self, seq: Sequence) -> None:
+        """Replaces blocks of a prompt that has not started by blocks published since its admission."""
+        lease = seq.lease
+        assert lease is not None
+        if seq.start == lease.cached_blocks * self._pool.block_size:
+            cached = lease.rematch(seq.matchable_hashes())
+            if cached * self._pool.block_size > seq.computed:
+                self._start_from(seq, cached)
+
+    def _trim_unused_draft_blocks(self, scheduled: list[ScheduledSequence]) -> None:
+        """Releases the blocks that were reserved for drafts which this step does not verify."""
+        if self._reserved_for_drafts:
+            used = {entry.seq for entry in scheduled if entry.drafts}
+            for seq in self._reserved_for_drafts:
+                if seq.lease is not None and not seq.lease.finished and seq not in used:
+                    seq.lease.trim(self._num_blocks(len(seq.tokens)))
+            self._reserved_for_drafts = []
+
+    @property
+    def _prompt_share(self) -> int:
+        """Tokens of a step that decodes and drafts leave to waiting prompts."""
+        return (self.config.chunk_tokens + 2) // 4
+
+    def _has_prompts(self) -> bool:
+        return any(not (seq.paused or seq.decoding) for seq in self._running) or any(
+            not seq.paused for seq in self._waiting
+        )
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _allocate(self, seq: Sequence) -> bool:
         """Leases blocks for all tokens of the sequence, and leaves one block for each sequence that may grow."""
-        growing = sum(
-            1 + _num_future_forks(other) for other in self._running if not other.hand_off
-        ) + _num_future_forks(seq)
+        growing = sum(1 + _num_future_forks(other) for other in self._running if not other.hand_off)
         lease = self._pool.lease(
             seq.matchable_hashes(),
             self._num_blocks(len(seq.tokens)),
-            keep_free=growing,
+            keep_free=growing + _num_future_forks(seq),
             host=True,
             saved_partial=seq.saved_partial,
         )
@@ -416,63 +427,24 @@ class Scheduler:
             self._partly_recomputed += seq.recomputing
         return True
 
-    def _schedule_decodes(self) -> list[ScheduledSequence]:
-        limit = self.config.chunk_tokens
-        prompt_share = (limit + 2) // 4
-        if len(self._running) > limit - prompt_share and self._has_prompts():
-            limit -= prompt_share
-        decodes: list[ScheduledSequence] = []
-        for seq in tuple(self._running):
-            if len(decodes) == limit:
-                break
-            # A sequence that this loop has preempted has no KV, so it is not `decoding`.
-            if seq.paused or not seq.decoding or seq.reaches_limit or seq.num_drafted or seq.forking:
-                continue
-            start = seq.start
-            lease = seq.lease
-            assert lease is not None
-            copy = None
-            if lease.cow_index == start // self._pool.block_size:
-                copy = self._allocate_or_preempt(seq, lease.copy_on_write)
-                if copy is None:
-                    continue
-            if start < seq.allocated or self._allocate_or_preempt(seq, lease.grow):
-                decodes.append(ScheduledSequence(seq, start, 1, samples=True, is_decode=True, block_copy=copy))
-        return decodes
+    def _start_from(self, seq: Sequence, cached_blocks: int) -> None:
+        seq.computed = cached_blocks * self._pool.block_size
+        if seq.preemptions == 0:
+            assert seq.lease is not None
+            seq.cached_tokens = seq.computed
+            seq.host_tokens = seq.lease.host_blocks * self._pool.block_size
 
-    def _with_drafts(
-        self, decodes: list[ScheduledSequence], drafts: Mapping[Sequence, DraftTokens]
-    ) -> list[ScheduledSequence]:
-        """Adds drafts to the decodes that have some."""
-        budget = self.config.chunk_tokens
-        spare = budget - len(decodes) - ((budget + 2) // 4 if self._has_prompts() else 0)
-        growing = self._num_growing()
-        drafted: list[ScheduledSequence] = []
-        for entry in decodes:
-            seq, proposed = entry.seq, drafts.get(entry.seq)
-            # One token is sampled after the last draft, and the last token of a sequence never gets KV.
-            limit = min(spare, seq.max_len - seq.length - 1)
-            if proposed is None or limit <= 0:
-                drafted.append(entry)
-                continue
-            end = entry.start + 1 + min(limit, len(proposed.tokens))
-            if end > seq.allocated:
-                self._extend(seq, end, keep_free=growing)
-            verified = proposed.tokens[: min(end, seq.allocated) - entry.start - 1]
-            spare -= len(verified)
-            drafted.append(
-                ScheduledSequence(
-                    seq,
-                    entry.start,
-                    1 + len(verified),
-                    samples=True,
-                    is_decode=True,
-                    drafts=verified,
-                    draft_probs=proposed.probs if verified else None,
-                    block_copy=entry.block_copy,
-                )
-            )
-        return drafted
+    def _finish_host_load(self, seq: Sequence, lease: Lease) -> bool:
+        """Completes the copy of blocks from the host; if they are damaged, ends the sequence and returns False."""
+        self._drop_partial_block(seq)
+        if lease.host_error is not None:
+            self._failed.append((seq, lease.host_error))
+            self.finish(seq, FinishReason.ERROR)
+            return False
+        if lease.host_load is not None:
+            lease.host_load = None
+            seq.publish()
+        return True
 
     def _extend(self, seq: Sequence, end: int, *, keep_free: int) -> None:
         """Grows the lease to `end` tokens if `keep_free` blocks stay available."""
@@ -481,10 +453,9 @@ class Scheduler:
         if missing > 0 and self._pool.num_available() - missing >= keep_free:
             seq.lease.grow(missing)
 
-    def _has_prompts(self) -> bool:
-        return any(not (seq.paused or seq.decoding) for seq in self._running) or any(
-            not seq.paused for seq in self._waiting
-        )
+    def _num_growing(self) -> int:
+        """Returns the number of running sequences that may need one more block."""
+        return sum(not seq.hand_off for seq in self._running)
 
     def _allocate_or_preempt(self, seq: Sequence, allocate: Callable[[], T | None]) -> T | None:
         """Calls `allocate`, and preempts sequences until it succeeds; None if the decode has to wait."""
@@ -510,6 +481,15 @@ class Scheduler:
         stopped = [other for other in holders if other is not seq and (other.paused or other in self._waiting)]
         return max(below or stopped, key=_priority_key, default=None)
 
+    def _preempt_paused(self) -> bool:
+        """Preempts the last paused sequence in rank, if a sequence waits and no blocks will be freed without that."""
+        if all(seq.paused for seq in self._waiting) or self._blocks_will_be_freed():
+            return False
+        paused = [seq for seq in self._sequences_with_lease() if seq.paused]
+        if paused:
+            self._preempt(max(paused, key=_priority_key))
+        return bool(paused)
+
     def _sequences_with_lease(self) -> list[Sequence]:
         return self._running + [seq for seq in self._waiting if seq.lease is not None]
 
@@ -523,37 +503,23 @@ class Scheduler:
         self._preemptions += 1
         insort(self._waiting, seq, key=_admission_key)
 
-    def _schedule_chunks(self, budget: int) -> list[ScheduledSequence]:
-        prompts = [seq for seq in self._running if not (seq.paused or seq.decoding)]
-        if not prompts or budget <= 0:
-            return []
-        for seq in prompts:
-            self._rematch_prefix(seq)
-        return [self._chunk(seq, count) for seq, count in self._policy.split(prompts, budget).items()]
+    def _drop_partial_block(self, seq: Sequence) -> None:
+        if seq.saved_partial is not None:
+            self._pool.drop_partial_block(seq.saved_partial)
+            seq.saved_partial = None
 
-    def _chunk(self, seq: Sequence, num_new: int) -> ScheduledSequence:
-        start = seq.start
-        end = start + num_new
-        assert end <= seq.allocated
-        recomputed = max(0, min(end, seq.recompute_until) - start)
-        self._recomputed_tokens += recomputed
-        return ScheduledSequence(seq, start, num_new, samples=end == seq.length, num_recomputed=recomputed)
+    def _enqueue(self, seq: Sequence) -> None:
+        self._by_request.setdefault(seq.request_id, {})[seq.child] = seq
+        insort(self._waiting, seq, key=_admission_key)
 
-    def _rematch_prefix(self, seq: Sequence) -> None:
-        """Replaces blocks of a prompt that has not started by blocks published since its admission."""
-        lease = seq.lease
-        assert lease is not None
-        if seq.start == lease.cached_blocks * self._pool.block_size:
-            cached = lease.rematch(seq.matchable_hashes())
-            if cached * self._pool.block_size > seq.computed:
-                self._start_from(seq, cached)
-
-    def _start_from(self, seq: Sequence, cached_blocks: int) -> None:
-        seq.computed = cached_blocks * self._pool.block_size
-        if seq.preemptions == 0:
-            assert seq.lease is not None
-            seq.cached_tokens = seq.computed
-            seq.host_tokens = seq.lease.host_blocks * self._pool.block_size
+    def _dequeue(self, seq: Sequence) -> None:
+        """Removes the sequence from the running or the waiting ones."""
+        if seq.slot < 0:
+            self._waiting.remove(seq)
+        else:
+            self._running.remove(seq)
+            heapq.heappush(self._slots, seq.slot)
+            seq.slot = -1
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

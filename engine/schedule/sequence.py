@@ -14,7 +14,8 @@ Drafts are in neither: KV of a wrong draft lies behind `computed` and is overwri
 from __future__ import annotations
 
 from collections import abc
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from engine.schedule.drafts import DraftState
 
 
+@dataclass(init=False, repr=False, eq=False, slots=True)
 class Sequence:
     """A request, or one of its n samples from the moment its prompt has been computed.
 
@@ -35,42 +37,51 @@ class Sequence:
     tokens from the same logits, and `fork` makes the other children. They share the prompt's blocks and nothing else.
 
     The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`. The stepper calls
-    `launch`, `finish_step`, `accept_draft` and `append`.
+    `launch`, `finish_step` and `append`.
     """
 
-    __slots__ = (
-        "_fingerprint",
-        "_hasher",
-        "_recompute_until",
-        "arrival",
-        "block_size",
-        "cached_tokens",
-        "child",
-        "computed",
-        "constraint",
-        "draft_lag",
-        "draft_state",
-        "embedding",
-        "finish_reason",
-        "hand_off",
-        "host_tokens",
-        "launched",
-        "lease",
-        "next_prompt_logprob",
-        "num_drafted",
-        "paused",
-        "pending",
-        "preemptions",
-        "prefill_len",
-        "priority",
-        "prompt_len",
-        "request",
-        "request_id",
-        "saved_partial",
-        "slot",
-        "tokens",
-        "wants_embedding",
-    )
+    CHECKS: ClassVar[bool] = False  # Scheduler and stepper call `check` in every step; set by tests
+
+    request: ValidRequest
+    request_id: str
+    priority: int
+    arrival: int
+    child: int  # Number among the request's n sequences; the noise of sampling depends on it
+    tokens: list[int]  # Prompt and output
+    prompt_len: int
+    #: Tokens computed in chunks before the sequence decodes: the prompt; with `hand_off` also the given output.
+    prefill_len: int
+    hand_off: bool  # It ends after its first token, and another pod continues it
+    constraint: Constraint | None  # Follows the tokens of the output; None if any token may come
+    paused: bool  # Not scheduled until its reader catches up
+    finish_reason: FinishReason | None  # Why the sequence ended; None while it is in the engine
+
+    block_size: int
+    lease: Lease | None
+    slot: int  # Number below the scheduler's max_seqs while the sequence runs, else -1
+    computed: int  # Tokens with KV in the lease's blocks
+    launched: int  # Tokens that launched steps are computing
+    pending: int  # Sampled tokens that only the device knows
+    cached_tokens: int  # Prompt tokens that the prefix cache supplied
+    host_tokens: int  # Prompt tokens in `cached_tokens` that came from host memory
+
+    preemptions: int
+    #: Position up to which the tokens had KV that was lost in a preemption or with another pod.
+    recompute_until: int
+    saved_partial: SavedPartialBlock | None  # Copy of its last, partial block in host memory while it is preempted
+
+    num_drafted: int  # Drafts in a launched step
+    draft_lag: int  # Newest of the computed tokens that have no KV of the draft model
+    draft_state: DraftState | None  # State of the speculator; None until the speculator has seen the sequence
+
+    #: First prompt token without a returned log-probability; prompt_len if none is wanted.
+    next_prompt_logprob: int
+    wants_embedding: bool
+    #: Hidden state of the last prompt token before the LM head; on the device, set with the first token.
+    embedding: Tensor | None
+
+    _fingerprint: str
+    _hasher: BlockHasher
 
     def __init__(
         self,
@@ -93,59 +104,25 @@ class Sequence:
             fingerprint: Fingerprint of the KV layout; the block hashes depend on it.
             lease: Blocks with the KV of `computed` tokens, if the KV came from another pod.
             output: Tokens that this pod or another has generated before; generation continues after them.
-            hand_off: The sequence ends after its first token, and another pod continues it.
             wants_embedding: The request asks for `embedding`.
-            child: Number among the request's n sequences.
             hashes: Hashes of lead blocks, if the caller has computed them.
         """
         assert computed == 0 or lease is not None
-        self.request = request
-        #: Number among the request's n sequences; the noise of sampling depends on it.
-        self.child = child
-        self.request_id = request.request_id
-        self.priority = request.priority
-        self.prompt_len = request.prompt_len
-        #: Prompt and output.
+        self.request, self.request_id, self.priority = request, request.request_id, request.priority
+        self.child, self.hand_off, self.constraint = child, hand_off, constraint
         self.tokens = [*request.prompt_ids, *output]
-        self.block_size = block_size
-        self.lease = lease
-        #: Tokens with KV in the lease's blocks.
-        self.computed = computed
-        #: Tokens that launched steps are computing.
-        self.launched = 0
-        #: Newest of the computed tokens that have no KV of the draft model.
-        self.draft_lag = 0
-        #: Sampled tokens that only the device knows.
-        self.pending = 0
-        #: Drafts in a launched step.
-        self.num_drafted = 0
-        #: State of the speculator; None until the speculator has seen the sequence.
-        self.draft_state: DraftState | None = None
-        #: Number below the scheduler's max_seqs while the sequence runs, else -1.
-        self.slot = -1
-        #: Prompt tokens that the prefix cache supplied.
-        self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
-        #: Prompt tokens in `cached_tokens` that came from host memory.
-        self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
-        self.hand_off = hand_off
-        #: Tokens computed in chunks before the sequence decodes: the prompt; with `hand_off` also the given output.
+        self.prompt_len = request.prompt_len
         self.prefill_len = len(self.tokens) if hand_off else self.prompt_len
-        #: Follows the tokens of the output; None if any token may come.
-        self.constraint = constraint
-        #: First prompt token without a returned log-probability; prompt_len if none is wanted.
+        self.paused, self.finish_reason, self.slot, self.arrival = False, None, -1, 0
+        self.block_size, self.lease, self.computed = block_size, lease, computed
+        self.launched = self.pending = self.preemptions = 0
+        self.cached_tokens = lease.cached_blocks * block_size if lease is not None else 0
+        self.host_tokens = lease.host_blocks * block_size if lease is not None else 0
+        self.recompute_until = len(self.tokens) - 1 if output else 0  # the newest token never had KV
+        self.saved_partial = None
+        self.num_drafted, self.draft_lag, self.draft_state = 0, 0, None
         self.next_prompt_logprob = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
-        self.wants_embedding = wants_embedding
-        #: Hidden state of the last prompt token before the LM head; on the device, set with the first token.
-        self.embedding: Tensor | None = None
-        #: Why the sequence ended; None while it is in the engine.
-        self.finish_reason: FinishReason | None = None
-        #: Not scheduled until its reader catches up.
-        self.paused = False
-        #: Copy of its last, partial block in host memory while it is preempted.
-        self.saved_partial: SavedPartialBlock | None = None
-        self.preemptions = 0
-        self.arrival = 0
-        self._recompute_until = len(self.tokens) - 1 if output else 0  # the newest token never had KV
+        self.wants_embedding, self.embedding = wants_embedding, None
         self._fingerprint = fingerprint
         self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt, known=hashes)
 
@@ -212,14 +189,9 @@ class Sequence:
         return self.prefill_len + (1 if self.hand_off else self.request.sampling.max_tokens)
 
     @property
-    def recompute_until(self) -> int:
-        """Position up to which the tokens had KV that was lost in a preemption or with another pod."""
-        return self._recompute_until
-
-    @property
     def recomputing(self) -> bool:
         """Whether KV that it lost has not been computed again yet."""
-        return self.computed < self._recompute_until
+        return self.computed < self.recompute_until
 
     def launch(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
         """Records the launch of a step that computes num_new tokens from `start` on.
@@ -239,13 +211,10 @@ class Sequence:
         self.pending -= sample
         self.computed += num_new - drafts
 
-    def accept_draft(self) -> None:
-        """Records that the newest token was a draft in the step that has just ended, so it has KV."""
-        self.computed += 1
+    def append(self, token: int, *, after_draft: bool = False) -> None:
+        """Appends a sampled token. With `after_draft` the token before it was a draft of the same step and has KV."""
+        self.computed += after_draft
         assert self.computed <= len(self.tokens)
-
-    def append(self, token: int) -> None:
-        """Appends a sampled token."""
         self.tokens.append(token)
 
     def fork(self, child: int) -> Sequence:
@@ -288,8 +257,24 @@ class Sequence:
         assert self.lease is not None
         self.lease.finish("preempted")
         self.lease = None
-        self._recompute_until = max(self._recompute_until, self.computed)
+        self.recompute_until = max(self.recompute_until, self.computed)
         # Only the tokens of the saved partial block can come back without KV of the draft model.
         self.draft_lag = min(self.draft_lag, self.computed % self.block_size)
         self.computed = self.launched = self.pending = self.num_drafted = 0
         self.preemptions += 1
+
+    def check(self) -> None:
+        """Asserts the invariants of the sequence between two steps, and between the launch and the end of a step."""
+        assert min(self.computed, self.launched, self.pending, self.num_drafted) >= 0
+        assert self.prompt_len <= len(self.tokens)
+        assert self.start <= self.length <= self.max_len
+        assert self.start + self.num_drafted < self.max_len, "the last token never gets KV"
+        assert self.launched > 0 or not self.pending, "only a launched step has pending tokens"
+        assert not self.num_drafted or self.pending == 1, "no step is launched after one with drafts"
+        assert 0 <= self.draft_lag <= self.computed
+        if self.lease is None:
+            assert self.start == 0
+            assert self.slot < 0, "a running sequence has a lease"
+        elif not self.lease.finished:
+            assert self.start + self.num_drafted <= self.allocated, "launched steps write to blocks of the lease"
+            assert self.lease.num_published * self.block_size <= self.complete_len, "published blocks have their KV"

@@ -1,8 +1,8 @@
-"""The life of a step: planned, launched, running on the device, accounted for. Policy only, over a StepRunner.
+"""The life of a step: planned, launched, running on the device, collected. Policy only, over a StepRunner.
 
 With overlap, a step is launched before the result of the step before it is read:
 
-    host     plan+launch 1 | plan+launch 2 |  wait  | account 1 | plan+launch 3 | wait | account 2 | ...
+    host     plan+launch 1 | plan+launch 2 |  wait  | collect 1 | plan+launch 3 | wait | collect 2 | ...
     device                 |        step 1          |          step 2           |        step 3 ...
 
 - At most two steps are launched at a time. Tokens that the host has not seen are read on the device.
@@ -22,7 +22,7 @@ import logging
 import time
 from collections import abc, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import BatonError, InternalError
@@ -45,16 +45,14 @@ TIMED_STEPS = 8
 L = TypeVar("L")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like SequenceOutput
 class RunnerOutput:
     """The runner's output for one scheduled sequence."""
 
-    #: The logits have no NaN and no infinity.
-    finite: bool
+    finite: bool  # The logits have no NaN and no infinity
     #: The sampled token, and one more for each accepted draft; empty if none was to be sampled.
     tokens: tuple[Token, ...] = ()
-    #: Log-probabilities of prompt tokens, if wanted.
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # Log-probabilities of prompt tokens, if wanted
     #: The first tokens of the other children; set with the first token of a request.
     child_tokens: tuple[Token, ...] = ()
 
@@ -74,7 +72,7 @@ class StepRunner(Protocol[L]):
         """
 
     def sample_deferred(self, launched: L, /) -> L:
-        """Ends the launch of a step after the step before it has been accounted for.
+        """Ends the launch of a step after the step before it has been collected.
 
         Before that, the tokens that the constraints of the sequences allow are unknown.
         """
@@ -104,27 +102,26 @@ class StepSpeculator(Protocol):
 
 @dataclass(slots=True)
 class InFlightStep(Generic[L]):
-    """A launched step that is not accounted for yet."""
+    """A launched step that is not collected yet."""
 
     scheduled: list[ScheduledSequence]
-    #: The leases of the sequences at the launch.
-    leases: list[Lease | None]
+    leases: list[Lease | None]  # The leases of the sequences at the launch
     fence: StepFence
-    #: The runner's record, or why there is none.
-    launched: L | InternalError
+    launched: L | InternalError  # The runner's record, or why there is none
     began_at: float
-    #: Outputs that do not depend on the device, for sequences that are not scheduled.
-    known_outputs: list[SequenceOutput] = field(default_factory=list)
-    #: Launched after the result of the step before, because of drafts.
-    launched_late: bool = False
-    #: Set if the step was accounted for during the launch of the next one.
-    early_result: StepResult | None = None
-    #: The exception that `on_step` raised for `early_result`.
-    early_error: Exception | None = None
+    known_outputs: list[SequenceOutput]  # Outputs of sequences that failed before the launch
+    launched_late: bool  # Launched after the result of the step before, because of drafts
+    early_result: StepResult | None = None  # Set if the step was collected during the launch of the next one
+    early_error: Exception | None = None  # The exception that `on_step` raised for `early_result`
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether all its sequences decode."""
+        return all(entry.is_decode for entry in self.scheduled)
 
 
 class Stepper(Generic[L]):
-    """Plans, launches and accounts for steps; one thread calls it."""
+    """Plans, launches and collects steps; one thread calls it."""
 
     def __init__(
         self,
@@ -145,15 +142,11 @@ class Stepper(Generic[L]):
             draft_model_lags: Steps in which a sequence decodes without drafts compute no KV of the draft model.
         """
         self.counters = EngineCounters()
-        self._scheduler = scheduler
-        self._pool = pool
-        self._runner = runner
-        self._max_model_len = max_model_len
-        self._overlap = overlap
-        self.speculator, self._draft_model_lags = speculator, draft_model_lags
+        self.speculator = speculator
+        self._scheduler, self._pool, self._runner = scheduler, pool, runner
+        self._max_model_len, self._overlap, self._draft_model_lags = max_model_len, overlap, draft_model_lags
         self._in_flight: InFlightStep[L] | None = None
-        #: The step that is launched next comes after a result, because of drafts.
-        self._launches_late = False
+        self._launches_late = False  # The step that is launched next comes after a result, because of drafts
         self._ended_at = 0.0
         #: Seconds of the last decode steps, and of the launches after one.
         self._decode_s: deque[float] = deque(maxlen=TIMED_STEPS)
@@ -166,46 +159,65 @@ class Stepper(Generic[L]):
 
     def step(self, on_step: OnStep | None = None, inbox: Inbox | None = None) -> StepResult:
         """Runs one step and returns its result, which is empty if nothing can run now. See Engine.step."""
-        while True:
-            current = self._in_flight or self._launch_next()
+        while (current := self._in_flight or self._launch()) is not None:
             self._in_flight = None
-            if current is None:
-                return StepResult()
             ahead = self._overlap and not self._needs_result_first(current)
             self._launches_late = self._overlap and not ahead
-            if ahead and inbox is None:
-                self._in_flight = self._launch_next(current, on_step)
-            elif ahead and inbox is not None:
-                self._in_flight = self._launch_late(current, on_step, inbox)
-            result = current.early_result or self._finish_step(current)
+            if ahead:
+                self._in_flight = self._launch_ahead(current, on_step, inbox)
+            result = current.early_result or self._collect(current)
             if self._in_flight is not None:
                 self._sample_deferred(self._in_flight)
-            if self._overlap and not ahead and not any(o.ended or o.chunk_done for o in result.outputs):
-                self._in_flight = self._launch_next()  # a launch may preempt, and no caller needs the leases now
+            if self._launches_late and not any(o.ended or o.chunk_done for o in result.outputs):
+                self._in_flight = self._launch()  # a launch may preempt, and no caller needs the leases now
             if current.early_error is not None:
                 raise current.early_error
             if result.outputs:
                 if current.early_result is None:
                     self._notify(result, on_step)
                 return result
+        return StepResult()
 
     def finish_in_flight(self, on_step: OnStep | None = None) -> None:
         """Waits for the step on the device, if there is one; launches nothing."""
         current, self._in_flight = self._in_flight, None
         if current is not None:
-            result = self._finish_step(current)
-            if result.outputs:
-                self._notify(result, on_step)
+            self._notify(self._collect(current), on_step)
 
-    def _notify(self, result: StepResult, on_step: OnStep | None) -> None:
-        """Reports a result, then finishes the leases of the sequences that have ended."""
+    # -- launch -------------------------------------------------------------------------------------------------------
+
+    def _launch(self, current: InFlightStep[L] | None = None, on_step: OnStep | None = None) -> InFlightStep[L] | None:
+        """Plans and launches a step; None if nothing can run. Errors are kept and reported as the result of the step.
+
+        `current` is the step on the device; drafts are only proposed without one.
+        """
+        began = time.perf_counter()
+        scheduled: list[ScheduledSequence] = []
+        failed: list[SequenceOutput] = []
         try:
-            if on_step is not None:
-                on_step(result)
-        finally:
-            for output in result.outputs:
-                if output.ended and output.seq.lease is not None:
-                    output.seq.lease.finish("handed off" if output.finish_reason is None else str(output.finish_reason))
+            drafts = NO_DRAFTS
+            if self.speculator is not None and current is None:
+                drafts = self.speculator.draft(self._scheduler.draft_candidates())
+            scheduled = self._scheduler.schedule(drafts)
+        except Exception as error:
+            failed = self._fail_all(error)
+        failed += [self._fail(seq, error) for seq, error in self._scheduler.take_failed()]
+        if not scheduled and not failed:
+            return None
+        fence = self._pool.begin_step()
+        launched: L | InternalError = InternalError("nothing was launched")
+        if scheduled:
+            try:
+                callback = None if current is None else self._launch_callback(current, on_step, scheduled)
+                launched = self._runner.launch(scheduled, callback)
+            except Exception as error:
+                launched = self._failure(scheduled, error)
+        for entry in scheduled:
+            entry.seq.launch(entry.num_new, sample=entry.samples, drafts=len(entry.drafts))
+            if __debug__ and Sequence.CHECKS:
+                entry.seq.check()
+        leases = [entry.seq.lease for entry in scheduled]
+        return InFlightStep(scheduled, leases, fence, launched, began, failed, self._launches_late)
 
     def _needs_result_first(self, current: InFlightStep[L]) -> bool:
         """Returns whether the next step must be planned with the result of this one."""
@@ -215,28 +227,32 @@ class Stepper(Generic[L]):
             [entry.seq for entry in current.scheduled]
         )
 
-    def _launch_late(self, current: InFlightStep[L], on_step: OnStep | None, inbox: Inbox) -> InFlightStep[L] | None:
-        """Launches the step after `current` as late as possible, with all that arrives until then.
+    def _launch_ahead(
+        self, current: InFlightStep[L], on_step: OnStep | None, inbox: Inbox | None
+    ) -> InFlightStep[L] | None:
+        """Launches the step after `current`, with an inbox as late as possible and with all that arrives until then.
 
         Returns None if there is nothing to launch until `current` has ended.
         """
+        if inbox is None:
+            return self._launch(current, on_step)
         self._in_flight = current  # `has_work` may be asked meanwhile
         deadline = self._launch_deadline(current)
         while (now := time.perf_counter()) < deadline and not self._has_ended(current):
             inbox(min(deadline, now + POLL_S))
         inbox(0.0)
         began = time.perf_counter()
-        following = self._launch_next(current, on_step)
-        if following is not None and all(entry.is_decode for entry in following.scheduled):
+        following = self._launch(current, on_step)
+        if following is not None and following.decodes_only:
             self._launch_s.append(time.perf_counter() - began)
         while following is None and not self._has_ended(current):
             if inbox(time.perf_counter() + POLL_S):
-                following = self._launch_next(current, on_step)
+                following = self._launch(current, on_step)
         return following
 
     def _launch_deadline(self, current: InFlightStep[L]) -> float:
         """Returns the latest time of the next launch so that the device does not wait; 0 if `current` has prompts."""
-        if not self._decode_s or not all(entry.is_decode for entry in current.scheduled):
+        if not self._decode_s or not current.decodes_only:
             return 0.0
         ends = max(current.began_at, self._ended_at) + min(self._decode_s)
         return ends - LAUNCH_LEAD_S - 2 * max(self._launch_s, default=0.0)
@@ -245,42 +261,10 @@ class Stepper(Generic[L]):
         """Returns whether the step has ended on the device, or its launch failed."""
         return isinstance(step.launched, InternalError) or self._runner.is_done(step.launched)
 
-    def _launch_next(
-        self, current: InFlightStep[L] | None = None, on_step: OnStep | None = None
-    ) -> InFlightStep[L] | None:
-        """Plans and launches a step; None if nothing can run. Errors are kept and reported as the result of the step.
-
-        `current` is the step on the device; drafts are only proposed without one.
-        """
-        began = time.perf_counter()
-        try:
-            drafts = NO_DRAFTS
-            if self.speculator is not None and current is None:
-                drafts = self.speculator.draft(self._scheduler.draft_candidates())
-            batch = self._scheduler.schedule(drafts)
-        except Exception as error:
-            failure = InternalError(f"the scheduler failed: {error}")
-            return InFlightStep([], [], self._pool.begin_step(), failure, began, self._fail_all(error, failure))
-        scheduled, failed = batch.scheduled, [self._fail(seq, error) for seq, error in batch.failed]
-        if not scheduled:
-            nothing = InternalError("nothing was launched")
-            return InFlightStep([], [], self._pool.begin_step(), nothing, began, failed) if failed else None
-        fence = self._pool.begin_step()
-        launched: L | InternalError
-        try:
-            callback = None if current is None else self._launch_callback(current, on_step, scheduled)
-            launched = self._runner.launch(scheduled, callback)
-        except Exception as error:
-            launched = self._failure(scheduled, error)
-        for entry in scheduled:
-            entry.seq.launch(entry.num_new, sample=entry.samples, drafts=len(entry.drafts))
-        leases = [entry.seq.lease for entry in scheduled]
-        return InFlightStep(scheduled, leases, fence, launched, began, failed, self._launches_late)
-
     def _launch_callback(
         self, current: InFlightStep[L], on_step: OnStep | None, launching: list[ScheduledSequence]
     ) -> LaunchCallback | None:
-        """Returns a callback that accounts for `current` and reports it, if it ends while `launching` are launched.
+        """Returns a callback that collects `current` and reports it, if it ends while `launching` are launched.
 
         Returns None with a speculator, or if `current` samples no token or shares a request with `launching`.
         """
@@ -292,17 +276,16 @@ class Stepper(Generic[L]):
         def callback() -> None:
             if current.early_result is not None or not self._has_ended(current):
                 return
-            current.early_result = self._finish_step(current)
+            current.early_result = self._collect(current)
             try:
-                if current.early_result.outputs:
-                    self._notify(current.early_result, on_step)
+                self._notify(current.early_result, on_step)
             except Exception as error:  # not an error of the launch
                 current.early_error = error
 
         return callback
 
     def _sample_deferred(self, step: InFlightStep[L]) -> None:
-        """Ends the launch of a step, now that the step before it has been accounted for."""
+        """Ends the launch of a step, now that the step before it has been collected."""
         if isinstance(step.launched, InternalError):
             return
         try:
@@ -310,10 +293,12 @@ class Stepper(Generic[L]):
         except Exception as error:
             step.launched = self._failure(step.scheduled, error)
 
-    def _finish_step(self, step: InFlightStep[L]) -> StepResult:
-        """Waits for a step and accounts for its results."""
+    # -- collect ------------------------------------------------------------------------------------------------------
+
+    def _collect(self, step: InFlightStep[L]) -> StepResult:
+        """Waits for a step and advances its sequences by its results."""
         try:
-            results = self._collect(step)
+            results = self._wait(step)
         finally:
             step.fence.end()
         outputs = list(step.known_outputs)
@@ -325,13 +310,13 @@ class Stepper(Generic[L]):
         self.counters.discarded_sequences += len(step.scheduled) - len(kept)
         now = time.perf_counter()
         seconds, self._ended_at = now - max(step.began_at, self._ended_at), now
-        if kept and all(entry.is_decode for entry in step.scheduled):
+        if kept and step.decodes_only:
             self._decode_s.append(seconds)
         if self.speculator is not None:
             self.speculator.on_step(kept, seconds, waited=step.launched_late)
-        return self._result(kept, outputs, seconds)
+        return self._count(kept, outputs, seconds)
 
-    def _collect(self, step: InFlightStep[L]) -> list[RunnerOutput | InternalError]:
+    def _wait(self, step: InFlightStep[L]) -> list[RunnerOutput | InternalError]:
         if isinstance(step.launched, InternalError):
             return [step.launched] * len(step.scheduled)
         try:
@@ -340,38 +325,39 @@ class Stepper(Generic[L]):
             return [self._failure(step.scheduled, error)] * len(step.scheduled)
         return [r if r.finite else InternalError("the model's output has a NaN or an infinity") for r in results]
 
-    def _failure(self, scheduled: list[ScheduledSequence], error: Exception) -> InternalError:
-        log.error("a step of %d sequences failed", len(scheduled), exc_info=error)
-        # torch's error is recognised by its name: this module and the simulator do not import torch.
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            self.counters.out_of_memory += 1
-        return InternalError(f"the engine step failed: {error}")
+    def _notify(self, result: StepResult, on_step: OnStep | None) -> None:
+        """Reports a result with outputs, then finishes the leases of the sequences that have ended."""
+        try:
+            if on_step is not None and result.outputs:
+                on_step(result)
+        finally:
+            for output in result.outputs:
+                if output.ended and output.seq.lease is not None:
+                    output.seq.lease.finish("handed off" if output.finish_reason is None else str(output.finish_reason))
 
     def _apply_output(self, entry: ScheduledSequence, result: RunnerOutput | InternalError) -> list[SequenceOutput]:
         """Advances one sequence by the step's result, and starts the other children if it has their first tokens.
 
         An error ends this request only.
         """
+        seq = entry.seq
         if isinstance(result, InternalError):
             # The KV that this step wrote is unreliable, so none of it is published.
-            return [self._fail(entry.seq, result)]
+            return [self._fail(seq, result)]
         try:
             if not result.child_tokens:
                 return [self._advance_sequence(entry, result)]
             # Forked first: the children must not have this sequence's token.
-            children = [entry.seq.fork(token.child) for token in result.child_tokens]
+            children = [seq.fork(token.child) for token in result.child_tokens]
             output = self._advance_sequence(entry, result)
             started = zip(children, result.child_tokens, strict=True)
-            return [output, *(self._start_child(entry.seq, child, token) for child, token in started)]
-        except BatonError as error:
-            return self._fail_with_children(entry.seq, result, error)
+            return [output, *(self._start_child(seq, child, token) for child, token in started)]
         except Exception as error:
-            log.exception("accounting for request %s failed", entry.seq.request_id)
-            return self._fail_with_children(entry.seq, result, InternalError(f"the engine step failed: {error}"))
-
-    def _fail_with_children(self, seq: Sequence, result: RunnerOutput, error: BatonError) -> list[SequenceOutput]:
-        started = self._scheduler.sequences_of(seq.request_id) if result.child_tokens else []
-        return [self._fail(failed, error) for failed in dict.fromkeys((seq, *started))]
+            if not isinstance(error, BatonError):
+                log.exception("accounting for request %s failed", seq.request_id)
+                error = InternalError(f"the engine step failed: {error}")
+            failed = [seq, *(self._scheduler.sequences_of(seq.request_id) if result.child_tokens else ())]
+            return [self._fail(child, error) for child in dict.fromkeys(failed)]
 
     def _advance_sequence(self, entry: ScheduledSequence, result: RunnerOutput) -> SequenceOutput:
         seq = entry.seq
@@ -380,9 +366,7 @@ class Stepper(Generic[L]):
         finish: FinishReason | None = None
         num_tokens = 0
         for token in result.tokens:
-            if num_tokens:
-                seq.accept_draft()
-            seq.append(token.id)
+            seq.append(token.id, after_draft=num_tokens > 0)
             num_tokens += 1
             finish = self._finish_reason(seq, token.id)
             if finish is not None:
@@ -395,7 +379,11 @@ class Stepper(Generic[L]):
         if finish is not None or handed_off:
             self._scheduler.finish(seq, finish or FinishReason.LENGTH)
         if entry.drafts:
-            self._after_drafts(entry, accepted)
+            blocks = -(-len(seq.tokens) // seq.block_size)
+            if seq.finish_reason is None and seq.lease is not None and blocks < len(seq.lease.blocks):
+                seq.lease.trim(blocks)  # only rejected drafts needed the others
+            if self.speculator is not None:
+                self.speculator.on_verified(seq, len(entry.drafts), accepted)
         return SequenceOutput(
             seq,
             seq.computed,
@@ -407,17 +395,6 @@ class Stepper(Generic[L]):
             num_accepted=accepted,
             prompt_logprobs=logprobs,
         )
-
-    def _after_drafts(self, entry: ScheduledSequence, accepted: int) -> None:
-        """Releases blocks that only rejected drafts needed, and informs the speculator."""
-        seq = entry.seq
-        if seq.finish_reason is None:
-            assert seq.lease is not None
-            blocks = -(-len(seq.tokens) // seq.block_size)
-            if blocks < len(seq.lease.blocks):
-                seq.lease.trim(blocks)
-        if self.speculator is not None:
-            self.speculator.on_verified(seq, len(entry.drafts), accepted)
 
     def _start_child(self, seq: Sequence, child: Sequence, token: Token) -> SequenceOutput:
         """Starts another child of a request with its first token; `seq` is the child that computed the prompt."""
@@ -449,15 +426,26 @@ class Stepper(Generic[L]):
         self._scheduler.finish(seq, FinishReason.ERROR)
         return SequenceOutput(seq, seq.computed, finish_reason=FinishReason.ERROR, error=error)
 
-    def _fail_all(self, cause: Exception, error: InternalError) -> list[SequenceOutput]:
+    def _fail_all(self, cause: Exception) -> list[SequenceOutput]:
         """Ends all sequences: the state of the scheduler is unreliable."""
         log.error("the scheduler failed", exc_info=cause)
+        error = InternalError(f"the scheduler failed: {cause}")
         seqs = [seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.sequences_of(request_id)]
         return [self._fail(seq, error) for seq in seqs]
 
-    def _result(self, kept: list[ScheduledSequence], outputs: list[SequenceOutput], seconds: float) -> StepResult:
+    def _failure(self, scheduled: list[ScheduledSequence], error: Exception) -> InternalError:
+        log.error("a step of %d sequences failed", len(scheduled), exc_info=error)
+        # torch's error is recognised by its name: this module and the simulator do not import torch.
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            self.counters.out_of_memory += 1
+        return InternalError(f"the engine step failed: {error}")
+
+    def _count(self, kept: list[ScheduledSequence], outputs: list[SequenceOutput], seconds: float) -> StepResult:
+        """Makes the result of a step, and adds it to the counters."""
         recomputed = sum(entry.num_recomputed for entry in kept)
-        prompt = sum(_num_new_prompt_tokens(entry) for entry in kept)
+        prompt = 0  # prompt tokens that get KV for the first time
+        for seq, start, num_new, *_ in kept:
+            prompt += max(0, min(start + num_new, seq.prompt_len) - max(start, seq.recompute_until))
         # The other tokens are output with its first KV, also those in a chunk after a preemption.
         accepted = sum(output.num_accepted for output in outputs)
         decoded = sum(entry.num_new - len(entry.drafts) for entry in kept) + accepted - prompt - recomputed
@@ -468,9 +456,3 @@ class Stepper(Generic[L]):
         counters.recomputed_tokens += recomputed
         counters.seconds += seconds
         return StepResult(outputs, prompt, decoded, recomputed, seconds)
-
-
-def _num_new_prompt_tokens(entry: ScheduledSequence) -> int:
-    """Returns how many prompt tokens of a step get KV for the first time."""
-    end = min(entry.start + entry.num_new, entry.seq.prompt_len)
-    return max(0, end - max(entry.start, entry.seq.recompute_until))

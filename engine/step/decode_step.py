@@ -15,7 +15,6 @@ before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,27 +26,17 @@ from engine.device import pinned_copy, upload
 from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, decode_inputs, packed_width
 from engine.kv.block_tables import BlockTables
 from engine.kv.layer_kv import LayerKV
-from engine.models.base import Model
+from engine.models.base import ForwardContext, Model
 from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import ScheduledSequence
 from engine.speculation.acceptance import accepted_mask
-from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel
+from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
 
 
 def batch_buckets(max_rows: int) -> tuple[int, ...]:
     """Returns batch sizes to capture graphs for, ascending; the last is max_rows."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
     return (*(size for size in steps if size < max_rows), max_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeOutput:
-    """The output of one step in buffers that the next step overwrites."""
-
-    #: int64 [T], the token sampled after each token of the rows in order; -1 where the logits were not finite.
-    results: Tensor
-    #: float32 [T, vocab]
-    logits: Tensor
 
 
 class DecodeStep:
@@ -154,15 +143,19 @@ class DecodeStep:
         self._send(packed)
         return rows, query
 
-    def run(self, rows: int, query: int) -> DecodeOutput:
-        """Queues the staged step. `rows` and `query` are its bucket, as returned by `stage`."""
+    def run(self, rows: int, query: int) -> tuple[Tensor, Tensor]:
+        """Queues the staged step. `rows` and `query` are its bucket, as returned by `stage`.
+
+        Returns two buffers that the next step overwrites: the results, int64 [T], the token sampled after each token of
+        the rows in order, -1 where the logits were not finite; and the logits, float32 [T, vocab].
+        """
         return self._graphs.run((rows, query))
 
     def capture(self, shapes: Sequence[tuple[int, int]] | None = None) -> None:
         """Captures the graphs of these shapes (None for all), the largest first. The model must be capturable."""
         self._graphs.capture(shapes or self.shapes, lambda shape: self._send(self._padding(*shape)))
 
-    def _compute(self, shape: tuple[int, int]) -> DecodeOutput:
+    def _compute(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         rows, query = shape
         packed = self._packed[: rows * packed_width(query, self._block_size)].view(rows, -1)
         inputs = self._inputs.slice_for(rows, query)
@@ -183,14 +176,15 @@ class DecodeStep:
             self._sampler.accept_drafts(
                 tokens, finite, inputs.tokens, inputs.cu_q, inputs.row_slots, self._last_tokens, query=query
             )
-        if self._draft is not None and states is not None:
+        if isinstance(self._draft, EagleDraftModel) and states is not None:
             self._store_states(self._draft, states, inputs, results, query)
-        return DecodeOutput(results, logits)
+        return results, logits
 
     def _forward(self, inputs: DecodeInputs, metadata: TritonMetadata) -> tuple[Tensor, Tensor | None]:
         """Returns hidden states of all tokens, and their states for an EAGLE head, if there is one."""
         if self._draft is None or self._draft.lags:
-            return self._model.forward(inputs.tokens, inputs.positions, self._cache, self._backend, metadata), None
+            context = ForwardContext(self._cache, self._backend, metadata)
+            return self._model.forward(inputs.tokens, inputs.positions, context), None
         # A padding row has no tokens. Its "first token" is a padding token, and the state of that is not used.
         firsts = inputs.cu_q[:-1].long()
         last_blocks = (inputs.positions.index_select(0, firsts) - 1).clamp(min=0) // self._block_size
@@ -200,7 +194,7 @@ class DecodeStep:
         )
 
     def _store_states(
-        self, draft: DraftModel, states: Tensor, inputs: DecodeInputs, sampled: Tensor, query: int
+        self, draft: EagleDraftModel, states: Tensor, inputs: DecodeInputs, sampled: Tensor, query: int
     ) -> None:
         """Stores the states of accepted tokens in their blocks (draft_model.py), all others in the dummy block."""
         size = self._block_size
@@ -236,9 +230,10 @@ def _describe(shape: tuple[int, int]) -> str:
     return f"{rows} rows of {query} tokens"
 
 
-def _without_ownership(output: DecodeOutput) -> DecodeOutput:
+def _without_ownership(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Returns the output without ownership of the graph's memory.
 
-    `results` is a buffer of DecodeStep, not of the graph.
+    The results are in a buffer of DecodeStep, not of the graph.
     """
-    return DecodeOutput(output.results, unowned_view(output.logits))
+    results, logits = output
+    return results, unowned_view(logits)

@@ -17,7 +17,7 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,16 +41,11 @@ class MemoryUse:
     """Bytes on one GPU."""
 
     total: int
-    #: Held by other processes and the driver.
-    other_processes: int
-    #: Part of `total` that this process may take, 0 to 1.
-    share: float
-    #: Weights and all buffers of the engine beside them.
-    weights: int
-    #: Peak of the largest step.
-    activations: int
-    #: All captured graphs.
-    graphs: int
+    other_processes: int  # Held by other processes and the driver
+    share: float  # Part of `total` that this process may take, 0 to 1
+    weights: int  # Weights and all buffers of the engine beside them
+    activations: int  # Peak of the largest step
+    graphs: int  # All captured graphs
 
     @property
     def available(self) -> int:
@@ -122,11 +117,7 @@ def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
     """
     blocks = use.available // layout.block_bytes - EXTRA_BLOCKS
     if blocks < 2:
-        balance = (
-            f"{format_bytes(max(0, use.available))} left"
-            if use.available > 0
-            else f"{format_bytes(-use.available)} too much"
-        )
+        balance = f"{format_bytes(abs(use.available))} {'left' if use.available > 0 else 'too much'}"
         raise ConfigError(
             f"no room for KV blocks ({format_bytes(layout.block_bytes)} each): {use.summary()}; {balance}",
             field="gpu_memory_utilization",
@@ -135,13 +126,8 @@ def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
 
 
 def _all_graph_bytes(runner: ModelRunner, device: torch.device) -> int:
-    assert runner.decode_step is not None
-    total = _graph_bytes(runner.decode_step.shapes, runner.decode_step.capture, device)
-    if runner.prompt_step is not None:
-        total += _graph_bytes(runner.prompt_step.shapes, runner.prompt_step.capture, device)
-    if runner.draft_graphs is not None:
-        total += _graph_bytes(runner.draft_graphs.shapes, runner.draft_graphs.capture, device)
-    return total
+    steps: tuple[Any, ...] = (runner.decode_step, runner.prompt_step, runner.draft_graphs)
+    return sum(_graph_bytes(step.shapes, step.capture, device) for step in steps if step is not None)
 
 
 def _graph_bytes(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], device: torch.device) -> int:

@@ -26,7 +26,7 @@ from engine.attention.triton_backend import TritonAttention, TritonMetadata
 from engine.cuda_graphs import CudaGraphs, unowned_view
 from engine.device import upload
 from engine.kv.kv_pool import KVPool
-from engine.models.base import Model
+from engine.models.base import ForwardContext, Model
 from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel, state_links_of
 
 #: Numbers of tokens of the captured small steps.
@@ -41,8 +41,7 @@ class PromptBucket(NamedTuple):
     """Shape of one graph: a step of up to `tokens` tokens, or one chunk of exactly `tokens` tokens."""
 
     tokens: int
-    #: Number of cached tokens before a chunk; -1 for a padded step.
-    start: int = -1
+    start: int = -1  # Number of cached tokens before a chunk; -1 for a padded step
 
     @property
     def is_chunk(self) -> bool:
@@ -190,7 +189,7 @@ class PromptStep:
             return self._draft.forward_with_target(
                 self._target, tokens, positions, metadata, rows=self._rows, links=self._state_links
             )
-        hidden = model.forward(tokens, positions, cache, self._backend, metadata, rows=self._rows)
+        hidden = model.forward(tokens, positions, ForwardContext(cache, self._backend, metadata), self._rows)
         if self._draft is not None:
             backend = self._draft.backend
             assert isinstance(backend, TritonAttention)

@@ -27,23 +27,21 @@ from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_pool import KVPool
-from engine.models.base import LayerHook, Model
+from engine.models.base import ForwardContext, LayerHook, Model
 from engine.sampling.sampler import token_logprobs
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.stepper import LaunchCallback, RunnerOutput
 from engine.speculation.draft_graphs import DraftGraphs
 from engine.speculation.draft_loop import DraftLoop
-from engine.speculation.draft_model import DraftModel, TargetModel, state_links_of, store_step_states
-from engine.step.inputs import PromptLogprobRange, StepInputs, make_step_inputs, partly_filled_blocks, token_positions
-from engine.step.launched_step import (
-    DeferredSampling,
-    LaunchedStep,
-    PromptLogprobTensors,
-    collect,
-    first_result_rows,
-    rows_with_logprobs,
-    send_to_host,
+from engine.speculation.draft_model import (
+    DraftModel,
+    EagleDraftModel,
+    TargetModel,
+    state_links_of,
+    store_step_states,
 )
+from engine.step.inputs import StepInputs, prepare_inputs, token_positions
+from engine.step.launched_step import LaunchedStep
 from engine.step.step_sampler import StepSampler, mask_unknown
 from engine.step.warm_up import StepRows
 
@@ -60,18 +58,6 @@ class ModelRunner:
     """Runs steps of one model over one KV pool. Implements `StepRunner`.
 
     It writes KV only to blocks of the leases of the scheduled sequences.
-
-    Args:
-        max_seqs: Number of slots of the scheduler.
-        max_blocks: Most blocks of a lease.
-        max_step_tokens: Most tokens of a step.
-        sampler: Samples on the device; None for sampling with torch.
-        use_cuda_graphs: Make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend.
-        max_seq_drafts: Most drafts of a sequence.
-        max_drafts: Most drafts of a step.
-        rejection: Accept drafts by rejection sampling.
-        draft_model: A draft model with its KV in the same pool; None for no draft model.
-        chunk_graphs: Cached and new tokens of the chunks to capture.
     """
 
     def __init__(
@@ -93,9 +79,15 @@ class ModelRunner:
     ) -> None:
         """Makes the steps and buffers.
 
-        use_cuda_graphs            -> decode_step, prompt_step
-        draft_model                -> draft_loop
-        both, without `rejection`  -> draft_graphs as well
+        Args:
+            max_seqs: Number of slots of the scheduler.
+            max_blocks: Most blocks of a lease.
+            sampler: Samples on the device; None for sampling with torch.
+            use_cuda_graphs: Make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend.
+            max_seq_drafts: Most drafts of a sequence; `max_drafts` of a step.
+            rejection: Accept drafts by rejection sampling.
+            draft_model: A draft model with its KV in the same pool.
+            chunk_graphs: Cached and new tokens of the chunks to capture.
         """
         self._model, self._kv, self._backend = model, kv, backend
         self._cache = kv.layers()
@@ -179,69 +171,36 @@ class ModelRunner:
         """
         self._sampling.stage([entry.seq for entry in scheduled if entry.samples])
         self._kv.copy([entry.block_copy for entry in scheduled if entry.block_copy is not None])
-        logprob_rows = rows_with_logprobs(scheduled)
+        self._zero_new_blocks(scheduled)
         self._last_bucket = None
-        plain = not (
-            self._sampling.uses_rejection(scheduled)
-            or _constrained_drafts(scheduled)
-            or any(entry.seq.wants_embedding for entry in scheduled)
-        )
-        prompt_logprobs: list[PromptLogprobTensors] = []
-        if plain and self.decode_step is not None and self.decode_step.fits(scheduled):
-            self._zero_new_blocks(scheduled)
-            self._last_bucket = rows, query = self.decode_step.stage(scheduled)
-            output = self.decode_step.run(rows, query)
-            count = sum(1 + len(entry.drafts) for entry in scheduled)
-            results, logits, logit_rows = output.results[:count], output.logits, np.arange(count)
-            unmasked = [entry.seq.constraint is not None for entry in scheduled]  # the graph samples without masks
+        if self.decode_step is not None and self._is_plain(scheduled) and self.decode_step.fits(scheduled):
+            step = self._launch_decode(self.decode_step, scheduled)
         else:
-            results, logits, logit_rows, prompt_logprobs = self._launch_eager(scheduled, on_layer)
-            unmasked = [entry.samples and mask_unknown(entry.seq) for entry in scheduled]
-        if not any(unmasked):
-            return self._send(scheduled, results, logprob_rows, logits, logit_rows, prompt_logprobs)
-        deferred = DeferredSampling(
-            [entry for entry, again in zip(scheduled, unmasked, strict=True) if again],
-            [int(row) for row, again in zip(first_result_rows(scheduled), unmasked, strict=True) if again],
-            logits,
-            logit_rows,
-        )
-        launched = LaunchedStep(scheduled, results, logprob_rows, (), (), None, deferred, prompt_logprobs)
-        if any(mask_unknown(entry.seq) for entry in deferred.scheduled):
-            return launched
-        return self.sample_deferred(launched)
+            step = self._launch_eager(scheduled, on_layer)
+        if any(mask_unknown(scheduled[index].seq) for index in step.unmasked):
+            return step
+        return self.sample_deferred(step)
 
     @torch.inference_mode()
-    def sample_deferred(self, launched: LaunchedStep) -> LaunchedStep:
-        """Samples the deferred tokens of a step under their masks, and sends all results to the host.
+    def sample_deferred(self, step: LaunchedStep) -> LaunchedStep:
+        """Samples the unmasked tokens of a step under their masks, and sends all results to the host.
 
-        Called once the steps before it are accounted for. Most steps have no deferred tokens and are returned as is.
+        Called once the steps before it are collected. Does nothing if the results are sent already, as in most steps.
         """
-        deferred, results = launched.deferred, launched.results
-        if deferred is None:
-            return launched
-        pairs = [
-            (entry, row)
-            for entry, row in zip(deferred.scheduled, deferred.result_rows, strict=True)
-            if entry.seq.finish_reason is None
-        ]
-        if pairs:
-            self._sampling.resample([entry for entry, _ in pairs], [row for _, row in pairs], deferred, results)
-        return self._send(
-            launched.scheduled,
-            results,
-            launched.logprob_rows,
-            deferred.logits,
-            deferred.logit_rows,
-            launched.prompt_logprobs,
-        )
+        if step.logits is not None:
+            if step.unmasked:
+                self._sampling.resample(step)
+            self._sampling.sample_children(step)
+            step.send_to_host()
+        return step
 
-    def is_done(self, launched: LaunchedStep) -> bool:
+    def is_done(self, step: LaunchedStep) -> bool:
         """Returns whether `collect` would return without waiting."""
-        return launched.copy_event is None or bool(launched.copy_event.query())  # type: ignore[no-untyped-call]
+        return step.copy_event is None or bool(step.copy_event.query())  # type: ignore[no-untyped-call]
 
-    def collect(self, launched: LaunchedStep) -> list[RunnerOutput]:
+    def collect(self, step: LaunchedStep) -> list[RunnerOutput]:
         """Returns the output of each scheduled sequence, in order. Waits for the device."""
-        return collect(launched)
+        return step.collect()
 
     def time_replay(self, count: int) -> float | None:
         """Returns seconds of the last launched step when its graph is replayed `count` times back to back.
@@ -292,60 +251,62 @@ class ModelRunner:
             starts, num_new, [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
         )
 
-    def _launch_eager(
-        self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None
-    ) -> tuple[Tensor, Tensor, np.ndarray, list[PromptLogprobTensors]]:
-        """Queues a step of any size; its layers may be a `PromptStep`.
+    def _is_plain(self, scheduled: Sequence[ScheduledSequence]) -> bool:
+        """Returns whether no sequence needs what `DecodeStep` cannot do."""
+        return not self._sampling.uses_rejection(scheduled) and not any(
+            entry.seq.wants_embedding or (entry.drafts and entry.seq.constraint is not None) for entry in scheduled
+        )
 
-        Returns the results, the logits, the row of logits of each sampled result, and the prompt log-probabilities.
-        """
-        self._zero_new_blocks(scheduled)
-        step = make_step_inputs(scheduled, self._tables, self._last_tokens)
-        hidden, states, prompt_logprobs = self._hidden_states(step, on_layer)
-        for entry, end in zip(scheduled, np.cumsum(step.num_results), strict=True):
+    def _launch_decode(self, decode_step: DecodeStep, scheduled: Sequence[ScheduledSequence]) -> LaunchedStep:
+        self._last_bucket = decode_step.stage(scheduled)
+        results, logits = decode_step.run(*self._last_bucket)
+        count = sum(1 + len(entry.drafts) for entry in scheduled)
+        unmasked = [i for i, entry in enumerate(scheduled) if entry.seq.constraint is not None]  # no masks in a graph
+        return LaunchedStep(scheduled, results[:count], logits, np.arange(count), unmasked)
+
+    def _launch_eager(self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None) -> LaunchedStep:
+        """Queues a step of any size; its layers may be a `PromptStep`."""
+        inputs = prepare_inputs(scheduled, self._tables, self._last_tokens)
+        hidden, states = self._hidden_states(inputs, on_layer)
+        num_results = len(inputs.logits_indices)
+        prompt_logprobs = self._prompt_logprobs(scheduled, inputs.logprob_ranges, hidden[num_results:])
+        hidden = hidden[:num_results]
+        for entry, end in zip(scheduled, np.cumsum(inputs.num_results), strict=True):
             if entry.seq.wants_embedding and entry.samples:
                 entry.seq.embedding = self._model.final_norm(hidden[end - 1 : end])[0]
-        sampling = [entry for entry in scheduled if entry.samples]
-        all_sample = bool(step.samples.all())
-        results = torch.zeros(len(step.samples), dtype=torch.int64, device=self._device)
+        all_sample = bool(inputs.samples.all())
+        results = torch.zeros(num_results, dtype=torch.int64, device=self._device)
         if not all_sample:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
-        if not sampling:
-            self._store_states(states, step, results)
-            return results, hidden, np.zeros(0), prompt_logprobs
-        rows, indices = step.sampled_results, step.logits_indices
-        logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows))
-        previous = None
-        if len(step.samples) > len(scheduled):  # some sequences have drafts
-            previous = step.ids.index_select(0, indices if all_sample else indices.index_select(0, rows))
-        sampled = self._sampling.sample(sampling, logits, step.sampled_slots, step.sampled_positions, previous)
-        tokens = torch.where(sampled.finite, sampled.tokens, -1)
-        if all_sample:
-            results = tokens
-        else:
-            results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, tokens))
-        self._store_states(states, step, results)
-        return results, logits, np.cumsum(step.samples) - 1, prompt_logprobs
+        logits = hidden
+        if sampling := [entry for entry in scheduled if entry.samples]:
+            rows = inputs.sampled_results
+            logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows))
+            previous = None
+            if num_results > len(scheduled):  # some sequences have drafts
+                indices = inputs.hidden_indices[:num_results]
+                previous = inputs.ids.index_select(0, indices if all_sample else indices.index_select(0, rows))
+            sampled = self._sampling.sample(sampling, logits, inputs.sampled_slots, inputs.sampled_positions, previous)
+            tokens = torch.where(sampled.finite, sampled.tokens, -1)
+            if all_sample:
+                results = tokens
+            else:
+                results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, tokens))
+        self._store_states(states, inputs, results)
+        unmasked = [i for i, entry in enumerate(scheduled) if entry.samples and mask_unknown(entry.seq)]
+        return LaunchedStep(scheduled, results, logits, np.cumsum(inputs.samples) - 1, unmasked, prompt_logprobs)
 
-    def _hidden_states(
-        self, step: StepInputs, on_layer: LaunchCallback | None
-    ) -> tuple[Tensor, Tensor | None, list[PromptLogprobTensors]]:
-        """Runs the layers of the step, then computes the log-probabilities of prompt tokens.
-
-        Returns the hidden states of the results [R, hidden], the states for an EAGLE head, and the log-probabilities.
-        """
-        num_results, ranges = len(step.logits_indices), step.logprob_ranges
-        if self.prompt_step is not None and self.prompt_step.fits(step.shape, len(step.hidden_indices)):
-            hidden, states = self.prompt_step.run(
-                step.shape, step.ids, step.positions, step.hidden_indices, step.prefill_rows
+    def _hidden_states(self, inputs: StepInputs, on_layer: LaunchCallback | None) -> tuple[Tensor, Tensor | None]:
+        """Runs the layers. Returns the hidden states [H, hidden], and the states of all tokens for an EAGLE head."""
+        if self.prompt_step is not None and self.prompt_step.fits(inputs.shape, len(inputs.hidden_indices)):
+            return self.prompt_step.run(
+                inputs.shape, inputs.ids, inputs.positions, inputs.hidden_indices, inputs.prefill_rows
             )
-        else:
-            all_tokens = num_results == len(step.ids) and not ranges
-            rows = None if all_tokens else step.hidden_indices
-            hidden, states = self._forward(step.shape, step.ids, step.positions, rows, on_layer)
-            self._write_draft_kv(step.shape, step.ids, step.positions, step.prefill_rows)
-        prompt_logprobs = self._prompt_logprobs(ranges, hidden[num_results:]) if ranges else []
-        return hidden[:num_results], states, prompt_logprobs
+        all_tokens = len(inputs.logits_indices) == len(inputs.ids) and not inputs.logprob_ranges
+        rows = None if all_tokens else inputs.hidden_indices
+        hidden, states = self._forward(inputs.shape, inputs.ids, inputs.positions, rows, on_layer)
+        self._write_draft_kv(inputs.shape, inputs.ids, inputs.positions, inputs.prefill_rows)
+        return hidden, states
 
     def _forward(
         self,
@@ -363,10 +324,8 @@ class ModelRunner:
         metadata = self._backend.prepare(shape)
         if self._draft is None or self._draft.lags:
             hook: LayerHook | None = None if on_layer is None else lambda _layer, _stream: on_layer()
-            hidden = self._model.forward(
-                ids, positions, self._cache, self._backend, metadata, rows=rows, layer_hook=hook
-            )
-            return hidden, None
+            context = ForwardContext(self._cache, self._backend, metadata)
+            return self._model.forward(ids, positions, context, rows, layer_hook=hook), None
         links = state_links_of(shape, self._kv)
         return self._draft.forward_with_target(self._target_model, ids, positions, metadata, rows=rows, links=links)
 
@@ -385,30 +344,33 @@ class ModelRunner:
             )
         self._draft.write_kv(ids, positions, self._draft.backend.prepare(shape))
 
-    def _store_states(self, states: Tensor | None, step: StepInputs, results: Tensor) -> None:
+    def _store_states(self, states: Tensor | None, inputs: StepInputs, results: Tensor) -> None:
         """Stores the states that an EAGLE head continues from in the blocks of the step."""
-        if self._draft is not None and states is not None:
+        if isinstance(self._draft, EagleDraftModel) and states is not None:
             store_step_states(
                 self._draft,
                 states,
-                step.shape,
+                inputs.shape,
                 results,
-                step.ids,
-                step.host_logits_indices,
-                step.num_results,
+                inputs.ids,
+                inputs.logits_indices,
+                inputs.num_results,
                 kv=self._kv,
                 query=1 + self._max_seq_drafts,
             )
 
-    def _prompt_logprobs(self, ranges: Sequence[PromptLogprobRange], hidden: Tensor) -> list[PromptLogprobTensors]:
+    def _prompt_logprobs(
+        self, scheduled: Sequence[ScheduledSequence], ranges: Sequence[tuple[int, int, int]], hidden: Tensor
+    ) -> dict[int, tuple[int, tuple[Tensor, ...]]]:
         """Computes log-probabilities of prompt tokens, LOGPROB_CHUNK at a time: all logits would take too much memory.
 
-        `hidden` has the state of the token before each prompt token, range after range.
+        `hidden` has the state of the token before each prompt token, range after range. See LaunchedStep.
         """
-        logprobs: list[PromptLogprobTensors] = []
-        for index, entry, first, end in ranges:
-            num_top = entry.seq.request.sampling.prompt_logprobs or 0
-            (targets,) = upload([np.array(entry.seq.tokens[first:end])], self._device)
+        logprobs: dict[int, tuple[int, tuple[Tensor, ...]]] = {}
+        for index, first, end in ranges:
+            seq = scheduled[index].seq
+            num_top = seq.request.sampling.prompt_logprobs or 0
+            (targets,) = upload([np.array(seq.tokens[first:end])], self._device)
             previous, hidden = hidden[: end - first], hidden[end - first :]
             parts: list[tuple[Tensor, ...]] = []
             for states, ids in zip(*(torch.split(x, LOGPROB_CHUNK) for x in (previous, targets)), strict=True):
@@ -417,21 +379,9 @@ class ModelRunner:
                 ranks = (logits > logits.gather(1, ids[:, None])).sum(dim=-1) + 1
                 if top is None or top_ids is None:
                     top, top_ids = chosen.new_empty(len(ids), 0), ids.new_empty(len(ids), 0)
-                parts.append((chosen, ranks, top, top_ids))
-            logprobs.append(PromptLogprobTensors(index, first, *(torch.cat(part) for part in zip(*parts, strict=True))))
+                parts.append((chosen, ranks, top_ids, top))
+            logprobs[index] = first, tuple(torch.cat(part) for part in zip(*parts, strict=True))
         return logprobs
-
-    def _send(
-        self,
-        scheduled: Sequence[ScheduledSequence],
-        results: Tensor,
-        logprob_rows: Sequence[int],
-        logits: Tensor,
-        logit_rows: np.ndarray,
-        prompt_logprobs: Sequence[PromptLogprobTensors],
-    ) -> LaunchedStep:
-        forked = self._sampling.fork(scheduled, logits, logit_rows)
-        return send_to_host(scheduled, results, logprob_rows, logits, logit_rows, prompt_logprobs, forked)
 
     def _zero_new_blocks(self, scheduled: Sequence[ScheduledSequence]) -> None:
         """Zeroes the last block of each sequence, if this step writes its first token and leaves it partly filled.
@@ -440,14 +390,13 @@ class ModelRunner:
         that decodes needs zeroes only if the attention backend reads unwritten slots. The draft loop of a model that
         lags has zeroed the blocks of its sequences, and written to them.
         """
-        blocks = partly_filled_blocks(
-            scheduled,
-            self._kv.layout.block_size,
-            decodes=self._backend.reads_unwritten_slots,
-            with_drafts=not self.draft_model_lags,
-        )
+        size, decodes = self._kv.layout.block_size, self._backend.reads_unwritten_slots
+        with_drafts = not self.draft_model_lags
+        blocks: list[int] = []
+        for entry in scheduled:
+            end = entry.start + entry.num_new
+            is_new = end % size and end - end % size >= entry.start
+            if is_new and (decodes or not entry.is_decode) and (with_drafts or not entry.drafts):
+                assert entry.seq.lease is not None
+                blocks.append(entry.seq.lease.blocks[end // size])
         self._kv.zero(blocks)
-
-
-def _constrained_drafts(scheduled: Sequence[ScheduledSequence]) -> bool:
-    return any(entry.drafts and entry.seq.constraint is not None for entry in scheduled)

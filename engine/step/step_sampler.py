@@ -21,7 +21,7 @@ from engine.schedule.drafts import DraftTokens
 from engine.schedule.scheduler import ScheduledSequence
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.rejection import rejection_sample
-from engine.step.launched_step import DeferredSampling, ForkedSamples, first_result_rows
+from engine.step.launched_step import LaunchedStep, Logprobs
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
@@ -84,18 +84,18 @@ class StepSampler:
             positions: int64 [R], the position of the token that is sampled.
             previous: int64 [R], the token before the sampled one; None if no sequence has drafts.
         """
-        rejects = self.uses_rejection(scheduled)
-        if self._sampler is not None and previous is not None and not rejects:
+        if self._sampler is None or self.uses_rejection(scheduled):
+            return self._sample_with_torch(scheduled, logits, slots)
+        allowed = self._allowed(scheduled)
+        if previous is not None:
             num_results = np.array([1 + len(entry.drafts) for entry in scheduled])
             entry_slots = [entry.seq.slot for entry in scheduled]
-            allowed = self._allowed(scheduled)
-            return self._sample_drafts(
-                self._sampler, entry_slots, num_results, logits, slots, positions, previous, allowed
-            )
-        if self._sampler is not None and not rejects:
-            drawn, finite = self._sampler.sample(logits, slots, positions, self._allowed(scheduled))
-            self._last_tokens.index_copy_(0, slots, drawn)
-            return Sampled(drawn, finite)
+            return self._sample_drafts(entry_slots, num_results, logits, slots, positions, previous, allowed)
+        sampled = self._sampler.sample(logits, slots, positions, allowed)
+        self._last_tokens.index_copy_(0, slots, sampled.tokens)
+        return sampled
+
+    def _sample_with_torch(self, scheduled: Sequence[ScheduledSequence], logits: Tensor, slots: Tensor) -> Sampled:
         rows: list[SampleRow] = []
         for entry in scheduled:
             seq, num_tokens = entry.seq, entry.start + entry.num_new - len(entry.drafts)
@@ -103,10 +103,9 @@ class StepSampler:
             masks = _masks(entry) if seq.constraint is not None and not seq.pending else None
             for num_taken in range(1 + len(entry.drafts)):
                 rows.append(_row(entry, tokens, entry.drafts[:num_taken], None if masks is None else masks[num_taken]))
-        if rejects:
-            sampled = rejection_sample(
-                logits, rows, [DraftTokens(entry.drafts, entry.draft_probs) for entry in scheduled]
-            )
+        if self.uses_rejection(scheduled):
+            drafts = [DraftTokens(entry.drafts, entry.draft_probs) for entry in scheduled]
+            sampled = rejection_sample(logits, rows, drafts)
         else:
             sampled = sample(logits, rows)
         if self._sampler is None:
@@ -119,7 +118,6 @@ class StepSampler:
 
     def _sample_drafts(
         self,
-        sampler: DeviceSampler,
         entry_slots: Sequence[int],
         num_results: np.ndarray,
         logits: Tensor,
@@ -135,16 +133,16 @@ class StepSampler:
             num_results: Number of rows of each sequence.
             logits: See `sample`, also for all other arguments.
         """
+        sampler = self._sampler
+        assert sampler is not None
         ends = np.cumsum(num_results)
         offsets = np.arange(ends[-1]) - np.repeat(ends - num_results, num_results)
         device_offsets, cu_q, row_slots = upload(
             [offsets, np.concatenate([[0], ends]), np.array(entry_slots)], self._device
         )
-        tokens, finite = sampler.sample(logits, slots, positions, allowed, drafts=(previous, device_offsets))
-        sampler.accept_drafts(
-            tokens, finite, previous, cu_q, row_slots, self._last_tokens, query=1 + self._max_seq_drafts
-        )
-        return Sampled(tokens, finite)
+        sampled = sampler.sample(logits, slots, positions, allowed, drafts=(previous, device_offsets))
+        sampler.accept_drafts(*sampled, previous, cu_q, row_slots, self._last_tokens, query=1 + self._max_seq_drafts)
+        return sampled
 
     def _allowed(self, scheduled: Sequence[ScheduledSequence]) -> Tensor | None:
         """Returns int32 [R, words], masks of all rows of these sequences; None if no mask applies."""
@@ -177,76 +175,72 @@ class StepSampler:
         pad = [self._sampler.pad_slot] * len(num_results)
         slots, device_positions = upload([np.repeat(pad, num_results), positions], self._device)
         if len(positions) > len(num_results):
-            tokens = self._sample_drafts(
-                self._sampler, pad, num_results, logits, slots, device_positions, slots * 0
-            ).tokens
+            tokens = self._sample_drafts(pad, num_results, logits, slots, device_positions, slots * 0).tokens
         else:
-            tokens, _ = self._sampler.sample(logits, slots, device_positions)
+            tokens = self._sampler.sample(logits, slots, device_positions).tokens
         token_logprobs(logits, tokens, MAX_LOGPROBS)
 
-    def resample(
-        self, scheduled: Sequence[ScheduledSequence], rows: Sequence[int], deferred: DeferredSampling, results: Tensor
-    ) -> None:
-        """Samples these rows of the results again under their masks. Overwrites the results and `last_tokens`."""
+    def resample(self, step: LaunchedStep) -> None:
+        """Samples the unmasked sequences of a step again, under their masks. Overwrites results and `last_tokens`."""
+        first_results = step.first_results()
+        pairs = [(step.scheduled[i], first_results[i]) for i in step.unmasked]
+        pairs = [(entry, result) for entry, result in pairs if entry.seq.finish_reason is None]
+        if not pairs:
+            return
+        assert step.logits is not None
+        scheduled, results = zip(*pairs, strict=True)
         masks = np.stack([mask for entry in scheduled for mask in _masks(entry)])
         indices, logit_rows, slots, positions = upload(
             [
-                np.array(rows),
-                deferred.logit_rows[rows],
+                np.array(results),
+                step.logit_rows[list(results)],
                 np.array([entry.seq.slot for entry in scheduled]),
                 np.array([entry.start + entry.num_new for entry in scheduled]),
             ],
             self._device,
         )
-        logits = deferred.logits.index_select(0, logit_rows)
+        logits = step.logits.index_select(0, logit_rows)
         if self._sampler is None:
             sampled = sample(logits, [_row(e, e.seq.tokens, (), m) for e, m in zip(scheduled, masks, strict=True)])
         else:
-            self._sampler.uncount_tokens(slots, results.index_select(0, indices))
+            self._sampler.uncount_tokens(slots, step.results.index_select(0, indices))
             (allowed,) = upload([masks], self._device)
-            sampled = Sampled(*self._sampler.sample(logits, slots, positions, allowed))
+            sampled = self._sampler.sample(logits, slots, positions, allowed)
         self._last_tokens.index_copy_(0, slots, sampled.tokens)
-        results.index_copy_(0, indices, torch.where(sampled.finite, sampled.tokens, -1))
+        step.results.index_copy_(0, indices, torch.where(sampled.finite, sampled.tokens, -1))
 
-    def fork(
-        self, scheduled: Sequence[ScheduledSequence], logits: Tensor, logit_rows: np.ndarray
-    ) -> list[ForkedSamples]:
+    def sample_children(self, step: LaunchedStep) -> None:
         """Samples the first tokens of children 1, 2, ... of each request from the logits of child 0.
 
         On a GPU the children use the sequence's slot one after the other, so each is sampled as it would be alone.
         """
-        forked: list[ForkedSamples] = []
-        for index, entry in enumerate(scheduled):
+        for index, entry in enumerate(step.scheduled):
             seq, params = entry.seq, entry.seq.request.sampling
             if not entry.samples or seq.num_samples == 1 or seq.finish_reason is not None:
                 continue
-            allowed = None if seq.constraint is None else _masks(entry)[0]
+            assert step.logits is not None
+            mask = None if seq.constraint is None else _masks(entry)[0]
             rows = [
-                SampleRow(params, seq.tokens, seq.prompt_len, child, allowed_mask=allowed)
+                SampleRow(params, seq.tokens, seq.prompt_len, child, allowed_mask=mask)
                 for child in range(1, seq.num_samples)
             ]
-            row = int(logit_rows[first_result_rows(scheduled)[index]])
-            same = logits[row : row + 1].expand(len(rows), -1)
+            row = int(step.logit_rows[step.first_results()[index]])
+            logits = step.logits[row : row + 1]
+            same = logits.expand(len(rows), -1)
             if self._sampler is None:
                 tokens = sample(same, rows).tokens
             else:
-                tokens = self._sample_children(seq.slot, rows, logits[row : row + 1], self._sampler)
-            logprobs = () if params.logprobs is None else token_logprobs(same, tokens, params.logprobs)
-            forked.append(ForkedSamples(index, tokens, logprobs))
-        return forked
-
-    def _sample_children(self, slot: int, rows: Sequence[SampleRow], logits: Tensor, sampler: DeviceSampler) -> Tensor:
-        slots, positions = upload([np.array([slot]), np.array([rows[0].position])], self._device)
-        allowed = None
-        if rows[0].allowed_mask is not None:
-            (allowed,) = upload([rows[0].allowed_mask[None]], self._device)
-        drawn: list[Tensor] = []
-        for row in rows:
-            sampler.stage(slot, row)
-            sampler.flush()
-            drawn.append(sampler.sample(logits, slots, positions, allowed)[0].clone())
-        self._staged[slot] = None  # the next step of the sequence stages its own state again
-        return torch.cat(drawn)
+                slots, positions = upload([np.array([seq.slot]), np.array([rows[0].position])], self._device)
+                allowed = None if mask is None else upload([mask[None]], self._device)[0]
+                drawn: list[Tensor] = []
+                for child_row in rows:
+                    self._sampler.stage(seq.slot, child_row)
+                    self._sampler.flush()
+                    drawn.append(self._sampler.sample(logits, slots, positions, allowed)[0].clone())
+                self._staged[seq.slot] = None  # the next step of the sequence stages its own state again
+                tokens = torch.cat(drawn)
+            logprobs: Logprobs = () if params.logprobs is None else token_logprobs(same, tokens, params.logprobs)
+            step.child_tokens[index] = tokens, logprobs
 
 
 def mask_unknown(seq: EngineSequence) -> bool:

@@ -84,8 +84,8 @@ def test_blocks_come_back_bit_for_bit(model_dir: Path, kv_dtype: str) -> None:
     engine, prompts = llm.engine, [prompt_of(60, seed=i) for i in range(3)]
 
     def contents() -> dict[bytes, bytes]:
-        lookup = engine.pool._ledger.cache.lookup
-        return {h: engine.kv.read_block(lookup(h)) for h in engine.pool.cached_hashes()}
+        blocks = engine.pool._cache.block_by_hash
+        return {h: engine.kv.read_block(blocks[h]) for h in engine.pool.cached_hashes()}
 
     llm.generate([prompts[0]], GREEDY, ignore_eos=True)
     before = contents()

@@ -87,7 +87,7 @@ class TestLife:
                 raise RuntimeError("the watch goes on")
 
             monkeypatch.setattr(watch, "_check_pool", fails_once)
-            runtime.engine.pool._ledger.free.append(0)
+            runtime.engine.pool._free.append(0)
             await until(lambda: not cluster.decode.runtime.info().ready)
             with pytest.raises(Unavailable):
                 await cluster.reserve(request(prompt_of(5)))

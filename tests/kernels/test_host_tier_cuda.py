@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.kv_layout import KVLayout
 from common.types import SamplingParams
-from engine.kv.host_pool import HostKVPool
+from engine.kv.host_copier import HostKVPool
 from engine.kv.kv_pool import KVPool
 from engine.llm import LLM
 

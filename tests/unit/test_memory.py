@@ -171,6 +171,7 @@ def test_graphs_that_do_not_fit_beside_the_weights_name_max_seqs(monkeypatch: py
 
     class Runner:
         decode_step = Computation(torch.OutOfMemoryError(FULL), failing=16)
+        prompt_step = draft_graphs = None
 
         def warm_up(self, rows: object, block: int) -> None: ...
 

@@ -62,7 +62,7 @@ def test_drafts_only_take_free_tokens_and_blocks_and_preempt_no_sequence() -> No
     seqs = [world.add(name, range(4), SamplingParams(max_tokens=12)) for name in "ab"]
     while not all(seq.decoding for seq in seqs):
         world.step()
-    scheduled = world.scheduler.schedule({seq: DraftTokens((1, 2, 3, 4, 5)) for seq in seqs}).scheduled
+    scheduled = world.scheduler.schedule({seq: DraftTokens((1, 2, 3, 4, 5)) for seq in seqs})
     assert [len(entry.drafts) for entry in scheduled] == [5, 1], "a budget of eight is two tokens and six drafts"
     assert all(entry.start + entry.num_new <= entry.seq.allocated for entry in scheduled)
     outside = world.pool.lease([], world.pool.num_available())
@@ -70,11 +70,11 @@ def test_drafts_only_take_free_tokens_and_blocks_and_preempt_no_sequence() -> No
     for entry in scheduled:
         entry.seq.launch(entry.num_new, sample=True, drafts=len(entry.drafts))
     assert world.scheduler.draft_candidates() == []
-    assert world.scheduler.schedule().scheduled == [], "the token after the drafts is not known yet"
+    assert world.scheduler.schedule() == [], "the token after the drafts is not known yet"
     for entry in scheduled:
         entry.seq.finish_step(entry.num_new, sample=True, drafts=len(entry.drafts))
         entry.seq.append(0)
-    (first, second) = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
+    (first, second) = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs})
     assert first.start + first.num_new <= first.seq.allocated
     assert second.start + second.num_new <= second.seq.allocated
     assert [seq.preemptions for seq in seqs] == [0, 0]
@@ -88,12 +88,12 @@ def test_blocks_reserved_for_drafts_that_are_not_verified_are_released() -> None
     assert world.scheduler.draft_candidates() == seqs
     assert [world.scheduler.reserve_for_drafts(seq, seq.start + 14) >= seq.start + 14 for seq in seqs] == [True] * 3
     drafts = {seqs[0]: DraftTokens((1, 2, 3, 4, 5)), seqs[1]: DraftTokens((1,))}
-    scheduled = world.scheduler.schedule(drafts).scheduled
+    scheduled = world.scheduler.schedule(drafts)
     assert [len(entry.drafts) for entry in scheduled] == [5, 1, 0]
     needed = [-(-len(seq.tokens) // 4) for seq in seqs]
     lease_lens = [len(seq.lease.blocks) for seq in seqs if seq.lease is not None]
     assert lease_lens[2] == needed[2], "no drafts of the last sequence are verified"
-    assert world.scheduler.schedule().scheduled
+    assert world.scheduler.schedule()
     assert [len(seq.lease.blocks) for seq in seqs if seq.lease is not None] == lease_lens
 
 
@@ -121,7 +121,7 @@ def test_drafts_leave_a_block_for_each_running_sequence() -> None:
     assert [seq.allocated for seq in seqs] == [4, 4]
     outside = world.pool.lease([], world.pool.num_available() - 5)
     assert outside is not None
-    scheduled = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
+    scheduled = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs})
     assert [len(entry.drafts) for entry in scheduled] == [7, 3], (
         "a block for each new token, and one more for drafts of the first sequence"
     )
@@ -134,7 +134,7 @@ def test_prompts_keep_their_share_of_a_step_with_drafts() -> None:
     while not all(seq.decoding for seq in seqs):
         world.step()
     world.add("c", range(50, 80), GREEDY)
-    scheduled = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs}).scheduled
+    scheduled = world.scheduler.schedule({seq: DraftTokens((1,) * 7) for seq in seqs})
     assert [len(entry.drafts) for entry in scheduled] == [7, 3, 0], "prompts keep a quarter of sixteen tokens"
     assert scheduled[2].num_new == 4
 
@@ -275,10 +275,10 @@ def test_no_sequence_is_preempted_while_blocks_are_about_to_be_released() -> Non
     world.add("ends", range(8), SamplingParams(max_tokens=1))
     grows = world.add("grows", range(10, 18), GREEDY)
     below = world.add("below", [3, 4, 5, 6], GREEDY)
-    for entry in world.scheduler.schedule().scheduled:
+    for entry in world.scheduler.schedule():
         entry.seq.launch(entry.num_new, sample=entry.samples)
     outside = world.pool.lease([], world.pool.num_available())
-    assert world.scheduler.schedule().scheduled == []
+    assert world.scheduler.schedule() == []
     assert grows.preemptions == below.preemptions == 0
     assert outside is not None
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import BatonError, ConfigError, InvalidRequest
 from common.types import FinishReason, SamplingParams, ValidRequest
 from engine.kv.blocks import BlockPin, BlockPool, Lease
-from engine.schedule.scheduler import ScheduledBatch, Scheduler, SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
 from engine.schedule.sequence import Sequence
 
 FINGERPRINT = "00" * 16
@@ -96,12 +96,14 @@ class World:
                 self.kv[slot] = state
             assert self.kv[slot] == state, "the KV of a token was lost"
 
-    def run(self, batch: ScheduledBatch) -> None:
-        decodes = any(entry.is_decode for entry in batch.scheduled)
-        assert batch.num_tokens <= (self.config.chunk_tokens if decodes else self.config.max_step_tokens)
-        assert len({id(entry.seq) for entry in batch.scheduled}) == len(batch.scheduled)
+    def run(self, batch: list[ScheduledSequence]) -> None:
+        decodes = any(entry.is_decode for entry in batch)
+        assert sum(entry.num_new for entry in batch) <= (
+            self.config.chunk_tokens if decodes else self.config.max_step_tokens
+        )
+        assert len({id(entry.seq) for entry in batch}) == len(batch)
         assert self.scheduler.stats().running <= self.config.max_seqs
-        for seq, start, num_new, sample, *_ in batch.scheduled:
+        for seq, start, num_new, sample, *_ in batch:
             assert seq.lease is not None
             assert num_new > 0
             assert not seq.paused
@@ -128,7 +130,7 @@ class World:
     def step(self) -> dict[str, int]:
         batch = self.scheduler.schedule()
         self.run(batch)
-        return {entry.seq.request_id: entry.num_new for entry in batch.scheduled}
+        return {entry.seq.request_id: entry.num_new for entry in batch}
 
 
 def test_chunks_end_with_blocks_and_the_last_with_the_prompt() -> None:
@@ -304,7 +306,7 @@ def test_no_more_sequences_are_preempted_while_a_step_in_flight_will_free_blocks
     fence = world.pool.begin_step()
     batch = world.scheduler.schedule()
     assert [seq.preemptions for seq in seqs] == [0, 0, 1]
-    assert batch.scheduled == []
+    assert batch == []
     fence.end()
     assert set(world.step()) == {"a", "b"}
 

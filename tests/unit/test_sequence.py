@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from common.block_hash import hash_blocks
 from common.types import SamplingParams, ValidRequest
 from engine.kv.blocks import BlockPool
@@ -76,3 +78,38 @@ def test_a_received_prompt_decodes_and_resumes_after_a_preemption() -> None:
     assert seq.decoding
     assert not seq.recomputing
     assert pool.counts().free == 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"computed": -1},
+        {"computed": 13},  # the lease has room for 12 tokens
+        {"launched": 6},  # more than the tokens that are left
+        {"pending": 1},  # without a launched step
+        {"num_drafted": 1},  # without a pending token
+        {"launched": 1, "pending": 1, "num_drafted": 7},  # past the largest length
+        {"draft_lag": 5},  # more than the computed tokens; also, the published block would lag
+        {"computed": 3},  # a block of four tokens is published
+        {"lease": None},
+    ],
+)
+def test_check_finds_a_broken_invariant(wrong: dict[str, Any]) -> None:
+    seq = Sequence(request(9), fingerprint=FINGERPRINT, block_size=4, lease=BlockPool(8, 4).lease([], 3))
+    seq.computed = 4
+    seq.publish()
+    seq.check()
+    seq.launch(5, sample=True)
+    seq.check()
+    seq.finish_step(5, sample=True)
+    seq.append(7)
+    seq.check()
+    seq.computed, seq.tokens = 4, seq.tokens[:9]
+    for name, value in wrong.items():
+        setattr(seq, name, value)
+    with pytest.raises(AssertionError):
+        seq.check()
+
+
+def test_the_tests_check_every_step() -> None:
+    assert Sequence.CHECKS
