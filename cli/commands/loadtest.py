@@ -218,6 +218,8 @@ def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) ->
 
 def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] | None = None) -> LoadRun:
     """Runs one load test in a new event loop; Ctrl-C ends it early. Raises ConfigError, Unavailable."""
+    import resource
+
     from loadtest.runner import LoadRunner
     from loadtest.workload.trace import load_trace
 
@@ -236,7 +238,8 @@ def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] 
                 await asyncio.wait((watching,))
             await client.close()
 
-    _allow_connections()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every REST stream needs an open file
     with asyncio.Runner(loop_factory=fast_loop()) as loop:
         return loop.run(work())
 
@@ -252,14 +255,6 @@ def _stop_at_signals(runner: LoadRunner) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
-
-
-def _allow_connections() -> None:
-    """Raises the limit of open files to the maximum: every REST stream needs one."""
-    import resource
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _client(config: LoadConfig) -> LoadClient:

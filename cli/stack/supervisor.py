@@ -163,7 +163,8 @@ class Supervisor:
             if time.monotonic() - service.started_at > STABLE_AFTER_S:
                 backoff = BACKOFF_S[0]
             service.state = State.WAITING
-            self._on_event(f"{name} ended ({_how(code)}), restarting in {backoff:.1f} s{_quote(service)}")
+            how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+            self._on_event(f"{name} ended ({how}), restarting in {backoff:.1f} s{_quote(service)}")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, BACKOFF_S[1])
             service.restarts += 1
@@ -202,12 +203,6 @@ async def _ask(probe: Probe) -> bool:
         return await asyncio.wait_for(probe(), PROBE_TIMEOUT_S)
     except TimeoutError:
         return False
-
-
-def _how(code: int | None) -> str:
-    if code is not None and code < 0:
-        return signal.Signals(-code).name
-    return f"exit code {code}"
 
 
 def _quote(service: Service) -> str:
