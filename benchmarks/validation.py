@@ -1,7 +1,7 @@
 """Measures the time in which the gateway checks a request body, before and after a change.
 
-    git worktree add /tmp/before COMMIT
-    python benchmarks/validation.py --before /tmp/before --out benchmarks/results/validation.json
+    git worktree add ../before COMMIT
+    python benchmarks/validation.py --before ../before --out benchmarks/results/validation.json
 
 A chat with 6 messages, 2 tools and sampling parameters, and a completion with sampling parameters go through the
 functions that the endpoints call (`parse_chat`, `parse_completion`), from parsed JSON to the checked request. Each
@@ -22,8 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-LOOPS, CALLS = 40, 100
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.support import report
+
+LOOPS, CALLS = 200, 50
 _TEXT = "The quick brown fox jumps over the lazy dog. " * 10
 _SAMPLING: dict[str, Any] = {
     "model": "bench",
@@ -77,37 +80,32 @@ def _us_per_call(parse: Callable[[object], object], body: dict[str, Any]) -> flo
         for _ in range(CALLS):
             parse(body)
         loops.append(time.perf_counter() - start)
-    return 1e6 * min(loops) / CALLS
+    return round(1e6 * min(loops) / CALLS, 2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.arguments(__doc__)
     parser.add_argument("--before", type=Path, help="checkout to compare with; none: only this checkout is measured")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="result file")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # what a measured process does
     args = parser.parse_args()
     if args.measure is not None:
         print(json.dumps(measure(args.measure.resolve())))
         return
-    checkouts = {"after": ROOT, **({"before": args.before.resolve()} if args.before else {})}
+    checkouts = {"after": report.ROOT, **({"before": args.before.resolve()} if args.before else {})}
     rows = []
     for _ in range(args.rounds):
         for name, checkout in checkouts.items():
             argv = [sys.executable, str(Path(__file__).resolve()), "--measure", str(checkout)]
             took = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True, cwd=checkout).stdout)
             rows.append({"checkout": name, **took})
-            print(json.dumps(rows[-1]), flush=True)
     metrics = {}
     for name in checkouts:
         least = {key: min(row[key] for row in rows if row["checkout"] == name) for key in ("chat_us", "completion_us")}
         metrics[f"us_per_request_{name}"] = round(sum(least.values()) / len(least), 2)
-        metrics |= {f"{key}_{name}": round(us, 2) for key, us in least.items()}
-    print(json.dumps(metrics, indent=2))
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.support import report
-
-    report.write(args.out, "validation", metrics, "pydantic", "pydantic-core", rows=rows)
+        metrics |= {f"{key}_{name}": us for key, us in least.items()}
+    report.show(metrics)
+    report.write(args.out, "validation", metrics, "pydantic", "pydantic-core")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
 from common.types import ValidRequest
 from gateway.api.grpc.servicer import InferenceServicer
-from gateway.api.http.body import read_json_body
+from gateway.api.http.endpoint import read_json_body
 from gateway.api.http.json_value import MAX_DEPTH, deeper_than
 from gateway.api.openai.fields import MAX_IDS
 from gateway.api.openai.requests import parse_completion
@@ -81,7 +81,7 @@ async def test_a_body_of_countless_parts_is_refused_before_it_is_parsed(
     shared: Rig, part: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = b'{"model": "x", "messages": [' + b",".join([part] * (MAX_JSON_PARTS + 3000)) + b"]}"
-    monkeypatch.setattr("gateway.api.http.body.orjson.loads", lambda _raw: pytest.fail("parsed"))
+    monkeypatch.setattr("gateway.api.http.endpoint.orjson.loads", lambda _raw: pytest.fail("parsed"))
     status, error = await posted(shared, "/v1/chat/completions", raw)
     assert (status, error["code"]) == (413, "request_too_large")
     assert "arrays, objects, members and entries" in error["message"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import grpc
 
@@ -24,7 +24,7 @@ from gateway.api.grpc.conversion import (
     require_no_chat_fields,
     shared_fields,
 )
-from gateway.api.http.body import SESSION_AFFINITY, parse_affinity
+from gateway.api.http.endpoint import SESSION_AFFINITY, parse_affinity
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
 from gateway.api.openai.tokenize import TokenizeHandler
 from gateway.serving.answers import complete_answers, merge_choices
@@ -57,16 +57,6 @@ def _request_fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     return fields | shared_fields(request)
 
 
-def _client_id(given: str) -> str:
-    """Returns the part of a client's own id that is kept."""
-    return given[:MAX_CLIENT_ID]
-
-
-def _fits_metadata(client_id: str | None) -> TypeGuard[str]:
-    """Returns whether an id may stand in gRPC metadata."""
-    return client_id is not None and client_id.isascii() and client_id.isprintable()
-
-
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Generate, Abort, Tokenize, Detokenize and ListModels."""
 
@@ -82,17 +72,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         metadata = dict(context.invocation_metadata() or ())
         affinity = parse_affinity(metadata.get(SESSION_AFFINITY.decode()))
         client_span = trace_context_of(metadata)
-        caller, client_id = self._caller(context), _client_id(request.request_id) or None
+        caller, client_id = self._caller(context), request.request_id[:MAX_CLIENT_ID]
         with self._gateway.admit(
-            "generate", client_id, left, caller=caller, affinity=affinity, client_span=client_span
+            "generate", client_id or None, left, caller=caller, affinity=affinity, client_span=client_span
         ) as request_context:
             # `context.write` instead of `yield`: a client that neither reads nor disconnects blocks the sending, and
             # only a write that this method awaits can be timed out.
             try:
                 async with asyncio.timeout(request_context.deadline + SEND_GRACE_S - time.monotonic()):
                     # Sent at once, so that a client can abort a request that answers only at its end.
-                    shown_id = client_id if _fits_metadata(client_id) else request_context.id
-                    await context.send_initial_metadata(((REQUEST_ID, shown_id),))
+                    fits = client_id and client_id.isascii() and client_id.isprintable()
+                    await context.send_initial_metadata(((REQUEST_ID, client_id if fits else request_context.id),))
                     await self._generate(request, context, request_context)
             except TimeoutError as e:
                 raise DeadlineExceeded("the request's time is over") from e
@@ -190,7 +180,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.AbortGenerateResponse:
         """Aborts the requests with this id, ours or the client's own."""
-        self._gateway.abort(_client_id(request.request_id), self._caller(context))
+        self._gateway.abort(request.request_id[:MAX_CLIENT_ID], self._caller(context))
         return inference_pb2.AbortGenerateResponse()
 
     async def Tokenize(

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
 from gateway.api.http.json_value import MAX_DEPTH, deeper_than
-from gateway.api.openai.fields import ARRAY, BY_KIND, KEEP, OBJECT, STRING, Only, Refused
+from gateway.api.openai.fields import ARRAY, BY_KIND, KEEP, OBJECT, STRING, Only, Refused, told_by
 from gateway.text.tools.format import Function, RequestTools
 
 #: Messages of one chat. A template takes some 10 us for each.
@@ -156,13 +156,18 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
     | Annotated[NamedTool, Tag("<named>")]
     | Annotated[AllowedToolsChoice, Tag("<allowed>")],
-    Discriminator(
-        _kind_of_choice,
-        custom_error_type="tool_choice",
-        custom_error_message="must be none, auto, required, or an object with the type function or allowed_tools",
-    ),
+    told_by(_kind_of_choice, "must be none, auto, required, or an object with the type function or allowed_tools"),
 ]
-FunctionChoice = Annotated[Annotated[Literal["none", "auto"], STRING] | Annotated[FunctionName, OBJECT], BY_KIND]
+
+
+def _kind_of_function_choice(value: Any) -> str | None:
+    return "<object>" if isinstance(value, dict) else "<string>" if value in ("none", "auto") else None
+
+
+FunctionChoice = Annotated[
+    Annotated[Literal["none", "auto"], STRING] | Annotated[FunctionName, OBJECT],
+    told_by(_kind_of_function_choice, "must be none, auto or a function"),
+]
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-import sys
-from array import array
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -26,12 +25,11 @@ from gateway.api.http.endpoint import HttpResponse
 from gateway.api.openai.fields import Ignored, RequestModel, param, validated
 from gateway.api.openai.requests import MAX_SALT_CHARS, TextsOrIds
 from gateway.pods.pod import Pod
+from gateway.serving.answers import gather_or_cancel
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
 from gateway.serving.request import CompletionBody, GenerationSpec, PromptInput, RequestContext
 
-MAX_INPUTS = 2048
-MAX_DIMENSIONS = 1 << 20
 #: Inputs of one request that are computed at the same time.
 MAX_CONCURRENT_INPUTS = 16
 #: Pods that one input is tried on.
@@ -42,15 +40,12 @@ class EmbeddingsRequest(RequestModel):
     """A body of /v1/embeddings."""
 
     model: str = param("Name of a served model, see /v1/models.", ..., min_length=1, max_length=1024)
-    input: Annotated[tuple[PromptInput, ...], TextsOrIds(MAX_INPUTS)] = param(
+    input: Annotated[tuple[PromptInput, ...], TextsOrIds(2048)] = param(
         "A text, texts, token ids, or lists of them.", ...
     )
     encoding_format: Literal["float", "base64"] = param("base64: float32, little-endian.", "float")
     dimensions: int | None = param(
-        "Number of first components to return, scaled to length 1; at most the model's.",
-        words="all",
-        ge=1,
-        le=MAX_DIMENSIONS,
+        "Number of first components to return, scaled to length 1; at most the model's.", words="all", ge=1, le=1 << 20
     )
     cache_salt: str = param(
         "Only requests with the same one share cached prefixes.", "", words="empty", max_length=MAX_SALT_CHARS
@@ -78,7 +73,8 @@ class EmbeddingsHandler:
                 raise
             raise type(e)(e.message, field="input") from e
         model, requests = choices[0].model, [choice.request for choice in choices]
-        vectors = await self._embed_all(model, requests, context.deadline)
+        slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
+        vectors = await gather_or_cancel([self._embed(model, r, context.deadline, slots) for r in requests])
         data = [
             {"object": "embedding", "index": i, "embedding": _encode_vector(vector, parsed)}
             for i, vector in enumerate(vectors)
@@ -88,59 +84,42 @@ class EmbeddingsHandler:
         await response.send_json(200, {"object": "list", "data": data, "model": parsed.model, "usage": usage})
         context.timeline.set_facts(prompt_tokens=tokens)
 
-    async def _embed_all(
-        self, model: ServedModel, requests: Sequence[ValidRequest], deadline: float
-    ) -> list[list[float]]:
-        slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
-
-        async def one(request: ValidRequest) -> list[float]:
-            async with slots:
-                return await self._embed(model, request, deadline)
-
-        tasks = [asyncio.ensure_future(one(request)) for request in requests]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _embed(self, model: ServedModel, request: ValidRequest, deadline: float) -> list[float]:
-        """Returns the vector of one input. Raises BatonError."""
+    async def _embed(
+        self, model: ServedModel, request: ValidRequest, deadline: float, slots: asyncio.Semaphore
+    ) -> list[float]:
+        """Returns the vector of one input, computed while a slot is taken. Raises BatonError."""
         message = embedding_pb2.EmbedRequest(request=request_to_pb(request))
         avoid: set[str] = set()
         error: BatonError = Unavailable("no prefill pod is ready to serve this model", retry_after_s=1.0)
-        for _ in range(MAX_ATTEMPTS):
-            pod = self._choose(model, avoid)
-            if pod is None:
-                break
-            self._tokens_sent[pod.address] += request.prompt_len
-            try:
-                answer = await pod.embedding.Embed(message, timeout=timeout_until(deadline))
-                return list(answer.values)
-            except grpc.aio.AioRpcError as e:
-                error = error_from_rpc(e)
-                if not error.retryable:
-                    raise error from e
-                avoid.add(pod.address)
-                pod.recheck()
-            finally:
-                self._tokens_sent[pod.address] -= request.prompt_len
+        async with slots:
+            while len(avoid) < MAX_ATTEMPTS and (pod := self._choose(model, avoid)) is not None:
+                self._tokens_sent[pod.address] += request.prompt_len
+                try:
+                    answer = await pod.embedding.Embed(message, timeout=timeout_until(deadline))
+                    return list(answer.values)
+                except grpc.aio.AioRpcError as e:
+                    error = error_from_rpc(e)
+                    if not error.retryable:
+                        raise error from e
+                    avoid.add(pod.address)
+                    pod.recheck()
+                finally:
+                    self._tokens_sent[pod.address] -= request.prompt_len
         raise error
 
     def _choose(self, model: ServedModel, avoid: set[str]) -> Pod | None:
         """Returns the usable pod with the fewest known prompt tokens before this input, None without one."""
+
+        def tokens_before(pod: Pod) -> int:
+            load = None if pod.view is None else pod.view.load
+            return self._tokens_sent[pod.address] + (0 if load is None else load.queued_tokens)
+
         usable = [
             pod
             for pod in model.pod_table.pods.values()
             if pod.serving and pod.info is not None and pod.info.role is not Role.DECODE and pod.address not in avoid
         ]
-        return min(usable, key=lambda pod: self._tokens_sent[pod.address] + _queued_tokens(pod), default=None)
-
-
-def _queued_tokens(pod: Pod) -> int:
-    load = None if pod.view is None else pod.view.load
-    return 0 if load is None else load.queued_tokens
+        return min(usable, key=tokens_before, default=None)
 
 
 def _encode_vector(vector: Sequence[float], body: EmbeddingsRequest) -> list[float] | str:
@@ -154,11 +133,4 @@ def _encode_vector(vector: Sequence[float], body: EmbeddingsRequest) -> list[flo
         vector = [x / length for x in vector]
     if body.encoding_format == "float":
         return list(vector)
-    return base64.b64encode(_little_endian(vector)).decode()
-
-
-def _little_endian(vector: Sequence[float]) -> bytes:
-    values = array("f", vector)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -111,6 +111,11 @@ _TAGS = {str: "<string>", list: "<array>", dict: "<object>", bool: "<boolean>"}
 BY_KIND = Discriminator(lambda value: _TAGS.get(type(value), "<other>"))
 
 
+def told_by(kind: Callable[[Any], str | None], problem: str) -> Discriminator:
+    """Returns a discriminator. `kind` returns a tag, or None for a value of which `problem` says what it must be."""
+    return Discriminator(kind, custom_error_type="unknown_kind", custom_error_message=problem)
+
+
 def by_type(kind: Callable[[Any], str | None], served: str) -> Discriminator:
     """Returns the discriminator of objects with a member `type`. `kind` returns a tag, or None for an unknown type."""
     return Discriminator(kind, custom_error_type=_UNKNOWN_TYPE, custom_error_message=served)

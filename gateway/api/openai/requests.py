@@ -53,28 +53,19 @@ from gateway.api.openai.fields import (
     RequestModel,
     TokenIds,
     param,
+    told_by,
     validated,
     without_nulls,
 )
 from gateway.serving.beam_search import BeamSearchParams
 from gateway.serving.request import ChatBody, CompletionBody, GenerationSpec, PromptInput
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
-MAX_PROMPTS = 64
 #: Sequences of all prompts of a body together.
 MAX_SEQUENCES = 1024
 MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_CHARS = 256
-MAX_ALLOWED_TOKEN_IDS = 1 << 18
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARS = 256
-MAX_CHOICES = 1024
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_BEAM_WIDTH = 10
-MAX_LENGTH_PENALTY = 10
 
 
 class TextsOrIds:
@@ -137,8 +128,8 @@ _BIASES = {
     "maxProperties": MAX_LOGIT_BIAS,
 }
 LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIASES)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -166,20 +157,18 @@ class Sampling(RequestModel):
     seed: int | None = param(
         "Makes sampling repeatable, whatever other requests are in the batch.",
         words="random",
-        ge=INT64_MIN,
-        le=INT64_MAX,
+        ge=-(2**63),
+        le=2**63 - 1,
     )
     min_tokens: int = param(
         "No stop token ends the answer before this many tokens; at most max_tokens.", 0, ge=0, le=INT32_MAX
     )
     stop: Annotated[
         Annotated[Stop, STRING]
-        | Annotated[tuple[Stop, ...], Strict(False), Field(fail_fast=True, max_length=MAX_STOPS), ARRAY],
+        | Annotated[tuple[Stop, ...], Strict(False), Field(fail_fast=True, max_length=16), ARRAY],
         BY_KIND,
     ] = param("Strings that end the answer; not part of it.", ())
-    stop_token_ids: TokenIds = param(
-        "Tokens that end the answer, beside the model's own.", (), max_length=MAX_STOP_TOKEN_IDS
-    )
+    stop_token_ids: TokenIds = param("Tokens that end the answer, beside the model's own.", (), max_length=256)
     ignore_eos: bool = param("Goes on past the model's end-of-sequence token.", False)
     cache_salt: str = param(
         "Only requests with the same one share cached prefixes.", "", words="empty", max_length=MAX_SALT_CHARS
@@ -204,7 +193,7 @@ class JsonSchemaFormat(TypedDict, total=False):
     schema: dict[str, Any] | None
 
 
-_SCHEMA_IF_ASKED = [
+_SCHEMA_IF_ASKED: Any = [
     {"properties": {"type": {"enum": ["text", "json_object"]}}},
     {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
 ]
@@ -226,8 +215,7 @@ GuidedJson = Annotated[
 ]
 GuidedRegex = Annotated[str, Field(min_length=1)]
 GuidedChoice = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    Field(fail_fast=True, max_length=MAX_CHOICES, json_schema_extra={"minItems": 1}),
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=1024, json_schema_extra={"minItems": 1})
 ]
 GuidedGrammar = Annotated[str, Field(min_length=1, json_schema_extra={"pattern": ":"})]
 _FORMS: dict[str, Callable[..., Grammar | None]] = {
@@ -254,6 +242,12 @@ class StructuredOutputs(TypedDict, total=False):
     disable_additional_properties: Annotated[Any, Only(False)]
 
 
+_BOOL_OR_NEVER = told_by(
+    lambda value: "<string>" if value == "never" else "<boolean>" if isinstance(value, bool) else None,
+    'must be true, false or "never"',
+)
+
+
 class Generation(Sampling):
     """Parameters of chats and completions."""
 
@@ -262,22 +256,17 @@ class Generation(Sampling):
     use_beam_search: bool = param(
         "Searches the likeliest answers instead of sampling; cannot be streamed. See Beam search.", False
     )
-    length_penalty: float = param(
-        "Beams are ranked by log-probability / length ** length_penalty.",
-        1.0,
-        ge=-MAX_LENGTH_PENALTY,
-        le=MAX_LENGTH_PENALTY,
-    )
-    early_stopping: Annotated[Annotated[bool, BOOLEAN] | Annotated[Literal["never"], STRING], BY_KIND] = param(
+    length_penalty: float = param("Beams are ranked by log-probability / length ** length_penalty.", 1.0, ge=-10, le=10)
+    early_stopping: Annotated[Annotated[bool, BOOLEAN] | Annotated[Literal["never"], STRING], _BOOL_OR_NEVER] = param(
         "When a search that has as many answers as beams ends: at once (true), when no live beam scores better at its "
         "current length (false), or when none could score better at any length (never).",
         False,
     )
-    allowed_token_ids: Annotated[
-        TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS), AfterValidator(_unique)
-    ] = param("Only these tokens are generated; include the tokens that end the answer.", ())
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=1 << 18), AfterValidator(_unique)] = param(
+        "Only these tokens are generated; include the tokens that end the answer.", ()
+    )
     bad_words: Annotated[
-        tuple[BadWord, ...], Strict(False), Field(fail_fast=True, max_length=MAX_BAD_WORDS), AfterValidator(_unique)
+        tuple[BadWord, ...], Strict(False), Field(fail_fast=True, max_length=256), AfterValidator(_unique)
     ] = param("Words that are not generated, at the start of a text or after a space.", ())
     include_stop_str_in_output: bool = param("The stop string that ends the answer is part of it.", False)
     prompt_logprobs: int | None = param(
@@ -358,7 +347,7 @@ class ChatRequest(Generation, Conversation):
 class CompletionRequest(Generation):
     """A body of /v1/completions."""
 
-    prompt: Annotated[tuple[PromptInput, ...], TextsOrIds(MAX_PROMPTS)] = param(
+    prompt: Annotated[tuple[PromptInput, ...], TextsOrIds(64)] = param(
         "A text, texts, token ids, or lists of them; each gets its own choice.", ...
     )
     max_tokens: int | None = param(
@@ -482,13 +471,12 @@ def _grammars(r: Generation) -> Iterator[tuple[str, Grammar | None]]:
         if (value := getattr(r, f"guided_{form}")) is not None:
             yield f"guided_{form}", _FORMS[form](value, field=f"guided_{form}")
     if r.structured_outputs is not None:
-        forms = [form for form in _FORMS if form in r.structured_outputs]
-        if not forms:
+        given: Mapping[str, Any] = r.structured_outputs
+        if not (forms := [form for form in _FORMS if form in given]):
             text = f"structured_outputs must have one of {', '.join(_FORMS)}"
             raise InvalidRequest(text, field="structured_outputs")
         for form in forms:
-            name = f"structured_outputs.{form}"
-            yield name, _FORMS[form](r.structured_outputs[form], field=name)
+            yield f"structured_outputs.{form}", _FORMS[form](given[form], field=f"structured_outputs.{form}")
 
 
 def format_grammar(kind: str, asked: Mapping[str, Any] | None, field: str, schema_field: str) -> Grammar | None:

@@ -103,7 +103,8 @@ class TokenizeHandler:
             tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
         context.timeline.mark("tokenized", prompt_tokens=len(tokens))
         strings = await model.tokenizer.token_strings_async(tokens) if r.return_token_strs else None
-        return TokenizeResult(tokens, _max_model_len(model), strings)
+        max_model_len = model.pod_table.limits().max_model_len if model.pod_table.ready else None
+        return TokenizeResult(tokens, max_model_len, strings)
 
     async def text(self, body: object, context: RequestContext) -> str:
         """Returns the text of token ids. Raises InvalidRequest."""
@@ -120,7 +121,3 @@ class TokenizeHandler:
         if name is None and len(models) > 1:
             raise InvalidRequest("model is missing", field="model")
         return self._gateway.model_for(context.caller, models.first.name if name is None else name)
-
-
-def _max_model_len(model: ServedModel) -> int | None:
-    return model.pod_table.limits().max_model_len if model.pod_table.ready else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Required
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, Field, Tag, WithJsonSchema
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
@@ -29,6 +29,7 @@ from gateway.api.openai.fields import (
     Refused,
     RequestModel,
     param,
+    told_by,
     validated,
 )
 from gateway.api.openai.requests import MAX_LOGPROBS, Conversation, Sampling, format_grammar, generation_spec
@@ -100,11 +101,7 @@ Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
     | Annotated[NamedFunction, Tag("<named>")]
     | Annotated[AllowedFunctions, Tag("<allowed>")],
-    Discriminator(
-        _kind_of_choice,
-        custom_error_type="tool_choice",
-        custom_error_message="must be none, auto, required, a named function, or allowed_tools with mode and tools",
-    ),
+    told_by(_kind_of_choice, "must be none, auto, required, a named function, or allowed_tools with mode and tools"),
 ]
 
 
@@ -258,7 +255,8 @@ def _request_tools(r: ResponseRequest, tools: Sequence[Json]) -> RequestTools | 
     mode, shown, callable_names = choice, set(by_name), set(by_name)
     if not isinstance(choice, str) and choice["type"] == "allowed_tools":
         mode = choice["mode"]
-        shown = callable_names = {tool.get("name") for tool in choice["tools"] if isinstance(tool, dict)}
+        named = [tool.get("name") for tool in choice["tools"] if isinstance(tool, dict)]
+        shown = callable_names = {name for name in named if isinstance(name, str)}
         if not shown or not shown <= set(by_name):
             raise InvalidRequest("tool_choice.tools must name some of the tools", field="tool_choice.tools")
     elif not isinstance(choice, str):
