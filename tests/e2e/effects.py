@@ -4,13 +4,13 @@ An effect is a condition that is true for the answer with the parameter and fals
 equal. It fails if the gateway, a prefill pod or a decode pod ignores the parameter. A parameter that acts on single
 tokens has an effect on the first token (sampled by prefill) and on later tokens (sampled by decode).
 
-ELSEWHERE names the tests of parameters without a visible effect on a few tokens of SmolLM2.
+ELSEWHERE has the parameters without a visible effect on a few tokens of SmolLM2.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -324,36 +324,17 @@ CHATS: tuple[Effect, ...] = (
     ),
 )
 
-_TOOLS, _BEAMS = "tests/integration/test_gateway_tools.py", "tests/integration/test_gateway_beams.py"
-_REASONING, _GRPC = "tests/integration/test_gateway_reasoning.py", "tests/integration/test_gateway_tools_grpc.py"
-# Parameter -> its tests over REST, and over gRPC if gRPC has the field.
-ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    "priority": (
-        "tests/integration/test_gateway_rest.py::test_defaults_and_all_sampling_parameters_reach_the_pods",
-        "tests/integration/test_gateway_clients.py::test_grpc_priority_reaches_both_pods",
-        "tests/unit/test_scheduler.py::test_higher_priority_is_admitted_first_then_arrival",
-    ),
-    "length_penalty": (
-        f"{_BEAMS}::test_the_best_beams_are_the_choices",
-        f"{_BEAMS}::test_grpc_gives_each_answer_as_one_message",
-    ),
-    "early_stopping": (
-        f"{_BEAMS}::test_the_best_beams_are_the_choices",
-        f"{_BEAMS}::test_grpc_gives_each_answer_as_one_message",
-    ),
-    "chat_template_kwargs": (
-        f"{_REASONING}::test_a_template_may_begin_the_section",
-        f"{_GRPC}::test_grpc_splits_reasoning_and_passes_template_variables",
-    ),
-    "reasoning_effort": ("tests/integration/test_same_everywhere.py::test_template_variables_reach_the_template",),
-    "parallel_tool_calls": (
-        f"{_TOOLS}::test_parallel_tool_calls_off_ends_with_the_first",
-        f"{_GRPC}::test_tools_over_grpc",
-    ),
-    "include_reasoning": (
-        f"{_REASONING}::test_reasoning_is_split_shown_counted_and_outside_of_grammars",
-        f"{_GRPC}::test_grpc_splits_reasoning_and_passes_template_variables",
-    ),
-    "functions": (f"{_TOOLS}::test_the_older_functions_form",),
-    "function_call": (f"{_TOOLS}::test_the_older_functions_form",),
-}
+#: Tested with fake pods in tests/integration: test_gateway_rest, _beams, _reasoning, _tools and _tools_grpc.
+ELSEWHERE = frozenset(
+    {
+        "priority",
+        "length_penalty",
+        "early_stopping",
+        "chat_template_kwargs",
+        "reasoning_effort",
+        "parallel_tool_calls",
+        "include_reasoning",
+        "functions",
+        "function_call",
+    }
+)

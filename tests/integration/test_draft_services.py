@@ -23,6 +23,11 @@ from tests.rigs.pods.harness import MAX_LEN, VOCAB, Answer, Cluster, Pod, oracle
 DRAFTS = 4
 
 
+def _long(kind: str) -> Any:
+    """Returns the case as a long one: its proposer shares the code of another."""
+    return pytest.param(kind, marks=pytest.mark.long)
+
+
 def drafting(kind: str, model_dir: Path, root: Path) -> dict[str, Any]:
     """Settings of the proposer for a pod or an engine."""
     if kind == "draft_model":
@@ -148,7 +153,7 @@ async def ask_all(cluster: Cluster, requests: Sequence[ValidRequest]) -> list[An
     return await asyncio.gather(*map(ask, requests))
 
 
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["ngram", _long("suffix"), "draft_model", _long("eagle"), "eagle3"])
 async def test_fifty_requests_are_the_same_after_a_hand_off(
     kind: str,
     byte_dir: Path,
@@ -173,7 +178,7 @@ async def test_fifty_requests_are_the_same_after_a_hand_off(
         assert stats.failures == 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3"])
+@pytest.mark.parametrize("kind", [_long("ngram"), _long("draft_model"), "eagle3"])
 async def test_fifty_requests_resume_after_any_of_their_tokens(
     kind: str,
     byte_dir: Path,
@@ -200,6 +205,7 @@ async def test_pods_with_different_drafts_refuse_each_other(model_dir: Path, tmp
             await cluster.prefill.runtime.transfer_node.connect(cluster.decode.runtime.address)
 
 
+@pytest.mark.long
 async def test_smollm2_drafts_are_as_good_after_a_hand_off(smollm2_dir: Path, tmp_path: Path) -> None:
     draft_dir = without_layers(smollm2_dir, tmp_path / "draft", SMOLLM2_LAYERS)
     settings: dict[str, Any] = {"speculation": "draft_model", "speculation_model": draft_dir, "speculation_tokens": 4}

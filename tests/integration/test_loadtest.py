@@ -184,13 +184,13 @@ async def test_the_command_runs_reports_and_compares(gw: Rig, tmp_path: Path) ->
 
 
 async def test_rates_rise_until_the_objective_is_missed(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
-    shared = ("--url", gw.url, "--requests", "5", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=2s")
-    cluster.decodes[0].faults.token_delay_s = 0.2
-    limits = ("--max-concurrency", "1", "--arrivals", "constant")  # fewer than two requests per second
-    code, out, err = await command(*shared, *limits, "--rates", "1,200,400", "--out", str(tmp_path / "s.json"))
+    shared = ("--url", gw.url, "--requests", "5", "--output-tokens", "4", "--quiet", "--slo", "ttft=20s,e2e=1s")
+    cluster.decodes[0].faults.token_delay_s = 0.1
+    limits = ("--max-concurrency", "1", "--arrivals", "constant")  # fewer than three requests per second
+    code, out, err = await command(*shared, *limits, "--rates", "2,200,400", "--out", str(tmp_path / "s.json"))
     assert (code, err) == (0, "")
-    assert "Highest rate that met the objectives: 1 requests/s" in out
-    kept, missed, never = (tmp_path / f"s-{rate}.json" for rate in (1, 200, 400))
+    assert "Highest rate that met the objectives: 2 requests/s" in out
+    kept, missed, never = (tmp_path / f"s-{rate}.json" for rate in (2, 200, 400))
     assert [files.read(path)["config"]["seed"] for path in (kept, missed)] == [0, 1]
     with pytest.raises(ConfigError, match="cannot be read"):
         files.read(never)

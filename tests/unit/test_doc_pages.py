@@ -50,6 +50,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(file), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_in_the_text_exist(page: Path) -> None:
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_metrics_are_on_the_list_of_metrics(page: Path) -> None:
     listed = set(re.findall(r"^\| `(baton_\w+)`", (ROOT / "docs/operations.md").read_text(), re.MULTILINE))

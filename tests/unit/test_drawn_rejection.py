@@ -38,6 +38,8 @@ from engine.step import step_sampler
 from tests.rigs.engine.comparisons import chi_square_p
 from tests.rigs.engine.draft_models import draft_settings, tiny_target
 
+pytestmark = pytest.mark.long  # test_rejection.py tests the rule itself
+
 DRAWS, AT_ONCE = 20_000, 1_000
 KNOWN = 192  # most likely tokens of target and draft; the others are left out
 PROMPT = [504, 1592, 5354, 282, 253, 1165, 2837, 314]  # "The best part of a good ... is"
