@@ -17,7 +17,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test test-long pytest dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
+.PHONY: help install lint test test-long pytest docs dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
 .DEFAULT_GOAL := help
 
 help: ## Lists the targets.
@@ -94,6 +94,10 @@ demo: $(INSTALLED) ## Starts a stack, streams one answer through gateway, prefil
 
 up: $(INSTALLED) ## Runs a stack until Ctrl-C.
 	@.venv/bin/baton up $(ARGS)
+
+docs: $(INSTALLED) ## Writes the tables of docs/settings.md and docs/api.md from the code.
+	$(PY) -m cli.settings_page
+	$(PY) -m gateway.api.docs
 
 proto: $(PY) ## Regenerates the gRPC stubs from proto/ into common/pb (or PB=DIR).
 	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; mkdir -p '$(PB)'; \
