@@ -1,7 +1,7 @@
 """Measures the time in which the gateway checks a request body, before and after a change.
 
-    git worktree add ../before COMMIT
-    python benchmarks/validation.py --before ../before --out benchmarks/results/validation.json
+    git worktree add /tmp/before COMMIT
+    python benchmarks/validation.py --before /tmp/before --out benchmarks/results/validation.json
 
 A chat with 6 messages, 2 tools and sampling parameters, and a completion with sampling parameters go through the
 functions that the endpoints call (`parse_chat`, `parse_completion`), from parsed JSON to the checked request. Each

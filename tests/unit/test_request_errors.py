@@ -50,6 +50,9 @@ def test_a_field_of_all_generating_requests(fields: dict[str, Any], field: str, 
     ("fields", "field", "message"),
     [
         ({"messages": ["x"]}, "messages[0]", "messages[0] must be an object, not string"),
+        ({"messages": [None]}, "messages[0]", "messages[0] must be an object, not null"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "messages[0].content is missing"),
+        ({"messages": [{"role": None, "content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
@@ -170,15 +170,17 @@ FunctionChoice = Annotated[
 ]
 
 
-@with_config(ConfigDict(strict=True, extra="allow"))
-class TemplateVariables(TypedDict, total=False):
-    """Variables for the chat template, except those that other fields of the request set."""
+class ReservedVariables(TypedDict, total=False):
+    """Variables of the chat template that other fields of the request set."""
 
     messages: Refused
     tools: Refused
     documents: Annotated[Any, Only([])]
     add_generation_prompt: Annotated[Any, Only(True)]
     continue_final_message: Annotated[Any, Only(False)]
+
+
+TemplateVariables = Annotated[ReservedVariables, KEEP]
 
 
 def template_variables(variables: TemplateVariables | None, reasoning_effort: str | None = None) -> dict[str, Any]:

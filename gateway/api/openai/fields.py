@@ -153,6 +153,8 @@ def _to_invalid_request(model: type[RequestModel], error: ErrorDetails) -> Inval
     parts = [part for part in error["loc"] if not (isinstance(part, str) and part.startswith("<"))]
     if not parts:
         return InvalidRequest(f"the request body must be a JSON object, not {type_name(value)}")
+    if value is None and isinstance(parts[-1], str):
+        kind = "missing"
     subject = ""
     while isinstance(parts[-1], int) and kind not in ("dict_type", _UNKNOWN_TYPE):  # only objects are named by index
         parts.pop()
@@ -175,7 +177,7 @@ def _problem(kind: str, value: Any, text: str, ctx: Json, metadata: Sequence[obj
         kind: Pydantic's type of error; `text` and `ctx` are its message and details.
         metadata: Bounds of the model's field.
     """
-    if kind == "missing" or value is None:
+    if kind == "missing":
         return "is missing"
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}, not {type_name(value)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Required
 
-from pydantic import AfterValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
@@ -105,7 +105,9 @@ Choice = Annotated[
 ]
 
 
-def _metadata(metadata: dict[str, Any]) -> dict[str, str]:
+def _metadata(metadata: Any) -> Any:
+    if not isinstance(metadata, dict):
+        return metadata
     if len(metadata) > MAX_METADATA:
         raise InvalidRequest(f"metadata may have at most {MAX_METADATA} entries", field="metadata")
     for key, value in metadata.items():
@@ -152,7 +154,7 @@ class ResponseRequest(Sampling, Conversation):
         "message.output_text.logprobs is supported; other entries have no effect.", []
     )
     top_logprobs: int = param("Number of alternatives per token.", 0, ge=0, le=MAX_LOGPROBS)
-    metadata: Annotated[dict[str, Any], AfterValidator(_metadata), WithJsonSchema(_LABELS)] = param(
+    metadata: Annotated[dict[str, Any], BeforeValidator(_metadata), WithJsonSchema(_LABELS)] = param(
         "Labels that the answer repeats.", {}
     )
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = param(
