@@ -41,7 +41,7 @@ from prefix_index.reader import IndexReader
 from prefix_index.records import PodRecord
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
-PACKAGES = ("torch", "transformers", "grpcio", "nixl-cu13", "fastapi", "redis")
+PACKAGES = ("torch", "transformers", "grpcio", "nixl-cu13", "starlette", "redis")
 VOCAB = (100, 49_000)  # Range of the token ids in prompts.
 
 

@@ -62,7 +62,7 @@ HALF_LOAD = 12_500  # Tokens per second.
 DECODES = 8
 READY_S = 60.0
 SETTLE_S = 0.5  # Time between the start of the last stream and the start of the measured window.
-PACKAGES = ("grpcio", "uvicorn", "uvloop", "httptools", "orjson", "fastapi", "protobuf")
+PACKAGES = ("grpcio", "uvicorn", "uvloop", "httptools", "orjson", "starlette", "protobuf")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The engine: models, paged KV, scheduler and sampler. It imports no grpc, redis, nixl or fastapi."""
+"""The engine: models, paged KV, scheduler and sampler. It imports no grpc, redis, nixl or starlette."""
 
 import os
 

@@ -59,8 +59,7 @@ class _UvicornServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        #: Set when connections are accepted.
-        self.accepting = asyncio.Event()
+        self.accepting = asyncio.Event()  # set when connections are accepted
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

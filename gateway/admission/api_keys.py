@@ -162,21 +162,16 @@ class KeyLimits:
 class Caller:
     """The sender of a request, and its rights."""
 
-    #: Requests of one tenant share its fair part of the pods.
-    tenant: str = ""
+    tenant: str = ""  # requests of one tenant share its fair part of the pods
     #: Empty for the anonymous caller.
     key_id: str = ""
     limits: KeyLimits = field(default_factory=KeyLimits)
-    #: Share of the tenant relative to the others.
-    weight: float = 1.0
+    weight: float = 1.0  # share of the tenant relative to the others
     #: The highest priority of a request, and the priority of a request that names none; None allows any.
     priority: int | None = None
-    #: Names of the models that may be used; empty for all.
-    models: tuple[str, ...] = ()
-    #: The tenant shares its prefix cache with no other tenant.
-    isolated: bool = False
-    #: Administrative routes and the requests of all tenants may be used.
-    admin: bool = False
+    models: tuple[str, ...] = ()  # names of the models that may be used; empty for all
+    isolated: bool = False  # the tenant shares its prefix cache with no other tenant
+    admin: bool = False  # administrative routes and the requests of all tenants may be used
 
     def may_use(self, *names: str) -> bool:
         """Returns whether a model with these names and aliases may be used."""

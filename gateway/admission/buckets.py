@@ -6,6 +6,7 @@ gets more than (1 + t) times its limit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from gateway.admission.api_keys import KeyLimits
@@ -20,18 +21,15 @@ CONCURRENT_WAIT_MS = 1000
 class LimitDecision:
     """Whether a request fits into the limits of its key, and the rest of the limits."""
 
-    #: The limit that refused the request: requests, tokens, day or concurrent; "" if it was granted.
-    refused: str
-    #: Milliseconds until a retry may succeed.
-    wait_ms: int
+    refused: str  # the limit that refused the request: requests, tokens, day or concurrent; "" if it was granted
+    wait_ms: int  # milliseconds until a retry may succeed
     #: Requests left of this minute's limit, and milliseconds until the bucket is full again.
     requests: int
     requests_full_ms: int
     #: The same for tokens.
     tokens: int
     tokens_full_ms: int
-    #: Day since the epoch that the tokens count for.
-    day: int
+    day: int  # day since the epoch that the tokens count for
 
 
 @dataclass(slots=True)
@@ -58,8 +56,7 @@ class KeyBuckets:
     _tokens: _TokenBucket = field(default_factory=_TokenBucket)
     _running: set[str] = field(default_factory=set)
     day: int = 0
-    #: Tokens used on `day`.
-    spent_today: int = 0
+    spent_today: int = 0  # tokens used on `day`
 
     def reserve(
         self, limits: KeyLimits, request_id: str, tokens: int, now: int, *, granted: bool = False
@@ -89,11 +86,11 @@ class KeyBuckets:
                 self._running.add(request_id)
         return LimitDecision(
             refused,
-            _ceil(wait_ms),
+            math.ceil(wait_ms),
             int(max(0.0, requests_left)),
-            _ceil((rpm - requests_left) * MINUTE_MS / rpm) if rpm else 0,
+            math.ceil((rpm - requests_left) * MINUTE_MS / rpm) if rpm else 0,
             int(max(0.0, tokens_left)),
-            _ceil((tpm - tokens_left) * MINUTE_MS / tpm) if tpm else 0,
+            math.ceil((tpm - tokens_left) * MINUTE_MS / tpm) if tpm else 0,
             today,
         )
 
@@ -110,7 +107,3 @@ class KeyBuckets:
         if day == self.day:
             self.spent_today = max(0, self.spent_today - reserved_tokens + used_tokens)
         return True
-
-
-def _ceil(value: float) -> int:
-    return int(-(-value // 1))

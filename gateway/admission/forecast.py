@@ -71,8 +71,7 @@ class QueueSpeed:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = self._requests = 0.0
-        #: When the last request left, or when requests began to wait.
-        self._at = 0.0
+        self._at = 0.0  # when the last request left, or when requests began to wait
 
     def begin(self, now: float) -> None:
         """The first request begins to wait."""

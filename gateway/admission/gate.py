@@ -57,16 +57,11 @@ class QueueEntry:
     """One request."""
 
     tenant: str
-    #: Share of the tenant relative to the others.
-    weight: float
-    #: Higher goes first.
-    priority: int
-    #: Prompt tokens to compute.
-    prompt_tokens: int
-    #: Prompt and expected output tokens.
-    expected_tokens: int
-    #: Order of arrival.
-    arrival: int = 0
+    weight: float  # share of the tenant relative to the others
+    priority: int  # higher goes first
+    prompt_tokens: int  # prompt tokens to compute
+    expected_tokens: int  # prompt and expected output tokens
+    arrival: int = 0  # order of arrival
 
 
 @dataclass(slots=True)
@@ -92,8 +87,7 @@ class TokensAhead:
 
     expected_tokens: int
     prompt_tokens: int
-    #: Those of `expected_tokens` that belong to the same tenant.
-    own_expected_tokens: int
+    own_expected_tokens: int  # those of `expected_tokens` that belong to the same tenant
 
 
 class FairQueue:
@@ -109,8 +103,7 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        #: Tenants with waiting requests.
-        self._waiting: dict[str, _Tenant] = {}
+        self._waiting: dict[str, _Tenant] = {}  # tenants with waiting requests
         #: Counters of the other tenants.
         self._idle_counters: dict[str, float] = {}
         self._arrivals = itertools.count(1)
@@ -248,12 +241,9 @@ def _tokens_from(tenant: _Tenant, priority: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLimits:
-    #: Requests that run on the pods at once; 0 for any number.
-    max_running: int = 0
-    #: Requests that wait.
-    max_queue: int = 512
-    #: Longest forecast time to the first token; 0 leaves only the requests' deadlines.
-    max_ttft_s: float = 0.0
+    max_running: int = 0  # requests that run on the pods at once; 0 for any number
+    max_queue: int = 512  # requests that wait
+    max_ttft_s: float = 0.0  # longest forecast time to the first token; 0 leaves only the requests' deadlines
 
 
 class Gate:
@@ -273,15 +263,12 @@ class Gate:
         self._queue = FairQueue()
         #: Resolved when the entry passes; an exception if it is evicted from the queue.
         self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}
-        #: Requests that passed and were not released.
-        self._running = 0
+        self._running = 0  # requests that passed and were not released
         #: Times and prompt tokens of requests that passed within REPORT_DELAY_S.
         self._recently_passed: deque[tuple[float, int]] = deque()
         self._speed = QueueSpeed()
-        #: Set when a request was released.
-        self._changed = asyncio.Event()
-        #: Runs `_serve_queue` while requests wait.
-        self._pump: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # set when a request was released
+        self._pump: asyncio.Task[None] | None = None  # runs `_serve_queue` while requests wait
 
     @property
     def waiting(self) -> int:

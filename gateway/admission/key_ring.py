@@ -39,8 +39,7 @@ class KeyRing:
         self._versions = [file.version() for file in self._files]
         self._of_files = [file.read() for file in self._files]
         self._hash: RedisKeyStore | None = None
-        #: None until Redis has answered.
-        self._of_hash: list[ApiKey] | None = None
+        self._of_hash: list[ApiKey] | None = None  # None until Redis has answered
         if REDIS_SOURCE in sources:
             if redis is None:
                 raise ConfigError("api_keys: the source 'redis' needs --redis URL", field="api_keys")
@@ -48,8 +47,7 @@ class KeyRing:
         #: The valid keys; replaced when a source has changed.
         self.current = KeySet()
         self._tasks: list[asyncio.Task[None]] = []
-        #: Last logged error of each source that cannot be read.
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, str] = {}  # last logged error of each source that cannot be read
         self._rebuild()
 
     async def start(self) -> None:

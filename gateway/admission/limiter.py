@@ -13,11 +13,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited
 from common.redis.breaker import CircuitBreaker
@@ -34,7 +33,6 @@ MAX_CALLS = 8
 
 _LUA = Path(__file__).parent / "lua"
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,7 @@ class LimitReservation:
     caller: Caller
     request_id: str
     tokens: int
-    #: Day since the epoch that the tokens count for.
-    day: int
+    day: int  # day since the epoch that the tokens count for
 
 
 class Limiter:
@@ -59,8 +56,7 @@ class Limiter:
         self._take = LuaScript("take", directory=_LUA)
         self._settle = LuaScript("settle", directory=_LUA)
         self._renew = LuaScript("renew", directory=_LUA)
-        #: This process's own counts by key id.
-        self._local: dict[str, KeyBuckets] = {}
+        self._local: dict[str, KeyBuckets] = {}  # this process's own counts by key id
         #: Callers of running requests by key id and request id.
         self._running: dict[str, dict[str, Caller]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,10 +98,11 @@ class Limiter:
                 raise InvalidRequest(f"{text}; a smaller max_tokens may help", field="max_tokens")
         buckets = self._local.setdefault(caller.key_id, KeyBuckets())
         now = int(time.time() * 1000)
+        per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
+        args = (0, request_id, *per, tokens, int(RESERVATION_TTL_S * 1000), buckets.day, buckets.spent_today)
         try:
-            decision = await self._call_redis(
-                lambda client: self._reserve_in_redis(client, caller, request_id, tokens, buckets)
-            )
+            refused, *numbers = await self._run(self._take, _keys(caller), args)
+            decision = LimitDecision(refused.decode(), *map(int, numbers))
             if not decision.refused:
                 buckets.reserve(limits, request_id, tokens, now, granted=True)
         except IndexUnavailable as e:
@@ -113,8 +110,7 @@ class Limiter:
             self._metrics.limits_without_redis.inc()
             decision = buckets.reserve(limits, request_id, tokens, now)
         except asyncio.CancelledError:  # Redis may have granted the request
-            if self._client is not None:
-                self._spawn(self._settle_in_redis(LimitReservation(caller, request_id, tokens, now // DAY_MS), 0))
+            self._settle_in_background(LimitReservation(caller, request_id, tokens, now // DAY_MS), 0)
             raise
         headers.update(_headers(caller, decision))
         if decision.refused:
@@ -136,39 +132,34 @@ class Limiter:
         self._local[caller.key_id].settle(
             caller.limits, request_id, reservation.tokens, used_tokens, reservation.day, now
         )
-        if self._client is not None:
-            self._spawn(self._settle_in_redis(reservation, used_tokens))
+        self._settle_in_background(reservation, used_tokens)
 
-    async def _reserve_in_redis(
-        self, client: RedisClient, caller: Caller, request_id: str, tokens: int, buckets: KeyBuckets
-    ) -> LimitDecision:
-        """Runs lua/take.lua."""
-        limits = caller.limits
-        per = (limits.requests_per_minute, limits.tokens_per_minute, limits.tokens_per_day, limits.concurrent)
-        args = (0, request_id, *per, tokens, int(RESERVATION_TTL_S * 1000), buckets.day, buckets.spent_today)
-        refused, *numbers = await self._take.run(client, _keys(caller), args)
-        return LimitDecision(refused.decode(), *map(int, numbers))
+    def _settle_in_background(self, reservation: LimitReservation, used_tokens: int) -> None:
+        if self._client is not None:
+            task = asyncio.get_running_loop().create_task(self._settle_in_redis(reservation, used_tokens))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _settle_in_redis(self, reservation: LimitReservation, used_tokens: int) -> None:
-        """Runs lua/settle.lua. If Redis does not answer, the reservation expires there."""
+        """Settles a reservation in Redis. Without an answer the reservation expires there."""
         limits = reservation.caller.limits
         args = (0, reservation.request_id, limits.tokens_per_minute, reservation.tokens, used_tokens, reservation.day)
         with suppress(IndexUnavailable):
-            await self._call_redis(lambda client: self._settle.run(client, _keys(reservation.caller), args))
+            await self._run(self._settle, _keys(reservation.caller), args)
 
     async def _renew_reservations(self) -> None:
-        """Runs lua/renew.lua for the running requests of each key, every RENEW_S."""
+        """Renews the reservations of the running requests of each key, every RENEW_S."""
         while True:
             await asyncio.sleep(RENEW_S)
             for running in list(self._running.values()):
-                caller, request_ids = next(iter(running.values())), tuple(running)
-                args = (int(RESERVATION_TTL_S * 1000), *request_ids)
-                keys = _keys(caller)[1:]
+                caller = next(iter(running.values()), None)
+                if caller is None:  # the last request has ended meanwhile
+                    continue
                 with suppress(IndexUnavailable):
-                    await self._call_redis(lambda client, keys=keys, args=args: self._renew.run(client, keys, args))  # type: ignore[misc]
+                    await self._run(self._renew, _keys(caller)[1:], (int(RESERVATION_TTL_S * 1000), *running))
 
-    async def _call_redis(self, call: Callable[[RedisClient], Awaitable[_T]]) -> _T:
-        """Calls Redis behind the circuit breaker. Raises IndexUnavailable."""
+    async def _run(self, script: LuaScript, keys: tuple[str, ...], args: tuple[str | int, ...]) -> Any:
+        """Runs a Lua script in Redis, behind the circuit breaker. Raises IndexUnavailable."""
         if self._client is None:
             raise IndexUnavailable("there is no Redis")
         async with self._slots:
@@ -176,17 +167,12 @@ class Limiter:
                 raise IndexUnavailable("Redis is away")
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await call(self._client)
+                    answer = await script.run(self._client, keys, args)
             except REDIS_FAILURES as e:
                 self._breaker.record_failure()
                 raise IndexUnavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
             self._breaker.record_success()
             return answer
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _keys(caller: Caller) -> tuple[str, str]:

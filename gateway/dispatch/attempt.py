@@ -42,7 +42,6 @@ from common.wire import (
     finish_reason_from_pb,
     prompt_logprobs_from_pb,
     request_to_pb,
-    token_from_pb,
     tokens_from_pb,
     tokens_without_logprobs_from_pb,
 )
@@ -103,15 +102,12 @@ class Attempt:
         """
         Args:
             plan: The request and its routing. Output tokens in the request are from earlier attempts.
-            number: Number of the attempt, from 1.
             avoided_pods: Addresses that are used only if there are no others.
             deadline: time.monotonic() at which the attempt fails.
         """
         request, sampling = plan.request, plan.request.sampling
-        #: The ordered tokens of this attempt, by sample.
-        self.token_queue = TokenQueue(
-            sampling.n, MAX_PENDING_TOKENS // (1 + (sampling.logprobs or 0)), request.output_ids
-        )
+        max_pending = MAX_PENDING_TOKENS // (1 + (sampling.logprobs or 0))
+        self.token_queue = TokenQueue(sampling.n, max_pending, request.output_ids)  # the tokens in order, by sample
         self.blamed_pods: set[str] = set()  # addresses that the next attempt should avoid
         #: KV layout fingerprint of the pods that took the attempt; None before.
         self.layout_fingerprint: str | None = None
@@ -128,7 +124,6 @@ class Attempt:
         self._metrics = plan.router.metrics
         self._timeline = timeline
         self._trace = AttemptTrace(timeline.trace, number)
-
         self._request: ValidRequest = request  # under the id of the current reservation
         #: The current reservation: its bookings and its decode pod. None when released.
         self._placement: Placement | None = None
@@ -138,8 +133,6 @@ class Attempt:
         self._hand_off_failed = False
         self._decode_responded = False  # the decode pod has sent something for this request, so it has the KV
         self._computing_since = timeline.start  # when the prefill pod began to compute the prompt; time.monotonic()
-
-        self._first_index = len(request.output_ids)  # index of the first token that this attempt gives
         #: Each token has nothing but its id, and there is one sequence, number 0.
         self._ids_only = sampling.n == 1 and not request.child and sampling.logprobs is None
         self._tokens_from_pb = tokens_without_logprobs_from_pb if self._ids_only else tokens_from_pb
@@ -236,16 +229,15 @@ class Attempt:
             self._timeline.mark("reserved", **reserved)
             placement.on_local_prefill()
             self._on_cached_tokens(placement, answer.cached_tokens)
-            return
-        if outcome != "target":
+        elif outcome != "target":
             raise InternalError(f"decode pod {pod.name} answered Reserve without an outcome")
-        target = answer.target
-        self._timeline.mark("reserved", **reserved, first_block=target.first_block, blocks=len(target.blocks))
-        if placement.prefill is None:
+        elif placement.prefill is None:
             raise InternalError(f"aggregated pod {pod.name} asked for a remote prefill; expected a local one")
-        prefill = self._prefill or self._start_prefill(placement)
-        if not prefill.kv_target.done():
-            prefill.kv_target.set_result(target)
+        else:
+            target, prefill = answer.target, self._prefill or self._start_prefill(placement)
+            self._timeline.mark("reserved", **reserved, first_block=target.first_block, blocks=len(target.blocks))
+            if not prefill.kv_target.done():
+                prefill.kv_target.set_result(target)
 
     # -- prefill
 
@@ -369,13 +361,13 @@ class Attempt:
             self._computing_since = time.monotonic() - event.compute_s
             self._metrics.prefill_queue.observe(event.queue_s, self._timeline.exemplar)
             self._trace.on_first_token()
-        self._put_tokens(event.child, [token_from_pb(event.token)], finish_reason_from_pb(event.finish_reason))
+        self._put_tokens(event.child, tokens_from_pb([event.token]), finish_reason_from_pb(event.finish_reason))
 
     def _on_handed_off(self, event: prefill_pb2.HandedOff) -> None:
         """The decode pod has all KV of the prompt."""
-        since = self._computing_since - self._timeline.start
         if event.blocks:
             self._metrics.exposed_hand_off.observe(event.exposed_s)
+        since = self._computing_since - self._timeline.start
         self._timeline.mark(
             "handed_off",
             **_details(event, "blocks", "bytes", "exposed_s", "blocks_before_last_chunk", "transport"),
@@ -411,7 +403,7 @@ class Attempt:
             if self.token_queue.relay_token_id(token_pb.index, token_pb.id):  # true for nearly every token
                 return
         tokens = self._tokens_from_pb(token_pbs)
-        if tokens and tokens[0].index == self._first_index and self._placement is not None:
+        if tokens and tokens[0].index == len(self._request.output_ids) and self._placement is not None:
             self._placement.on_first_token()  # of a local prefill; has no effect after a remote one
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
@@ -420,10 +412,7 @@ class Attempt:
         if delta.HasField("speculation"):
             self.drafts_proposed += delta.speculation.proposed
             self.drafts_accepted += delta.speculation.accepted
-        if not delta.finish_reason:
-            self._put_tokens(delta.child, tokens, None)
-            return
-        finish = finish_reason_from_pb(delta.finish_reason)
+        finish = finish_reason_from_pb(delta.finish_reason) if delta.finish_reason else None
         failed = finish in (FinishReason.ERROR, FinishReason.ABORT)
         self._put_tokens(delta.child, tokens, None if failed else finish)
         if finish is FinishReason.ABORT:

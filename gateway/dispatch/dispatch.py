@@ -76,10 +76,8 @@ class Dispatch:
         #: The current attempt and its number, from 1.
         self._attempt: Attempt | None = None
         self._attempt_number = 0
-        #: Addresses of pods that earlier attempts blame.
-        self._avoided_pods: frozenset[str] = frozenset()
-        #: Attempts that gave a part of the answer.
-        self._answering_attempts: list[Attempt] = []
+        self._avoided_pods: frozenset[str] = frozenset()  # addresses of pods that earlier attempts blame
+        self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
         #: The error that interrupted the answer. None before, and once a later attempt has continued it.
         self._lost_error: BatonError | None = None
         self._stopped_samples: set[int] = set()

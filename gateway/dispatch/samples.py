@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Callable
 
 from common.errors import BatonError, Overloaded
-from common.types import FinishReason, PromptLogprobs, Token
+from common.types import FinishReason, Token
 from gateway.dispatch.attempt import MAX_PENDING_TOKENS
 from gateway.dispatch.dispatch import Dispatch
 from gateway.dispatch.token_queue import TokenDelta
 
 
 class Sample:
-    """One sample of a group; it is read like a Dispatch.
+    """The reader of one sample of a group.
 
     Every sample has to be closed, also one that was never read: the dispatch is closed with the last of them.
     """
@@ -31,24 +31,6 @@ class Sample:
         self.wakeup = asyncio.Event()
         self._group = group
         self._index = index
-
-    @property
-    def cached_tokens(self) -> int:
-        return self._group.dispatch.cached_tokens
-
-    @property
-    def drafts_proposed(self) -> int:
-        """Draft tokens of all samples; sample 0 reports them, the others report 0."""
-        return 0 if self._index else self._group.dispatch.drafts_proposed
-
-    @property
-    def drafts_accepted(self) -> int:
-        """Those of `drafts_proposed` that were right."""
-        return 0 if self._index else self._group.dispatch.drafts_accepted
-
-    @property
-    def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
-        return self._group.dispatch.prompt_logprobs
 
     async def next(self) -> TokenDelta:
         """Returns the next tokens in order, with the finish reason after the last. Raises BatonError."""
@@ -72,10 +54,8 @@ class SampleGroup:
     def __init__(self, n: int) -> None:
         self.dispatch_or_none: Dispatch | None = None
         self.samples = tuple(Sample(self, index) for index in range(n))
-        #: A sample reads the dispatch now.
-        self._fetching = False
-        #: The error that ended the dispatch.
-        self._error: BatonError | None = None
+        self._fetching = False  # a sample reads the dispatch now
+        self._error: BatonError | None = None  # the error that ended the dispatch
 
     @property
     def dispatch(self) -> Dispatch:

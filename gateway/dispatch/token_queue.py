@@ -48,23 +48,19 @@ class TokenQueue:
             output_ids: Tokens of the only sample from earlier attempts; the reader does not get them again.
         """
         self.num_samples = num_samples
-        #: The reader has got every sample with its finish reason.
-        self.complete = False
-        #: The error that ended the attempt early.
-        self.error: BatonError | None = None
+        self.complete = False  # the reader has got every sample with its finish reason
+        self.error: BatonError | None = None  # the error that ended the attempt early
         #: Samples that the reader has stopped before their end.
         self.stopped_samples: set[int] = set()
         self._max_pending = max_pending
         self._orders = [TokenOrder(output_ids) for _ in range(num_samples)]
-        #: Samples that have not ended for the reader.
-        self._unfinished = set(range(num_samples))
+        self._unfinished = set(range(num_samples))  # samples that have not ended for the reader
         #: Samples that got tokens since `next` last looked at them; each at most once.
         self._ready_samples: deque[int] = deque()
         #: Callbacks of the reader; set only while `relay` runs.
         self._on_tokens: OnTokens | None = None
         self._on_token_id: OnTokenId | None = None
-        #: The reader's future while it waits in `next` or `relay`.
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None  # the reader's future while it waits in `next` or `relay`
 
     # -- the pods' side
 

@@ -39,10 +39,8 @@ class Beam:
     """A complete answer, or the beginning of one."""
 
     tokens: tuple[Token, ...] = ()
-    #: Sum of the tokens' log-probabilities.
-    logprob: float = 0.0
-    #: Why the beam ended; None while it is live.
-    finish: FinishReason | None = None
+    logprob: float = 0.0  # sum of the tokens' log-probabilities
+    finish: FinishReason | None = None  # why the beam ended; None while it is live
 
     def extended(self, choice: TokenLogprob, top: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Beam:
         """Returns the beam with one more token. `top` holds the alternatives that are reported with that token."""

@@ -42,10 +42,8 @@ class CompleteAnswer:
     message: ParsedMessage | None = None
     #: The prompt's tokens with log-probabilities, None if the client asked for none.
     prompt_tokens: tuple[PromptToken, ...] | None = None
-    #: All generated tokens, also the tokens of a stop string.
-    tokens: tuple[Token, ...] = ()
-    #: The deltas of all pieces, None if all of the text is content.
-    deltas: tuple[MessageDelta, ...] | None = None
+    tokens: tuple[Token, ...] = ()  # all generated tokens, also the tokens of a stop string
+    deltas: tuple[MessageDelta, ...] | None = None  # the deltas of all pieces, None if all of the text is content
 
 
 class Choice:
@@ -66,14 +64,15 @@ class Choice:
         self.model = model
         self.spec = spec
         self.request = request
-        #: How the text is parsed, None if all of it is content.
-        self.parser_config = parser_config
+        self.parser_config = parser_config  # how the text is parsed, None if all of it is content
         #: Index of this choice among the samples of its prompt; 0 if the prompt has no other.
         self.sample_index = sample_index
         self._group = group
         self._metrics = model.router.metrics
         self._output = self.new_output()
-        self._dispatch: Dispatch | Sample | None = None
+        #: The way through the pods, which samples of one prompt share, and what gives this choice's tokens.
+        self._dispatch: Dispatch | None = None
+        self._reader: Dispatch | Sample | None = None
         self._last_tokens_at: float | None = None
         #: Characters of the echoed prompt; None before it was shown.
         self._echoed_chars: int | None = None
@@ -91,9 +90,8 @@ class Choice:
         """Returns the text and tokens since the last piece; the last piece has a finish reason. Raises BatonError."""
         if self._output.finish is not None:
             raise StopAsyncIteration
-        dispatch = self._dispatch or self._start()
-        delta = await dispatch.next()
-        return self._piece(delta.tokens, delta.finish, dispatch)
+        delta = await (self._reader or self._start()).next()
+        return self._piece(delta.tokens, delta.finish)
 
     async def relay(
         self, on_piece: Callable[[OutputPiece], bool], on_text: Callable[[str], bool] | None = None
@@ -105,16 +103,15 @@ class Choice:
         iteration continues from there. It raises what `on_piece` raises. `on_text`, if given, is called instead of
         `on_piece` for most pieces that are the text of one token and nothing else.
         """
-        dispatch = self._dispatch
-        if not isinstance(dispatch, Dispatch) or self._output.finish is not None:
+        if self._dispatch is None or self._group is not None or self._output.finish is not None:
             return
 
         def on_tokens(tokens: Sequence[Token], finish: FinishReason | None) -> bool:
-            piece = self._piece(tokens, finish, dispatch)
+            piece = self._piece(tokens, finish)
             return on_piece(piece) and piece.finish is None
 
         on_token_id = self._text_callback(on_text) if on_text is not None and self._output.text_only else None
-        await dispatch.relay(on_tokens, on_token_id)
+        await self._dispatch.relay(on_tokens, on_token_id)
 
     def _text_callback(self, on_text: Callable[[str], bool]) -> OnTokenId:
         """Returns the callback for a token that is neither the first nor the last. It does the work of `_piece`."""
@@ -154,8 +151,8 @@ class Choice:
 
     def close(self) -> None:
         """Ends the choice and aborts incomplete work on the pods; idempotent."""
-        if self._dispatch is not None:
-            self._dispatch.close()
+        if self._reader is not None:
+            self._reader.close()
         elif self._group is not None:
             self._group.samples[self.sample_index].close()
 
@@ -170,12 +167,11 @@ class Choice:
         usage = Usage(self.request.prompt_len, output.num_tokens, reasoning=output.reasoning_tokens)
         if dispatch is None:
             return usage
-        return replace(
-            usage,
-            cached=dispatch.cached_tokens,
-            accepted=dispatch.drafts_accepted,
-            rejected=dispatch.drafts_proposed - dispatch.drafts_accepted,
-        )
+        usage = replace(usage, cached=dispatch.cached_tokens)
+        if self.sample_index:  # the first sample of a prompt reports the drafts of all
+            return usage
+        accepted = dispatch.drafts_accepted
+        return replace(usage, accepted=accepted, rejected=dispatch.drafts_proposed - accepted)
 
     @property
     def usage_share(self) -> Usage:
@@ -216,9 +212,12 @@ class Choice:
         )
 
     def _start(self) -> Dispatch | Sample:
-        group, index = self._group, self.sample_index
-        self._dispatch = self._new_dispatch() if group is None else group.start(index, self._new_dispatch)
-        return self._dispatch
+        if self._group is None:
+            self._dispatch = self._reader = self._new_dispatch()
+            return self._dispatch
+        self._reader = self._group.start(self.sample_index, self._new_dispatch)
+        self._dispatch = self._group.dispatch
+        return self._reader
 
     def _new_dispatch(self) -> Dispatch:
         context = self.context
@@ -230,7 +229,7 @@ class Choice:
             affinity=context.affinity,
         )
 
-    def _piece(self, tokens: Sequence[Token], finish: FinishReason | None, dispatch: Dispatch | Sample) -> OutputPiece:
+    def _piece(self, tokens: Sequence[Token], finish: FinishReason | None) -> OutputPiece:
         """Turns tokens into a piece; records latencies, and closes the dispatch with the last piece."""
         now = time.monotonic()
         if self._last_tokens_at is None and not self.sample_index:
@@ -247,7 +246,7 @@ class Choice:
             piece = self._with_echo(piece)
         if piece.finish is not None:
             self._on_finished(piece.finish, stop_string=finish is None)
-            dispatch.close()
+            self.close()
         return piece
 
     def _with_echo(self, piece: OutputPiece) -> OutputPiece:

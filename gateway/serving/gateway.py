@@ -1,8 +1,13 @@
 """The gateway's core for all protocols: admission, prompts to requests, requests to choices.
 
-start -> requests -> drain (refuses new requests, waits for the running ones) -> stop
+    start -> requests -> drain (refuses new requests, waits for the running ones) -> stop
 
-one request:  admit -> chat or completion: render, tokenize, check -> key limits -> gate -> choices -> release
+The way of a streamed chat request, which tests/integration/test_gateway_walk.py traces:
+
+    api      http/protocol, http/endpoint: head, key, body -> openai/generate, openai/requests: the checked body
+    serving  gateway: pods' limits, text/chat_format, text/tokenizer, request -> choice -> key limits, admission/gate
+    pods     choice -> dispatch/dispatch -> routing/router -> dispatch/attempt -> routing/placement -> pods/pod
+    tokens   pods/pod -> dispatch/attempt -> dispatch/token_queue -> choice -> text/output -> api
 """
 
 from __future__ import annotations
@@ -100,8 +105,7 @@ class Gateway:
         self.metrics.watch_ready(lambda: self.ready)
         self.metrics.watch_pods(self._pods_by_state)
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=limits_timeout_s)
-        #: The gateway is no longer ready, but serves the requests that arrive.
-        self.leaving = False
+        self.leaving = False  # the gateway is no longer ready, but serves the requests that arrive
         #: The gateway refuses new requests.
         self.draining = False
         self._index = index

@@ -53,8 +53,7 @@ class ServedModel:
     pod_table: PodTable
     router: Router
     gate: Gate
-    #: Start of the gateway, in seconds since the epoch.
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=lambda: int(time.time()))  # start of the gateway, in seconds since the epoch
 
 
 class ModelRegistry:
@@ -74,8 +73,7 @@ class ModelRegistry:
             if name not in own:
                 served = ", ".join(own)
                 raise ConfigError(f"alias: {alias} stands for {name}, which is not served ({served} is)", field="alias")
-        #: Model name by alias.
-        self.aliases = dict(aliases)
+        self.aliases = dict(aliases)  # model name by alias
         #: The model for each name and alias, sorted by name.
         self.by_name = dict(sorted({**own, **{alias: own[name] for alias, name in aliases.items()}}.items()))
 

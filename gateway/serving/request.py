@@ -37,8 +37,7 @@ class GenerationSpec:
 
     model: str
     max_tokens: int | None = None
-    #: Field of the client's body that `max_tokens` came from; errors name it.
-    max_tokens_field: str = "max_tokens"
+    max_tokens_field: str = "max_tokens"  # field of the client's body that `max_tokens` came from; errors name it
     #: The parameters that go to the pods as the client sent them. `to_valid_request` sets the others.
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
@@ -52,17 +51,14 @@ class GenerationSpec:
     #: Sequences to generate per prompt, of which the best `n` are answered.
     best_of: int | None = None
     stream: bool = False
-    #: The stream ends with a chunk that carries the usage.
-    include_usage: bool = False
+    include_usage: bool = False  # the stream ends with a chunk that carries the usage
     #: Every chunk of the stream carries the usage so far.
     continuous_usage: bool = False
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
-    #: A stop string is part of the answer's text.
-    include_stop: bool = False
-    #: Alternatives to report per prompt token, None for no prompt log-probabilities.
-    prompt_logprobs: int | None = None
+    include_stop: bool = False  # a stop string is part of the answer's text
+    prompt_logprobs: int | None = None  # alternatives to report per prompt token, None for no prompt log-probabilities
     #: The answer's text begins with the prompt.
     echo: bool = False
     beam_search: BeamSearchParams | None = None
@@ -180,18 +176,12 @@ def check_beam_search(beams: BeamSearchParams, grammar: Grammar | None, stops: S
 class Usage:
     """Token counts of a choice, or summed over choices."""
 
-    #: Prompt tokens.
-    prompt: int = 0
-    #: Generated tokens that belong to the answer.
-    completion: int = 0
-    #: Prompt tokens found in the prefix cache of the pod that computed the prompt.
-    cached: int = 0
-    #: Completion tokens inside reasoning sections.
-    reasoning: int = 0
-    #: Draft tokens of speculative decoding that were right; they are part of the completion.
-    accepted: int = 0
-    #: Draft tokens of speculative decoding that were wrong.
-    rejected: int = 0
+    prompt: int = 0  # prompt tokens
+    completion: int = 0  # generated tokens that belong to the answer
+    cached: int = 0  # prompt tokens found in the prefix cache of the pod that computed the prompt
+    reasoning: int = 0  # completion tokens inside reasoning sections
+    accepted: int = 0  # draft tokens of speculative decoding that were right; they are part of the completion
+    rejected: int = 0  # draft tokens of speculative decoding that were wrong
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -224,17 +214,14 @@ class RequestContext:
     """One client request in progress, from its arrival to its end, for all protocols."""
 
     timeline: Timeline
-    #: Name of the endpoint in metrics and timelines.
-    endpoint: str
+    endpoint: str  # name of the endpoint in metrics and timelines
     #: Deadline as a time.monotonic() value.
     deadline: float
     caller: Caller
     #: Affinity hint of the client, "" for none. The router prefers the same pods for requests with the same value.
     affinity: str = ""
-    #: The choices of the answer; empty until the request is tokenized.
-    choices: Sequence[OpenChoice] = ()
-    #: Rate limit headers of the answer.
-    response_headers: dict[str, str] = field(default_factory=dict)
+    choices: Sequence[OpenChoice] = ()  # the choices of the answer; empty until the request is tokenized
+    response_headers: dict[str, str] = field(default_factory=dict)  # rate limit headers of the answer
     #: Tokens reserved from the limits of the caller's key; None for a key without limits.
     reservation: LimitReservation | None = None
     #: The model, and the place in its gate; None until the request has passed.

@@ -39,10 +39,8 @@ class PreparedChat:
     """A rendered chat."""
 
     prompt: str
-    #: How the answers are parsed, None if all of their text is content.
-    parser_config: OutputParserConfig | None
-    #: The grammar that the answers have to match, None if any text is allowed.
-    grammar: Grammar | None
+    parser_config: OutputParserConfig | None  # how the answers are parsed, None if all of their text is content
+    grammar: Grammar | None  # the grammar that the answers have to match, None if any text is allowed
 
 
 class ChatFormat:

@@ -37,8 +37,7 @@ class ByteLevelDetokenizer:
         self._texts = tokenizer.token_texts
         self._kept_ids = kept_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        #: No character is incomplete.
-        self._clean = True
+        self._clean = True  # no character is incomplete
 
     def feed(self, token_id: int) -> str:
         """Returns the text that this token completes, "" while a character is incomplete."""
@@ -107,8 +106,7 @@ class StopStringScanner:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        #: A stop string occurred; no more text is released.
-        self.found = False
+        self.found = False  # a stop string occurred; no more text is released
 
     def feed(self, text: str) -> str:
         """Returns the text that may be sent now."""
@@ -140,8 +138,7 @@ class ReportedToken:
     """A token with log-probabilities."""
 
     token: Token
-    #: Position of the token's text in the answer, in characters.
-    offset: int
+    offset: int  # position of the token's text in the answer, in characters
 
 
 @dataclass(slots=True)  # never changed, but not frozen, because a frozen one takes longer to create (see Token)
@@ -154,8 +151,7 @@ class OutputPiece:
     #: Tokens generated in this step, also the tokens of a stop string.
     tokens: Sequence[Token]
     finish: FinishReason | None = None
-    #: The parsed meaning of the text, None if all of it is content.
-    deltas: tuple[MessageDelta, ...] | None = None
+    deltas: tuple[MessageDelta, ...] | None = None  # the parsed meaning of the text, None if all of it is content
 
 
 class ChoiceOutput:
@@ -257,8 +253,7 @@ class PromptToken:
     id: int
     logprob: float | None = None
     rank: int | None = None
-    #: Alternatives, best first.
-    top: tuple[TokenLogprob, ...] = ()
+    top: tuple[TokenLogprob, ...] = ()  # alternatives, best first
 
 
 def prompt_tokens_with_logprobs(

@@ -19,18 +19,13 @@ class OutputParserConfig:
     """How the output of one request is parsed."""
 
     tokenizer: TextTokenizer
-    #: Reasoning markers, None if the model has none.
-    reasoning_format: ReasoningFormat | None = None
+    reasoning_format: ReasoningFormat | None = None  # reasoning markers, None if the model has none
     #: Where the answer begins relative to the reasoning section.
     initial_section: ReasoningSection = ReasoningSection.BEFORE
-    #: Reasoning becomes deltas; otherwise it is dropped.
-    show_reasoning: bool = True
-    #: Format of tool calls, None for a request without tools.
-    tool_format: ToolFormat | None = None
-    #: Functions that may be called.
-    function_names: frozenset[str] = frozenset()
-    #: Number of calls after which the answer ends, None for no limit.
-    max_calls: int | None = None
+    show_reasoning: bool = True  # reasoning becomes deltas; otherwise it is dropped
+    tool_format: ToolFormat | None = None  # format of tool calls, None for a request without tools
+    function_names: frozenset[str] = frozenset()  # functions that may be called
+    max_calls: int | None = None  # number of calls after which the answer ends, None for no limit
     #: Special tokens that appear in the text, because a parser needs them or the client wants to see them.
     kept_special_ids: frozenset[int] = frozenset()
 
@@ -43,8 +38,7 @@ class OutputParser:
         reasoning, tools = config.reasoning_format, config.tool_format
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning, config.initial_section)
         self._tools = None if tools is None else tools.new_parser(config.function_names, config.max_calls)
-        #: Tokens of the reasoning section, its markers included.
-        self.reasoning_tokens = 0
+        self.reasoning_tokens = 0  # tokens of the reasoning section, its markers included
 
     def feed(
         self, text: str, tokens: Sequence[Token], finish: FinishReason | None

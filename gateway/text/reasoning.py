@@ -25,8 +25,7 @@ class ReasoningFormat:
     name: str
     start: str
     end: str
-    #: The model starts inside its section without a start marker.
-    starts_inside: bool = False
+    starts_inside: bool = False  # the model starts inside its section without a start marker
 
 
 REASONING_FORMATS = (
@@ -61,12 +60,9 @@ def choose_reasoning_format(name: str, template: str, tokens: Collection[str]) -
 class ReasoningSection(Enum):
     """Where an answer begins relative to the reasoning section."""
 
-    #: A section may follow.
-    BEFORE = auto()
-    #: The prompt opened the section.
-    INSIDE = auto()
-    #: No section will follow.
-    AFTER = auto()
+    BEFORE = auto()  # a section may follow
+    INSIDE = auto()  # the prompt opened the section
+    AFTER = auto()  # no section will follow
 
     @classmethod
     def from_prompt(cls, reasoning_format: ReasoningFormat, prompt: str) -> ReasoningSection:
@@ -83,10 +79,8 @@ class ReasoningParser:
     def __init__(self, reasoning_format: ReasoningFormat, initial_section: ReasoningSection) -> None:
         self._format = reasoning_format
         self._section = initial_section
-        #: The start marker may still come.
-        self._starting = initial_section is not ReasoningSection.AFTER
-        #: Drop white space until other text comes.
-        self._trim = False
+        self._starting = initial_section is not ReasoningSection.AFTER  # the start marker may still come
+        self._trim = False  # drop white space until other text comes
         #: White space that belongs to the section if more of it follows.
         self._space = ""
         self._buffer = ""
@@ -106,7 +100,7 @@ class ReasoningParser:
             return "", ""
         reasoning_text = ""
         if self._section is ReasoningSection.INSIDE:
-            before, marker, self._buffer = split_at_marker(self._buffer, (self._format.end,))
+            before, marker, self._buffer = split_at_marker(self._buffer, self._format.end)
             reasoning_text = self._trimmed(before)
             if not marker:
                 return reasoning_text, ""

@@ -79,8 +79,7 @@ class TextTokenizer:
             raise ConfigError(f"model: {path} is not a tokenizer: {e}", field="model") from e
         raw.no_truncation()
         raw.no_padding()
-        #: The tokenizer of the `tokenizers` library.
-        self.raw = raw
+        self.raw = raw  # the tokenizer of the `tokenizers` library
         #: Content of tokenizer_config.json.
         self.config = read_json(model_dir / "tokenizer_config.json")
         decoder = read_json(path).get("decoder") or {}
@@ -89,13 +88,11 @@ class TextTokenizer:
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
         self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
-        #: The model's end-of-sequence tokens.
-        self.eos_ids = self._find_eos(model_dir)
+        self.eos_ids = self._find_eos(model_dir)  # the model's end-of-sequence tokens
         #: Most characters that one token can stand for. A normalizer may shorten a text, some of them by a lot.
         self.max_chars_per_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
-        #: Text by token id, see _TokenTexts.
-        self.token_texts = _TokenTexts(self)
+        self.token_texts = _TokenTexts(self)  # text by token id, see _TokenTexts
 
     def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
         for name in ("generation_config.json", "config.json"):

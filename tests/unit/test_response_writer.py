@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.errors import InternalError
 from common.types import FinishReason
 from gateway.api.openai.responses.writer import ResponseWriter
-from gateway.serving.request_context import Usage
+from gateway.serving.request import Usage
 
 TEXT = st.text(max_size=3)
 STEP = st.one_of(

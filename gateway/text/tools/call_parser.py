@@ -38,14 +38,12 @@ class ToolDeltaBuilder:
         self._max_calls = max_calls
         self._new_id = new_id
         self._out: list[MessageDelta] = []
-        #: White space that is content unless a call follows.
-        self._space = ""
+        self._space = ""  # white space that is content unless a call follows
         #: White space before the open call; content if the call is rejected.
         self._space_before_call = ""
         self._next_index = 0
         self._named = False
-        #: Calls completed so far.
-        self.num_completed = 0
+        self.num_completed = 0  # calls completed so far
 
     @property
     def _full(self) -> bool:
@@ -110,18 +108,15 @@ class ToolDeltaBuilder:
         self._space = ""
 
 
-def split_at_marker(buffer: str, markers: tuple[str, ...]) -> tuple[str, str, str]:
-    """Returns the text before the first marker, that marker, and the rest.
+def split_at_marker(buffer: str, marker: str) -> tuple[str, str, str]:
+    """Returns the text before the marker, the marker, and the rest.
 
-    Without a marker: the text that cannot begin one, "", and the text that may.
+    Without the marker: the text that cannot begin it, "", and the text that may.
     """
-    matches = [(at, marker) for marker in markers if (at := buffer.find(marker)) >= 0]
-    if matches:
-        at, marker = min(matches, key=lambda f: (f[0], -len(f[1])))
-        return buffer[:at], marker, buffer[at + len(marker) :]
-    longest = max(map(len, markers), default=1) - 1
-    for at in range(max(0, len(buffer) - longest), len(buffer)):
-        if any(marker.startswith(buffer[at:]) for marker in markers):
+    if marker in buffer:
+        return buffer.partition(marker)
+    for at in range(max(0, len(buffer) - len(marker) + 1), len(buffer)):
+        if marker.startswith(buffer[at:]):
             return buffer[:at], "", buffer[at:]
     return buffer, "", ""
 
@@ -165,8 +160,7 @@ class JsonCallReader:
 
     def __init__(self, builder: ToolDeltaBuilder, function_names: Collection[str], lead: str = "") -> None:
         """Begins a call. lead: text before the object that belongs to the call, and to the content if it is invalid."""
-        #: The call is complete.
-        self.done = False
+        self.done = False  # the call is complete
         #: The text is content, not a call.
         self.invalid = False
         self._builder = builder

@@ -32,8 +32,7 @@ class ToolCallDelta:
     The first delta of a call has `id` and `name`; later ones only add arguments.
     """
 
-    #: Number of the call in the answer.
-    index: int
+    index: int  # number of the call in the answer
     #: A part of a JSON object's text.
     arguments: str
     id: str = ""
@@ -105,12 +104,9 @@ class Function:
     """A function that the client declared."""
 
     name: str
-    #: JSON schema of an object.
-    parameters: Mapping[str, Any]
-    #: The grammar enforces every keyword of the schema, or the request is rejected.
-    strict: bool = False
-    #: The request's field that holds the parameters; errors name it.
-    field: str = "tools"
+    parameters: Mapping[str, Any]  # JSON schema of an object
+    strict: bool = False  # the grammar enforces every keyword of the schema, or the request is rejected
+    field: str = "tools"  # the request's field that holds the parameters; errors name it
 
 
 class ToolParser(Protocol):
@@ -170,15 +166,9 @@ class ToolFormat(Protocol):
 class RequestTools:
     """The tools of one request; there is at least one."""
 
-    #: Functions that may be called.
-    callable_functions: tuple[Function, ...]
-    #: All tools in the form that chat templates take.
-    template_tools: tuple[dict[str, Any], ...]
-    #: The answer is at least one call.
-    required: bool
-    #: The answer may have several calls.
-    parallel: bool
-    #: The client uses OpenAI's older `functions` instead of `tools`.
-    legacy: bool
-    #: Field that errors about the calls name.
-    field: str
+    callable_functions: tuple[Function, ...]  # functions that may be called
+    template_tools: tuple[dict[str, Any], ...]  # all tools in the form that chat templates take
+    required: bool  # the answer is at least one call
+    parallel: bool  # the answer may have several calls
+    legacy: bool  # the client uses OpenAI's older `functions` instead of `tools`
+    field: str  # field that errors about the calls name

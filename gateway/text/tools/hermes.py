@@ -42,7 +42,7 @@ class HermesParser(BufferedParser):
             if rest.startswith(END):
                 self._buffer = rest[len(END) :]
             return True
-        before, marker, self._buffer = split_at_marker(self._buffer, (BEGIN,))
+        before, marker, self._buffer = split_at_marker(self._buffer, BEGIN)
         self._builder.add_content(before)
         if marker:
             self._call = JsonCallReader(self._builder, self._function_names, marker)

@@ -44,12 +44,9 @@ class JsonScanner:
         self.done = False
         self.invalid = False
         self.expected = Expected.VALUE
-        #: The string that is read, or was read last, is a key.
-        self.in_key = False
-        #: Closing brackets of the open containers.
-        self._stack: list[str] = []
-        #: The part read so far of a number, a literal or an escape.
-        self._atom = ""
+        self.in_key = False  # the string that is read, or was read last, is a key
+        self._stack: list[str] = []  # closing brackets of the open containers
+        self._atom = ""  # the part read so far of a number, a literal or an escape
 
     @property
     def depth(self) -> int:
@@ -205,13 +202,11 @@ class JsonCallScanner:
         self._function_names = function_names
         self._scanner = JsonScanner()
         self._key = ""
-        #: Text of the current key or value, unless it is passed on.
-        self._read = ""
+        self._read = ""  # text of the current key or value, unless it is passed on
         #: The current value is the arguments' object.
         self._passing = False
         self._has_arguments = False
-        #: Arguments not taken yet.
-        self._pending = ""
+        self._pending = ""  # arguments not taken yet
 
     def feed(self, text: str, at: int) -> int:
         """Reads text[at:], at most to the object's end, and returns where it stopped."""

@@ -39,7 +39,7 @@ class Llama3Parser(BufferedParser):
             return True
         if self._may_begin:
             return self._look_for_call()
-        before, tag, self._buffer = split_at_marker(self._buffer, (TAG,))
+        before, tag, self._buffer = split_at_marker(self._buffer, TAG)
         self._builder.add_content(before)
         if tag:
             self._lead, self._may_begin = tag, True

@@ -87,7 +87,7 @@ class MistralParser(BufferedParser):
             return self._next_in_list()
         if self._lead:
             return self._head()
-        before, marker, self._buffer = split_at_marker(self._buffer, (BEGIN,))
+        before, marker, self._buffer = split_at_marker(self._buffer, BEGIN)
         self._builder.add_content(before)
         self._lead = marker
         return bool(marker)
