@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from common.types import RemotePrefillCost, Role, ValidRequest
 from decode_service.local_prefill import DecodePodState, LocalPrefillPolicy, PrefillDecision, PrefillReason
 from engine.kv.blocks import Lease
 from engine.schedule.scheduler import SchedulerStats
-from pod.requests import RequestRegistry
 from pod.runtime import PodRuntime
 
 
@@ -41,12 +39,11 @@ class Rejected:
 
 
 class Admission:
-    """Decides Reserve for one pod, whose reserved and running requests are `requests`."""
+    """Decides Reserve for one pod."""
 
-    def __init__(self, pod: PodRuntime, requests: RequestRegistry[Any]) -> None:
+    def __init__(self, pod: PodRuntime) -> None:
         config = pod.config
         self._pod = pod
-        self._requests = requests
         self._always_local = config.role is Role.BOTH
         self._local = LocalPrefillPolicy(config.local_prefill)
         max_seqs = pod.engine.scheduler.config.max_seqs
@@ -61,7 +58,7 @@ class Admission:
             remote_cost: time that a prefill pod would take for this prompt; None while unknown.
             remote_only: this pod must not compute the prompt.
         """
-        num_sequences = self._requests.num_sequences
+        num_sequences = self._pod.requests.num_sequences
         if num_sequences and num_sequences + request.sampling.n > self._max_sequences:
             return Rejected(f"{num_sequences} sequences are reserved or running already")
         pool, scheduler = self._pod.engine.pool, self._pod.engine.scheduler
@@ -96,7 +93,7 @@ class Admission:
         step_s, slope_s = rates.decode_fit()
         return DecodePodState(
             running=stats.running,
-            queued_tokens=self._requests.queued_tokens,
+            queued_tokens=self._pod.requests.queued_tokens,
             chunk_tokens=config.local_chunk_tokens or config.chunk_tokens,
             step_s=step_s + stats.running * slope_s,
             chunk_s=rates.chunk_s,

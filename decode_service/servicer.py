@@ -54,8 +54,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._window = window
         self._pause_limit_s = pause_limit_s
         self._aio = asyncio.get_running_loop()
-        self.requests = RequestRegistry[DecodeHandOff](self._on_drained)
-        self._admission = Admission(pod, self.requests)
+        self.requests: RequestRegistry[DecodeHandOff] = pod.requests
+        self.requests.on_drained = self._on_drained
+        self._admission = Admission(pod)
         self._streams: dict[str, TokenStream] = {}
         self._residency_s = 1.0  # Moving average of the seconds that a request stays on this pod
 
@@ -115,7 +116,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
             reservation.callback(hand_off.close)
             self.requests.add(valid.request_id, hand_off)
-            pod.metrics.count_decision(local=decision.local, reason=decision.reason)
+            outcome = "local" if decision.local else "remote"
+            pod.metrics.reserved.labels(outcome).inc()
+            pod.metrics.decided.labels(outcome, decision.reason).inc()
             target = hand_off.start()
             reservation.pop_all()
         if target is None:

@@ -50,16 +50,16 @@ class PodMetrics:
             "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
         )
         self.reserved = m.counter("reserve", "Outcomes of Reserve.", ["outcome"])
-        self._decided = m.counter(
+        self.decided = m.counter(
             "local_prefill_decisions", "Who computes a prompt, local or remote, and why.", ["outcome", "reason"]
         )
-        self._pulls = m.counter(
+        self.pulls = m.counter(
             "pulls", "Hints that another pod holds a prefix, and what came of it.", ["outcome", "reason"]
         )
         self.pulls_asked = m.counter("pulls_asked", "Pulls that a holder was asked for.")
         self.pulled_blocks = m.counter("pulled_blocks", "KV blocks that came from other pods' caches.")
-        self._pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
-        self._pull_predicted = m.histogram("pull_predicted_seconds", "Seconds that routing expected of the same pulls.")
+        self.pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
+        self.pull_predicted = m.histogram("pull_predicted_seconds", "Seconds that routing expected of the same pulls.")
         self.lent_blocks = m.counter("lent_blocks", "KV blocks held for other pods that asked for them.")
         self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
@@ -236,21 +236,6 @@ class PodMetrics:
 
     # -- metrics that are counted -------------------------------------------------------------------------------------
 
-    def count_pull(self, outcome: str, reason: str) -> None:
-        """Counts a pull hint. outcome: done, skipped, refused or failed."""
-        self._pulls.labels(outcome, reason).inc()
-
-    def observe_pull(self, seconds: float, *, predicted_s: float) -> None:
-        """Records a pull that succeeded. predicted_s: the seconds that routing expected."""
-        self._pull_seconds.observe(seconds)
-        self._pull_predicted.observe(predicted_s)
-
-    def count_decision(self, *, local: bool, reason: str) -> None:
-        """Counts an admitted request. local: this pod computes its prompt."""
-        outcome = "local" if local else "remote"
-        self.reserved.labels(outcome).inc()
-        self._decided.labels(outcome, reason).inc()
-
     def observe_step(self, result: StepResult) -> None:
         """Counts one engine step. Engine thread."""
         if result.seconds:
@@ -275,17 +260,25 @@ class PodMetrics:
             self._drafts.labels(stats.proposer, str(place + 1), outcome).inc()
         self._acceptance.labels(stats.proposer).observe(1 + output.num_accepted)
 
-    def observe_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
-        """Counts one completed hand-off.
-
-        Args:
-            seconds: time since its first push.
-            exemplar: labels with its trace id.
-        """
+    def observe_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
+        """Counts a completed hand-off, `seconds` after its first push. exemplar: labels with its trace id."""
         self._hand_offs.labels(report.transport).inc()
         self._transfer_bytes.labels(report.transport).inc(report.bytes)
         self._transfer_seconds.observe(seconds, exemplar)
         self._exposed_seconds.observe(report.exposed_s, exemplar)
+
+    def activity(self, gpu: GpuReading | None) -> transfer_pb2.Activity:
+        """Returns the part of Info that dashboards show. gpu: None if unknown."""
+        activity = transfer_pb2.Activity(
+            generated_tokens=self.generated_tokens,
+            preemptions=self._engine.scheduler.stats().preemptions,
+            gpu=None if gpu is None else transfer_pb2.Gpu(**asdict(gpu)),
+        )
+        if (stats := self.speculation()) is not None:
+            activity.drafts.proposer, activity.drafts.useless = stats.proposer, stats.is_useless
+            activity.drafts.chains, activity.drafts.proposed = stats.chains, stats.proposed
+            activity.drafts.accepted = stats.accepted
+        return activity
 
 
 def _one(read: Callable[[], float]) -> Read:
@@ -296,30 +289,3 @@ def _one(read: Callable[[], float]) -> Read:
 def _by(read: Callable[[], Mapping[str, float]]) -> Read:
     """Returns the reader of a metric with one label. `read` returns the values by label."""
     return lambda: [((label,), value) for label, value in read().items()]
-
-
-def activity_to_pb(
-    generated_tokens: int, preemptions: int, drafts: SpeculationStats | None, gpu: GpuReading | None
-) -> transfer_pb2.Activity:
-    """Converts to the answer of Info.
-
-    Args:
-        drafts: None without speculative decoding.
-        gpu: None if unknown.
-    """
-    activity = transfer_pb2.Activity(generated_tokens=generated_tokens, preemptions=preemptions)
-    if drafts is not None:
-        activity.drafts.CopyFrom(
-            transfer_pb2.Drafts(
-                proposer=drafts.proposer,
-                chains=drafts.chains,
-                proposed=drafts.proposed,
-                accepted=drafts.accepted,
-                useless=drafts.is_useless,
-            )
-        )
-    if gpu is not None:
-        activity.gpu.CopyFrom(
-            transfer_pb2.Gpu(utilization=gpu.utilization, memory_used=gpu.memory_used, memory_total=gpu.memory_total)
-        )
-    return activity

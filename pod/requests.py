@@ -40,12 +40,11 @@ class RequestRegistry(Generic[R]):
     """Requests by id, each from `add` until it is drained.
 
     Changed on the event loop only. `get` may run on any thread, because an entry never changes identity.
-
-    on_drained: called with each request that was drained.
     """
 
-    def __init__(self, on_drained: Callable[[R], None] = lambda _: None) -> None:
-        self._on_drained = on_drained
+    def __init__(self) -> None:
+        #: Called with each request that was drained.
+        self.on_drained: Callable[[R], None] = lambda _: None
         self._entries: dict[str, R] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -76,7 +75,7 @@ class RequestRegistry(Generic[R]):
         del self._entries[request_id]
         if not self._entries:
             self._idle.set()
-        self._on_drained(entry)
+        self.on_drained(entry)
 
     @property
     def num_sequences(self) -> int:

@@ -47,7 +47,7 @@ from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, require
 from pod.health import PodHealth
 from pod.index_entry import CacheEventRelay, require_free_name
 from pod.limits import PodLimits
-from pod.metrics import PodMetrics, activity_to_pb
+from pod.metrics import PodMetrics
 from pod.peer_discovery import PeerDiscovery
 from pod.rates import PodRates
 from pod.requests import RequestRegistry
@@ -80,6 +80,8 @@ class PodRuntime:
         self.served_name = config.served_name or default_served_name(config.model)
         self.generation = generation
         self.address = ""
+        #: Requests of the role's service that hold blocks or a place in the engine.
+        self.requests = RequestRegistry[Any]()
         self.computed_tokens = {"prefill": 0, "local": 0, "recompute": 0}
         self.limits = PodLimits(
             served_name=self.served_name,
@@ -115,7 +117,7 @@ class PodRuntime:
             engine.pool,
             self.engine_loop,
             self.transfer_node,
-            idle=lambda: self._service is not None and not self._service.requests,
+            idle=lambda: not self.requests,
             damaged=self._on_pool_inconsistent,
             leave=self._drain_and_exit,
         )
@@ -255,8 +257,7 @@ class PodRuntime:
         self._server.set_serving(False)
         if self._index is not None:
             await self._index.stop()
-        if self._service is not None:
-            await self._service.requests.wait_idle()
+        await self.requests.wait_idle()
         await self._embedder.requests.wait_idle()
 
     async def stop(self) -> None:
@@ -303,8 +304,7 @@ class PodRuntime:
     def _check_embedding(self, request: ValidRequest, queued_tokens: int, deadline_s: float) -> None:
         self.require_ready()
         self.limits.check(request, generates=False)
-        others = 0 if self._service is None else self._service.requests.queued_tokens
-        self.require_deadline(others + queued_tokens + request.prompt_len, deadline_s)
+        self.require_deadline(self.requests.queued_tokens + queued_tokens + request.prompt_len, deadline_s)
 
     def require_deadline(self, queued_tokens: int, deadline_s: float) -> None:
         """Raises Overloaded if `queued_tokens` prompt tokens take longer than deadline_s at the measured rate."""
@@ -325,11 +325,12 @@ class PodRuntime:
             return None
         return grammars.get_cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
 
-    def prompt_hashes(self, request: ValidRequest) -> list[bytes]:
-        """Returns the hashes of the prompt's leading full blocks that a cache may supply."""
+    def prompt_hashes(self, request: ValidRequest, max_blocks: int = sys.maxsize) -> list[bytes]:
+        """Returns the hashes of the prompt's leading full blocks that a cache may supply, of at most max_blocks."""
         layout = self.engine.layout
+        count = min(max_blocks, matchable_blocks(request.context_len, layout.block_size))
         return hash_blocks(
-            request.context_ids[: matchable_blocks(request.context_len, layout.block_size) * layout.block_size],
+            request.context_ids[: count * layout.block_size],
             fingerprint=layout.fingerprint,
             block_size=layout.block_size,
             salt=request.cache_salt,
@@ -357,12 +358,7 @@ class PodRuntime:
             computed=transfer_pb2.ComputedTokens(**self.computed_tokens),
             served_name=self.served_name,
             load=load_to_pb(self.load()),
-            activity=activity_to_pb(
-                self.metrics.generated_tokens,
-                self.engine.scheduler.stats().preemptions,
-                self.metrics.speculation(),
-                None if self._gpu is None else self._gpu.reading(),
-            ),
+            activity=self.metrics.activity(None if self._gpu is None else self._gpu.reading()),
             pairs=self.transfer_node.pair_stats(),
             pulls=self.config.role is Role.PREFILL and self.config.pull != "off",
             late_targets=self.config.role is Role.PREFILL,
@@ -370,16 +366,15 @@ class PodRuntime:
 
     def load(self) -> PodLoad:
         """Returns the load and the rates that routing weighs."""
-        stats, service = self.engine.scheduler.stats(), self._service
+        stats = self.engine.scheduler.stats()
         prefill_rate, prefill_overhead_s = self.rates.prefill_fit()
         step_s, step_slope_s = self.rates.decode_fit()
         transfer_rate, hand_off_s = self.rates.transfer_fit()
         return PodLoad(
-            queued_tokens=self._embedder.requests.queued_tokens
-            + (0 if service is None else service.requests.queued_tokens),
+            queued_tokens=self._embedder.requests.queued_tokens + self.requests.queued_tokens,
             running=stats.running,
             waiting=stats.waiting,
-            reserved=0 if service is None else max(0, service.requests.num_sequences - stats.running - stats.waiting),
+            reserved=max(0, self.requests.num_sequences - stats.running - stats.waiting),
             free_blocks=self.engine.pool.num_available(),
             draining=self.lifecycle.draining,
             prefill_rate=prefill_rate,
@@ -391,7 +386,7 @@ class PodRuntime:
             pull_s=self.rates.pull_s(),
         )
 
-    def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None = None) -> None:
+    def record_hand_off(self, report: TransferReport, seconds: float, exemplar: dict[str, str] | None) -> None:
         """Counts a hand-off that this pod completed as the sender, `seconds` after its first push."""
         self.metrics.observe_hand_off(report, seconds, exemplar)
         left = report.blocks - report.delivered_before_finish
@@ -427,10 +422,6 @@ class PodService(Protocol):
     """The service of a pod's role. on_step runs on the engine thread, everything else on the event loop."""
 
     full_name: str
-
-    @property
-    def requests(self) -> RequestRegistry[Any]:
-        """Requests that hold blocks or a place in the engine."""
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to the server."""

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import time
 
-from common.block_hash import matchable_blocks
 from common.errors import BatonError, DeadlineExceeded
 from common.pb import prefill_pb2
 from common.types import ValidRequest
@@ -52,20 +51,19 @@ class PrefixPuller:
         """Pulls what `hint` offers and returns whether a holder was asked. Raises only CancelledError."""
         metrics = self._pod.metrics
         if self._pod.config.pull == "off":
-            metrics.count_pull("skipped", "off")
+            metrics.pulls.labels("skipped", "off").inc()
             return False
-        num_blocks = min(hint.blocks, matchable_blocks(request.context_len, self._pod.engine.layout.block_size))
-        if not num_blocks or request.sampling.prompt_logprobs is not None:
-            metrics.count_pull("skipped", "useless")
+        hashes = self._pod.prompt_hashes(request, hint.blocks)
+        if not hashes or request.sampling.prompt_logprobs is not None:
+            metrics.pulls.labels("skipped", "useless").inc()
             return False
-        hashes = self._pod.prompt_hashes(request)[:num_blocks]
         task = self._pulls.get(hashes[-1])
         if task is None:
             work = self._pull_accounted(request.request_id, hashes, hint, deadline_s)
             task = self._pulls[hashes[-1]] = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(lambda _: self._pulls.pop(hashes[-1]))
         else:
-            metrics.count_pull("skipped", "shared")
+            metrics.pulls.labels("skipped", "shared").inc()
         return await asyncio.shield(task)
 
     async def _pull_accounted(
@@ -81,9 +79,10 @@ class PrefixPuller:
         except Exception:
             outcome, reason = "failed", "internal_error"
             _log.exception("pull from %s failed", hint.pod, extra={"request_id": request_id})
-        metrics.count_pull(outcome, reason)
+        metrics.pulls.labels(outcome, reason).inc()
         if outcome == "done":
-            metrics.observe_pull(time.monotonic() - began, predicted_s=hint.seconds)
+            metrics.pull_seconds.observe(time.monotonic() - began)
+            metrics.pull_predicted.observe(hint.seconds)
         return outcome != "skipped"
 
     async def _pull(

@@ -37,7 +37,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, pod: PodRuntime) -> None:
         self._pod = pod
-        self.requests = RequestRegistry[PrefillHandOff](self._on_drained)
+        self.requests: RequestRegistry[PrefillHandOff] = pod.requests
+        self.requests.on_drained = self._on_drained
         self._puller = PrefixPuller(pod)
 
     def register(self, server: grpc.aio.Server) -> None:

@@ -144,8 +144,7 @@ class SenderMachine:
         self._first_write_blocks = first_write_blocks or max_write_blocks
         self._commit_ahead = commit_ahead
         self._first = target.first_block
-        self._end = target.first_block + len(target.blocks)
-        self._unpushed = set(range(self._first, self._end))
+        self._unpushed = set(range(self._first, self._first + len(target.blocks)))
         self._queue: deque[BlockWrite] = deque()
         self._posted: dict[int, BlockWrite] = {}
         self._num_unfinished: dict[int, int] = {}  # Push -> number of its writes that are queued or posted
