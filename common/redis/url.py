@@ -12,7 +12,7 @@ sentinel_password. With sockets db.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -21,19 +21,21 @@ from common.errors import ConfigError
 REDIS_PORT, SENTINEL_PORT = 6379, 26379
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 
-_TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL = ("sentinel_username", "sentinel_password")
 
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """TLS settings of a connection. Files are PEM."""
+    """TLS settings of a connection, with the names of redis-py. Files are PEM."""
 
-    ca: str | None = None  # Certificate authorities; None: the system's authorities.
-    certificate: str | None = None  # The client's certificate and key.
-    key: str | None = None
-    verify: bool = True  # Verify the server's certificate.
-    check_hostname: bool = True
+    ssl_ca_certs: str | None = None  # Certificate authorities; None: the system's authorities.
+    ssl_certfile: str | None = None  # The client's certificate.
+    ssl_keyfile: str | None = None
+    ssl_cert_reqs: str = "required"  # required: verify the server's certificate; none.
+    ssl_check_hostname: bool = True
+
+
+_TLS = tuple(f.name for f in fields(TlsOptions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +153,5 @@ def _tls(options: dict[str, str]) -> TlsOptions:
         raise _url_error("ssl_cert_reqs is required or none")
     if hostname not in ("true", "false"):
         raise _url_error("ssl_check_hostname is true or false")
-    return TlsOptions(
-        ca=options.get("ssl_ca_certs"),
-        certificate=options.get("ssl_certfile"),
-        key=options.get("ssl_keyfile"),
-        verify=verify == "required",
-        check_hostname=verify == "required" and hostname == "true",
-    )
+    files = {name: options.get(name) for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")}
+    return TlsOptions(**files, ssl_cert_reqs=verify, ssl_check_hostname=verify == "required" and hostname == "true")

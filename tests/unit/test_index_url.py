@@ -21,9 +21,12 @@ from common.redis.url import RedisUrl, TlsOptions
         ("rediss://h", RedisUrl((("h", 6379),), tls=TlsOptions())),
         (
             "rediss://h?ssl_ca_certs=/ca.pem&ssl_certfile=/c.pem&ssl_keyfile=/k.pem&ssl_check_hostname=false",
-            RedisUrl((("h", 6379),), tls=TlsOptions("/ca.pem", "/c.pem", "/k.pem", True, False)),
+            RedisUrl((("h", 6379),), tls=TlsOptions("/ca.pem", "/c.pem", "/k.pem", "required", False)),
         ),
-        ("rediss://h?ssl_cert_reqs=none", RedisUrl((("h", 6379),), tls=TlsOptions(verify=False, check_hostname=False))),
+        (
+            "rediss://h?ssl_cert_reqs=none",
+            RedisUrl((("h", 6379),), tls=TlsOptions(ssl_cert_reqs="none", ssl_check_hostname=False)),
+        ),
         (
             "redis+sentinel://bob:pw@a:1,b/main/4?sentinel_username=s&sentinel_password=q",
             RedisUrl(
