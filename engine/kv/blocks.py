@@ -73,6 +73,7 @@ class BlockPool:
         """
         assert num_blocks > 0
         assert block_size > 0
+        assert callbacks.keys() <= CacheCallbacks.__annotations__.keys()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.lock = threading.Lock()  # Guards the pool, its leases and pins, the prefix cache and the host tier

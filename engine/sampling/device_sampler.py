@@ -136,17 +136,10 @@ class DeviceSampler:
         drafts: tuple[Tensor, Tensor] | None = None,
         results: Tensor | None = None,
     ) -> Sampled:
-        """Samples one token per row.
+        """Samples one token per row; SamplingKernels.sample documents the arguments.
 
         Can be captured in a graph, and waits for nothing. A row that is not finite has no token and changes no state.
-
-        Args:
-            logits: [B, vocab]
-            slots: integer [B]
-            positions: integer [B], the position in its request of the token that is sampled.
-            allowed: See SamplingKernels.sample.
-            drafts: See SamplingKernels.sample. A call of `accept_drafts` must follow.
-            results: See SamplingKernels.sample.
+        `accept_drafts` must follow a call with drafts.
         """
         return Sampled(*self._kernels.sample(logits, slots, positions, self._tensors, allowed, drafts, results))
 

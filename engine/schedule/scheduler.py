@@ -244,12 +244,12 @@ class Scheduler:
         as fit are verified.
         """
         while True:
-            self._admit(new=False)
-            decodes = self._schedule_decodes()
-            self._admit(new=True)
+            self._admit(new=False)  # sequences that have their blocks
+            decodes = self._schedule_decodes()  # one token each, by preemption if blocks run out
+            self._admit(new=True)  # new sequences, if slots and blocks are left
             if drafts:
-                self._add_drafts(decodes, drafts)
-            scheduled = decodes + self._schedule_chunks(self._prompt_token_limit(decodes))
+                self._add_drafts(decodes, drafts)  # if tokens and blocks are left
+            scheduled = decodes + self._schedule_chunks(self._prompt_token_limit(decodes))  # the other tokens
             if scheduled or not self._preempt_paused():
                 break
         self._trim_unused_draft_blocks(scheduled)
@@ -363,7 +363,12 @@ class Scheduler:
         if not prompts or limit <= 0:
             return []
         for seq in prompts:
-            self._rematch_prefix(seq)
+            lease, size = seq.lease, self._pool.block_size
+            assert lease is not None
+            if seq.start == lease.cached_blocks * size:  # not started: blocks may be published since its admission
+                cached = lease.rematch(seq.matchable_hashes())
+                if cached * size > seq.computed:
+                    self._start_from(seq, cached)
         chunks: list[ScheduledSequence] = []
         for seq, num_new in self._chunks.split(prompts, limit).items():
             start, end = seq.start, seq.start + num_new
@@ -372,15 +377,6 @@ class Scheduler:
             self._recomputed_tokens += recomputed
             chunks.append(ScheduledSequence(seq, start, num_new, samples=end == seq.length, num_recomputed=recomputed))
         return chunks
-
-    def _rematch_prefix(self, seq: Sequence) -> None:
-        """Replaces blocks of a prompt that has not started by blocks published since its admission."""
-        lease = seq.lease
-        assert lease is not None
-        if seq.start == lease.cached_blocks * self._pool.block_size:
-            cached = lease.rematch(seq.matchable_hashes())
-            if cached * self._pool.block_size > seq.computed:
-                self._start_from(seq, cached)
 
     def _trim_unused_draft_blocks(self, scheduled: list[ScheduledSequence]) -> None:
         """Releases the blocks that were reserved for drafts which this step does not verify."""

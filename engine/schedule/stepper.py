@@ -214,7 +214,8 @@ class Stepper(Generic[L]):
                 launched = self._failure(scheduled, error)
         for entry in scheduled:
             entry.seq.launch(entry.num_new, sample=entry.samples, drafts=len(entry.drafts))
-            if __debug__ and Sequence.CHECKS:
+        if __debug__ and Sequence.CHECKS:
+            for entry in scheduled:
                 entry.seq.check()
         leases = [entry.seq.lease for entry in scheduled]
         return InFlightStep(scheduled, leases, fence, launched, began, failed, self._launches_late)

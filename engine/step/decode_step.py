@@ -43,10 +43,8 @@ class DecodeStep:
     """Steps in which every sequence decodes.
 
     Args:
-        tables: Block tables of all slots.
         last_tokens: int64 [slots + 1], the token that was sampled last in each slot; shared with all other steps.
         max_rows: Most sequences of a step.
-        max_seq_drafts: Most drafts of a sequence; 0 for no drafts.
         max_drafts: Most drafts of a step. It bounds the number of sequences of a step with drafts.
         draft_model: The layers of an EAGLE head are part of every step, the layers of a draft model that lags are not.
     """

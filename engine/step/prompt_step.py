@@ -55,8 +55,6 @@ class PromptStep:
     """The layers of steps with prompt tokens.
 
     Args:
-        max_step_tokens: Most tokens of a step.
-        max_blocks: Most blocks of a lease.
         draft_model: A draft model, whose layers are computed in the same graph.
         chunk_graphs: Cached and new tokens of the chunks to capture. Chunks without a cuDNN plan are left out; with a
             draft model all chunks are.
@@ -119,8 +117,7 @@ class PromptStep:
         The next step overwrites both.
 
         Args:
-            tokens: int64 [T]
-            positions: int64 [T]
+            tokens, positions: int64 [T]
             rows: int64 [R], indices of tokens.
             prompts: Rows of the step that do not decode.
         """

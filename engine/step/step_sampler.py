@@ -36,8 +36,6 @@ class StepSampler:
     Args:
         sampler: Samples on the device; None for sampling with torch, which waits for the device.
         last_tokens: int64 [slots + 1], the token that was sampled last in each slot.
-        slots: Number of slots of the scheduler.
-        max_seq_drafts: Most drafts of a sequence.
         rejection: Accept drafts by rejection sampling, in torch. On a GPU this holds only for drafts with
             probabilities: for other drafts coupled acceptance has the same distribution.
     """
@@ -126,12 +124,9 @@ class StepSampler:
         previous: Tensor,
         allowed: Tensor | None = None,
     ) -> Sampled:
-        """Samples after the known token and after each draft of each sequence, and accepts drafts.
+        """Samples after the known token and after each draft of each sequence, and accepts drafts; see `sample`.
 
-        Args:
-            entry_slots: Slot of each sequence.
-            num_results: Number of rows of each sequence.
-            logits: See `sample`, also for all other arguments.
+        `entry_slots` and `num_results` are the slot and the number of rows of each sequence.
         """
         sampler = self._sampler
         assert sampler is not None

@@ -88,7 +88,7 @@ def test_a_received_prompt_decodes_and_resumes_after_a_preemption() -> None:
         {"launched": 6},  # more than the tokens that are left
         {"pending": 1},  # without a launched step
         {"num_drafted": 1},  # without a pending token
-        {"launched": 1, "pending": 1, "num_drafted": 7},  # past the largest length
+        {"launched": 1, "pending": 1, "num_drafted": 12},  # past the largest length
         {"draft_lag": 5},  # more than the computed tokens; also, the published block would lag
         {"computed": 3},  # a block of four tokens is published
         {"lease": None},
