@@ -24,10 +24,8 @@ M = TypeVar("M")
 class StepShape:
     """The rows of one step, on the host."""
 
-    #: Number of each row's tokens that are in the cache before the step.
-    starts: Sequence[int]
-    #: Number of each row's new tokens, at least 1.
-    num_new: Sequence[int]
+    starts: Sequence[int]  # Number of each row's tokens that are in the cache before the step.
+    num_new: Sequence[int]  # Number of each row's new tokens, at least 1.
     #: Each row's physical blocks in logical order, for at least starts[r] + num_new[r] tokens.
     blocks: Sequence[Sequence[int] | np.ndarray]
 

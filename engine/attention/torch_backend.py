@@ -26,32 +26,25 @@ class RowGroup:
 
     rows: int
     width: int
-    #: int64 indices of the blocks to read, in the form that `TorchAttention._gather` uses.
-    gather: Tensor
+    gather: Tensor  # int64 indices of the blocks to read, in the form that `TorchAttention._gather` uses.
     #: int64 [rows * width], the token in T for each query place; padding repeats the row's last token. None: the group
     #: is the whole step, in order and without padding.
     tokens: Tensor | None
-    #: The query places that are not padding. None: all.
-    valid: Tensor | None
-    #: Additive mask for each window.
-    masks: dict[int | None, Tensor]
+    valid: Tensor | None  # The query places that are not padding. None: all.
+    masks: dict[int | None, Tensor]  # Additive mask for each window.
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMetadata:
     """The metadata of one step."""
 
-    #: int64 [T], the physical block of each new token. None: nothing is written.
-    block: Tensor | None
+    block: Tensor | None  # int64 [T], the physical block of each new token. None: nothing is written.
     #: int64 [T], the offset of each new token in its block.
     offset: Tensor
     groups: tuple[RowGroup, ...]
-    #: int64 [B], the end of each row in T.
-    ends: np.ndarray
-    #: int64 [B, n], the physical blocks of each row.
-    table: np.ndarray
-    #: The step, for the other ranks of a tensor-parallel engine.
-    step: StepShape
+    ends: np.ndarray  # int64 [B], the end of each row in T.
+    table: np.ndarray  # int64 [B, n], the physical blocks of each row.
+    step: StepShape  # The step, for the other ranks of a tensor-parallel engine.
 
 
 class TorchAttention:

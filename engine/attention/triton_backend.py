@@ -29,14 +29,11 @@ from engine.kv.layer_kv import LayerKV
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
 
-#: Most new tokens of a row that the split-KV kernel serves.
-DECODE_TOKENS = 8
-#: cuDNN gets rows with multiples of this many cached and new tokens.
-CUDNN_QUANTUM = 1024
+DECODE_TOKENS = 8  # Most new tokens of a row that the split-KV kernel serves.
+CUDNN_QUANTUM = 1024  # cuDNN gets rows with multiples of this many cached and new tokens.
 #: A row with at least this many scores (new tokens x keys) gathers its keys first, because that is faster.
 DENSE_MIN_SCORES = 1 << 20
-#: Most prompts of one length in one cuDNN call.
-MAX_BATCHED = 8
+MAX_BATCHED = 8  # Most prompts of one length in one cuDNN call.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +42,15 @@ class RowSpan:
 
     first_token: int
     num_tokens: int
-    #: Most new tokens of a row.
-    max_new: int
-    #: int32 [rows + 1], the first token of each row, counted from first_token.
-    cu_q: Tensor
-    #: int32 [rows], the keys of each row, new tokens included.
-    seq_lens: Tensor
-    #: int32 [rows, n], the physical blocks of each row.
-    tables: Tensor
+    max_new: int  # Most new tokens of a row.
+    cu_q: Tensor  # int32 [rows + 1], the first token of each row, counted from first_token.
+    seq_lens: Tensor  # int32 [rows], the keys of each row, new tokens included.
+    tables: Tensor  # int32 [rows, n], the physical blocks of each row.
     #: The fields below are for rows over contiguous keys: one row, or several rows of one shape in one cuDNN call.
     #: Cached tokens before the new ones; 0 if count > 1.
     start: int = 0
-    #: Leading new tokens of a row that cuDNN computes; all if count > 1.
-    cudnn_tokens: int = 0
-    #: Number of rows.
-    count: int = 1
+    cudnn_tokens: int = 0  # Leading new tokens of a row that cuDNN computes; all if count > 1.
+    count: int = 1  # Number of rows.
 
     @property
     def tokens(self) -> slice:
@@ -73,18 +64,12 @@ class TritonMetadata:
 
     #: int32 [T], where the KV of each new token is written: block * block_size + offset, or -1 for nowhere.
     slot_mapping: Tensor
-    #: int32 [B + 1], the first token of each row.
-    cu_q: Tensor
-    #: int32 [B, n], the physical blocks of each row.
-    tables: Tensor
-    #: Rows of the split-KV kernel.
-    decode: RowSpan | None
-    #: Plan of the split-KV kernel for each window.
-    plans: dict[int | None, DecodePlan]
-    #: Rows of the paged prefill kernel.
-    paged: tuple[RowSpan, ...]
-    #: Rows over contiguous keys.
-    dense_rows: tuple[RowSpan, ...]
+    cu_q: Tensor  # int32 [B + 1], the first token of each row.
+    tables: Tensor  # int32 [B, n], the physical blocks of each row.
+    decode: RowSpan | None  # Rows of the split-KV kernel.
+    plans: dict[int | None, DecodePlan]  # Plan of the split-KV kernel for each window.
+    paged: tuple[RowSpan, ...]  # Rows of the paged prefill kernel.
+    dense_rows: tuple[RowSpan, ...]  # Rows over contiguous keys.
     #: The step, for the other ranks of a tensor-parallel engine. None: its shape is on the device only.
     step: StepShape | None = None
 

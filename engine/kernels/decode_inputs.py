@@ -17,8 +17,8 @@ import triton.language as tl
 
 #: The first words of a packed row. HEADER is their number.
 SLOT, START, FIRST, NUM_NEW, HEADER = range(5)
-#: Block table entries that the kernel copies at once.
-TABLE_TILE = 256
+_HEADER = tl.constexpr(HEADER)
+_TABLE_TILE = tl.constexpr(256)  # Block table entries that the kernel copies at once.
 
 
 def packed_width(query: int, block_size: int) -> int:
@@ -43,9 +43,7 @@ def _decode_inputs_kernel(
     table_row,
     Q: tl.constexpr,
     WIDTH: tl.constexpr,
-    HEAD: tl.constexpr,
     BS: tl.constexpr,
-    BT: tl.constexpr,
 ):
     row = tl.program_id(0)
     mine = packed + row * WIDTH
@@ -55,13 +53,13 @@ def _decode_inputs_kernel(
     num_new = tl.load(mine + 3)
     final = packed + (rows - 1) * WIDTH
     total = tl.load(final + 2) + tl.load(final + 3)
-    fresh = mine + HEAD + Q
+    fresh = mine + _HEADER + Q
     base = start // BS
     QP: tl.constexpr = triton.next_power_of_2(Q)
     j = tl.arange(0, QP)
     live = j < num_new
 
-    token = tl.load(mine + HEAD + j, mask=live, other=0).to(tl.int64)
+    token = tl.load(mine + _HEADER + j, mask=live, other=0).to(tl.int64)
     token = tl.where(token < 0, tl.load(last_tokens + slot), token)
     position = start + j
     block = tl.load(fresh + position // BS - base, mask=live, other=0)
@@ -91,8 +89,8 @@ def _decode_inputs_kernel(
 
     count = tl.where(num_new > 0, (end + BS - 1) // BS, 0)
     line = slot_tables + slot * slot_row
-    for t in range(0, count, BT):
-        i = t + tl.arange(0, BT)
+    for t in range(0, count, _TABLE_TILE):
+        i = t + tl.arange(0, _TABLE_TILE)
         ok = i < count
         new = ok & (i >= base)
         entry = tl.load(line + i, mask=ok & (i < base), other=0)
@@ -107,26 +105,16 @@ class DecodeInputs(NamedTuple):
     The tokens of the rows are concatenated, then padding tokens fill T.
     """
 
-    #: int64 [T], the token ids.
-    tokens: torch.Tensor
-    #: int32 [T], the position of each token.
-    positions: torch.Tensor
-    #: int32 [T], block * block_size + offset of each token's KV; -1 for padding tokens.
-    slot_mapping: torch.Tensor
-    #: int64 [T], the slot of each token's row; the last slot for padding tokens.
-    token_slots: torch.Tensor
-    #: int32 [T], the position after each token.
-    sample_positions: torch.Tensor
-    #: int32 [T], the index of each token in its row.
-    offsets: torch.Tensor
-    #: int64 [B], the slot of each row.
-    row_slots: torch.Tensor
-    #: int32 [B], keys with the new tokens; 0 for a row without tokens.
-    seq_lens: torch.Tensor
-    #: int32 [B, n], the block table of each row.
-    tables: torch.Tensor
-    #: int32 [B + 1], the first token of each row.
-    cu_q: torch.Tensor
+    tokens: torch.Tensor  # int64 [T], the token ids.
+    positions: torch.Tensor  # int32 [T], the position of each token.
+    slot_mapping: torch.Tensor  # int32 [T], block * block_size + offset of each token's KV; -1 for padding tokens.
+    token_slots: torch.Tensor  # int64 [T], the slot of each token's row; the last slot for padding tokens.
+    sample_positions: torch.Tensor  # int32 [T], the position after each token.
+    offsets: torch.Tensor  # int32 [T], the index of each token in its row.
+    row_slots: torch.Tensor  # int64 [B], the slot of each row.
+    seq_lens: torch.Tensor  # int32 [B], keys with the new tokens; 0 for a row without tokens.
+    tables: torch.Tensor  # int32 [B, n], the block table of each row.
+    cu_q: torch.Tensor  # int32 [B + 1], the first token of each row.
 
     @classmethod
     def empty(cls, rows: int, tokens: int, table_width: int, device: torch.device) -> DecodeInputs:
@@ -138,8 +126,8 @@ class DecodeInputs(NamedTuple):
 
     def slice_for(self, rows: int, query: int) -> DecodeInputs:
         """Returns views of these inputs for a smaller step."""
-        by_token, by_row = self[:6], self[6:9]
-        return DecodeInputs(*(x[: rows * query] for x in by_token), *(x[:rows] for x in by_row), self.cu_q[: rows + 1])
+        lengths = [rows * query] * 6 + [rows] * 3 + [rows + 1]
+        return DecodeInputs._make(x[:length] for x, length in zip(self, lengths, strict=True))
 
 
 def decode_inputs(
@@ -173,8 +161,6 @@ def decode_inputs(
         out.tables.stride(0),
         Q=query,
         WIDTH=width,
-        HEAD=HEADER,
         BS=block_size,
-        BT=TABLE_TILE,
         num_warps=4,
     )

@@ -17,10 +17,8 @@ from engine.kernels.paged_decode import scaled_tanh, softcap_args
 from engine.kernels.pool_args import pool_args
 from engine.kv.layer_kv import LayerKV
 
-#: Head dims that `dense_prefill` supports.
-DENSE_DIMS = (64, 128)
-#: Number of query rows and number of keys in a tile.
-BLOCK_M, BLOCK_N = 128, 128
+DENSE_DIMS = (64, 128)  # Head dims that `dense_prefill` supports.
+BLOCK_M, BLOCK_N = 128, 128  # Number of query rows and number of keys in a tile.
 
 
 @triton.jit

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-#: Smallest number of rows for this kernel. With fewer rows, cuBLAS followed by `silu_mul` is as fast.
-MIN_ROWS = 2048
+MIN_ROWS = 2048  # Smallest number of rows for this kernel. With fewer rows, cuBLAS followed by `silu_mul` is as fast.
 #: Rows, columns and depth of a tile, pipeline stages, and tile rows of a band.
 BM, BN, BK, STAGES, GROUP = 128, 128, 64, 4, 16
 

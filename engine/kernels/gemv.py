@@ -14,8 +14,7 @@ import triton.language as tl
 from engine.kernels.pdl import pdl_args, wait_for_previous
 from engine.kernels.skinny_gemm import load_tile
 
-#: Largest number of columns in a tile of the weight.
-BLOCK_K = 2048
+BLOCK_K = 2048  # Largest number of columns in a tile of the weight.
 
 
 @triton.jit

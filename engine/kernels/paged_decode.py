@@ -25,19 +25,14 @@ from engine.kernels.pdl import has_native_e4m3, pdl_args, wait_for_previous
 from engine.kernels.pool_args import pool_args
 from engine.kv.layer_kv import LayerKV
 
-#: Largest number of new tokens of a sequence.
-MAX_QUERY = 8
-#: Largest number of rows in a tile of queries. Head dims above 128 use half of it.
-MAX_ROWS = 64
-#: Bytes of shared memory of a program for keys and values in flight. Two programs share an SM.
-SHARED_BYTES = 96 * 1024
-#: How many numbers of partial results one program of the merge holds at once.
-MERGE_TILE = 2048
+MAX_QUERY = 8  # Largest number of new tokens of a sequence.
+MAX_ROWS = 64  # Largest number of rows in a tile of queries. Head dims above 128 use half of it.
+SHARED_BYTES = 96 * 1024  # Bytes of shared memory of a program for keys and values in flight. Two programs share an SM.
+MERGE_TILE = 2048  # How many numbers of partial results one program of the merge holds at once.
 #: Number of programs of a merge, if its work can be split into this many.
 MERGE_PROGRAMS = 512
 LOG2E = 1.4426950408889634
-#: Log-sum-exp over an empty set of keys. Finite, so that differences are never NaN.
-EMPTY = tl.constexpr(-1e30)
+EMPTY = tl.constexpr(-1e30)  # Log-sum-exp over an empty set of keys. Finite, so that differences are never NaN.
 
 
 @triton.jit
@@ -290,30 +285,21 @@ def _merge_kernel(
 class DecodePlan:
     """The split of one step's decode work into equal shares, for one window."""
 
-    #: int32 [B + 1], the number of tiles before each sequence.
-    cum: torch.Tensor
-    #: int32 [programs], the sequence in which each program's share starts.
-    first_seq: torch.Tensor
-    #: Number of tokens that a query sees, itself included. 0: all.
-    window: int
-    #: Number of keys in a tile.
-    block_n: int
-    #: Number of stages of the software pipeline.
-    stages: int
+    cum: torch.Tensor  # int32 [B + 1], the number of tiles before each sequence.
+    first_seq: torch.Tensor  # int32 [programs], the sequence in which each program's share starts.
+    window: int  # Number of tokens that a query sees, itself included. 0: all.
+    block_n: int  # Number of keys in a tile.
+    stages: int  # Number of stages of the software pipeline.
 
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
     """The buffers for the partial results of one launch, reused by all layers."""
 
-    #: Number of shares of a launch.
-    num_programs: int
-    #: Number of rows in a tile of queries; divides `rows`.
-    row_tile: int
-    #: fp32 [2 * num_programs, rows, padded head dim], normalised weighted sums of values.
-    part: torch.Tensor
-    #: fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
-    part_lse: torch.Tensor
+    num_programs: int  # Number of shares of a launch.
+    row_tile: int  # Number of rows in a tile of queries; divides `rows`.
+    part: torch.Tensor  # fp32 [2 * num_programs, rows, padded head dim], normalised weighted sums of values.
+    part_lse: torch.Tensor  # fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
 
 
 def _padded(head_dim: int) -> int:

@@ -12,8 +12,7 @@ from engine.kv.layer_kv import LayerKV
 class PoolArgs(NamedTuple):
     """The tensors of a layer and their strides."""
 
-    #: [num_blocks, 2 (K, V), kv_heads, block_size, head_dim].
-    kv: torch.Tensor
+    kv: torch.Tensor  # [num_blocks, 2 (K, V), kv_heads, block_size, head_dim].
     #: 8-bit cache: the bfloat16 scales of K and V of a token, as int32 pairs or as int16 bits. Else a placeholder.
     scales: torch.Tensor
     kv_block: int
@@ -33,7 +32,7 @@ def pool_args(layer: LayerKV, scale_dtype: torch.dtype, kv_dtype: torch.dtype | 
         kv_dtype: views an 8-bit cache as this dtype.
     """
     if layer.scales is None:
-        return PoolArgs(layer.kv, layer.kv, *layer.kv.stride()[:4], 0, 0, 0)
+        return PoolArgs._make((layer.kv, layer.kv, *layer.kv.stride()[:4], 0, 0, 0))
     kv = layer.kv if kv_dtype is None else layer.kv.view(kv_dtype)
     scales = layer.scales.view(scale_dtype)
-    return PoolArgs(kv, scales, *kv.stride()[:4], *scales.stride()[:3])
+    return PoolArgs._make((kv, scales, *kv.stride()[:4], *scales.stride()[:3]))

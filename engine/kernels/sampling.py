@@ -23,28 +23,22 @@ import triton.language as tl
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
-#: Number of vocabulary entries in a tile of the first kernel.
-TILE = 2048
-#: Number of vocabulary entries that the second kernel reads at once.
-SCAN = 8192
-#: Number of segments in a tile. The first kernel keeps the maximum of each segment.
-SEGMENTS = 8
-#: Bit of a token's count that is set if the token occurs in the prompt.
-IN_PROMPT = 1 << 30
+TILE = 2048  # Number of vocabulary entries in a tile of the first kernel.
+SCAN = 8192  # Number of vocabulary entries that the second kernel reads at once.
+SEGMENTS = 8  # Number of segments in a tile. The first kernel keeps the maximum of each segment.
+IN_PROMPT = 1 << 30  # Bit of a token's count that is set if the token occurs in the prompt.
 MIN_TEMPERATURE = 1e-5
-#: Largest number of logit biases and banned tokens of a slot.
-MAX_ENTRIES = 2048
+MAX_ENTRIES = 2048  # Largest number of logit biases and banned tokens of a slot.
 
 #: Places of the float32 parameters of a slot, then their number.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUM_FLOATS = range(7)
 #: Places of the int64 parameters of a slot, then their number. Banned tokens are allowed from position BAN_UNTIL on.
 TOP_K, SEED, CHILD, BAN_UNTIL, NUM_ENTRIES, PENALISED, NUM_INTS = range(7)
-#: Number of int64 words of a slot: the floats, two per word, then the integers.
-SLOT_WORDS = NUM_FLOATS // 2 + NUM_INTS
+SLOT_WORDS = NUM_FLOATS // 2 + NUM_INTS  # Number of int64 words of a slot: the floats, two per word, then the integers.
 # Constants as kernels need them.
 _SLOT_WORDS, _FLOAT_WORDS, _PENALISED = (tl.constexpr(n) for n in (SLOT_WORDS, NUM_FLOATS // 2, PENALISED))
-_SEGMENTS, _ENTRIES, _IN_PROMPT = (tl.constexpr(n) for n in (SEGMENTS, MAX_ENTRIES, IN_PROMPT))
-_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_TILE, _SEGMENTS, _ENTRIES = (tl.constexpr(n) for n in (TILE, SEGMENTS, MAX_ENTRIES))
+_IN_PROMPT, _MIN_TEMPERATURE = tl.constexpr(IN_PROMPT), tl.constexpr(MIN_TEMPERATURE)
 
 
 class SamplingTensors(NamedTuple):
@@ -72,8 +66,7 @@ class RowBuffers(NamedTuple):
     best_logit: torch.Tensor
     tile_max: torch.Tensor
     tile_sum: torch.Tensor
-    #: float32 [R, tiles * SEGMENTS], the largest logit of each segment.
-    segment_max: torch.Tensor
+    segment_max: torch.Tensor  # float32 [R, tiles * SEGMENTS], the largest logit of each segment.
     #: float32 [R, vocab]: logits after penalties, bias, mask and temperature; the scores, which include the noise.
     shaped: torch.Tensor
     scores: torch.Tensor
@@ -82,28 +75,27 @@ class RowBuffers(NamedTuple):
 @triton.jit
 def _gumbel(word):
     """Returns Gumbel noise from a random uint32."""
-    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     # -log1p(-u). For small u a series, because 1 - u would lose the bits that decide the largest noise.
-    u = uniform
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * (0.2 + u * (0.16666667 + u * 0.14285715))))))
     return -tl.log(tl.where(u < 0.06, series, -tl.log(1.0 - u)))
 
 
 @triton.jit
-def _noise(seed, child, position, first, BV: tl.constexpr):
-    """Returns Gumbel noise at vocabulary indices first .. first + BV; first is a multiple of 4."""
-    group = (first // 4 + tl.arange(0, BV // 4)).to(tl.uint32)
+def _noise(seed, child, position, first):
+    """Returns Gumbel noise at vocabulary indices first .. first + TILE; first is a multiple of 4."""
+    group = (first // 4 + tl.arange(0, _TILE // 4)).to(tl.uint32)
     zero = group * 0
     w0, w1, w2, w3 = tl.philox(
         seed, group, zero + position.to(tl.uint32), zero + child.to(tl.uint32), zero, n_rounds=10
     )
-    return _gumbel(tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BV))
+    return _gumbel(tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(_TILE))
 
 
 @triton.jit
-def _parameters(params, slot):
+def _parameters(tensors, slot):
     """Returns pointers to the float32 and the int64 parameters of a slot."""
-    words = params.words + slot * _SLOT_WORDS
+    words = tensors.words + slot * _SLOT_WORDS
     return words.to(tl.pointer_type(tl.float32)), words + _FLOAT_WORDS
 
 
@@ -122,7 +114,7 @@ def _score_kernel(
     logits,
     slots,
     positions,
-    params,
+    tensors,
     allowed,
     inputs,
     offsets,
@@ -133,7 +125,6 @@ def _score_kernel(
     inputs_row,
     vocab,
     num_tiles,
-    BV: tl.constexpr,
     MASKED: tl.constexpr,
     DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -143,9 +134,9 @@ def _score_kernel(
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64)
-    floats, ints = _parameters(params, slot)
-    first = tile * BV
-    i = first + tl.arange(0, BV)
+    floats, ints = _parameters(tensors, slot)
+    first = tile * _TILE
+    i = first + tl.arange(0, _TILE)
     ok = i < vocab
     x = tl.load(logits + row * logits_row + i, mask=ok, other=0.0).to(tl.float32)
     # The parameters that decide the branches are loaded together, in parallel with the logits.
@@ -156,7 +147,7 @@ def _score_kernel(
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
 
     if penalised:
-        count = tl.load(params.counts + slot * counts_row + i, mask=ok, other=0)
+        count = tl.load(tensors.counts + slot * counts_row + i, mask=ok, other=0)
         if DRAFTS:
             for back in range(tl.load(offsets + row)):
                 count += (i == tl.load(inputs + row * inputs_row - back)).to(tl.int32)
@@ -165,11 +156,11 @@ def _score_kernel(
         said = count & (_IN_PROMPT - 1)
         x -= tl.load(floats + 5) * said.to(tl.float32) + tl.where(said > 0, tl.load(floats + 4), 0.0)
     if num_entries > 0:
-        entry = params.entries + slot * (2 * _ENTRIES)
+        entry = tensors.entries + slot * (2 * _ENTRIES)
         e = tl.arange(0, _ENTRIES)
-        named = tl.load(entry + e, mask=e < num_entries, other=vocab + BV)
+        named = tl.load(entry + e, mask=e < num_entries, other=vocab + _TILE)
         banned = position < tl.load(ints + 3)
-        for j in range(tl.sum((named < first).to(tl.int32), 0), tl.sum((named < first + BV).to(tl.int32), 0)):
+        for j in range(tl.sum((named < first).to(tl.int32), 0), tl.sum((named < first + _TILE).to(tl.int32), 0)):
             bias = tl.load(entry + _ENTRIES + j).to(tl.float32, bitcast=True)
             x += tl.where((i == tl.load(entry + j)) & (banned | (bias > -float("inf"))), bias, 0.0)
     if MASKED:
@@ -181,7 +172,7 @@ def _score_kernel(
     x = tl.where(ok, x, -float("inf"))
     score = x
     if temperature > 0:
-        score = x + _noise(tl.load(ints + 1), tl.load(ints + 2), position, first, BV)
+        score = x + _noise(tl.load(ints + 1), tl.load(ints + 2), position, first)
 
     tile_index = row * num_tiles + tile
     best, where = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -189,7 +180,7 @@ def _score_kernel(
     tl.store(buffers.best_token + tile_index, first + where)
     tl.store(buffers.tile_finite + tile_index, finite)
     if cut:
-        tops = tl.max(tl.reshape(x, [_SEGMENTS, BV // _SEGMENTS]), 1)
+        tops = tl.max(tl.reshape(x, [_SEGMENTS, _TILE // _SEGMENTS]), 1)
         tl.store(buffers.segment_max + tile_index * _SEGMENTS + tl.arange(0, _SEGMENTS), tops)
         top = tl.max(tops, 0)
         tl.store(buffers.best_logit + tile_index, tl.max(tl.where(i == first + where, x, -float("inf")), 0))
@@ -229,7 +220,7 @@ def _kth_maximum(segment_max, n, k, SIZE: tl.constexpr):
 @triton.jit
 def _select_kernel(
     slots,
-    params,
+    tensors,
     buffers,
     tokens,
     finite,
@@ -246,7 +237,7 @@ def _select_kernel(
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    floats, ints = _parameters(params, slot)
+    floats, ints = _parameters(tensors, slot)
     shaped = buffers.shaped + row * vocab
     scores = buffers.scores + row * vocab
     t = tl.arange(0, TILES)
@@ -325,27 +316,22 @@ def _select_kernel(
         tl.store(results + row, tl.where(all_finite > 0, token, -1).to(tl.int64))
     if COUNT:  # noqa: SIM102 - known when it is compiled
         if (tl.load(ints + _PENALISED) > 0) & (all_finite > 0):
-            seen = params.counts + slot * counts_row + token
+            seen = tensors.counts + slot * counts_row + token
             tl.store(seen, tl.load(seen) + 1)
 
 
 class SamplingKernels:
-    """The sampling kernels and their buffers for up to max_rows rows.
-
-    A stream that samples needs its own instance. The graphs of one stream share it.
-    """
+    """The sampling kernels and their buffers for up to max_rows rows. Every stream that samples needs an instance."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
-        self._vocab = vocab
-        self._tiles = triton.cdiv(vocab, TILE)
-        self._max_rows = max_rows
+        self._max_rows, self._vocab, self._tiles = max_rows, vocab, triton.cdiv(vocab, TILE)
 
         def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
         ints = torch.empty(2, max_rows, self._tiles, dtype=torch.int32, device=device)
         by_tile, by_token = floats(4, max_rows, self._tiles), floats(2, max_rows, vocab)
-        self._buffers = RowBuffers(*ints, *by_tile, floats(max_rows, self._tiles * SEGMENTS), *by_token)
+        self._buffers = RowBuffers._make((*ints, *by_tile, floats(max_rows, self._tiles * SEGMENTS), *by_token))
 
     def sample(
         self,
@@ -398,7 +384,6 @@ class SamplingKernels:
             inputs.stride(0),
             self._vocab,
             self._tiles,
-            BV=TILE,
             MASKED=allowed is not None,
             DRAFTS=drafts is not None,
             num_warps=4,
@@ -451,7 +436,7 @@ def _accept_kernel(
     inputs,
     cu_q,
     row_slots,
-    params,
+    tensors,
     last_tokens,
     counts_row,
     QP: tl.constexpr,
@@ -466,12 +451,12 @@ def _accept_kernel(
     token = tl.load(sampled + first + j, mask=j < num_new, other=0)
     good = tl.load(finite + first + j, mask=j < num_new, other=0) > 0
     draft = tl.load(inputs + first + j + 1, mask=j + 1 < num_new, other=-1)
-    _, ints = _parameters(params, slot)
+    _, ints = _parameters(tensors, slot)
     counted = tl.load(ints + _PENALISED) > 0
     # A token counts if all tokens before it equal the drafts at their places.
     stop = tl.min(tl.where(good & (draft == token), QP, j), 0)
     count = tl.sum((good & (j <= stop)).to(tl.int32), 0)
-    tl.atomic_add(params.counts + slot * counts_row + token, 1, mask=j < tl.where(counted, count, 0))
+    tl.atomic_add(tensors.counts + slot * counts_row + token, 1, mask=j < tl.where(counted, count, 0))
     tl.store(last_tokens + slot, tl.sum(tl.where(j == count - 1, token, 0), 0), mask=count > 0)
 
 

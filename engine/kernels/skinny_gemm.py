@@ -14,10 +14,8 @@ import triton.language as tl
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
-#: Largest number of rows: the smallest tile of a tensor core.
-MAX_ROWS = 16
-#: Number of programs that run at once if each needs more than half of an SM's shared memory.
-ONE_WAVE = 132
+MAX_ROWS = 16  # Largest number of rows: the smallest tile of a tensor core.
+ONE_WAVE = 132  # Number of programs that run at once if each needs more than half of an SM's shared memory.
 
 
 @triton.jit

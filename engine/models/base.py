@@ -32,10 +32,8 @@ class ModelShape:
     head_dim: int
     #: Sliding window of each layer in tokens: a query sees itself and the window - 1 tokens before it. None: all.
     windows: tuple[int | None, ...]
-    #: Factor on the attention scores. None: head_dim ** -0.5.
-    scale: float | None = None
-    #: Bound of the scores: softcap * tanh(score / softcap). None: unbounded.
-    softcap: float | None = None
+    scale: float | None = None  # Factor on the attention scores. None: head_dim ** -0.5.
+    softcap: float | None = None  # Bound of the scores: softcap * tanh(score / softcap). None: unbounded.
     #: Longest sequence in tokens that the position embedding supports.
     max_position: int
     eos_token_ids: tuple[int, ...]
@@ -47,8 +45,7 @@ class ForwardContext(NamedTuple):
     #: The layers of the KV pool, in order.
     cache: Sequence[LayerKV]
     backend: AttentionBackend[Any]
-    #: The result of `backend.prepare` for this step.
-    metadata: Any
+    metadata: Any  # The result of `backend.prepare` for this step.
 
 
 class Model(Protocol):

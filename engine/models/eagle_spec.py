@@ -26,19 +26,14 @@ def draft_error(text: str) -> ConfigError:
 class EagleSpec:
     """The shape of an EAGLE head."""
 
-    #: The one layer, with the embedding and LM head around it.
-    layer: ModelSpec
+    layer: ModelSpec  # The one layer, with the embedding and LM head around it.
     #: EAGLE-3: the target layers before which the residual stream is taken. None: the layers of EAGLE-3's authors.
     #: Empty: EAGLE, which takes the input of the target's LM head.
     aux_layers: tuple[int, ...] | None
-    #: Hidden size of the target.
-    target_hidden: int
-    #: Size of the head's vocabulary, 0 if it is the target's.
-    draft_vocab: int
-    #: EAGLE-3: the residual stream starts with the state after its norm.
-    norm_before_residual: bool
-    #: `fc` has a bias. None: `fc` has a bias if the checkpoint has one.
-    fc_bias: bool | None
+    target_hidden: int  # Hidden size of the target.
+    draft_vocab: int  # Size of the head's vocabulary, 0 if it is the target's.
+    norm_before_residual: bool  # EAGLE-3: the residual stream starts with the state after its norm.
+    fc_bias: bool | None  # `fc` has a bias. None: `fc` has a bias if the checkpoint has one.
 
     @property
     def is_eagle3(self) -> bool:

@@ -23,10 +23,8 @@ from engine.models.decoder import Decoder
 from engine.models.eagle import EagleHead
 from engine.models.eagle_spec import EagleSpec, draft_error
 
-#: `eagle_revision` hashes this many samples of the file, of this size.
-_SAMPLES, _SAMPLE_BYTES = 1024, 256
-#: Tensors with these name endings are ignored.
-_UNUSED = ("rotary_emb.inv_freq", "t2d")
+_SAMPLES, _SAMPLE_BYTES = 1024, 256  # `eagle_revision` hashes this many samples of the file, of this size.
+_UNUSED = ("rotary_emb.inv_freq", "t2d")  # Tensors with these name endings are ignored.
 #: The part of a tensor's name that `EagleHead` leaves out.
 _PREFIX = re.compile(r"^(model\.)?(midlayer\.|layers\.0\.)?")
 

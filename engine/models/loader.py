@@ -27,8 +27,7 @@ class ModelSource:
 
     spec: ModelShape
     model_dir: Path
-    #: Seed of random weights. None: the weights are the directory's safetensors files.
-    seed: int | None
+    seed: int | None  # Seed of random weights. None: the weights are the directory's safetensors files.
 
     def revision(self, device: torch.device) -> str:
         """Returns 16 hex digits for configuration and weights. Equal revisions compute the same KV on `device`."""

@@ -29,17 +29,14 @@ from engine.progress import progress
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-#: The revision hashes this many samples of each tensor, of this size.
-_SAMPLES, _SAMPLE_BYTES = 16, 256
+_SAMPLES, _SAMPLE_BYTES = 16, 256  # The revision hashes this many samples of each tensor, of this size.
 
 
 class Target(NamedTuple):
     """The destination of a checkpoint tensor."""
 
-    #: A parameter, or its part of a joined parameter.
-    tensor: Tensor
-    #: Dimension in which ranks split the checkpoint tensor. None: every rank has all of it.
-    split: int | None
+    tensor: Tensor  # A parameter, or its part of a joined parameter.
+    split: int | None  # Dimension in which ranks split the checkpoint tensor. None: every rank has all of it.
 
 
 def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
@@ -48,7 +45,7 @@ def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
     for module in root.modules():
         if isinstance(module, Linear | Embedding | RMSNorm):
             for kind, parameter in module.named_parameters(recurse=False):
-                parts = parameter.split(list(module.parts.values()))
+                parts = torch.split(parameter, list(module.parts.values()))
                 for name, part in zip(module.parts, parts, strict=True):
                     targets[f"{prefix}{name}.{kind}"] = Target(part, _split_dim(module, kind))
     return targets
@@ -150,7 +147,7 @@ def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tens
         return whole
     assert isinstance(module, Linear)
     joined = module.parts.values() if split == 0 else [module.in_features]
-    parts = whole.split([width * shard.size for width in joined], split)
+    parts = torch.split(whole, [width * shard.size for width in joined], split)
     return torch.cat([part.chunk(shard.size, split)[shard.rank] for part in parts], split)
 
 

@@ -14,8 +14,7 @@ from engine.models.shard import UNSHARDED, Shard
 class EngineBuilder:
     """Builds the parts of an engine that differ between one and several devices: here all of them on one device."""
 
-    #: The part of the model in this process.
-    shard: Shard = UNSHARDED
+    shard: Shard = UNSHARDED  # The part of the model in this process.
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         self._source, self._device = source, device

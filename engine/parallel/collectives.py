@@ -20,8 +20,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
 from engine.models.shard import Shard
 
-#: Longest wait of a collective for a rank that is late.
-TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0  # Longest wait of a collective for a rank that is late.
 
 
 def open_store(host: str) -> tuple[TCPStore, int]:

@@ -132,7 +132,7 @@ class Rank:
         joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
         self._collectives.broadcast(joined)
         metadata = self._attention.prepare(step_messages.unpack_step(message.payload))
-        ids, positions, row_indices = joined.split([tokens, tokens, rows or 0])
+        ids, positions, row_indices = torch.split(joined, [tokens, tokens, rows or 0])
         context = ForwardContext(self._cache, self._attention, metadata)
         self._model.forward(ids, positions, context, None if rows is None else row_indices)
 

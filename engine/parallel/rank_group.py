@@ -29,10 +29,8 @@ from engine.config import EngineConfig
 
 _log = logging.getLogger(__name__)
 
-#: Longest wait for ranks of this machine, which import torch first.
-JOIN_S = 120.0
-#: Longest wait for ranks of other machines, which may be started later.
-JOIN_NODES_S = 1800.0
+JOIN_S = 120.0  # Longest wait for ranks of this machine, which import torch first.
+JOIN_NODES_S = 1800.0  # Longest wait for ranks of other machines, which may be started later.
 #: Longest wait for an answer. A rank loads its weights before its first answer.
 ANSWER_S = 1800.0
 POLL_S = 0.2
@@ -40,8 +38,7 @@ POLL_S = 0.2
 STOP_S = 5.0
 SECRET_VARIABLE = "BATON_SECRET"
 
-#: Kind of the channel that carries steps.
-ENGINE_CHANNEL = "engine"
+ENGINE_CHANNEL = "engine"  # Kind of the channel that carries steps.
 
 #: Function that returns the command line of a rank for (its number, the address of rank 0).
 RankCommand = Callable[[int, str], list[str]]
@@ -62,8 +59,7 @@ class RankGroup:
 
     def __init__(self, size: int, kinds: Sequence[str]) -> None:
         self.size = size
-        #: Why the group has failed; None while it works.
-        self.failure: str | None = None
+        self.failure: str | None = None  # Why the group has failed; None while it works.
         #: Function that is called once, on the watching thread or the engine thread, when the group has failed.
         self.on_failure: Callable[[], object] = lambda: None
         self._channels: dict[str, dict[int, RankChannel]] = {kind: {} for kind in kinds}

@@ -23,58 +23,40 @@ from dataclasses import dataclass
 
 from engine.schedule.drafts import DraftState
 
-#: Factor on the weight of older measurements: acceptance of one sequence, per verify step.
-SEQ_DECAY = 0.9
-#: Factor on older measurements of the acceptance of all sequences, per verified sequence.
-ALL_DECAY = 0.98
-#: Factor on older step times, per step.
-TIME_DECAY = 0.95
+SEQ_DECAY = 0.9  # Factor on the weight of older measurements: acceptance of one sequence, per verify step.
+ALL_DECAY = 0.98  # Factor on older measurements of the acceptance of all sequences, per verified sequence.
+TIME_DECAY = 0.95  # Factor on older step times, per step.
 
-#: Acceptance rate before the first measurement.
-START_RATE = 0.6
-#: The start rate counts like this many measured drafts.
-START_WEIGHT = 2.0
-#: Lowest start rate of a new sequence, also if the drafts of all other sequences are rejected.
-MIN_START_RATE = 0.25
+START_RATE = 0.6  # Acceptance rate before the first measurement.
+START_WEIGHT = 2.0  # The start rate counts like this many measured drafts.
+MIN_START_RATE = 0.25  # Lowest start rate of a new sequence, also if the drafts of all other sequences are rejected.
 
-#: Extra time of a verify step before the first measurement.
-FIRST_EXTRA = 0.2
-#: Upper bound of the extra time. Measurements on a busy machine may be far too high.
-MAX_EXTRA = 1.2
+FIRST_EXTRA = 0.2  # Extra time of a verify step before the first measurement.
+MAX_EXTRA = 1.2  # Upper bound of the extra time. Measurements on a busy machine may be far too high.
 
 #: First and longest interval between two probes: tokens of a sequence, or steps of a padded batch.
 FIRST_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 32
 
-#: Steps with drafts before the first plain step, which is timed for comparison.
-FIRST_PLAIN = 8
-#: Steps with drafts before each later plain step.
-PLAIN_EVERY = 200
-#: Most plain steps in a row. The first may have waited for drafts; its time is then not used.
-PLAIN_RUN = 2
+FIRST_PLAIN = 8  # Steps with drafts before the first plain step, which is timed for comparison.
+PLAIN_EVERY = 200  # Steps with drafts before each later plain step.
+PLAIN_RUN = 2  # Most plain steps in a row. The first may have waited for drafts; its time is then not used.
 
 #: In units of a plain step's time: earned per step without drafts, budget at the start, largest budget.
 TIME_BUDGET_RATE, FIRST_TIME_BUDGET, MAX_TIME_BUDGET = 0.01, 2.0, 4.0
 
-#: Steps stop waiting for the drafts of a sequence after this many empty proposals in a row.
-MAX_EMPTY_PROPOSALS = 2
+MAX_EMPTY_PROPOSALS = 2  # Steps stop waiting for the drafts of a sequence after this many empty proposals in a row.
 
 
 @dataclass(slots=True)
 class _StepTimes:
     """Mean seconds of the steps of one size class. 0: not measured."""
 
-    #: Seconds of steps without drafts that did not wait for drafts.
-    plain: float = 0.0
-    #: Seconds of steps with drafts.
-    verify: float = 0.0
-    #: Seconds of steps that waited for drafts and got none.
-    empty_wait: float = 0.0
-    #: Mean number of drafts of a verify step.
-    drafts: float = 0.0
-    #: Steps with drafts since the last plain step.
-    drafting_steps: int = FIRST_PLAIN
-    #: Steps since the last plain step that got no drafts so that they could be timed as plain.
-    num_skipped: int = 0
+    plain: float = 0.0  # Seconds of steps without drafts that did not wait for drafts.
+    verify: float = 0.0  # Seconds of steps with drafts.
+    empty_wait: float = 0.0  # Seconds of steps that waited for drafts and got none.
+    drafts: float = 0.0  # Mean number of drafts of a verify step.
+    drafting_steps: int = FIRST_PLAIN  # Steps with drafts since the last plain step.
+    num_skipped: int = 0  # Steps since the last plain step that got no drafts so that they could be timed as plain.
 
     def add(self, drafts: int, seconds: float, *, waited: bool) -> None:
         if drafts:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     from engine.sampling.device_sampler import DeviceSampler
 
-#: Columns of the header, then their number.
-SLOT, START, NUM_DRAFTS, TOKEN, NUM_COLUMNS = range(5)
+SLOT, START, NUM_DRAFTS, TOKEN, NUM_COLUMNS = range(5)  # Columns of the header, then their number.
 
 
 class DraftGraphs:

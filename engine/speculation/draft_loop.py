@@ -30,10 +30,8 @@ from engine.speculation.draft_model import DraftModel
 from engine.speculation.proposer import DraftBatch
 from engine.speculation.rejection import split_by_weight
 
-#: Most tokens of one catch-up batch.
-CATCH_UP_TOKENS = 1024
-#: Noise stream from which drafts for rejection sampling are drawn.
-DRAFT_STREAM = 3
+CATCH_UP_TOKENS = 1024  # Most tokens of one catch-up batch.
+DRAFT_STREAM = 3  # Noise stream from which drafts for rejection sampling are drawn.
 
 
 class ModelProposer:
@@ -111,15 +109,13 @@ class DraftLoop:
         rows = [row for row, count in enumerate(num_drafts) if count]
         self.catch_up([seqs[row] for row in rows if seqs[row].draft_lag])
         blocks = [self._tables.row(seq) for seq in seqs]
+        drafts = DraftBatch.empty(len(seqs), max(num_drafts))
         if self._graphs is not None and self._graphs.fits(len(rows)):
-            drawn = self._graphs.run(
-                [seqs[row] for row in rows], [num_drafts[row] for row in rows], [blocks[row] for row in rows]
-            )
-            drafts = DraftBatch.empty(len(seqs), max(num_drafts))
-            drafts.tokens[rows], drafts.lengths[rows] = drawn, [num_drafts[row] for row in rows]
+            counts = [num_drafts[row] for row in rows]
+            drafts.tokens[rows] = self._graphs.run([seqs[row] for row in rows], counts, [blocks[row] for row in rows])
+            drafts.lengths[rows] = counts
             return drafts
         self._zero_new_blocks([(seqs[row], num_drafts[row]) for row in rows])
-        drafts = DraftBatch.empty(len(seqs), max(num_drafts))
         probs: Tensor | None = None
         starts = np.array([seq.start for seq in seqs])
         last_blocks = [int(blocks[row][(starts[row] - 1) // self._kv.layout.block_size]) for row in rows]

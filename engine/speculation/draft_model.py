@@ -52,10 +52,8 @@ class TargetModel(NamedTuple):
 class StateLinks:
     """How the rows of a step continue from earlier steps."""
 
-    #: int64 [R], index of the first token of each row in the step.
-    firsts: Tensor
-    #: int64 [R], block of the token before it; any block for a row that begins its sequence.
-    blocks_before: Tensor
+    firsts: Tensor  # int64 [R], index of the first token of each row in the step.
+    blocks_before: Tensor  # int64 [R], block of the token before it; any block for a row that begins its sequence.
 
 
 class SeparateDraftModel:
@@ -67,8 +65,7 @@ class SeparateDraftModel:
         attention: class of the attention backend.
     """
 
-    #: Name in metric labels.
-    name = "draft_model"
+    name = "draft_model"  # Name in metric labels.
     #: `write_kv` computes the layers: of prompts in their steps, of decoded tokens when the sequence drafts again.
     lags: Literal[True] = True
 

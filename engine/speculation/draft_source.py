@@ -60,8 +60,7 @@ class EagleSource:
 
     spec: EagleSpec
     model_dir: Path
-    #: Seed of random weights; None: the weights of `model_dir`.
-    seed: int | None
+    seed: int | None  # Seed of random weights; None: the weights of `model_dir`.
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
         layer = self.spec.layer

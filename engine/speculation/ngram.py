@@ -23,8 +23,7 @@ from engine.speculation.proposer import DraftBatch
 #: The values of n, in the order they are tried: a longer match is a better guess.
 LENGTHS = (5, 3, 2)
 MAX_LENGTH = LENGTHS[0]
-#: Factor of a polynomial hash modulo 2**64; odd.
-FACTOR = 0x9E3779B97F4A7C15
+FACTOR = 0x9E3779B97F4A7C15  # Factor of a polynomial hash modulo 2**64; odd.
 #: uint64 [MAX_LENGTH, n-gram lengths]. The product of MAX_LENGTH tokens and this matrix is the hash of the n-gram at
 #: their end, for each length.
 POWERS = np.array(
@@ -38,12 +37,9 @@ class _NgramTable:
     """The n-grams of one length in one sequence."""
 
     length: int
-    #: uint64, ascending: hashes of the n-grams of the prompt.
-    hashes: np.ndarray
-    #: Position after each n-gram of the prompt. Equal hashes are in the order of their positions.
-    ends: np.ndarray
-    #: Position after the last occurrence of each n-gram that output completed, by its hash.
-    output_ends: dict[int, int]
+    hashes: np.ndarray  # uint64, ascending: hashes of the n-grams of the prompt.
+    ends: np.ndarray  # Position after each n-gram of the prompt. Equal hashes are in the order of their positions.
+    output_ends: dict[int, int]  # Position after the last occurrence of each n-gram that output completed, by its hash.
 
 
 class NgramIndex:

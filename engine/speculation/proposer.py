@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 class DraftBatch:
     """The drafts of B sequences, up to K of each."""
 
-    #: int64 [B, K]; the first lengths[row] tokens of a row are its drafts.
-    tokens: np.ndarray
-    #: int64 [B], the number of drafts of each sequence.
-    lengths: np.ndarray
+    tokens: np.ndarray  # int64 [B, K]; the first lengths[row] tokens of a row are its drafts.
+    lengths: np.ndarray  # int64 [B], the number of drafts of each sequence.
     #: float32 [B, K, vocab] on the device, the distribution that each draft was drawn from. None for drafts that were
     #: not drawn, and for coupled acceptance, which needs no distribution.
     probs: Tensor | None = None
@@ -49,8 +47,7 @@ class DraftBatch:
 class Proposer(Protocol):
     """A source of drafts."""
 
-    #: Name of the proposer in metric labels.
-    name: str
+    name: str  # Name of the proposer in metric labels.
 
     def new_state(self, seq: EngineSequence) -> Any:
         """Returns the state of one sequence. Called once, before the first proposal for the sequence."""

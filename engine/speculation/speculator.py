@@ -28,10 +28,8 @@ _log = logging.getLogger(__name__)
 
 #: Most tokens that a draft model may lag. Blocks with these tokens are not published before it catches up.
 MAX_DRAFT_LAG = 64
-#: Most sequences that the proposer reads during a step.
-OBSERVED_PER_STEP = 4
-#: Proposer state of a sequence for which `Proposer.new_state` raised.
-NO_STATE = object()
+OBSERVED_PER_STEP = 4  # Most sequences that the proposer reads during a step.
+NO_STATE = object()  # Proposer state of a sequence for which `Proposer.new_state` raised.
 
 
 class Speculator:

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: A proposer is useless after this many verified proposals in a row without an accepted draft.
-USELESS_AFTER = 50
+USELESS_AFTER = 50  # A proposer is useless after this many verified proposals in a row without an accepted draft.
 
 
 @dataclass(slots=True)
 class SpeculationStats:
     """The counts of drafts. A chain is the drafts of one sequence that one step verified."""
 
-    #: Name of the proposer.
-    proposer: str
-    #: Largest number of drafts in a chain.
-    max_drafts: int
-    #: Verified chains.
-    chains: int = 0
-    #: Drafts of all chains.
-    proposed: int = 0
-    #: Accepted drafts of all chains.
-    accepted: int = 0
-    #: Drafts by their place in the chain.
-    proposed_at: list[int] = field(default_factory=list)
-    #: Accepted drafts by their place in the chain.
-    accepted_at: list[int] = field(default_factory=list)
-    #: Number of the newest chains in a row that had no accepted draft.
-    rejected_in_a_row: int = 0
-    #: Calls of the proposer that raised.
-    failures: int = 0
+    proposer: str  # Name of the proposer.
+    max_drafts: int  # Largest number of drafts in a chain.
+    chains: int = 0  # Verified chains.
+    proposed: int = 0  # Drafts of all chains.
+    accepted: int = 0  # Accepted drafts of all chains.
+    proposed_at: list[int] = field(default_factory=list)  # Drafts by their place in the chain.
+    accepted_at: list[int] = field(default_factory=list)  # Accepted drafts by their place in the chain.
+    rejected_in_a_row: int = 0  # Number of the newest chains in a row that had no accepted draft.
+    failures: int = 0  # Calls of the proposer that raised.
 
     def __post_init__(self) -> None:
         self.proposed_at = [0] * self.max_drafts

@@ -22,14 +22,10 @@ from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramIndex
 from engine.speculation.proposer import DraftBatch
 
-#: Lengths of suffixes in tokens, in the order they are tried.
-LENGTHS = (12, 6, 3)
-#: Most suffixes of a generation, about 170 bytes each.
-MAX_SUFFIXES = 1 << 18
-#: Most votes of a candidate.
-MAX_VOTES = 15
-#: Votes that a suffix of the shortest length needs before it is used. A longer suffix needs one vote.
-MIN_VOTES = 2
+LENGTHS = (12, 6, 3)  # Lengths of suffixes in tokens, in the order they are tried.
+MAX_SUFFIXES = 1 << 18  # Most suffixes of a generation, about 170 bytes each.
+MAX_VOTES = 15  # Most votes of a candidate.
+MIN_VOTES = 2  # Votes that a suffix of the shortest length needs before it is used. A longer suffix needs one vote.
 
 
 class SuffixTable:
@@ -100,10 +96,8 @@ def _key(salt: str, suffix: Sequence[int]) -> int:
 class _SuffixState:
     """The state of one sequence."""
 
-    #: The n-grams of the sequence's own tokens.
-    index: NgramIndex
-    #: Number of the sequence's tokens that the table has counted.
-    num_learnt: int
+    index: NgramIndex  # The n-grams of the sequence's own tokens.
+    num_learnt: int  # Number of the sequence's tokens that the table has counted.
 
 
 class SuffixProposer:

@@ -149,7 +149,9 @@ def test_the_shape_is_read_from_the_model(tmp_path: Path) -> None:
 def test_a_window_is_read_from_the_mask_or_the_mask_is_refused(
     visible: Callable[[Any, Any], Any], said: int | None, window: int | str | None
 ) -> None:
-    mask = trace._Mask(lambda _batch, _head, query, key: visible(query, key))
+    def mask(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        return visible(query, key)
+
     call = trace._Call(torch.nn.Identity(), 1, 1, 8, 1.0, None, said, mask)
     if isinstance(window, str):
         with pytest.raises(ConfigError, match=window):

@@ -21,28 +21,21 @@ from common.errors import ConfigError
 from engine.device import out_of_memory_message
 from engine.models.base import ModelShape
 
-#: Name of our functions in the registries of transformers while a model is traced.
-TRACE_NAME = "baton-trace"
+TRACE_NAME = "baton-trace"  # Name of our functions in the registries of transformers while a model is traced.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfSpec(ModelShape):
     """A model that transformers computes."""
 
-    #: config.json in canonical form. It is part of the revision, because it decides the computation.
-    config: str
-    #: Module path of the decoder, the part between embedding and final norm.
-    decoder_path: str
-    #: Module paths of the attention layers.
-    attention_paths: tuple[str, ...]
+    config: str  # config.json in canonical form. It is part of the revision, because it decides the computation.
+    decoder_path: str  # Module path of the decoder, the part between embedding and final norm.
+    attention_paths: tuple[str, ...]  # Module paths of the attention layers.
     #: Factor on the queries of each layer. Not 1 if the layer's scale differs from the shape's.
     query_scales: tuple[float, ...]
-    #: Whether the model has experts that run as grouped products.
-    grouped: bool
-    #: Whether a forward pass copies from the host.
-    host_traffic: bool
-    #: Class that the decoder returns.
-    output_class: type = field(repr=False, compare=False)
+    grouped: bool  # Whether the model has experts that run as grouped products.
+    host_traffic: bool  # Whether a forward pass copies from the host.
+    output_class: type = field(repr=False, compare=False)  # Class that the decoder returns.
 
 
 class _IdentityDecoder(nn.Module):

@@ -30,8 +30,7 @@ from engine.models.hf.config import (
 )
 
 TRACE_TOKENS = 4
-#: Most positions at which a mask is evaluated.
-MAX_MASK = 1 << 17
+MAX_MASK = 1 << 17  # Most positions at which a mask is evaluated.
 #: Arguments of the attention interface that do not change the result here. Other arguments are refused.
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "use_cache", "return_dict"}
 IGNORED_ARGUMENTS |= {"output_attentions", "output_hidden_states", "output_router_logits"}
