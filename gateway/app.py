@@ -151,7 +151,7 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
         *dashboard_routes(gateway, history, package_version()),
         *page_routes(),
     ]
-    auth = Middleware(AuthMiddleware, keys=gateway.keys, refuse=_error, open_metrics=gateway.settings.open_metrics)
+    auth = Middleware(AuthMiddleware, keys=gateway.keys, open_metrics=gateway.settings.open_metrics)
     app = Starlette(routes=routes, middleware=[auth], exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app

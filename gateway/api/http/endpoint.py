@@ -50,7 +50,6 @@ REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
 SESSION_AFFINITY = b"x-session-affinity"
 MAX_AFFINITY_CHARS = 256
-_TRACEPARENT, _TRACESTATE = TRACEPARENT.encode(), TRACESTATE.encode()
 _IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
 #: Strings, or parts of long strings, that are scanned before other tasks run.
 _TURN_STRINGS = 500
@@ -62,11 +61,8 @@ _DISCARD_S = 10.0
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
 #: The files of the page at /. The data that the page shows does need a key.
 OPEN_FILES = "/dashboard/page/"
-METRICS = "/metrics"
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 _CALLER = "baton.caller"
-
-Refusal = Callable[[BatonError], ASGIApp]
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -83,21 +79,10 @@ def client_request_id(scope: Scope) -> str | None:
     return value if value and len(value) <= 128 and value.isascii() and value.isprintable() else None
 
 
-def client_affinity(scope: Scope) -> str:
-    """Returns the client's affinity hint, "" without a usable one."""
-    return parse_affinity(header(scope, SESSION_AFFINITY))
-
-
 def parse_affinity(value: str | bytes | None) -> str:
     """Returns an affinity hint. A hint that is too long counts as none, because hints are never rejected."""
     text = value.decode("latin-1") if isinstance(value, bytes) else value or ""
     return text if len(text) <= MAX_AFFINITY_CHARS else ""
-
-
-def client_trace(scope: Scope) -> TraceContext | None:
-    """Returns the client's trace span, None without a valid one."""
-    traceparent = header(scope, _TRACEPARENT)
-    return None if traceparent is None else TraceContext.parse(traceparent, header(scope, _TRACESTATE))
 
 
 def client_timeout(scope: Scope) -> float | None:
@@ -125,31 +110,26 @@ def caller_of(scope: Scope) -> Caller:
 class AuthMiddleware:
     """ASGI middleware that identifies the caller, and rejects a request without a valid key."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, refuse: Refusal, open_metrics: bool) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, open_metrics: bool) -> None:
         """
         Args:
-            refuse: Returns an application that answers with an error.
             open_metrics: /metrics needs no key.
         """
         self._app = app
         self._keys = keys
-        self._refuse = refuse
-        self._open = OPEN_PATHS | {METRICS} if open_metrics else OPEN_PATHS
+        self._open = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_open(scope["path"]):
+        if scope["type"] == "http" and not (scope["path"] in self._open or scope["path"].startswith(OPEN_FILES)):
             try:
                 caller = self._keys.current.identify(header(scope, b"authorization"))
                 if scope["path"] in ADMIN_PATHS and not caller.admin:
                     raise PermissionDenied("this needs the key of an administrator")
             except BatonError as e:
-                await self._refuse(e)(scope, receive, send)
+                await HttpResponse(send, None).send_error(e)
                 return
             scope[_CALLER] = caller
         await self._app(scope, receive, send)
-
-    def _is_open(self, path: str) -> bool:
-        return path in self._open or path.startswith(OPEN_FILES)
 
 
 async def read_json_body(
@@ -370,14 +350,11 @@ class Endpoint:
         response = HttpResponse(send, body_writer(scope))
         response.request_id = client_id = client_request_id(scope)
         try:
-            timeout_s, affinity = client_timeout(scope), client_affinity(scope)
+            timeout_s, affinity = client_timeout(scope), parse_affinity(header(scope, SESSION_AFFINITY))
+            traceparent = header(scope, TRACEPARENT.encode())
+            span = TraceContext.parse(traceparent, header(scope, TRACESTATE.encode())) if traceparent else None
             with self._gateway.admit(
-                self._name,
-                client_id,
-                timeout_s,
-                caller=caller_of(scope),
-                affinity=affinity,
-                client_span=client_trace(scope),
+                self._name, client_id, timeout_s, caller=caller_of(scope), affinity=affinity, client_span=span
             ) as context:
                 response.headers = context.response_headers
                 response.request_id = client_id or context.id

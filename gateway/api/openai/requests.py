@@ -185,6 +185,9 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = param("The usage so far, in every chunk.", False)
 
 
+_NO_OPTIONS = StreamOptions()
+
+
 class JsonSchemaFormat(TypedDict, total=False):
     """`response_format.json_schema`."""
 
@@ -225,6 +228,7 @@ _FORMS: dict[str, Callable[..., Grammar | None]] = {
     "grammar": g.from_lark_or_gbnf,
     "json_object": lambda wanted, field: g.json_object(field=field) if wanted else None,
 }
+_GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
 
 
 @with_config(ConfigDict(strict=True, json_schema_extra={"anyOf": [{"required": [form]} for form in _FORMS]}))
@@ -402,7 +406,7 @@ def _spec(
         raise InvalidRequest(f"best_of ({best_of}) must not be less than n ({r.n})", field="best_of")
     if best_of is not None and best_of > r.n and r.stream:
         raise InvalidRequest("best_of above n cannot be streamed: stream must be false", field="best_of")
-    options = r.stream_options or StreamOptions()
+    options = r.stream_options or _NO_OPTIONS
     return generation_spec(
         r,
         max_tokens=max_tokens,
@@ -467,9 +471,9 @@ def _grammars(r: Generation) -> Iterator[tuple[str, Grammar | None]]:
     if r.response_format is not None:
         kind, asked = r.response_format["type"], r.response_format.get("json_schema")
         yield "response_format", format_grammar(kind, asked, "response_format", "response_format.json_schema")
-    for form in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(r, f"guided_{form}")) is not None:
-            yield f"guided_{form}", _FORMS[form](value, field=f"guided_{form}")
+    for name, form in _GUIDED.items():
+        if (value := getattr(r, name)) is not None:
+            yield name, _FORMS[form](value, field=name)
     if r.structured_outputs is not None:
         given: Mapping[str, Any] = r.structured_outputs
         if not (forms := [form for form in _FORMS if form in given]):
@@ -510,8 +514,8 @@ _NOT_WITH_BEAMS = (
 def _beam_search(r: Generation, width: int, width_field: str) -> BeamSearchParams | None:
     """Returns the parameters of a beam search, None without one. Raises InvalidRequest, which names the field."""
     if not r.use_beam_search:
-        for name in ("length_penalty", "early_stopping"):
-            if getattr(r, name) != Generation.model_fields[name].default:
+        for name, given in (("length_penalty", r.length_penalty != 1.0), ("early_stopping", r.early_stopping)):
+            if given:
                 raise InvalidRequest(f"{name} needs use_beam_search to be true", field=name)
         return None
     for name in _NOT_WITH_BEAMS:
