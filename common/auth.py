@@ -29,8 +29,7 @@ MAX_SKEW_S = 30.0
 
 _MAC_BYTES = 32
 _NONCE_BYTES = 16
-#: Generation, timestamp in ms, nonce; the pod's name follows.
-_HEAD = struct.Struct(f"<QQ{_NONCE_BYTES}s")
+_HEAD = struct.Struct(f"<QQ{_NONCE_BYTES}s")  #: Generation, timestamp in ms, nonce; the pod's name follows.
 
 MetadataItem = tuple[str, str | bytes]
 

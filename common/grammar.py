@@ -29,14 +29,10 @@ from common.errors import BatonError, InvalidRequest
 from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
-#: Each character takes 2 us to read.
-MAX_GBNF_CHARS = 1 << 15
-#: Most compiled grammars in the cache.
-MAX_CACHED = 256
-#: Most characters of their texts together.
-MAX_CACHED_CHARS = 8 << 20
-#: Most characters of white space in a row, so that a model that indents for ever ends.
-MAX_SPACE = 40
+MAX_GBNF_CHARS = 1 << 15  #: Each character takes 2 us to read.
+MAX_CACHED = 256  #: Most compiled grammars in the cache.
+MAX_CACHED_CHARS = 8 << 20  #: Most characters of their texts together.
+MAX_SPACE = 40  #: Most characters of white space in a row, so that a model that indents for ever ends.
 
 #: Options that a schema must not change by "x-guidance": an ignored keyword would be a broken constraint.
 _JSON_OPTIONS: dict[str, Any] = {
@@ -47,8 +43,7 @@ _JSON_OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-#: Held while threading.stack_size() is changed, because it applies to all new threads.
-_STACK_SIZE = threading.Lock()
+_STACK_SIZE = threading.Lock()  #: Held while threading.stack_size() is changed, because it applies to all new threads.
 _T = TypeVar("_T")
 
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")

@@ -25,14 +25,12 @@ from common.errors import InvalidRequest
 
 #: Native stack of the thread that compiles, in bytes. The default depends on `ulimit -s`: 8 MiB, 2 MiB if unlimited.
 COMPILE_STACK = 64 << 20
-#: Levels of one chain, less than a quarter of what the stack lasts for.
-MAX_CHAIN = 3_000
+MAX_CHAIN = 3_000  #: Levels of one chain, less than a quarter of what the stack lasts for.
 #: Arrays and objects in each other, in a JSON schema. llguidance's JSON reader stops at 127, with 3 around the schema.
 MAX_NESTING = 120
 #: Brackets in each other, in a Lark grammar. llguidance allows 30 for groups and any number for `%if` conditions.
 MAX_BRACKETS = 64
-#: Members of one array or object, references of one schema, rules of one Lark grammar.
-MAX_MEMBERS = 1 << 14
+MAX_MEMBERS = 1 << 14  #: Members of one array or object, references of one schema, rules of one Lark grammar.
 #: patternProperties of one object: llguidance compares each pair of them (0.1 s for 128, 20 s for 480).
 MAX_PATTERNS = 128
 
@@ -40,8 +38,7 @@ MAX_PATTERNS = 128
 _KEYS = frozenset({"$ref", "$id", "id", "$schema", "patternProperties"})
 _DEFINITIONS = ("$defs", "definitions")
 
-#: These drafts identify a part by `id`, later drafts by `$id`.
-_OLD_DRAFT = re.compile("draft-0[34]")
+_OLD_DRAFT = re.compile("draft-0[34]")  #: These drafts identify a part by `id`, later drafts by `$id`.
 #: Encoded characters that separate names or not, depending on when they are decoded.
 _ENCODED_SYNTAX = re.compile("%2f|%7e", re.IGNORECASE)
 
@@ -59,8 +56,7 @@ _TOKEN = re.compile(
     re.X,
 )
 _CLOSING = frozenset(")]}")
-#: All other tokens are names; a literal is found as "".
-_MARKS = frozenset(":([{") | _CLOSING | {""}
+_MARKS = frozenset(":([{") | _CLOSING | {""}  #: All other tokens are names; a literal is found as "".
 _JSON = json.JSONDecoder()
 
 
@@ -136,10 +132,8 @@ class _Walk:
 
     def __init__(self, schema: dict[str, Any] | list[Any], field: str) -> None:
         self.nodes: list[Any] = [schema]
-        #: The number of the node around each node.
-        self.parents = [0]
-        #: How many nodes are around each node, itself included.
-        self.depths = [1]
+        self.parents = [0]  #: The number of the node around each node.
+        self.depths = [1]  #: How many nodes are around each node, itself included.
         #: Each `$ref`: the number of the object that has it, and its value.
         self.references: list[tuple[int, str]] = []
         has_id = has_old_id = old = False
@@ -168,8 +162,7 @@ class _Walk:
                 self.depths += [self.depths[number] + 1] * len(inner)
         #: A part of the schema has an identifier. Pointers within that part begin there, not at the whole schema.
         self.has_ids = has_id or (has_old_id and old)
-        #: The largest depth.
-        self.depth = self.depths[-1]
+        self.depth = self.depths[-1]  #: The largest depth.
 
 
 def _targets(walk: _Walk, references: Iterable[str]) -> dict[str, int | None] | None:
@@ -206,8 +199,7 @@ class _ReferenceGraph:
         self._walk, self._targets = walk, targets
         self._nodes = sorted({0}.union(node for node in targets.values() if node is not None))
         self._places = {node: place for place, node in enumerate(self._nodes)}
-        #: Place of each node of the walk.
-        self._place_of: list[int] = []
+        self._place_of: list[int] = []  #: Place of each node of the walk.
         heights = [1] * len(self._nodes)
         for number, (parent, depth) in enumerate(zip(walk.parents, walk.depths, strict=True)):
             place = self._places.get(number, -1)

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, fields
 from common.errors import LayoutMismatch
 
 LAYOUT_VERSION = 1
-#: Bytes; keeps every segment aligned for vector loads and DMA.
-SEGMENT_ALIGN = 256
+SEGMENT_ALIGN = 256  #: Bytes; keeps every segment aligned for vector loads and DMA.
 
 FP8_DTYPE = "float8_e4m3"
 SCALE_DTYPE = "bfloat16"

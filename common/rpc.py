@@ -49,8 +49,7 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
 #: gRPC raises it when a servicer sends after the caller cancelled or its deadline passed, until gRPC cancels the
 #: servicer.
 CALLER_DISCONNECTED = grpc.aio.InternalError
-#: Health service name for liveness probes. It is SERVING from start to stop.
-LIVENESS_SERVICE = "live"
+LIVENESS_SERVICE = "live"  #: Health service name for liveness probes. It is SERVING from start to stop.
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -31,8 +31,7 @@ LATENCY_BUCKETS = (
 )
 COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-#: Label values, and the value.
-MetricSample = tuple[tuple[str, ...], float]
+MetricSample = tuple[tuple[str, ...], float]  #: Label values, and the value.
 
 
 class MetricsServer:

@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
-#: Most sequences of one request (`n`).
-MAX_N = 128
+MAX_N = 128  #: Most sequences of one request (`n`).
 
 
 class Role(enum.StrEnum):
@@ -26,8 +25,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    #: STOP, for an answer that calls tools. Set by the gateway, which parses the calls.
-    TOOL_CALLS = "tool_calls"
+    TOOL_CALLS = "tool_calls"  #: STOP, for an answer that calls tools. Set by the gateway, which parses the calls.
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,10 @@ from itertools import takewhile
 from prefix_index.records import PrefixHits
 
 CACHE_S = 1.0
-#: Time from the end of a prompt's booking until its blocks are in the index, with a margin.
-SETTLE_S = 0.2
+SETTLE_S = 0.2  #: Time from the end of a prompt's booking until its blocks are in the index, with a margin.
 MAX_ANSWERS = 256
 
-#: Name and generation of a pod.
-PodGeneration = tuple[str, int]
+PodGeneration = tuple[str, int]  #: Name and generation of a pod.
 
 
 @dataclass(frozen=True, slots=True)

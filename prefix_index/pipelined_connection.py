@@ -29,11 +29,8 @@ from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
 from prefix_index.store import IndexKeys
 
 CONNECT_S = 1.0
-#: Shortest time between the starts of two connections of a scope.
-RETRY_S = 1.0
-
-#: The hiredis reader returns it while an answer is incomplete.
-_MORE = object()
+RETRY_S = 1.0  #: Shortest time between the starts of two connections of a scope.
+_MORE = object()  #: The hiredis reader returns it while an answer is incomplete.
 
 _log = logging.getLogger(__name__)
 

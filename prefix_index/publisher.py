@@ -45,10 +45,8 @@ HEARTBEAT_S = 3.0
 #: Blocks per command. A command delays look-ups by 1 to 3 ms; 5,000 blocks per command give no higher throughput.
 MAX_BATCH_BLOCKS = 1_000
 MAX_PENDING = 200_000
-#: Seconds between two checks for slots without a live pod.
-SWEEP_S = 10
-#: Postings that one heartbeat checks while postings of freed slots remain.
-SWEEP_POSTINGS = 1_000
+SWEEP_S = 10  #: Seconds between two checks for slots without a live pod.
+SWEEP_POSTINGS = 1_000  #: Postings that one heartbeat checks while postings of freed slots remain.
 #: Under a burst from all pods a command waits in Redis; a shorter limit would only cause more snapshots.
 _COMMAND_S = 3.0
 _LEAVE_S = 1.0

@@ -39,36 +39,26 @@ _T = TypeVar("_T")
 _NOTHING = PrefixHits()
 
 POLL_TIMEOUT_S = 0.5
-#: A look-up for at most this many pods names them and is exact for each.
-MAX_EXACT_PODS = 16
-#: A gateway without a poll for this time is gone.
-GATEWAY_TTL_MS = 3_000
+MAX_EXACT_PODS = 16  #: A look-up for at most this many pods names them and is exact for each.
+GATEWAY_TTL_MS = 3_000  #: A gateway without a poll for this time is gone.
 #: Age of a poll that still proves that no other gateway uses a scope. A new gateway sees this one at its first poll.
 ONLY_GATEWAY_S = 2.0
-#: Equal on all gateways, because scripts compute the age of a booking from its end.
-BOOKING_TTL_S = 30.0
-#: A burst must not open a connection per request; more calls would only queue in Redis.
-MAX_CONCURRENT_CALLS = 8
+BOOKING_TTL_S = 30.0  #: Equal on all gateways, because scripts compute the age of a booking from its end.
+MAX_CONCURRENT_CALLS = 8  #: A burst must not open a connection per request; more calls would only queue in Redis.
 
 
 @dataclass(slots=True)
 class _ScopeState:
     """The last poll of one scope. Pods are identified by (name, generation)."""
 
-    #: Epoch of the slots; a new epoch gives every slot a new meaning.
-    epoch: bytes = b""
-    #: Version of the records; the next poll reads them only if it changed.
-    version: bytes = b""
-    #: None: the record is unreadable.
-    records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)
+    epoch: bytes = b""  #: Epoch of the slots; a new epoch gives every slot a new meaning.
+    version: bytes = b""  #: Version of the records; the next poll reads them only if it changed.
+    records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)  #: None: the record is unreadable.
     #: The raw load and the status made from it.
     statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)
-    #: Slot -> pod.
-    owners: dict[int, tuple[str, int]] = field(default_factory=dict)
-    #: One block in this many has a posting.
-    sampling: int = 1
-    #: Gateways that use the scope, including this one.
-    gateways: int = 0
+    owners: dict[int, tuple[str, int]] = field(default_factory=dict)  #: Slot -> pod.
+    sampling: int = 1  #: One block in this many has a posting.
+    gateways: int = 0  #: Gateways that use the scope, including this one.
     asked_at: float = 0.0
 
 

@@ -20,10 +20,8 @@ class CacheTier(StrEnum):
 class PrefixHits(NamedTuple):
     """Number of leading blocks of a prompt that a pod holds."""
 
-    #: In device memory.
-    device_blocks: int = 0
-    #: In any tier, at least device_blocks.
-    total_blocks: int = 0
+    device_blocks: int = 0  #: In device memory.
+    total_blocks: int = 0  #: In any tier, at least device_blocks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +30,14 @@ class PodRecord:
 
     pod: str
     generation: int
-    #: host:port of the pod's gRPC server.
-    address: str
+    address: str  #: host:port of the pod's gRPC server.
     role: Role
     model: str
-    #: First 8 hex digits of `fingerprint`: the key space in the index.
-    scope: str
-    #: Fingerprint of the pod's KV layout.
-    fingerprint: str
-    #: Tokens.
-    block_size: int
+    scope: str  #: First 8 hex digits of `fingerprint`: the key space in the index.
+    fingerprint: str  #: Fingerprint of the pod's KV layout.
+    block_size: int  #: Tokens.
     max_model_len: int
-    #: Size of the KV pool.
-    num_blocks: int
+    num_blocks: int  #: Size of the KV pool.
 
     def to_fields(self) -> list[str]:
         """Returns the fields and values of a Redis hash: name, value, name, value, ..."""
@@ -87,11 +80,9 @@ class BookingCandidate:
     """
 
     pod: str
-    #: Cost without those bookings.
-    cost_s: float
+    cost_s: float  #: Cost without those bookings.
     cost_per_unit_s: float
-    #: Units that this request books: prompt tokens, or one sequence.
-    units: int
+    units: int  #: Units that this request books: prompt tokens, or one sequence.
     age_s: float
 
 
@@ -99,7 +90,5 @@ class BookingCandidate:
 class BookingResult:
     """Outcome of a booking."""
 
-    #: Position of the booked candidate in its group.
-    chosen: int
-    #: Per candidate, the units that other requests booked in its last age_s seconds.
-    booked: tuple[int, ...]
+    chosen: int  #: Position of the booked candidate in its group.
+    booked: tuple[int, ...]  #: Per candidate, the units that other requests booked in its last age_s seconds.

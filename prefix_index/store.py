@@ -20,15 +20,10 @@ from pathlib import Path
 
 from prefix_index.records import CacheTier
 
-#: The folder of the index's Lua scripts.
-LUA_DIR = Path(__file__).parent / "lua"
-
-#: HASH scope -> model. Gateways find the scopes in it.
-SCOPES_KEY = "kv:scopes"
-#: Leading bytes of each 16-byte block hash that sets and packed chains contain.
-STORED_HASH_BYTES = 8
-#: Tokens per sampled block, on average.
-SAMPLED_TOKENS = 128
+LUA_DIR = Path(__file__).parent / "lua"  #: The folder of the index's Lua scripts.
+SCOPES_KEY = "kv:scopes"  #: HASH scope -> model. Gateways find the scopes in it.
+STORED_HASH_BYTES = 8  #: Leading bytes of each 16-byte block hash that sets and packed chains contain.
+SAMPLED_TOKENS = 128  #: Tokens per sampled block, on average.
 
 LEASE_MS = 10_000
 HELD_TTL_S = 60

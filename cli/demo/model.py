@@ -14,10 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common.errors import BatonError, ConfigError
 from common.model.directory import SMOLLM2, resolve_model, smollm2_dir
@@ -41,7 +42,7 @@ def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         with dest.with_name(f".{dest.name}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # held for CONVERSION_DEADLINE_S at most, and freed if its process dies
+            _take_lock(lock)
             if (dest / "config.json").is_file():
                 return dest  # another process converted it while this one waited
             say(f"converting SmolLM2-135M-Instruct into {dest} (once, about a minute)")
@@ -69,6 +70,21 @@ def prepared(
     if model == SMOLLM2:
         demo_model(say)
     return resolve_model(model, tokenizer=tokenizer, weights=weights)
+
+
+def _take_lock(file: IO[str]) -> None:
+    """Takes the file lock, which the kernel frees when its process dies. Raises ConfigError after the deadline."""
+    deadline = time.monotonic() + CONVERSION_DEADLINE_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                why = f"another process has held {file.name} for over {CONVERSION_DEADLINE_S:.0f} s"
+                raise ConfigError(
+                    f"{why}: end it, or try again once it has converted the model", field="model"
+                ) from None
+            time.sleep(0.2)
 
 
 def find_gguf() -> Path:

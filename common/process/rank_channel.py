@@ -26,18 +26,13 @@ from typing import Any, Self
 
 from common.errors import Unauthenticated, Unavailable
 
-#: A peer that receives nothing for this time, or stops inside a message, counts as gone.
-SEND_S = 30.0
-#: Longest pause between messages of a peer that has not proved itself.
-HELLO_S = 10.0
-#: Silence after which TCP keep-alive probes the peer's machine.
-KEEP_ALIVE_S = 15
-#: Bytes of the fields, bytes of the payload.
-_HEAD = struct.Struct("<IQ")
+SEND_S = 30.0  #: A peer that receives nothing for this time, or stops inside a message, counts as gone.
+HELLO_S = 10.0  #: Longest pause between messages of a peer that has not proved itself.
+KEEP_ALIVE_S = 15  #: Silence after which TCP keep-alive probes the peer's machine.
+_HEAD = struct.Struct("<IQ")  #: Bytes of the fields, bytes of the payload.
 _MAX_FIELD_BYTES = 1 << 20
 _NONCE_BYTES = 32
-#: Longest payload before both ends have proved themselves.
-_HELLO_BYTES = 256
+_HELLO_BYTES = 256  #: Longest payload before both ends have proved themselves.
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,9 @@ from common.settings.table import Settings, about, setting
 from common.types import Role
 
 DEFAULT_SECRET = "baton-loopback-only"
-#: REST port of a gateway.
-DEFAULT_PORT = 8000
-#: Proposers with a model of their own.
-MODEL_PROPOSERS = ("draft_model", "eagle")
-#: Drafts and the token before them are at most the eight tokens of a row in the decode kernel.
-MAX_DRAFTS = 7
+DEFAULT_PORT = 8000  #: REST port of a gateway.
+MODEL_PROPOSERS = ("draft_model", "eagle")  #: Proposers with a model of their own.
+MAX_DRAFTS = 7  #: Drafts and the token before them are at most the eight tokens of a row in the decode kernel.
 
 _OPTIONAL_ADDRESS = kinds.optional(kinds.ADDRESS)
 

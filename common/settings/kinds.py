@@ -12,14 +12,12 @@ from common.redis.url import SCHEMES, RedisUrl
 from common.tracing.tracer import parse_trace_target
 from common.types import Role
 
-#: Names of gateway/text/tools/choose.py.
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")  #: Names of gateway/text/tools/choose.py.
 #: Names of gateway/text/reasoning.py.
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-#: Bytes of each unit, in lower case: 1024**i for K and KiB, 1000**i for KB.
-_UNITS = {"": 1, "b": 1}
+_UNITS = {"": 1, "b": 1}  #: Bytes of each unit, in lower case: 1024**i for K and KiB, 1000**i for KB.
 for _power, _prefix in enumerate("kmgt", 1):
     _UNITS |= {_prefix: 1024**_power, f"{_prefix}ib": 1024**_power, f"{_prefix}b": 1000**_power}
 

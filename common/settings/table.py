@@ -24,11 +24,9 @@ from common.errors import ConfigError
 from common.settings.kinds import SettingKind, as_text
 
 ENV_PREFIX = "BATON_"
-#: Variables that other code reads.
-ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})
+ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  #: Variables that other code reads.
 
-#: Origins of a value, besides a file.
-FLAG, ENVIRONMENT, PYTHON = " on the command line", " in the environment", ""
+FLAG, ENVIRONMENT, PYTHON = " on the command line", " in the environment", ""  #: Origins of a value, besides a file.
 
 _log = logging.getLogger(__name__)
 _DECLARED: dict[type, Mapping[str, Setting]] = {}

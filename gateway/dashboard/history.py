@@ -29,20 +29,16 @@ WINDOW_S = 300.0
 
 _log = logging.getLogger(__name__)
 
-#: Name and generation of a pod: a restarted pod counts from zero.
-PodKey = tuple[str, int]
+PodKey = tuple[str, int]  #: Name and generation of a pod: a restarted pod counts from zero.
 
 
 @dataclass(frozen=True, slots=True)
 class HistogramSnapshot:
     """The state of a histogram at one moment."""
 
-    #: Upper bounds of the buckets; the last one is infinite.
-    bounds: tuple[float, ...] = ()
-    #: Observations up to each bound.
-    counts: tuple[float, ...] = ()
-    #: Sum of all observations.
-    total: float = 0.0
+    bounds: tuple[float, ...] = ()  #: Upper bounds of the buckets; the last one is infinite.
+    counts: tuple[float, ...] = ()  #: Observations up to each bound.
+    total: float = 0.0  #: Sum of all observations.
 
     @classmethod
     def from_metric(cls, metric: Metric) -> Self:
@@ -97,14 +93,10 @@ _EMPTY = HistogramSnapshot()
 class MetricsSample:
     """The metrics at one moment."""
 
-    #: Time of the sample, time.monotonic().
-    at: float
-    #: Values of counters, and the current numbers of running and waiting requests.
-    counts: Mapping[str, float]
-    #: Latency histograms by name.
-    histograms: Mapping[str, HistogramSnapshot]
-    #: Activity of the pods that answer.
-    pods: Mapping[PodKey, PodActivity]
+    at: float  #: Time of the sample, time.monotonic().
+    counts: Mapping[str, float]  #: Values of counters, and the current numbers of running and waiting requests.
+    histograms: Mapping[str, HistogramSnapshot]  #: Latency histograms by name.
+    pods: Mapping[PodKey, PodActivity]  #: Activity of the pods that answer.
 
     def kv_used(self) -> float | None:
         """Returns the share of the blocks of all pods that is in use; None without pods."""

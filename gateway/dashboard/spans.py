@@ -25,17 +25,13 @@ _GATEWAY = (("tokenized", "tokenize"), ("admitted", "wait"), ("reserved", "route
 class Span:
     """One phase of a request."""
 
-    #: "gateway", "queue", "chunk", "pushes", "hand_off" or "decode".
-    kind: str
+    kind: str  #: "gateway", "queue", "chunk", "pushes", "hand_off" or "decode".
     name: str
-    #: Seconds since the request arrived.
-    start_s: float
+    start_s: float  #: Seconds since the request arrived.
     end_s: float
     detail: str = ""
-    #: Colour in a terminal.
-    style: str = "cyan"
-    #: Name, start and end of each part of the phase.
-    parts: tuple[tuple[str, float, float], ...] = ()
+    style: str = "cyan"  #: Colour in a terminal.
+    parts: tuple[tuple[str, float, float], ...] = ()  #: Name, start and end of each part of the phase.
 
 
 def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[Span]:

@@ -23,11 +23,9 @@ class CacheResetResult:
     """The reset of one pod."""
 
     pod: str
-    #: Blocks that the pod removed from its cache, and blocks that it keeps because they are in use.
-    cleared: int
+    cleared: int  #: Blocks that the pod removed from its cache, and blocks that it keeps because they are in use.
     kept: int
-    #: The prefix index has the change.
-    indexed: bool
+    indexed: bool  #: The prefix index has the change.
 
 
 async def reset_prefix_caches(pods: Iterable[Pod]) -> list[CacheResetResult]:

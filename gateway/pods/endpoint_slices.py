@@ -28,12 +28,10 @@ from pydantic import BaseModel
 
 from common.errors import ConfigError
 
-#: Name of the Service port that the pods' RPC servers use.
-PORT_NAME = "grpc"
+PORT_NAME = "grpc"  #: Name of the Service port that the pods' RPC servers use.
 SERVICE_LABEL = "kubernetes.io/service-name"
 
-#: Length of a watch. A connection that is silent for SILENCE_S longer counts as dead.
-WATCH_S = 60
+WATCH_S = 60  #: Length of a watch. A connection that is silent for SILENCE_S longer counts as dead.
 SILENCE_S = 15.0
 CALL_TIMEOUT_S = 10.0
 BACKOFF_S = (0.2, 10.0)
@@ -152,10 +150,8 @@ class EndpointSliceWatcher:
         self._watch_s = watch_s
         self._backoff_s = backoff_s
         self._slices: dict[str, dict[str, bool]] = {}  # addresses by the name of the slice
-        #: Resource version to watch from; "" if a list comes next.
-        self._version = ""
-        #: The addresses of the last `on_change`.
-        self._notified: dict[str, bool] | None = None
+        self._version = ""  #: Resource version to watch from; "" if a list comes next.
+        self._notified: dict[str, bool] | None = None  #: The addresses of the last `on_change`.
         self._up = False
         self._task: asyncio.Task[None] | None = None
 

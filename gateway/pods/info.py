@@ -14,17 +14,13 @@ class PodInfo:
     """The facts of one pod process. They count even if the index or the configuration says something else."""
 
     name: str
-    #: Number of the process under this name, never reused.
-    generation: int
+    generation: int  #: Number of the process under this name, never reused.
     address: str
     role: Role
     model: str
-    #: Hash of the KV layout; only pods with equal fingerprints work together.
-    fingerprint: str
-    #: Key space of the layout in the prefix index.
-    scope: str
-    #: Tokens of a KV block, and its bytes in all layers.
-    block_size: int
+    fingerprint: str  #: Hash of the KV layout; only pods with equal fingerprints work together.
+    scope: str  #: Key space of the layout in the prefix index.
+    block_size: int  #: Tokens of a KV block, and its bytes in all layers.
     block_bytes: int
     max_model_len: int
     num_blocks: int
@@ -64,13 +60,10 @@ class DraftCounts:
     """Counters of speculative decoding since the pod's start."""
 
     proposer: str
-    #: Proposals: one for each sequence and step.
-    chains: int
-    #: Tokens in them, and those that the model accepted.
-    proposed: int
+    chains: int  #: Proposals: one for each sequence and step.
+    proposed: int  #: Tokens in them, and those that the model accepted.
     accepted: int
-    #: No recent draft token was accepted.
-    useless: bool
+    useless: bool  #: No recent draft token was accepted.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +73,14 @@ class PeerTraffic:
     pod: str
     transport: str
     bytes: int
-    #: Seconds in which at least one transfer ran.
-    busy_s: float
-    #: Recent rate in 1e9 bytes per second.
-    gb_s: float
+    busy_s: float  #: Seconds in which at least one transfer ran.
+    gb_s: float  #: Recent rate in 1e9 bytes per second.
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    #: 0 to 1; None if the driver does not report it.
-    utilization: float | None
-    #: Bytes, of all processes.
-    memory_used: int
+    utilization: float | None  #: 0 to 1; None if the driver does not report it.
+    memory_used: int  #: Bytes, of all processes.
     memory_total: int
 
 
@@ -100,12 +89,9 @@ class PodActivity:
     """Counters since the pod's start, and its current blocks and GPU. Values that a pod does not report are 0."""
 
     blocks: PoolCounts
-    #: Prompt tokens computed for requests.
-    prefilled: int = 0
-    #: Tokens computed again after preemptions.
-    recomputed: int = 0
-    #: Output tokens.
-    generated: int = 0
+    prefilled: int = 0  #: Prompt tokens computed for requests.
+    recomputed: int = 0  #: Tokens computed again after preemptions.
+    generated: int = 0  #: Output tokens.
     preemptions: int = 0
     drafts: DraftCounts | None = None
     links: tuple[PeerTraffic, ...] = ()
@@ -137,9 +123,6 @@ class PodActivity:
 class ModelLimits:
     """The largest request that the pods of a model can serve."""
 
-    #: Prompt plus output tokens.
-    max_model_len: int
-    #: Prompt plus output tokens if the client sends no max_tokens.
-    default_total_len: int
-    #: Token ids are below this.
-    vocab_size: int
+    max_model_len: int  #: Prompt plus output tokens.
+    default_total_len: int  #: Prompt plus output tokens if the client sends no max_tokens.
+    vocab_size: int  #: Token ids are below this.

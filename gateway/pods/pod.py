@@ -37,25 +37,18 @@ from gateway.pods.view import PodView
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
 
-#: A pod that does not answer Info counts as busy, not gone, for this long after its last answer.
-SILENCE_S = 3.0
+SILENCE_S = 3.0  #: A pod that does not answer Info counts as busy, not gone, for this long after its last answer.
 
 #: Wait for the pod's first answer on a token stream. Older pods send none before the first batch.
 HELLO_TIMEOUT_S = 0.3
 
-#: Batches that are acknowledged together. The pod pauses after 256 unacknowledged batches.
-ACK_BATCHES = 32
+ACK_BATCHES = 32  #: Batches that are acknowledged together. The pod pauses after 256 unacknowledged batches.
 
 ABORT_TIMEOUT_S = 5.0
 
-#: A sequence that still sends tokens this long after its abort is aborted again.
-REPEAT_ABORT_S = 2.0
-
-#: Aborts that are remembered before old ones are dropped.
-MAX_REMEMBERED_ABORTS = 1024
-
-#: A recheck waits this long, since many requests may ask for one at the same time.
-RECHECK_DELAY_S = 0.02
+REPEAT_ABORT_S = 2.0  #: A sequence that still sends tokens this long after its abort is aborted again.
+MAX_REMEMBERED_ABORTS = 1024  #: Aborts that are remembered before old ones are dropped.
+RECHECK_DELAY_S = 0.02  #: A recheck waits this long, since many requests may ask for one at the same time.
 
 _BACKOFF_S = (0.05, 1.0)  # first and longest pause
 
@@ -94,23 +87,17 @@ class Pod:
         """
         self.address = address
         self.static = static
-        #: Facts and counters from the last answer to Info; None before the first.
-        self.info: PodInfo | None = None
+        self.info: PodInfo | None = None  #: Facts and counters from the last answer to Info; None before the first.
         self.activity: PodActivity | None = None
         #: The current process as routing sees it, one per generation; None before the first answer.
         self.view: PodView | None = None
-        #: The pod answers Info, and can be used.
-        self.alive = False
-        #: Why a pod that answers cannot be used; "" if it can.
-        self.refusal = ""
-        #: When the pod last answered Info; time.monotonic().
-        self.last_answer_at = time.monotonic()
+        self.alive = False  #: The pod answers Info, and can be used.
+        self.refusal = ""  #: Why a pod that answers cannot be used; "" if it can.
+        self.last_answer_at = time.monotonic()  #: When the pod last answered Info; time.monotonic().
         self.token_stream_up = False
-        #: The pod leaves, as the index says or as Kubernetes says.
-        self.index_draining = False
+        self.index_draining = False  #: The pod leaves, as the index says or as Kubernetes says.
         self.terminating = False
-        #: Info carries the load, so reports of the index are not needed.
-        self._reports_load = False
+        self._reports_load = False  #: Info carries the load, so reports of the index are not needed.
         self.gateway_id = gateway_id
         self._model = model
         self._only_model = only_model
@@ -123,10 +110,8 @@ class Pod:
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
         self._sinks: dict[str, TokenSink] = {}  # by request id
         self._streams_ended = 0
-        #: Set to call Info now.
-        self._recheck_event = asyncio.Event()
-        #: Set while the pod is alive and has a token stream.
-        self._can_stream = asyncio.Event()
+        self._recheck_event = asyncio.Event()  #: Set to call Info now.
+        self._can_stream = asyncio.Event()  #: Set while the pod is alive and has a token stream.
         #: Time of the last abort by request id and child (None: all of the request).
         self._aborted: dict[tuple[str, int | None], float] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -380,10 +365,8 @@ class _AckCounter:
     """Counts the batches of a token stream, by number."""
 
     def __init__(self) -> None:
-        #: The last batch that was consumed, and the last one acknowledged.
-        self.consumed = self.acked = 0
-        #: Set when an acknowledgement is due.
-        self.wakeup = asyncio.Event()
+        self.consumed = self.acked = 0  #: The last batch that was consumed, and the last one acknowledged.
+        self.wakeup = asyncio.Event()  #: Set when an acknowledgement is due.
 
     def consume(self, number: int) -> None:
         self.consumed = number

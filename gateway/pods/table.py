@@ -19,8 +19,7 @@ from gateway.pods.pod import Pod
 from gateway.pods.view import fill_in_from_peers
 from prefix_index.reader import IndexReader
 
-#: Period in which the index is read.
-POLL_PERIOD_S = 0.5
+POLL_PERIOD_S = 0.5  #: Period in which the index is read.
 
 FORGET_S = 10.0
 
@@ -32,8 +31,7 @@ class _UsablePods:
 
     def __init__(self, pods: Iterable[Pod]) -> None:
         serving = [pod for pod in pods if pod.serving]
-        #: Prefill pods by layout fingerprint.
-        self.prefills: dict[str, list[Pod]] = {}
+        self.prefills: dict[str, list[Pod]] = {}  #: Prefill pods by layout fingerprint.
         for pod in _newest(pod for pod in serving if pod.can_prefill):
             assert pod.info is not None
             self.prefills.setdefault(pod.info.fingerprint, []).append(pod)
@@ -86,10 +84,8 @@ class PodTable:
             only_model: The gateway serves no other model, so a pod that reports no model name is used.
         """
         self.index = index
-        #: The index answered the last poll.
-        self.index_up = False
-        #: All known pods by address, usable or not.
-        self.pods: dict[str, Pod] = {}
+        self.index_up = False  #: The index answered the last poll.
+        self.pods: dict[str, Pod] = {}  #: All known pods by address, usable or not.
         self._static = tuple(static)
         #: Addresses that Kubernetes names, and whether their pods are terminating.
         self._endpoints: Mapping[str, bool] = {}
@@ -98,8 +94,7 @@ class PodTable:
         self._only_model = only_model
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()
-        #: None after a change.
-        self._usable_cache: _UsablePods | None = None
+        self._usable_cache: _UsablePods | None = None  #: None after a change.
         self._poll_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -15,24 +15,18 @@ from common.types import PodLoad, Role
 
 # Assumed until the pod or its peers have measured.
 
-#: Prompt tokens per second.
-DEFAULT_PREFILL_RATE = 2000.0
+DEFAULT_PREFILL_RATE = 2000.0  #: Prompt tokens per second.
 
-#: A decode step, and its growth per sequence.
-DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001
+DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001  #: A decode step, and its growth per sequence.
 
-#: Prompt tokens per second the KV of which is moved.
-DEFAULT_TRANSFER_RATE = 20_000.0
+DEFAULT_TRANSFER_RATE = 20_000.0  #: Prompt tokens per second the KV of which is moved.
 
 #: The end of a hand-off, and the latency of a pull, both without the time that the KV moves.
 DEFAULT_HAND_OFF_S = 0.005
 DEFAULT_PULL_S = 0.02
 
-#: Loading KV from host memory is this much faster than computing it.
-HOST_SPEEDUP = 8.0
-
-#: A booking made this shortly before a report may have reached the pod after it.
-DISPATCH_DELAY_S = 0.02
+HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
+DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have reached the pod after it.
 
 
 class PodView:
@@ -77,15 +71,12 @@ class PodView:
         self.address = address
         self.role = role
         self.block_size = block_size
-        #: Prompt and output tokens that one request can have on the pod.
-        self.max_request_tokens = max_request_tokens
+        self.max_request_tokens = max_request_tokens  #: Prompt and output tokens that one request can have on the pod.
         self.num_blocks = num_blocks
 
-        #: The last report, None before the first, and when the pod made it.
-        self.load: PodLoad | None = None
+        self.load: PodLoad | None = None  #: The last report, None before the first, and when the pod made it.
         self.reported_at = float("-inf")
-        #: When the reported prompt queue is computed.
-        self.queue_empty_at = float("-inf")
+        self.queue_empty_at = float("-inf")  #: When the reported prompt queue is computed.
 
         #: Prompts and sequences that this gateway sent to the pod, in prompt tokens.
         self.prefill_bookings = Bookings()
@@ -94,24 +85,19 @@ class PodView:
         self.foreign_tokens = 0
         self.foreign_sequences = 0
 
-        #: Time of a prompt: fixed, and per token.
-        self.prefill_overhead_s = 0.0
+        self.prefill_overhead_s = 0.0  #: Time of a prompt: fixed, and per token.
         self.prefill_s_per_token = 1 / DEFAULT_PREFILL_RATE
-        #: The pod or its peers have measured `prefill_s_per_token`.
-        self.rate_known = False
+        self.rate_known = False  #: The pod or its peers have measured `prefill_s_per_token`.
         #: Time of a decode step, and its growth per sequence.
         self.step_s, self.step_slope_s = DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S
         #: Time to move the KV of one token, and the end of a hand-off beyond that.
         self.transfer_s_per_token = 1 / DEFAULT_TRANSFER_RATE
         self.hand_off_s = DEFAULT_HAND_OFF_S
 
-        #: The pod pulls prefixes from other pods; latency of a pull beyond moving the KV.
-        self.pulls = False
+        self.pulls = False  #: The pod pulls prefixes from other pods; latency of a pull beyond moving the KV.
         self.pull_s = DEFAULT_PULL_S
-        #: Bytes per second that the pod wrote to other pods, by name.
-        self.pair_rates: Mapping[str, float] = {}
-        #: The pod computes a prompt before SetTarget says where the KV goes.
-        self.late_targets = False
+        self.pair_rates: Mapping[str, float] = {}  #: Bytes per second that the pod wrote to other pods, by name.
+        self.late_targets = False  #: The pod computes a prompt before SetTarget says where the KV goes.
 
     def apply_report(self, load: PodLoad, now: float) -> None:
         """Takes a load report that the pod made at `now`. A report older than the last one has no effect."""
@@ -183,10 +169,8 @@ class Bookings:
     def __init__(self) -> None:
         #: Tokens left, tokens booked at first, and time, by request id.
         self._open: dict[str, tuple[int, int, float]] = {}
-        #: Bookings before this time are reported.
-        self._since = float("-inf")
-        #: Tokens left of all bookings.
-        self.tokens = 0
+        self._since = float("-inf")  #: Bookings before this time are reported.
+        self.tokens = 0  #: Tokens left of all bookings.
         #: Tokens left, tokens as booked at first, and number of the unreported bookings. Other gateways know a booking
         #: only as it was at first.
         self.unreported_tokens = 0

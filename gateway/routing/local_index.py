@@ -6,20 +6,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-#: Name and generation that stand for all pods together in ApproxIndex.
-ANY_POD = ("", 0)
+ANY_POD = ("", 0)  #: Name and generation that stand for all pods together in ApproxIndex.
 
 #: A chain is recorded at its first POINT_STRIDE blocks, then at every POINT_STRIDE-th, and at its last block.
 POINT_STRIDE = 8
 
-#: About 20 MB.
-MAX_POINTS = 100_000
-
-#: Pods evict blocks without a message to gateways, so a record is trusted for this long.
-MAX_AGE_S = 600.0
-
-#: Prompts in flight that one `match_blocks` compares at most.
-MAX_COMPARED_PROMPTS = 64
+MAX_POINTS = 100_000  #: About 20 MB.
+MAX_AGE_S = 600.0  #: Pods evict blocks without a message to gateways, so a record is trusted for this long.
+MAX_COMPARED_PROMPTS = 64  #: Prompts in flight that one `match_blocks` compares at most.
 
 
 class ApproxIndex:
@@ -34,11 +28,7 @@ class ApproxIndex:
     """
 
     def __init__(
-        self,
-        *,
-        max_points: int = MAX_POINTS,
-        max_age_s: float = MAX_AGE_S,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, max_points: int = MAX_POINTS, max_age_s: float = MAX_AGE_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_points = max_points
         self._max_age_s = max_age_s
@@ -109,8 +99,7 @@ class InFlightPrompts:
     """The prompts that pods compute now, as chains of block hashes. Chains of different layouts never share a hash."""
 
     def __init__(self) -> None:
-        #: Pod and chain by request id.
-        self._prompts: dict[str, tuple[str, Sequence[bytes]]] = {}
+        self._prompts: dict[str, tuple[str, Sequence[bytes]]] = {}  #: Pod and chain by request id.
         #: Request ids (ordered) by the hashes at `_positions` of their chains.
         self._by_hash: dict[bytes, dict[str, None]] = {}
 

@@ -24,8 +24,7 @@ from gateway.pods.pod import Pod
 from gateway.routing.local_index import ANY_POD, ApproxIndex, InFlightPrompts
 from gateway.routing.policy import PodOption, PullOffer
 
-#: A decode pod with this share of its pool free has room for a prompt, as good as surely.
-AMPLE_FREE_SHARE = 0.125
+AMPLE_FREE_SHARE = 0.125  #: A decode pod with this share of its pool free has room for a prompt, as good as surely.
 
 #: After the first token a prompt stays in flight until the index has its blocks and cached look-ups have expired.
 INFLIGHT_LINGER_S = 0.2

@@ -29,27 +29,19 @@ from gateway.pods.view import HOST_SPEEDUP, PodView
 #: give about the same result for 2 to 6.
 QUEUE_EXTERNALITY = 4.0
 
-#: Costs up to the least * TIE_RATIO + TIE_S are equal.
-TIE_RATIO, TIE_S = 1.02, 0.001
+TIE_RATIO, TIE_S = 1.02, 0.001  #: Costs up to the least * TIE_RATIO + TIE_S are equal.
 
-#: A ranking has at least and at most so many options, if there are enough pods.
-MIN_OPTIONS, MAX_OPTIONS = 32, 64
+MIN_OPTIONS, MAX_OPTIONS = 32, 64  #: A ranking has at least and at most so many options, if there are enough pods.
 
 #: The pod that an affinity prefers costs this share and this many seconds less.
 AFFINITY_RATIO, AFFINITY_S = 0.1, 0.005
 
-#: Decode steps measured on equal machines differ by up to this factor.
-SAME_HARDWARE_RATIO = 1.5
-
-#: Assumed output tokens of a request that allows more.
-EXPECTED_OUTPUT_TOKENS = 256
-
-#: Cost of a decode pod without free blocks; it decreases to 0 at SCARCE_FREE_SHARE of the pool.
-NO_ROOM_COST_S = 1.0
+SAME_HARDWARE_RATIO = 1.5  #: Decode steps measured on equal machines differ by up to this factor.
+EXPECTED_OUTPUT_TOKENS = 256  #: Assumed output tokens of a request that allows more.
+NO_ROOM_COST_S = 1.0  #: Cost of a decode pod without free blocks; it decreases to 0 at SCARCE_FREE_SHARE of the pool.
 SCARCE_FREE_SHARE = 0.1
 
-#: RendezvousHash gives a pod at most this multiple of the mean number of requests.
-LOAD_BOUND = 1.25
+LOAD_BOUND = 1.25  #: RendezvousHash gives a pod at most this multiple of the mean number of requests.
 
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 
@@ -58,12 +50,9 @@ NO_HITS: Mapping[str, int] = MappingProxyType({})
 class PullOffer:
     """A prefix that a prefill pod can pull from another pod in less time than computing it takes."""
 
-    #: Leading prompt tokens that the pod holds after the pull.
-    tokens: int
-    #: Predicted seconds of the pull.
-    predicted_s: float
-    #: Name of the pod that holds the prefix.
-    holder: str = ""
+    tokens: int  #: Leading prompt tokens that the pod holds after the pull.
+    predicted_s: float  #: Predicted seconds of the pull.
+    holder: str = ""  #: Name of the pod that holds the prefix.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +65,16 @@ class RoutingRequest:
             |<---------- expected_hits() -------->|                         the longer of the two
     """
 
-    #: Prompt tokens. A request that continues after a lost attempt counts its output so far as prompt.
-    prompt_len: int
-    #: Output tokens that may still be generated.
-    max_tokens: int
-    #: Tokens in device memory.
-    device_hits: Mapping[str, int] = field(default_factory=dict)
+    prompt_len: int  #: Prompt tokens. A request that continues after a lost attempt counts its output so far as prompt.
+    max_tokens: int  #: Output tokens that may still be generated.
+    device_hits: Mapping[str, int] = field(default_factory=dict)  #: Tokens in device memory.
     #: Further tokens in host memory, behind those in device memory.
     host_hits: Mapping[str, int] = field(default_factory=dict)
     #: Tokens that the pod will hold once it has computed the prompts that it computes now.
     inflight_hits: Mapping[str, int] = field(default_factory=dict)
-    #: Pull offers by the name of the pulling pod.
-    pull_offers: Mapping[str, PullOffer] = field(default_factory=dict)
-    #: Requests of equal affinity prefer the same pod; "" for none. A hint.
-    affinity: str = ""
-    #: Hash of the first blocks, for RendezvousHash; empty for a prompt without a full block.
-    prefix_key: bytes = b""
+    pull_offers: Mapping[str, PullOffer] = field(default_factory=dict)  #: Pull offers by the name of the pulling pod.
+    affinity: str = ""  #: Requests of equal affinity prefer the same pod; "" for none. A hint.
+    prefix_key: bytes = b""  #: Hash of the first blocks, for RendezvousHash; empty for a prompt without a full block.
 
     def expected_hits(self) -> Mapping[str, int]:
         """Returns by pod the prompt tokens that need no computing there when the request's turn comes."""
@@ -110,16 +93,11 @@ class PodOption(NamedTuple):
 
     view: PodView
     cost_s: float
-    #: Prompt tokens that the pod would have to compute, or the KV of which has to move there.
-    missing_tokens: int
-    #: Prompt tokens that are expected to need no computing there.
-    hit_tokens: int
-    #: What the request adds to the pod's load: prompt tokens of a prefill, one sequence of a decode.
-    load_units: int
-    #: Seconds by which each load unit of other requests raises the cost.
-    unit_cost_s: float
-    #: The prefix that the pod has to pull first for these hits.
-    pull_offer: PullOffer | None = None
+    missing_tokens: int  #: Prompt tokens that the pod would have to compute, or the KV of which has to move there.
+    hit_tokens: int  #: Prompt tokens that are expected to need no computing there.
+    load_units: int  #: What the request adds to the pod's load: prompt tokens of a prefill, one sequence of a decode.
+    unit_cost_s: float  #: Seconds by which each load unit of other requests raises the cost.
+    pull_offer: PullOffer | None = None  #: The prefix that the pod has to pull first for these hits.
 
 
 class RoutingPolicy(Protocol):

@@ -14,8 +14,7 @@ from gateway.routing.policy import PullOffer
 
 CONNECT_S = 0.3
 
-#: Only so many pods, those with the longest prefixes, are considered as holders.
-MAX_HOLDERS = 3
+MAX_HOLDERS = 3  #: Only so many pods, those with the longest prefixes, are considered as holders.
 
 
 def offer_pulls(

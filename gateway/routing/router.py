@@ -35,8 +35,7 @@ from gateway.telemetry.metrics import GatewayMetrics
 from prefix_index.reader import IndexReader
 from prefix_index.records import BookingCandidate, BookingResult
 
-#: Blocks at the start of a prompt that its prefix key covers.
-PREFIX_KEY_BLOCKS = 4
+PREFIX_KEY_BLOCKS = 4  #: Blocks at the start of a prompt that its prefix key covers.
 
 #: Blocks that are hashed, in 1 to 2 ms, before other requests get a turn of the event loop.
 HASH_BLOCKS_PER_TURN = 1024
@@ -55,8 +54,7 @@ class HashedPrompt:
     hashes: Sequence[bytes] = ()
     block_size: int = 1
     device_hits: Mapping[str, int] = field(default_factory=dict)
-    #: Further tokens in host memory.
-    host_hits: Mapping[str, int] = field(default_factory=dict)
+    host_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens in host memory.
 
     @property
     def prefix_key(self) -> bytes:
@@ -79,8 +77,7 @@ class Router:
         self._policy = CostPolicy(rng)
         self._rendezvous = RendezvousHash(rng)
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Background bookings by request id.
-        self._booking: dict[str, asyncio.Task[None]] = {}
+        self._booking: dict[str, asyncio.Task[None]] = {}  #: Background bookings by request id.
         table.on_change(self._show_mode)
         table.on_forget(self.approx_index.forget)
 

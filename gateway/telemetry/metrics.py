@@ -38,11 +38,8 @@ FAST_BUCKETS = (
 )
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
-#: Outcome of a request that an unexpected exception ended.
-INTERNAL_OUTCOME = "internal"
-
-#: Outcomes that are the server's fault.
-SERVER_FAULT_OUTCOMES = frozenset({INTERNAL_OUTCOME, *SERVER_FAULTS})
+INTERNAL_OUTCOME = "internal"  #: Outcome of a request that an unexpected exception ended.
+SERVER_FAULT_OUTCOMES = frozenset({INTERNAL_OUTCOME, *SERVER_FAULTS})  #: Outcomes that are the server's fault.
 
 
 class GatewayMetrics:

@@ -10,8 +10,7 @@ from typing import Any
 from common.tracing.context import TraceContext
 from common.tracing.tracer import Attributes, Tracer
 
-#: Events that are kept of a request, without its last.
-MAX_EVENTS = 512
+MAX_EVENTS = 512  #: Events that are kept of a request, without its last.
 
 
 class Timeline:
@@ -38,13 +37,11 @@ class Timeline:
         self.tenant = tenant
         self.request_id = request_id
         self.client_id = client_id
-        #: Arrival, time.monotonic().
-        self.start = time.monotonic()
+        self.start = time.monotonic()  #: Arrival, time.monotonic().
         self._created = time.time()
         self._facts: dict[str, Any] = {"endpoint": endpoint}
         self._events: list[dict[str, Any]] = []
-        #: Time of the last event, time.monotonic().
-        self.changed_at = self.start
+        self.changed_at = self.start  #: Time of the last event, time.monotonic().
         self.ended = False
 
     def mark(self, name: str, **details: Any) -> None:
@@ -117,8 +114,7 @@ class AttemptTrace:
         #: gRPC metadata for the calls to pods; None without a trace.
         self.metadata = None if self._context is None else self._context.metadata
         self._number = number
-        #: When the attempt began, and when its last step ended.
-        self._start = self._since = time.monotonic()
+        self._start = self._since = time.monotonic()  #: When the attempt began, and when its last step ended.
         self._first_token_at: float | None = None
         self._ended = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,13 @@ def test_the_error_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(demo, "PACKAGE", "no-such-package")
     with pytest.raises(ConfigError, match="the demo model is not installed: pip install"):
         demo.demo_model()
+
+
+def test_the_wait_for_another_conversion_has_a_deadline(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "CONVERSION_DEADLINE_S", 0.1)
+    dest = smollm2_dir()
+    dest.parent.mkdir(parents=True)
+    with dest.with_name(f".{dest.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process has held .* for over 0 s"):
+            demo.demo_model()
