@@ -82,11 +82,7 @@ class AttentionBackend(Protocol[M]):
         """
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: M) -> None:
-        """Writes new keys and values without attending.
-
-        Args:
-            metadata: metadata of the step from this backend, or from another backend over the same blocks.
-        """
+        """Writes new keys and values without attending. `metadata` may be of another backend over the same blocks."""
 
     def attend(self, query: Tensor, kv: Tensor, cache: LayerKV, metadata: M, window: int | None) -> Tensor:
         """Writes new keys and values, then attends. Returns [T, heads, head_dim].

@@ -67,11 +67,7 @@ class LinearSlice(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. Queries and keys are normalised per head if `spec.qk_norm`.
-
-    Args:
-        inputs: size of the input. None: the model's hidden size.
-    """
+    """Grouped-query attention with rotary positions over `inputs` numbers (None: the hidden size) per token."""
 
     def __init__(self, spec: ModelSpec, window: int | None, inputs: int | None = None) -> None:
         super().__init__()

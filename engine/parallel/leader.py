@@ -36,11 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class MirroredModel:
-    """The model over all ranks. It cannot be captured in a graph, because the host sends each step to the other ranks.
-
-    Args:
-        local: the shard of this rank.
-    """
+    """The model over all ranks. The host sends each step to the other ranks, so no graph can capture it."""
 
     capturable = False
 

@@ -111,11 +111,7 @@ class DraftController:
         return DraftState(proposer_state, rate * START_WEIGHT, START_WEIGHT)
 
     def limits(self, states: Sequence[tuple[DraftState, int]]) -> list[int]:
-        """Returns the most drafts of each sequence of a batch.
-
-        Args:
-            states: state and number of output tokens of each sequence.
-        """
+        """Returns the most drafts of each sequence of a batch, from its state and its number of output tokens."""
         if not states:
             return []
         times = self._times.setdefault(_size_class(len(states)), _StepTimes())

@@ -66,11 +66,7 @@ class DraftGraphs:
     def run(
         self, seqs: Sequence[EngineSequence], num_drafts: Sequence[int], blocks: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Draws num_drafts[i] >= 1 drafts of each sequence, int64 [R, max(num_drafts)]. Waits for the device.
-
-        Args:
-            blocks: block tables of the sequences.
-        """
+        """Draws num_drafts[i] >= 1 drafts of each sequence, int64 [R, max(num_drafts)]. Waits for the device."""
         self._stage(seqs)
         rows = min(size for size in self.shapes if size >= len(seqs))
         header = self._padding_rows(rows)

@@ -183,11 +183,7 @@ class DraftLoop:
         self._draft_model.write_kv(ids, device_positions, self._draft_model.backend.prepare(shape))
 
     def _zero_new_blocks(self, rows: Sequence[tuple[EngineSequence, int]]) -> None:
-        """Zeroes the blocks whose first slot the loop writes, if the attention backend reads unwritten slots.
-
-        Args:
-            rows: sequences, each with its number of drafts.
-        """
+        """Zeroes the blocks that rows (sequence, number of drafts) begin, if the attention reads unwritten slots."""
         if not self._draft_model.backend.reads_unwritten_slots:
             return
         size = self._kv.layout.block_size

@@ -161,11 +161,7 @@ class EagleDraftModel:
         self._state.index_copy_(0, blocks, states.index_select(0, indices).to(self._state.dtype))
 
     def initial_states(self, blocks: Tensor) -> Tensor:
-        """Returns the states to continue from, [R, hidden], of the last tokens that have KV.
-
-        Args:
-            blocks: int64 [R], for each row the block of this token.
-        """
+        """Returns the states of the last tokens with KV, [R, hidden], from their blocks int64 [R]."""
         return self._state.index_select(0, blocks).to(self._dtype)
 
     def draft_step(

@@ -107,11 +107,7 @@ class NgramIndex:
 
 
 def _index(length: int, codes: np.ndarray) -> _NgramTable:
-    """Returns the table of the prompt's n-grams.
-
-    Args:
-        codes: hashes of the n-grams by the position after them, from position `length` on.
-    """
+    """Returns the table of the prompt's n-grams from their hashes, by the position after them, from `length` on."""
     order = np.argsort(codes, kind="stable")
     return _NgramTable(length, codes[order], order + length, {})
 

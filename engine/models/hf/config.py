@@ -125,11 +125,7 @@ def canonical_config(config: Any) -> str:
 
 
 def build_model(config: Any, attention: str, dtype: torch.dtype) -> Any:
-    """Builds a causal language model with uninitialised or random parameters.
-
-    Args:
-        attention: name of the attention function in transformers' registry.
-    """
+    """Builds a causal language model that is not loaded; `attention` is a name in transformers' registry."""
     # A copy, because from_config writes the choice of attention into the configuration.
     config_copy = copy.deepcopy(config)
     return AutoModelForCausalLM.from_config(config_copy, attn_implementation=attention, dtype=dtype).eval()

@@ -130,11 +130,7 @@ class HfModel:
 def load_hf_model(
     spec: HfSpec, model_dir: Path, device: torch.device, dtype: torch.dtype, *, seed: int | None
 ) -> HfModel:
-    """Loads and verifies a model. Raises ConfigError if it is not supported.
-
-    Args:
-        seed: seed of random weights. None: the weights are read from model_dir.
-    """
+    """Loads and verifies a model, with random weights if it has a seed. Raises ConfigError if it is not supported."""
     AttentionInterface.register(ATTENTION_NAME, _attend)
     config = read_hf_config(model_dir)
     with explain_refusal(spec.architecture):
