@@ -14,7 +14,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,13 @@ def load_rates(named: str) -> HardwareRates:
         return PRESETS[named]
     path = Path(named)
     if not path.is_file():
-        raise ConfigError(f"--rates: {named!r} is neither a file nor one of {', '.join(PRESETS)}", field="rates")
+        raise _error(f"{named!r} is neither a file nor one of {', '.join(PRESETS)}")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ConfigError(f"--rates: {path} is not readable JSON: {e}", field="rates") from e
+        raise _error(f"{path} is not readable JSON: {e}") from e
     if not isinstance(raw, dict):
-        raise ConfigError(f"--rates: {path} must hold a JSON object", field="rates")
+        raise _error(f"{path} must hold a JSON object")
     if isinstance(metrics := raw.get("metrics"), dict):
         return fit_rates(H100_8B, metrics, name=path.stem, card=str(raw.get("card", "an unnamed card")))
     return _overridden(raw, path)
@@ -137,7 +137,7 @@ def fit_rates(base: HardwareRates, metrics: Mapping[str, Any], *, name: str, car
     prompts = _points(metrics, r"ttft_ms_(\d+)")
     steps = _points(metrics, r"decode_ms_(\d+)x(\d+)")
     if len(prompts) < 2 or len(steps) < 2:
-        raise ConfigError("--rates: two ttft_ms_N and two decode_ms_BxN metrics are needed at least", field="rates")
+        raise _error("two ttft_ms_N and two decode_ms_BxN metrics are needed at least")
     chunk = 2048
     bare = replace(base, prefill_overhead_s=0.0, decode_overhead_s=0.0)
     # A prompt takes a multiple of the modelled time, and an overhead per chunk. Relative errors are minimised.
@@ -157,11 +157,11 @@ def fit_rates(base: HardwareRates, metrics: Mapping[str, Any], *, name: str, car
 
 
 def _points(metrics: Mapping[str, Any], pattern: str) -> list[tuple[tuple[int, ...], float]]:
-    points = []
-    for key, value in metrics.items():
-        if (match := re.fullmatch(pattern, key)) and isinstance(value, int | float) and value > 0:
-            points.append((tuple(int(part) for part in match.groups()), value / 1e3))
-    return points
+    return [
+        (tuple(map(int, match.groups())), value / 1e3)
+        for key, value in metrics.items()
+        if (match := re.fullmatch(pattern, key)) and isinstance(value, int | float) and value > 0
+    ]
 
 
 def _fit(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
@@ -181,20 +181,18 @@ def _fit(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 def _overridden(raw: Mapping[str, Any], path: Path) -> HardwareRates:
     base = raw.get("preset", H100_8B.name)
     if base not in PRESETS:
-        raise ConfigError(f"--rates: preset must be one of {', '.join(PRESETS)}, not {base!r}", field="rates")
-    field_names = {f.name for f in fields(HardwareRates)} - {"name"}
+        raise _error(f"preset must be one of {', '.join(PRESETS)}, not {base!r}")
     values: dict[str, Any] = {"name": path.stem, "source": f"{path.name} over: {PRESETS[base].source}"}
     for key, value in raw.items():
-        if key == "preset":
-            continue
-        if key not in field_names:
-            raise ConfigError(f"--rates: {path.name} has an unknown field {key!r}", field="rates")
         if key in ("prefill_tok_s", "decode_row_s"):
             values[key] = _checked_points(key, value, path)
         elif key == "source":
             values[key] = str(value)
+        elif key not in HardwareRates.__dataclass_fields__ or key == "name":
+            if key != "preset":
+                raise _error(f"{path.name} has an unknown field {key!r}")
         elif not _number(value) or value < 0 or (value == 0 and not key.endswith(("overhead_s", "latency_s"))):
-            raise ConfigError(f"--rates: {path.name}: {key} must be a positive number, not {value!r}", field="rates")
+            raise _error(f"{path.name}: {key} must be a positive number, not {value!r}")
         else:
             values[key] = float(value)
     return replace(PRESETS[base], **values)
@@ -207,8 +205,12 @@ def _checked_points(key: str, value: Any, path: Path) -> Points:
     )
     rising = all(a[0] < b[0] for a, b in pairwise(points))
     if not points or len(points) != len(rows) or not rising or min(y for _, y in points) <= 0:
-        raise ConfigError(f"--rates: {path.name}: {key} must be a list of rising [number, value] pairs", field="rates")
+        raise _error(f"{path.name}: {key} must be a list of rising [number, value] pairs")
     return points
+
+
+def _error(fault: str) -> ConfigError:
+    return ConfigError(f"--rates: {fault}", field="rates")
 
 
 def _number(value: Any) -> bool:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
+import itertools
 import json
 import sys
 import time
@@ -37,15 +39,12 @@ class SseStream(asyncio.Protocol):
         self._transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        """Keeps the transport; the request is sent by `send`."""
         self._transport = transport
 
     def send(self) -> None:
-        """Sends the request."""
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Records the data and looks for the end of the stream."""
         self.at.append(time.monotonic())
         self.size.append(len(data))
         self.data += data
@@ -55,27 +54,19 @@ class SseStream(asyncio.Protocol):
             self.ended.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Marks the stream as ended, with or without an error."""
         self.begun.set()
         self.ended.set()
 
     def close(self) -> None:
-        """Closes the connection."""
         self._transport.close()
 
     def events(self) -> list[tuple[float, dict[str, Any]]]:
         """Returns all events with the arrival time of their last byte."""
-        ends: list[int] = []
-        total = 0
-        for size in self.size:
-            total += size
-            ends.append(total)
-        events, at, piece = [], 0, 0
+        ends = list(itertools.accumulate(self.size))
+        events, at = [], 0
         while (at := self.data.find(b"data: {", at)) >= 0:
             end = self.data.index(b"\n\n", at)
-            while ends[piece] < end + 2:
-                piece += 1
-            events.append((self.at[piece], orjson.loads(self.data[at + 6 : end])))
+            events.append((self.at[bisect.bisect_left(ends, end + 2)], orjson.loads(self.data[at + 6 : end])))
             at = end
         return events
 
@@ -84,9 +75,10 @@ def request_bytes(path: str, model: str, tokens: int, number: int) -> bytes:
     """Returns the HTTP request of stream `number`, with a unique prompt."""
     prompt = f"Stream {number}: say the alphabet."
     body: dict[str, Any] = {"model": model, "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    body |= (
-        {"prompt": prompt} if path.endswith("v1/completions") else {"messages": [{"role": "user", "content": prompt}]}
-    )
+    if path.endswith("v1/completions"):
+        body["prompt"] = prompt
+    else:
+        body["messages"] = [{"role": "user", "content": prompt}]
     raw = orjson.dumps(body)
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw

@@ -10,7 +10,7 @@ import csv
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
@@ -84,17 +84,16 @@ class WorkloadTrace:
 def load_trace(path: Path) -> WorkloadTrace:
     """Reads a trace. The suffix .jsonl or .csv selects the format. Raises ConfigError with the line number."""
     if not path.is_file():
-        raise ConfigError(f"--trace: there is no file {path}", field="trace")
-    read = {".jsonl": _mooncake, ".csv": _azure}.get(path.suffix)
-    if read is None:
-        raise ConfigError(f"--trace: {path.name} is neither .jsonl (Mooncake) nor .csv (Azure)", field="trace")
+        raise _error(f"there is no file {path}")
+    if path.suffix not in (".jsonl", ".csv"):
+        raise _error(f"{path.name} is neither .jsonl (Mooncake) nor .csv (Azure)")
     try:
         with path.open(encoding="utf-8", newline="") as lines:
-            requests = sorted(read(path.name, lines), key=lambda r: r.arrival_s)
+            requests = sorted(_read(path, lines), key=lambda r: r.arrival_s)
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"--trace: {path} cannot be read: {e}", field="trace") from e
+        raise _error(f"{path} cannot be read: {e}") from e
     if len(requests) < 2 or requests[0].arrival_s == requests[-1].arrival_s:
-        raise ConfigError(f"--trace: {path.name} needs two requests at different times", field="trace")
+        raise _error(f"{path.name} needs two requests at different times")
     start = requests[0].arrival_s
     return WorkloadTrace(
         path.stem, MOONCAKE_BLOCK_SIZE, tuple(replace(r, arrival_s=r.arrival_s - start) for r in requests)
@@ -106,55 +105,55 @@ def synthetic_block_hash(*parts: object) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
+def _read(path: Path, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
+    """Yields the requests of the lines or rows that are not empty."""
+    entries: Iterable[tuple[int, Any]] = enumerate(map(str.strip, lines), 1)
+    parse: Callable[[str, int, Any], WorkloadRequest] = _mooncake
+    if path.suffix == ".csv":
+        rows = csv.reader(lines)
+        if [column.strip() for column in next(rows, [])] != list(AZURE_COLUMNS):
+            raise _error(f"{path.name}, line 1: the columns must be {','.join(AZURE_COLUMNS)}")
+        entries, parse = enumerate(rows, 2), _azure
+    for number, entry in entries:
+        try:
+            if entry:
+                yield parse(path.name, number, entry)
+        except ValueError as e:
+            raise _error(f"{path.name}, line {number}: {e}") from e
+
+
 @functools.lru_cache(1 << 20)
 def _mooncake_hash(block_id: int) -> bytes:
     return synthetic_block_hash("mooncake", block_id)
 
 
-def _mooncake(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            raw = json.loads(line)
-        except ValueError as e:
-            raise _line_error(name, number, f"not JSON: {e}") from e
-        if not isinstance(raw, dict):
-            raise _line_error(name, number, "not an object")
-        prompt, output = _count(name, number, raw, "input_length"), _count(name, number, raw, "output_length")
-        at, ids = raw.get("timestamp"), raw.get("hash_ids")
-        if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e13:
-            raise _line_error(name, number, f"timestamp must be milliseconds, not {at!r}")
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise _line_error(name, number, "hash_ids must be a list of integers")
-        if len(ids) != -(-prompt // MOONCAKE_BLOCK_SIZE):
-            fault = f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}"
-            raise _line_error(name, number, fault)
-        names = tuple(_mooncake_hash(i) for i in ids)
-        full = prompt // MOONCAKE_BLOCK_SIZE  # a partial last block has no hash in block_hashes
-        yield WorkloadRequest(at / 1e3, prompt, max(1, output), names[:full], b"".join(names[full:]))
+def _mooncake(name: str, number: int, line: str) -> WorkloadRequest:
+    try:
+        raw = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"not JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise ValueError("not an object")
+    prompt, output = _count(raw, "input_length", 1), _count(raw, "output_length", 0)
+    at, ids = raw.get("timestamp"), raw.get("hash_ids")
+    if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e13:
+        raise ValueError(f"timestamp must be milliseconds, not {at!r}")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError("hash_ids must be a list of integers")
+    if len(ids) != -(-prompt // MOONCAKE_BLOCK_SIZE):
+        raise ValueError(f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}")
+    names = tuple(_mooncake_hash(i) for i in ids)
+    full = prompt // MOONCAKE_BLOCK_SIZE  # a partial last block has no hash in block_hashes
+    return WorkloadRequest(at / 1e3, prompt, max(1, output), names[:full], b"".join(names[full:]))
 
 
-def _azure(name: str, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
-    rows = csv.reader(lines)
-    header = next(rows, [])
-    if [column.strip() for column in header] != list(AZURE_COLUMNS):
-        raise _line_error(name, 1, f"the columns must be {','.join(AZURE_COLUMNS)}")
-    for number, row in enumerate(rows, 2):
-        if not row:
-            continue
-        if len(row) != len(AZURE_COLUMNS):
-            raise _line_error(name, number, f"{len(row)} columns instead of {len(AZURE_COLUMNS)}")
-        raw = dict(zip(AZURE_COLUMNS, row, strict=True))
-        try:
-            at = _seconds(raw["TIMESTAMP"])
-            counts: dict[str, Any] = {c: int(raw[c]) for c in AZURE_COLUMNS[1:]}
-        except ValueError as e:
-            raise _line_error(name, number, str(e)) from e
-        prompt = _count(name, number, counts, "ContextTokens")
-        output = _count(name, number, counts, "GeneratedTokens")
-        unshared = tuple(synthetic_block_hash(name, number, i) for i in range(prompt // MOONCAKE_BLOCK_SIZE))
-        yield WorkloadRequest(at, prompt, max(1, output), unshared)
+def _azure(name: str, number: int, row: Sequence[str]) -> WorkloadRequest:
+    if len(row) != len(AZURE_COLUMNS):
+        raise ValueError(f"{len(row)} columns instead of {len(AZURE_COLUMNS)}")
+    counts = dict(zip(AZURE_COLUMNS[1:], map(int, row[1:]), strict=True))
+    prompt, output = _count(counts, "ContextTokens", 1), _count(counts, "GeneratedTokens", 0)
+    unshared = tuple(synthetic_block_hash(name, number, i) for i in range(prompt // MOONCAKE_BLOCK_SIZE))
+    return WorkloadRequest(_seconds(row[0]), prompt, max(1, output), unshared)
 
 
 def _seconds(raw: str) -> float:
@@ -163,13 +162,12 @@ def _seconds(raw: str) -> float:
     return datetime.fromisoformat(head + "+00:00").timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
 
 
-def _count(name: str, number: int, raw: dict[str, Any], field: str) -> int:
+def _count(raw: Mapping[str, Any], field: str, lowest: int) -> int:
     value = raw.get(field)
-    lowest = 0 if field in ("output_length", "GeneratedTokens") else 1
     if type(value) is not int or not lowest <= value <= 10_000_000:
-        raise _line_error(name, number, f"{field} must be a whole number from {lowest} on, not {value!r}")
+        raise ValueError(f"{field} must be a whole number from {lowest} on, not {value!r}")
     return value
 
 
-def _line_error(name: str, number: int, fault: str) -> ConfigError:
-    return ConfigError(f"--trace: {name}, line {number}: {fault}", field="trace")
+def _error(fault: str) -> ConfigError:
+    return ConfigError(f"--trace: {fault}", field="trace")
