@@ -186,7 +186,7 @@ class PromptStep:
             return self._draft.forward_with_target(
                 self._target, tokens, positions, metadata, rows=self._rows, links=self._state_links
             )
-        hidden = model.forward(tokens, positions, ForwardContext(cache, self._backend, metadata), self._rows)
+        hidden = model.forward(tokens, positions, ForwardContext(cache, self._backend, metadata), rows=self._rows)
         if self._draft is not None:
             backend = self._draft.backend
             assert isinstance(backend, TritonAttention)
