@@ -282,30 +282,21 @@ class Scheduler:
 
     def _admit(self, *, new: bool) -> None:
         """Moves waiting sequences into free slots, in order; without `new` only sequences that have a lease."""
-        index = 0
-        while index < len(self._waiting) and len(self._running) < self.config.max_seqs:
-            seq = self._waiting[index]
+        for seq in tuple(self._waiting):
+            if len(self._running) == self.config.max_seqs:
+                return
             if seq.paused:
-                index += 1
                 continue
-            if seq.lease is None:
-                if not new:
-                    return
-                del self._waiting[index]
-                leased = self._allocate(seq)
-                insort(self._waiting, seq, key=_admission_key)
-                if not leased:
-                    return
-                index = self._waiting.index(seq)
+            if seq.lease is None and not (new and self._allocate(seq)):
+                return
             assert seq.lease is not None
             if seq.lease.host_loading:
-                index += 1
-                continue
-            if not self._finish_host_load(seq, seq.lease):
-                continue
-            self._waiting.remove(seq)
-            seq.slot = heapq.heappop(self._slots)
-            insort(self._running, seq, key=_priority_key)
+                self._waiting.remove(seq)
+                insort(self._waiting, seq, key=_admission_key)  # with a lease it comes earlier
+            elif self._finish_host_load(seq, seq.lease):
+                self._waiting.remove(seq)
+                seq.slot = heapq.heappop(self._slots)
+                insort(self._running, seq, key=_priority_key)
 
     def _schedule_decodes(self) -> list[ScheduledSequence]:
         """Returns the decodes of the step in rank, one token each. A decode without a block preempts."""

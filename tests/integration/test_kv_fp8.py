@@ -107,5 +107,5 @@ async def test_pods_with_different_kv_dtypes_refuse_each_other(model_dir: Path) 
 
 
 def test_an_unknown_kv_dtype_is_named(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_dtype 'int4' is not supported"):
+    with pytest.raises(ConfigError, match="kv_dtype: invalid value 'int4'"):
         oracle(model_dir, kv_dtype="int4")
