@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import local_stack, report
-from benchmarks.support.timing import ms, timed, timed_calls
+from benchmarks.support.report import ms, timed, timed_calls
 from cli.demo.model import demo_model
 from common.settings.configs import UpConfig
 from common.types import PodLoad, Role, SamplingParams
@@ -34,11 +34,11 @@ from loadtest.client.base import RequestDraft
 from loadtest.client.rest_client import RestClient
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
-from loadtest.workload.prompts import PromptMessage, TextPiece, Turn
+from loadtest.workload.sessions import PromptMessage, TextPiece, Turn
 from prefix_index.lookup_cache import CACHE_S
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader
-from prefix_index.records import PodRecord
+from prefix_index.store import PodRecord
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
 PACKAGES = ("torch", "transformers", "grpcio", "nixl-cu13", "starlette", "redis")

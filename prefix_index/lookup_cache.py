@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from prefix_index.records import PrefixHits
+from prefix_index.store import PrefixHits
 
 CACHE_S = 1.0
 SETTLE_S = 0.2  #: Time from the end of a prompt's booking until its blocks are in the index, with a margin.
@@ -49,11 +49,8 @@ class LookupCache:
         if answer is None or answer.asked_at < self._clock() - CACHE_S or not set(answer.pods).issuperset(pods):
             return None
         recent = set(takewhile(lambda pod: self._booked[pod] >= answer.asked_at - SETTLE_S, reversed(self._booked)))
-        if recent and any(
-            pod[0] in recent and answer.matched.get(pod, PrefixHits()).total_blocks < answer.length for pod in pods
-        ):
-            return None
-        return answer.matched
+        less = (answer.matched.get(pod, PrefixHits()).total_blocks < answer.length for pod in pods if pod[0] in recent)
+        return None if any(less) else answer.matched
 
     def put(
         self,
@@ -71,10 +68,7 @@ class LookupCache:
             self._answers.popitem(last=False)
 
     def invalidate_pod(self, pod: str) -> None:
-        """Makes older answers invalid for the pod on which a booking begins or ends.
-
-        They miss the blocks that the pod is about to hold.
-        """
+        """Makes older answers invalid for the pod on which a booking begins or ends: it will soon hold more blocks."""
         now = self._clock()
         self._booked[pod] = now
         self._booked.move_to_end(pod)

@@ -1,4 +1,4 @@
-"""Pod side of the prefix index: publishes the blocks of the pod's caches under the pod's generation.
+"""Pod side of the prefix index: publishes the blocks of the pod's caches under the pod's generation, which it mints.
 
                  +------ refused, lease lost or Redis down: back-off ----------+
                  v                                                             |
@@ -17,15 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from common.redis.client import REDIS_FAILURES, LuaScript, RedisArg, connect_redis
 from common.types import PodLoad
-from prefix_index.generation import decode_hash
-from prefix_index.pending_changes import PendingChanges
-from prefix_index.records import CacheTier, PodRecord
 from prefix_index.store import (
     HELD_TTL_S,
     INFO_TTL_S,
@@ -34,11 +32,11 @@ from prefix_index.store import (
     PODS_TTL_S,
     SCOPES_KEY,
     STORED_HASH_BYTES,
+    CacheTier,
     IndexKeys,
+    PodRecord,
     sampling_interval,
 )
-
-_log = logging.getLogger(__name__)
 
 BATCH_S = 0.03
 HEARTBEAT_S = 3.0
@@ -49,8 +47,109 @@ SWEEP_S = 10  #: Seconds between two checks for slots without a live pod.
 SWEEP_POSTINGS = 1_000  #: Postings that one heartbeat checks while postings of freed slots remain.
 #: Under a burst from all pods a command waits in Redis; a shorter limit would only cause more snapshots.
 _COMMAND_S = 3.0
-_LEAVE_S = 1.0
+_LEAVE_S, _NAME_TIMEOUT_S = 1.0, 1.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def _decode_hash(raw: Mapping[str | bytes, str | bytes]) -> dict[str, str]:
+    """Returns a Redis hash with text in place of bytes."""
+    return dict((part.decode() if isinstance(part, bytes) else part for part in item) for item in raw.items())
+
+
+async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
+    """Returns the record of the pod that holds a name's lease; None without one, or if Redis takes over 1 s."""
+    keys = IndexKeys(scope)
+    client = connect_redis(url, timeout_s=_NAME_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(_NAME_TIMEOUT_S):
+            lease, info = await client.get(keys.lease(pod)), _decode_hash(await client.hgetall(keys.info(pod)))
+        record = PodRecord.from_fields(info) if lease else None
+        return record if record is not None and lease == str(record.generation).encode() else None
+    except (*REDIS_FAILURES, KeyError, ValueError) as e:
+        _log.warning("cannot read the owner of the pod name %s: %r", pod, e)
+        return None
+    finally:
+        await client.aclose()
+
+
+async def mint_generation(url: str | None, scope: str, pod: str) -> int:
+    """Returns the generation of a starting pod: max(now in ms, last generation + 1).
+
+    Without an index, or if Redis does not answer in 1 s, it is the clock alone.
+    """
+    now_ms = int(time.time() * 1000)
+    if url is None:
+        return now_ms
+    keys = IndexKeys(scope)
+    client = connect_redis(url, timeout_s=_NAME_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(_NAME_TIMEOUT_S):
+            names = (keys.pods, keys.generation(pod))
+            return int(await LuaScript("mint", directory=LUA_DIR).run(client, names, (pod, now_ms, PODS_TTL_S)))
+    except REDIS_FAILURES as e:
+        _log.warning("the prefix index does not answer, the generation comes from the clock alone: %r", e)
+        return now_ms
+    finally:
+        await client.aclose()
+
+
+class PendingChanges:
+    """Changes of a pod's caches that are not in the index yet: the last state of at most `limit` blocks. Starts stale.
+
+    Invariant: while not stale, the index plus these changes equals the caches. Stale means that changes were dropped
+    (too many, or no publisher ran), so only a snapshot makes the index right. For all threads.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()  # never held while another lock is taken
+        #: Per tier: stored part of a block hash -> whether the cache holds the block now.
+        self._changes: dict[CacheTier, dict[bytes, bool]] = {tier: {} for tier in CacheTier}
+        self.stale = True  #: The index needs a snapshot.
+
+    def __len__(self) -> int:
+        return sum(map(len, self._changes.values()))
+
+    def record(self, tier: CacheTier, hashes: Sequence[bytes], held: bool) -> bool:
+        """Records for each block whether the cache holds it, O(n). Returns whether the publisher must wake up."""
+        with self._lock:
+            if self.stale or not hashes:
+                return False
+            first = not len(self)
+            self._changes[tier].update((h[:STORED_HASH_BYTES], held) for h in hashes)
+            full = len(self) > self._limit
+            if full:
+                self._drop()
+            return first or full
+
+    def mark_stale(self) -> None:
+        """Drops all changes until the next snapshot, because the content of the index is unknown."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        self.stale = True
+        for changes in self._changes.values():
+            changes.clear()
+
+    def begin_snapshot(self) -> None:
+        """Drops all changes and starts to keep new ones. Call it before reading the caches for a snapshot."""
+        with self._lock:
+            self._drop()
+            self.stale = False
+
+    def take_batch(self, max_blocks: int) -> dict[CacheTier, dict[bytes, bool]]:
+        """Removes and returns the changes of at most `max_blocks` blocks, oldest first."""
+        taken: dict[CacheTier, dict[bytes, bool]] = {}
+        with self._lock:
+            for tier, changes in self._changes.items():
+                taken[tier] = dict(islice(changes.items(), max_blocks))
+                max_blocks -= len(taken[tier])
+                for h in taken[tier]:
+                    del changes[h]
+        return taken
 
 
 class _RegistrationLost(Exception):
@@ -87,10 +186,8 @@ class IndexPublisher:
         self._commit_script = LuaScript("snapshot_commit", directory=LUA_DIR)
         self._leave_script = LuaScript("leave", directory=LUA_DIR)
         self._sweep_script = LuaScript("sweep", directory=LUA_DIR)
-
         self._changes = PendingChanges(MAX_PENDING)
         self._loop: asyncio.AbstractEventLoop | None = None  # while changes are accepted
-
         self._wake = asyncio.Event()
         self._stopping = False
         self._beat_due = 0.0
@@ -98,21 +195,17 @@ class IndexPublisher:
         self._held: dict[CacheTier, set[bytes]] = {tier: set() for tier in CacheTier}
         self._batch_number = 0
         self._slot = 0
-        #: First bytes of sampled hashes.
-        self._sampled_bytes = bytes(range(0, 256, sampling_interval(record.block_size)))
+        self._sampled_bytes = bytes(
+            range(0, 256, sampling_interval(record.block_size))
+        )  #: First bytes of sampled hashes.
         self._posted: set[bytes] = set()
-        self._connected = False
+        self.registered = False  #: The pod is registered and its snapshot is complete.
         self._sending = False  # a batch or a snapshot is in flight
-
-    @property
-    def registered(self) -> bool:
-        """The pod is registered and its snapshot is complete."""
-        return self._connected
 
     @property
     def up_to_date(self) -> bool:
         """The index contains all changes up to now. On the event loop."""
-        return self._connected and not (self._sending or self._changes or self._changes.stale)
+        return self.registered and not (self._sending or self._changes or self._changes.stale)
 
     def stored(self, hashes: Sequence[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
         """Records that the cache now holds these complete blocks. Any thread, O(n), never waits for Redis."""
@@ -168,15 +261,15 @@ class IndexPublisher:
             try:
                 await self._register()
                 await self._send_snapshot()
-                self._connected, backoff = True, _MIN_BACKOFF_S
+                self.registered, backoff = True, _MIN_BACKOFF_S
                 _log.info("registered in the prefix index with %d blocks", sum(map(len, self._held.values())))
                 await self._publish()
             except (_RegistrationLost, *REDIS_FAILURES) as e:
-                if self._connected or backoff == _MIN_BACKOFF_S:
+                if self.registered or backoff == _MIN_BACKOFF_S:
                     _log.warning("not registered in the prefix index, retrying: %s: %s", type(e).__name__, e)
             except Exception:
                 _log.exception("prefix index: unexpected error, retrying")
-            self._connected = self._sending = False
+            self.registered = self._sending = False
             self._changes.mark_stale()
             await self._sleep(backoff * random.uniform(0.5, 1.5))  # spreads the pods over time
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
@@ -220,16 +313,8 @@ class IndexPublisher:
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
             *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.slots, keys.sweep),
         )
-        args: list[RedisArg] = [
-            keys.prefix,
-            r.pod,
-            r.generation,
-            LEASE_MS,
-            INFO_TTL_S,
-            PODS_TTL_S,
-            self._load().to_json(),
-        ]
-        args += r.to_fields()
+        ttls = LEASE_MS, INFO_TTL_S, PODS_TTL_S
+        args = (keys.prefix, r.pod, r.generation, *ttls, self._load().to_json(), *r.to_fields())
         slot = int(await self._register_script.run(self._client, names, args))
         if not slot:
             raise await self._registration_lost("a newer process is registered under this name")
@@ -242,19 +327,14 @@ class IndexPublisher:
         r, keys = self._record, self._keys
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(
-                keys.held_blocks(r.pod, r.generation),
-                keys.held_blocks(r.pod, r.generation, CacheTier.HOST),
-                keys.batch_number(r.pod, r.generation),
-            ),
-            *(keys.postings, keys.slots, keys.sweep),
+            *(*self._held_keys(), keys.batch_number(r.pod, r.generation), keys.postings, keys.slots, keys.sweep),
         )
         args = (r.pod, r.generation, self._slot, LEASE_MS, self._load().to_json(), HELD_TTL_S, INFO_TTL_S, PODS_TTL_S)
         sizes = await self._heartbeat_script.run(self._client, names, args)
         if sizes == [-1]:
             raise await self._registration_lost("the index has forgotten this pod")
         await self._client.hset(SCOPES_KEY, r.scope, r.model)
-        held_sizes = [len(self._held[tier]) for tier in CacheTier]
+        held_sizes = list(map(len, self._held.values()))
         if sizes != held_sizes:
             _log.warning("the prefix index holds %s blocks instead of %s: sending a snapshot", sizes, held_sizes)
             self._changes.mark_stale()
@@ -266,12 +346,10 @@ class IndexPublisher:
         """Returns why the pod is not registered; names the pod that took over the name, if any."""
         assert self._client is not None
         r = self._record
-        current_record = decode_hash(await self._client.hgetall(self._keys.info(r.pod)))
-        generation = current_record.get("generation", "")
+        current = _decode_hash(await self._client.hgetall(self._keys.info(r.pod)))
+        generation = current.get("generation", "")
         if generation.isdecimal() and int(generation) > r.generation:
-            return _RegistrationLost(
-                f"pod {r.pod} at {r.address} was replaced by {current_record.get('address')} under the same name"
-            )
+            what = f"pod {r.pod} at {r.address} was replaced by {current.get('address')} under the same name"
         return _RegistrationLost(what)
 
     async def _send_batch(self) -> None:
@@ -287,8 +365,8 @@ class IndexPublisher:
         self._batch_number += 1
         r, keys = self._record, self._keys
         names = (
-            *(keys.lease(r.pod), keys.batch_number(r.pod, r.generation), keys.held_blocks(r.pod, r.generation)),
-            *(keys.held_blocks(r.pod, r.generation, CacheTier.HOST), keys.postings, keys.slots),
+            *(keys.lease(r.pod), keys.batch_number(r.pod, r.generation)),
+            *(*self._held_keys(), keys.postings, keys.slots),
         )
         packed = [b"".join(change[tier]) for tier in CacheTier for change in (stored, evicted)]
         for hashes in stored.values():
@@ -332,6 +410,9 @@ class IndexPublisher:
         for part in _batches([h for h in self._posted if not self._holds(h)]):
             await self._apply(nothing, {**nothing, CacheTier.DEVICE: part})
 
+    def _held_keys(self) -> list[str]:
+        return [self._keys.held_blocks(self._record.pod, self._record.generation, tier) for tier in CacheTier]
+
     def _holds(self, h: bytes) -> bool:
         return any(h in held for held in self._held.values())
 
@@ -347,11 +428,7 @@ class IndexPublisher:
         r, keys = self._record, self._keys
         names = (
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
-            *(
-                keys.held_blocks(r.pod, r.generation),
-                keys.held_blocks(r.pod, r.generation, CacheTier.HOST),
-                keys.batch_number(r.pod, r.generation),
-            ),
+            *(*self._held_keys(), keys.batch_number(r.pod, r.generation)),
             *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.postings, keys.slots, keys.sweep),
         )
         # The last pod removes the scope. If another pod registers at this moment, its next heartbeat adds it again.

@@ -22,11 +22,15 @@ from common.redis.client import REDIS_FAILURES, LuaScript, RedisArg, RedisClient
 from common.types import PodLoad
 from prefix_index.lookup_cache import LookupCache
 from prefix_index.pipelined_connection import PipelinedConnections
-from prefix_index.records import BookingCandidate, BookingResult, PodRecord, PodStatus, PrefixHits
 from prefix_index.store import (
     LUA_DIR,
     SCOPES_KEY,
+    BookingCandidate,
+    BookingResult,
     IndexKeys,
+    PodRecord,
+    PodStatus,
+    PrefixHits,
     pack_hashes,
     pack_sampled_positions,
     sampling_interval,
@@ -34,7 +38,6 @@ from prefix_index.store import (
 )
 
 _log = logging.getLogger(__name__)
-
 _T = TypeVar("_T")
 _NOTHING = PrefixHits()
 
@@ -86,11 +89,8 @@ class IndexReader:
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._books = books
         self._name = secrets.token_hex(8)
-        self._pods = LuaScript("pods", directory=LUA_DIR)
-        self._present = LuaScript("present", directory=LUA_DIR)
-        self._lookup = LuaScript("lookup", directory=LUA_DIR)
-        self._reserve = LuaScript("reserve", directory=LUA_DIR)
-        self._unbook = LuaScript("unbook", directory=LUA_DIR)
+        scripts = (LuaScript(name, directory=LUA_DIR) for name in ("pods", "present", "lookup", "reserve", "unbook"))
+        self._pods, self._present, self._lookup, self._reserve, self._unbook = scripts
         self._scopes: dict[str, _ScopeState] = {}
         self._clock = clock
         self._cache = LookupCache(clock)
@@ -108,11 +108,8 @@ class IndexReader:
             await self._client.aclose()
 
     async def pods(self) -> list[PodStatus]:
-        """Returns the live pods of all scopes, in two round trips. Raises IndexUnavailable.
-
-        For a background poll: it may take POLL_TIMEOUT_S.
-        """
-        return await self._call_with_timeout(self._read_pods, max(self._timeout_s, POLL_TIMEOUT_S))
+        """Returns the live pods of all scopes, in two round trips and POLL_TIMEOUT_S. Raises IndexUnavailable."""
+        return await self._call(self._read_pods, min_timeout_s=POLL_TIMEOUT_S)
 
     async def _read_pods(self, client: RedisClient) -> list[PodStatus]:
         names = [scope.decode() if isinstance(scope, bytes) else scope for scope in await client.hkeys(SCOPES_KEY)]
@@ -122,10 +119,9 @@ class IndexReader:
             self._pods.run(client, (keys.pods, keys.slots), (keys.prefix, known.version))
             for keys, known in zip(map(IndexKeys, names), before, strict=True)
         ]
+        booked = names if self._books else []
         present = [
-            self._present.run(client, (IndexKeys(name).gateways,), (self._name, GATEWAY_TTL_MS))
-            for name in names
-            if self._books
+            self._present.run(client, (IndexKeys(name).gateways,), (self._name, GATEWAY_TTL_MS)) for name in booked
         ]
         answers = await asyncio.gather(*calls, *present)
         scopes: dict[str, _ScopeState] = {}
@@ -157,10 +153,7 @@ class IndexReader:
         return found
 
     def is_only_gateway(self, scope: str) -> bool:
-        """Returns whether no other gateway books in the scope.
-
-        It is true if the last poll, at most ONLY_GATEWAY_S ago, found no other gateway.
-        """
+        """Returns whether no other gateway books in the scope, by a poll at most ONLY_GATEWAY_S ago."""
         state = self._scopes.get(scope)
         return state is not None and state.gateways == 1 and self._clock() - state.asked_at < ONLY_GATEWAY_S
 
@@ -193,9 +186,7 @@ class IndexReader:
         matched = self._cache.get(scope, hashes[-1], pods)
         if matched is None:
             asked_at = self._clock()
-            matched = await self._call_with_timeout(
-                lambda client: self._lookup_in_redis(client, scope, hashes, pods), self._timeout_s
-            )
+            matched = await self._call(lambda client: self._lookup_in_redis(client, scope, hashes, pods))
             self._cache.put(scope, hashes[-1], len(hashes), pods, matched, asked_at)
         return matched
 
@@ -211,9 +202,7 @@ class IndexReader:
         args += [b"", *(x for pod in pods for x in pod)] if few else [pack_sampled_positions(chain, state.sampling)]
         epoch, levels, rows = await self._run(client, scope, self._lookup, (keys.postings, keys.slots), args)
         if few:
-            return {
-                pod: PrefixHits(*held) for pod, held in zip(pods, zip(rows[::2], rows[1::2], strict=True), strict=True)
-            }
+            return {pod: PrefixHits(*held) for pod, *held in zip(pods, rows[::2], rows[1::2], strict=True)}
         matched: dict[tuple[str, int], PrefixHits] = {}
         if epoch == state.epoch:  # otherwise the slots belong to other pods than at the last poll
             for blocks, slots in zip(levels[::2], levels[1::2], strict=True):
@@ -236,17 +225,10 @@ class IndexReader:
         for group in groups:
             args.append(len(group))
             for c in group:
-                args += (
-                    c.pod,
-                    f"{c.cost_s:.9f}",
-                    f"{c.cost_per_unit_s:.12f}",
-                    c.units,
-                    int(min(c.age_s, BOOKING_TTL_S) * 1000),
-                )
+                age_ms = int(min(c.age_s, BOOKING_TTL_S) * 1000)
+                args += (c.pod, f"{c.cost_s:.9f}", f"{c.cost_per_unit_s:.12f}", c.units, age_ms)
         keys = (IndexKeys(scope).pods,)
-        answers = await self._call_with_timeout(
-            lambda client: self._run(client, scope, self._reserve, keys, args), self._timeout_s
-        )
+        answers = await self._call(lambda client: self._run(client, scope, self._reserve, keys, args))
         reserved = [BookingResult(chosen, tuple(booked)) for chosen, *booked in answers]
         for group, answer in zip(groups, reserved, strict=True):
             self._cache.invalidate_pod(group[answer.chosen].pod)
@@ -257,9 +239,7 @@ class IndexReader:
         keys = IndexKeys(scope)
         names = (keys.bookings(pod), keys.booking_units(pod))
         self._cache.invalidate_pod(pod)
-        await self._call_with_timeout(
-            lambda client: self._run(client, scope, self._unbook, names, (request_id,)), self._timeout_s
-        )
+        await self._call(lambda client: self._run(client, scope, self._unbook, names, (request_id,)))
 
     async def _run(
         self, client: RedisClient, scope: str, script: LuaScript, keys: Sequence[str], args: Sequence[RedisArg]
@@ -275,7 +255,7 @@ class IndexReader:
                 connection.close()  # the client repeats the call and reports the cause
         return await script.run(client, keys, args)
 
-    async def _call_with_timeout(self, call: Callable[[RedisClient], Awaitable[_T]], timeout_s: float) -> _T:
+    async def _call(self, call: Callable[[RedisClient], Awaitable[_T]], *, min_timeout_s: float = 0.0) -> _T:
         if self._client is None or self._connections is None:
             raise IndexUnavailable("no prefix index is configured")
         # The time limit starts after the wait for a slot, which is no fault of the index. When earlier calls fail, the
@@ -284,7 +264,7 @@ class IndexReader:
             if not self._breaker.allow_call():
                 raise IndexUnavailable("the prefix index did not answer the last calls")
             try:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(max(self._timeout_s, min_timeout_s)):
                     answer = await call(self._client)
             except REDIS_FAILURES as e:
                 self._breaker.record_failure()

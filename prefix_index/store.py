@@ -1,4 +1,4 @@
-"""Keys and binary formats of the prefix index, shared by publisher and reader.
+"""Records, keys and binary formats of the prefix index, shared by publisher and reader.
 
 All keys of a scope carry the hash tag {scope}, so that every script runs on one slot of a Redis Cluster. The only other
 key is `kv:scopes`; no script uses it. Required: Redis or Valkey 7.2.
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import cache
 from itertools import compress
 from pathlib import Path
+from typing import NamedTuple
 
-from prefix_index.records import CacheTier
+from common.types import PodLoad, Role
 
 LUA_DIR = Path(__file__).parent / "lua"  #: The folder of the index's Lua scripts.
 SCOPES_KEY = "kv:scopes"  #: HASH scope -> model. Gateways find the scopes in it.
@@ -31,19 +33,97 @@ INFO_TTL_S = 3_600
 PODS_TTL_S = 86_400
 
 
+class CacheTier(StrEnum):
+    """The memory that a pod holds a block in."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class PrefixHits(NamedTuple):
+    """Number of leading blocks of a prompt that a pod holds."""
+
+    device_blocks: int = 0  #: In device memory.
+    total_blocks: int = 0  #: In any tier, at least device_blocks.
+
+
 @dataclass(frozen=True, slots=True)
+class PodRecord:
+    """Identity of a pod; fixed for one generation."""
+
+    pod: str
+    generation: int
+    address: str  #: host:port of the pod's gRPC server.
+    role: Role
+    model: str
+    scope: str  #: First 8 hex digits of `fingerprint`: the key space in the index.
+    fingerprint: str  #: Fingerprint of the pod's KV layout.
+    block_size: int  #: Tokens.
+    max_model_len: int
+    num_blocks: int  #: Size of the KV pool.
+
+    def to_fields(self) -> list[str]:
+        """Returns the fields and values of a Redis hash: name, value, name, value, ..."""
+        return [str(x) for item in asdict(self).items() for x in item]
+
+    @classmethod
+    def from_fields(cls, raw: Mapping[str, str]) -> PodRecord:
+        """Parses the record of `to_fields`; ignores unknown fields (of a newer pod). Raises KeyError, ValueError."""
+        return cls(
+            pod=raw["pod"],
+            generation=int(raw["generation"]),
+            address=raw["address"],
+            role=Role(raw["role"]),
+            model=raw["model"],
+            scope=raw["scope"],
+            fingerprint=raw["fingerprint"],
+            block_size=int(raw["block_size"]),
+            max_model_len=int(raw["max_model_len"]),
+            num_blocks=int(raw["num_blocks"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PodStatus:
+    """A live pod in the index."""
+
+    record: PodRecord
+    load: PodLoad
+
+    @property
+    def draining(self) -> bool:
+        return self.load.draining
+
+
+@dataclass(frozen=True, slots=True)
+class BookingCandidate:
+    """A pod that a request can be booked on, with its cost for the request.
+
+    cost = cost_s + cost_per_unit_s * (units that all gateways booked on the pod in the last age_s seconds)
+    """
+
+    pod: str
+    cost_s: float  #: Cost without those bookings.
+    cost_per_unit_s: float
+    units: int  #: Units that this request books: prompt tokens, or one sequence.
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BookingResult:
+    chosen: int  #: Position of the booked candidate in its group.
+    booked: tuple[int, ...]  #: Per candidate, the units that other requests booked in its last age_s seconds.
+
+
 class IndexKeys:
     """The Redis keys of one scope."""
 
-    scope: str
+    __slots__ = ("gateways", "pods", "postings", "prefix", "slots", "sweep")
 
-    @property
-    def prefix(self) -> str:
-        return f"kv:{{{self.scope}}}:"
-
-    @property
-    def pods(self) -> str:
-        return f"{self.prefix}pods"
+    def __init__(self, scope: str) -> None:
+        self.prefix = prefix = f"kv:{{{scope}}}:"
+        self.pods, self.gateways = f"{prefix}pods", f"{prefix}gateways"
+        self.postings, self.slots, self.sweep = f"{prefix}where", f"{prefix}slots", f"{prefix}sweep"
 
     def generation(self, pod: str) -> str:
         return f"{self.prefix}gen:{pod}"
@@ -62,22 +142,6 @@ class IndexKeys:
 
     def shadow(self, pod: str, generation: int, number: int, tier: CacheTier = CacheTier.DEVICE) -> str:
         return f"{self.held_blocks(pod, generation, tier)}:{number}"
-
-    @property
-    def postings(self) -> str:
-        return f"{self.prefix}where"
-
-    @property
-    def slots(self) -> str:
-        return f"{self.prefix}slots"
-
-    @property
-    def sweep(self) -> str:
-        return f"{self.prefix}sweep"
-
-    @property
-    def gateways(self) -> str:
-        return f"{self.prefix}gateways"
 
     def batch_number(self, pod: str, generation: int) -> str:
         return f"{self.prefix}seq:{pod}:{generation}"

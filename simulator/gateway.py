@@ -22,25 +22,21 @@ from common.errors import IndexUnavailable
 from common.types import Role
 from gateway.pods.view import DISPATCH_DELAY_S, PodView, fill_in_from_peers
 from gateway.routing.local_index import ApproxIndex, InFlightPrompts
-from gateway.routing.policy import PodOption, PullOffer, RendezvousHash, RoutingPolicy, RoutingRequest
-from gateway.routing.pull_offers import offer_pulls
+from gateway.routing.policy import PodOption, PullOffer, RendezvousHash, RoutingPolicy, RoutingRequest, offer_pulls
 from loadtest.workload.trace import WorkloadRequest
-from prefix_index.records import BookingCandidate
+from prefix_index.store import BookingCandidate
 from simulator.clock import VirtualClock
-from simulator.decode_pod import DecodeSequence
-from simulator.index import SimIndex
+from simulator.index import SimIndex, SimReader
 from simulator.outcome import RequestOutcome
-from simulator.pod import SimulatedPod
-from simulator.policies import INFORMED, make_policy
-from simulator.prefill_pod import PromptSequence
+from simulator.pod import DecodeSequence, PromptSequence, SimulatedPod
+from simulator.policies import INFORMED, POLICIES
 from simulator.spec import ClusterSpec
 
 INFLIGHT_LINGER_S = 0.2  # A computed prompt counts as in flight until the pod's next batch has reached the index.
 PREFIX_KEY_BLOCKS = 4  # Blocks that the prefix key covers.
 RETRY_PAUSE_S = 0.05  # Pause before a request is routed again.
-#: Pause before a request looks for pods again while there are none, and how often it does.
-NO_PODS_PAUSE_S = 1.0
-MAX_ATTEMPTS = 5
+NO_PODS_PAUSE_S = 1.0  # Pause before a request looks for pods again while there are none.
+MAX_ATTEMPTS = 5  # Attempts after which a request without pods is refused.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +56,7 @@ class Route:
     prefill_view: PodView
     decode: DecodeSlot | None  # None in a cluster without decode pods.
     expected_hit_tokens: int  # Prompt tokens that the prefill pod is expected to hold, after a pull if there is one.
-    #: The pod to pull a prefix from first, and the offer.
-    holder: SimulatedPod | None = None
+    holder: SimulatedPod | None = None  # The pod to pull a prefix from first.
     pull: PullOffer | None = None
 
 
@@ -80,11 +75,11 @@ class SimulatedGateway:
 
     def __init__(self, index: SimIndex, pods: Sequence[SimulatedPod], spec: ClusterSpec, seed: int) -> None:
         self._clock = index.clock
-        self._reader = index.reader()
+        self._reader = SimReader(index)
         self._approx = ApproxIndex(clock=index.clock.time)
         self._spec = spec
         rng = random.Random(seed)
-        self._policy = make_policy(spec.policy, rng)
+        self._policy = POLICIES[spec.policy](rng)
         self._informed = spec.policy in INFORMED
         self._rendezvous: RoutingPolicy = RendezvousHash(rng)
         self._inflight = InFlightPrompts()
@@ -98,11 +93,11 @@ class SimulatedGateway:
         now, changed = self._clock.now, False
         for known in self._known.values():
             pod = known.pod
-            if pod.alive != known.alive or (pod.alive and pod.generation != known.generation):
-                changed = True
-                known.alive = pod.alive
-                if pod.alive and pod.generation != known.generation:
-                    known.view, known.generation = _view(pod), pod.generation
+            restarted = pod.alive and pod.generation != known.generation
+            changed |= restarted or pod.alive != known.alive
+            known.alive = pod.alive
+            if restarted:
+                known.view, known.generation = _view(pod), pod.generation
             if pod.alive:
                 known.view.apply_report(pod.process.load(), now)
         if changed:
@@ -120,16 +115,13 @@ class SimulatedGateway:
         routing_request, policy = self._routing_request(request)
         now = self._clock.now
         prefills = policy.rank_prefill_pods(routing_request, self._usable[Role.PREFILL], now)
-        if not prefills:
-            self._refuse_or_wait(request)
-            return
         decode: DecodeSlot | None = None
-        if self._spec.decode:
+        if prefills and self._spec.decode:
             options = policy.rank_decode_pods(routing_request, self._usable[Role.DECODE], now)
             decode = self._reserve(request, options)
-            if decode is None:
-                self._refuse_or_wait(request)
-                return
+        if not prefills or (decode is None and self._spec.decode):
+            self._refuse_or_wait(request)
+            return
         option = self._book(request, policy, prefills)
         prefill = self._known[option.view.name].pod
         option.view.prefill_bookings.add(request.request_id, option.missing_tokens, now)
@@ -230,18 +222,15 @@ class SimulatedGateway:
             decode.pod.decode.cancel(decode.sequence)
         self.retry(request)
 
-    def _mark_lost(self, pod: SimulatedPod) -> None:
-        """Marks a pod as lost after a failed call. It is not used until a poll finds it alive."""
-        known_pod = self._known[pod.name]
-        if known_pod.alive:
-            known_pod.alive = False
-            self._refresh()
+    def _mark_lost(self) -> None:
+        """Marks dead pods as lost after a failed call. They are not used until a poll finds them alive."""
+        for known in self._known.values():
+            known.alive = known.alive and known.pod.alive
+        self._refresh()
 
     def retry(self, request: SimulatedRequest) -> None:
         """Routes a request again after one of its pods died."""
-        for known in self._known.values():
-            if known.alive and not known.pod.alive:
-                self._mark_lost(known.pod)
+        self._mark_lost()
         self._clock.call_after(RETRY_PAUSE_S, lambda: self.route(request))
 
     def _refuse_or_wait(self, request: SimulatedRequest) -> None:
@@ -251,10 +240,6 @@ class SimulatedGateway:
             request.refuse()
         else:
             self._clock.call_after(NO_PODS_PAUSE_S, lambda: self.route(request))
-
-    def progress(self, request: SimulatedRequest, route: Route, tokens_left: int) -> None:
-        """Shrinks the booking: a chunk is computed."""
-        route.prefill_view.prefill_bookings.shrink(request.request_id, tokens_left)
 
     def first_token(self, request: SimulatedRequest, route: Route) -> None:
         """Ends the booking on the prefill pod: the prompt is computed."""
@@ -275,14 +260,8 @@ class SimulatedGateway:
 
 
 def _view(pod: SimulatedPod) -> PodView:
-    shape = pod.shape
-    return PodView(
-        pod.name,
-        block_size=shape.block_size,
-        max_request_tokens=shape.capacity,
-        num_blocks=shape.num_blocks,
-        role=pod.role,
-    )
+    size, blocks = pod.shape.block_size, pod.shape.num_blocks
+    return PodView(pod.name, block_size=size, max_request_tokens=size * blocks, num_blocks=blocks, role=pod.role)
 
 
 class SimulatedRequest:
@@ -306,13 +285,11 @@ class SimulatedRequest:
         self._gateway = gateway
         self._block_size = block_size
         self._on_end = on_end
-        #: The pods and the prompt of the current attempt, None between attempts.
-        self._route: Route | None = None
+        self._route: Route | None = None  # The pods of the current attempt, None between attempts.
         self._prompt: PromptSequence | None = None
         self._sent = 0  # Prompt tokens with KV on the decode pod or on the way there.
         self._first_token_at: float | None = None
-        #: Output tokens from attempts that ended with a dead decode pod; they belong to the prompt now.
-        self._resumed_tokens = 0
+        self._resumed_tokens = 0  # Output tokens from attempts that lost their decode pod; now part of the prompt.
 
     def start(self, route: Route) -> None:
         """Starts an attempt on the pods of the route."""
@@ -339,21 +316,21 @@ class SimulatedRequest:
 
     def _pull(self, route: Route, prompt: PromptSequence, holder: SimulatedPod, blocks: int) -> None:
         """Sends the blocks that the holder really has, then queues the prompt on the prefill pod."""
-        pool, rates = route.prefill.prefill.pool, holder.rates
+        pool = route.prefill.prefill.pool
         held = list(self.block_hashes[: holder.process.pool.match_prefix(self.block_hashes[:blocks])])
         missing = max(0, len(held) - pool.match_prefix(held)) * self._block_size
-        sent_at = holder.link.send(self._clock.now, missing * rates.kv_bytes / rates.link_byte_s)
+        sent_at = holder.send_kv(missing)
 
         def on_pulled() -> None:
             if self._route is route:  # otherwise a pod died meanwhile
                 route.prefill.prefill.add_prefix(held)
                 route.prefill.prefill.add(prompt)
 
-        self._clock.call_at(sent_at + rates.link_latency_s, on_pulled)
+        self._clock.call_at(sent_at + holder.rates.link_latency_s, on_pulled)
 
     def _on_chunk(self, prompt: PromptSequence) -> None:
         route = self._current_route()
-        self._gateway.progress(self, route, prompt.remaining)
+        route.prefill_view.prefill_bookings.shrink(self.request_id, prompt.remaining)
         if route.decode is not None and prompt.remaining:
             self._send_kv(route, prompt.computed)
 
@@ -364,8 +341,7 @@ class SimulatedRequest:
     def _send_kv(self, route: Route, computed: int) -> float:
         """Queues the KV up to token `computed` on the prefill pod's link. Returns when it is sent."""
         new, self._sent = max(0, computed - self._sent), max(self._sent, computed)
-        rates = route.prefill.rates
-        return route.prefill.link.send(self._clock.now, new * rates.kv_bytes / rates.link_byte_s)
+        return route.prefill.send_kv(new)
 
     def _on_first_token(self, prompt: PromptSequence) -> None:
         route, now = self._current_route(), self._clock.now

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import report
 from benchmarks.support.local_stack import keep_index_entries, valkey
-from benchmarks.support.timing import ms, percentiles_ms
+from benchmarks.support.report import ms, percentiles_ms
 from common.block_hash import hash_blocks
 from common.redis.client import RedisClient, connect_redis
 from common.types import PodLoad, Role
@@ -35,12 +35,11 @@ from gateway.pods.view import PodView
 from gateway.routing.policy import CostPolicy, RoutingRequest
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader
-from prefix_index.records import BookingCandidate, PodRecord
+from prefix_index.store import BookingCandidate, PodRecord
 
 SCOPE = "5ca1ab1e"
 BLOCK = 16
-#: Blocks of a system prompt, and of a conversation with it.
-TRUNK, DEPTH = 64, 250
+TRUNK, DEPTH = 64, 250  # Blocks of a system prompt, and of a conversation with it.
 PROMPTS = 1_000
 IN_FLIGHT = 64
 BEATS = 64  # Number of measured heartbeats, each of another pod.

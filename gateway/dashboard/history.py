@@ -28,7 +28,6 @@ PERIOD_S = 5.0
 WINDOW_S = 300.0
 
 _log = logging.getLogger(__name__)
-
 PodKey = tuple[str, int]  #: Name and generation of a pod: a restarted pod counts from zero.
 
 
@@ -128,27 +127,20 @@ class MetricsWindow:
         """Returns the observations of the window."""
         return self.end.histograms.get(name, _EMPTY).difference(self.start.histograms.get(name, _EMPTY))
 
-    def pod(self, key: PodKey) -> tuple[PodActivity | None, PodActivity | None]:
-        """Returns a pod's activity at the start and at the end of the window."""
-        return self.start.pods.get(key), self.end.pods.get(key)
-
     def pod_rate(self, key: PodKey, count: str) -> float:
         """Returns a pod's tokens per second. `count`: "prefilled" or "generated"."""
-        before, after = self.pod(key)
-        grew = {"prefilled": 0, "generated": 0}
-        for sign, activity in ((-1, before), (1, after)):
-            if activity is not None:
-                grew["prefilled"] += sign * activity.prefilled
-                grew["generated"] += sign * activity.generated
-        return max(0, grew[count]) / self.seconds if after is not None else 0.0
+        return max(0, self._growth(key, count)) / self.seconds if key in self.end.pods else 0.0
 
     def preemptions(self, key: PodKey) -> int:
-        before, after = self.pod(key)
-        return (0 if after is None else after.preemptions) - (0 if before is None else before.preemptions)
+        return self._growth(key, "preemptions")
+
+    def _growth(self, key: PodKey, count: str) -> int:
+        before, after = (getattr(sample.pods.get(key), count, 0) for sample in (self.start, self.end))
+        return int(after - before)
 
     def drafts(self, key: PodKey) -> DraftCounts | None:
         """Returns the draft counts of the window, None for a pod without speculative decoding."""
-        before, after = self.pod(key)
+        before, after = self.start.pods.get(key), self.end.pods.get(key)
         if after is None or after.drafts is None:
             return None
         now, then = after.drafts, None if before is None else before.drafts
@@ -172,7 +164,12 @@ class MetricsWindow:
 
 
 class MetricsHistory:
-    """A ring of samples."""
+    """A ring of samples.
+
+    Args:
+        pods: Returns the known pods.
+        waiting: Returns the number of requests in the gateway's queues.
+    """
 
     def __init__(
         self,
@@ -181,15 +178,8 @@ class MetricsHistory:
         waiting: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            pods: Returns the known pods.
-            waiting: Returns the number of requests in the gateway's queues.
-        """
         self._metrics = metrics
-        self._pods = pods
-        self._waiting = waiting
-        self._clock = clock
+        self._pods, self._waiting, self._clock = pods, waiting, clock
         self._samples: deque[MetricsSample] = deque(maxlen=round(WINDOW_S / PERIOD_S) + 1)
         self._task: asyncio.Task[None] | None = None
 
@@ -233,9 +223,8 @@ class MetricsHistory:
             if pod.alive and pod.info is not None and pod.activity is not None
         }
         counts = {**metrics.totals(), "waiting": float(self._waiting())}
-        return MetricsSample(
-            self._clock(), counts, {k: HistogramSnapshot.from_metric(m) for k, m in metrics.latencies().items()}, pods
-        )
+        latencies = {name: HistogramSnapshot.from_metric(metric) for name, metric in metrics.latencies().items()}
+        return MetricsSample(self._clock(), counts, latencies, pods)
 
     async def _forever(self) -> None:
         while True:
@@ -247,13 +236,10 @@ class MetricsHistory:
 
 
 def speculation_json(drafts: DraftCounts) -> dict[str, Any]:
-    """Returns draft counts as JSON.
-
-    acceptance_length is the mean number of tokens per step with drafts, the model's own token included; None without
-    steps with drafts.
-    """
+    """Returns draft counts as JSON."""
     return {
         "proposer": drafts.proposer,
+        # Mean number of tokens per step with drafts, the model's own token included; None without these steps.
         "acceptance_length": 1 + drafts.accepted / drafts.chains if drafts.chains else None,
         "accepted": drafts.accepted,
         "proposed": drafts.proposed,

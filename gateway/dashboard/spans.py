@@ -51,9 +51,7 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
     spans: list[Span] = []
     reserved, first, handed_off = last.get("reserved"), last.get("first_token"), last.get("handed_off")
     if reserved:
-        work = (
-            "tokenize, route, reserve" if reserved["outcome"] == "target" else "tokenize, route; decode prefills itself"
-        )
+        work = "tokenize, route" + (", reserve" if reserved["outcome"] == "target" else "; decode prefills itself")
         marks = [(word, last[event]["t"]) for event, word in _GATEWAY if event in last]
         starts = (0.0, *(end for _, end in marks))
         parts = tuple((word, start, end) for start, (word, end) in zip(starts, marks, strict=False))
@@ -70,18 +68,14 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
     if first and handed_off:
         early = handed_off["blocks_before_last_chunk"]
         by = _TRANSPORTS.get(handed_off["transport"], handed_off["transport"])
-        detail = (
-            f"{handed_off['blocks']} blocks, {handed_off['bytes'] / 2**20:.1f} MiB by {by}, "
-            f"{early} before the last chunk's end"
-        )
+        moved = f"{handed_off['blocks']} blocks, {handed_off['bytes'] / 2**20:.1f} MiB by {by}"
+        detail = f"{moved}, {early} before the last chunk's end"
         pushes = tuple((f"blocks {p[0]}-{p[0] + p[1] - 1}", p[2], p[3]) for p in handed_off.get("pushes", ()))
         begin = min([*(chunk["t"] for chunk in chunks), first["t"], *(start for _, start, _ in pushes)])
         spans.append(Span("pushes", "pushes", begin, handed_off["t"], detail, "magenta", pushes))
-        exposed = handed_off["exposed_s"]
+        begin = max(handed_off["t"] - handed_off["exposed_s"], 0.0)
         detail = "from the last chunk until decode has everything"
-        spans.append(
-            Span("hand_off", "hand-off", max(handed_off["t"] - exposed, 0.0), handed_off["t"], detail, "magenta")
-        )
+        spans.append(Span("hand_off", "hand-off", begin, handed_off["t"], detail, "magenta"))
     decode = last.get("decode")
     if decode and reserved and reserved["outcome"] == "local":
         detail = f"by {reserved['pod']} itself, beside what it decodes"

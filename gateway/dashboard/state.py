@@ -7,20 +7,22 @@ import time
 from collections.abc import Mapping, Sequence
 
 from common.types import PoolCounts
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json
 from gateway.dashboard.history import MetricsHistory, MetricsSample, MetricsWindow, link_json, speculation_json
 from gateway.pods.info import DraftCounts
 from gateway.pods.pod import Pod
 from gateway.serving.gateway import Gateway
+
+_RATES = ("requests", "prompt_tokens", "output_tokens", "rejections", "retries")
+_LOAD = ("queued_tokens", "running", "waiting", "reserved")
+_GPU = ("utilization", "memory_used", "memory_total")
 
 
 class DashboardState:
     """Makes the JSON of one gateway. It is computed only when the page asks for it."""
 
     def __init__(self, gateway: Gateway, history: MetricsHistory, version: str) -> None:
-        self._gateway = gateway
-        self._history = history
-        self._version = version
+        self._gateway, self._history, self._version = gateway, history, version
         self._started = time.monotonic()
 
     def as_json(self) -> Json:
@@ -36,13 +38,7 @@ class DashboardState:
             "models": self._models(),
             "pods": [_pod_json(pod, model, window) for model, pod in self._pods()],
             "links": [link_json(source, link) for source, link in window.links()],
-            "rates": {
-                "requests_per_s": window.rate("requests"),
-                "prompt_tokens_per_s": window.rate("prompt_tokens"),
-                "output_tokens_per_s": window.rate("output_tokens"),
-                "rejections_per_s": window.rate("rejections"),
-                "retries_per_s": window.rate("retries"),
-            },
+            "rates": {f"{name}_per_s": window.rate(name) for name in _RATES},
             "errors": _errors(window),
             "latency": {name: window.histogram(name).as_json() for name in now.histograms},
             "cache": _cache(window),
@@ -100,11 +96,7 @@ def _pod_json(pod: Pod, model: str, window: MetricsWindow) -> Json:
         "blocks": None if activity is None else _blocks(activity.blocks),
         "kv_used": None if activity is None else _used(activity.blocks),
     }
-    for name in ("queued_tokens", "running", "waiting", "reserved"):
-        out[name] = None
-    if load is not None:
-        out |= {"queued_tokens": load.queued_tokens, "running": load.running}
-        out |= {"waiting": load.waiting, "reserved": load.reserved}
+    out |= {name: getattr(load, name, None) for name in _LOAD}
     out |= {"prefill_tokens_per_s": None, "generated_tokens_per_s": None, "preemptions": None}
     out |= {"speculation": None, "gpu": None}
     if info is None or activity is None or not pod.alive:
@@ -116,8 +108,7 @@ def _pod_json(pod: Pod, model: str, window: MetricsWindow) -> Json:
     if (drafts := window.drafts(key)) is not None:
         out["speculation"] = speculation_json(drafts)
     if (gpu := activity.gpu) is not None:
-        names = ("utilization", "memory_used", "memory_total")
-        out["gpu"] = dict(zip(names, (gpu.utilization, gpu.memory_used, gpu.memory_total), strict=True))
+        out["gpu"] = {name: getattr(gpu, name) for name in _GPU}
     return out
 
 
@@ -149,13 +140,10 @@ def _speculation(window: MetricsWindow) -> Json | None:
     pods = [(key[0], drafts) for key in window.end.pods if (drafts := window.drafts(key)) is not None]
     if not pods:
         return None
-    total = DraftCounts(
-        ",".join(sorted({drafts.proposer for _, drafts in pods})),
-        sum(drafts.chains for _, drafts in pods),
-        sum(drafts.proposed for _, drafts in pods),
-        sum(drafts.accepted for _, drafts in pods),
-        False,
-    )
+    proposers = ",".join(sorted({drafts.proposer for _, drafts in pods}))
+    counts = zip(*((drafts.chains, drafts.proposed, drafts.accepted) for _, drafts in pods), strict=True)
+    chains, proposed, accepted = map(sum, counts)
+    total = DraftCounts(proposers, chains, proposed, accepted, False)
     return {**speculation_json(total), "useless": [pod for pod, drafts in pods if drafts.useless]}
 
 

@@ -6,8 +6,8 @@
      +--------------------------------------------+
 
 A list replaces all known addresses. While the API server is away the known addresses stay. Pods that are not ready are
-included, because the pod itself says whether it can be used. This works like client-go's Reflector, with shorter
-watches, so that a connection that died silently is noticed.
+included: the pod itself says whether it can be used. Like client-go's Reflector, with watches short enough to notice a
+connection that died silently.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from pydantic import BaseModel
+from pydantic import AliasPath, BaseModel, Field
 
 from common.errors import ConfigError
 
 PORT_NAME = "grpc"  #: Name of the Service port that the pods' RPC servers use.
 SERVICE_LABEL = "kubernetes.io/service-name"
-
 WATCH_S = 60  #: Length of a watch. A connection that is silent for SILENCE_S longer counts as dead.
 SILENCE_S = 15.0
 CALL_TIMEOUT_S = 10.0
@@ -79,13 +78,9 @@ class _Meta(BaseModel):
     resourceVersion: str = ""
 
 
-class _Conditions(BaseModel):
-    terminating: bool | None = None
-
-
 class _Endpoint(BaseModel):
     addresses: list[str]
-    conditions: _Conditions = _Conditions()
+    terminating: bool | None = Field(default=None, validation_alias=AliasPath("conditions", "terminating"))
 
 
 class _Port(BaseModel):
@@ -101,14 +96,14 @@ class _Slice(BaseModel):
 
     def addresses(self) -> dict[str, bool]:
         """Returns host:port of each endpoint, and whether it is terminating."""
-        found: dict[str, bool] = {}
         port = next((p.port for p in self.ports or () if p.name == PORT_NAME and p.port), None)
-        if port is not None and self.addressType in ("IPv4", "IPv6"):
-            for endpoint in self.endpoints or ():
-                for host in endpoint.addresses[:1]:  # the other addresses belong to the same pod
-                    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-                    found[address] = endpoint.conditions.terminating is True
-        return found
+        if port is None or self.addressType not in ("IPv4", "IPv6"):
+            return {}
+        return {
+            f"[{host}]:{port}" if ":" in host else f"{host}:{port}": endpoint.terminating is True
+            for endpoint in self.endpoints or ()
+            for host in endpoint.addresses[:1]  # the other addresses belong to the same pod
+        }
 
 
 class _List(BaseModel):
@@ -130,10 +125,7 @@ class _WatchRefused(Exception):
 
 
 class EndpointSliceWatcher:
-    """Calls `on_change` with all addresses, and whether their pods are terminating, after every change.
-
-    The call comes on the event loop of `start`.
-    """
+    """Calls `on_change` after every change, on its event loop: all addresses, and whether the pods are terminating."""
 
     def __init__(
         self,
@@ -152,13 +144,8 @@ class EndpointSliceWatcher:
         self._slices: dict[str, dict[str, bool]] = {}  # addresses by the name of the slice
         self._version = ""  #: Resource version to watch from; "" if a list comes next.
         self._notified: dict[str, bool] | None = None  #: The addresses of the last `on_change`.
-        self._up = False
+        self.up = False  #: The API server answered the last call.
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def up(self) -> bool:
-        """The API server answered the last call."""
-        return self._up
 
     async def start(self) -> None:
         """Starts the watch in the background."""
@@ -186,30 +173,26 @@ class EndpointSliceWatcher:
                         else:  # the server ends each watch at once: limits the rate of calls
                             await asyncio.sleep(low)
             except _VersionExpired:
-                self._version = ""
                 _log.info("endpoint slices: the API server forgot the version, listing again")
             except (httpx.HTTPError, OSError, ValueError, _WatchRefused) as e:
                 self._set_up(False, f"{type(e).__name__}: {e}")
-                # The next connection may reach another server, with other versions.
-                self._version = ""
             except Exception as e:
                 _log.exception("endpoint slices: unexpected error, trying again")
                 self._set_up(False, repr(e))
-                self._version = ""
+            self._version = ""  # the next connection may reach another server, with other versions
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(high, 2 * backoff)
 
     def _set_up(self, up: bool, why: str = "") -> None:
-        if up != self._up or (why and self._notified is None):
+        if up != self.up or (why and self._notified is None):
             _log.log(logging.INFO if up else logging.WARNING, "Kubernetes API: %s", "up" if up else f"away ({why})")
-        self._up = up
+        self.up = up
 
     async def _list(self, client: httpx.AsyncClient) -> None:
-        response = await client.get(
-            self._api.slices_path(), params={"labelSelector": self._selector}, headers=self._api.headers()
-        )
+        path, headers, params = self._api.slices_path(), self._api.headers(), {"labelSelector": self._selector}
+        response = await client.get(path, params=params, headers=headers)
         if response.status_code != 200:
-            raise _WatchRefused(_status_text(response.status_code, response.content))
+            raise _WatchRefused(_status_text(response))
         found = _List.model_validate_json(response.content)
         self._slices = {item.metadata.name: item.addresses() for item in found.items}
         self._version = found.metadata.resourceVersion
@@ -232,7 +215,8 @@ class EndpointSliceWatcher:
             if response.status_code == 410:
                 raise _VersionExpired
             if response.status_code != 200:
-                raise _WatchRefused(_status_text(response.status_code, await response.aread()))
+                await response.aread()
+                raise _WatchRefused(_status_text(response))
             async for line in response.aiter_lines():
                 if line:
                     self._apply(_Event.model_validate_json(line))
@@ -264,5 +248,5 @@ class EndpointSliceWatcher:
             self._on_change(now)
 
 
-def _status_text(status: int, body: bytes) -> str:
-    return f"{status}: {body[:200].decode(errors='replace')}"
+def _status_text(response: httpx.Response) -> str:
+    return f"{response.status_code}: {response.content[:200].decode(errors='replace')}"

@@ -99,23 +99,19 @@ class PodActivity:
 
     @classmethod
     def from_pb(cls, pb: transfer_pb2.InfoResponse) -> PodActivity:
-        did, blocks = pb.activity, pb.blocks
-        drafts, gpu = None, None
-        if did.HasField("drafts"):
-            d = did.drafts
-            drafts = DraftCounts(d.proposer, d.chains, d.proposed, d.accepted, d.useless)
-        if did.HasField("gpu"):
-            g = did.gpu
-            gpu = GpuUsage(g.utilization if g.HasField("utilization") else None, g.memory_used, g.memory_total)
+        did, blocks, d, g = pb.activity, pb.blocks, pb.activity.drafts, pb.activity.gpu
+        utilization = g.utilization if g.HasField("utilization") else None
         return cls(
             blocks=PoolCounts(blocks.free, blocks.cached, blocks.leased, blocks.quarantined),
             prefilled=pb.computed.prefill + pb.computed.local,
             recomputed=pb.computed.recompute,
             generated=did.generated_tokens,
             preemptions=did.preemptions,
-            drafts=drafts,
+            drafts=DraftCounts(d.proposer, d.chains, d.proposed, d.accepted, d.useless)
+            if did.HasField("drafts")
+            else None,
             links=tuple(PeerTraffic(p.pod, p.transport, p.bytes, p.busy_s, p.gb_s) for p in pb.pairs),
-            gpu=gpu,
+            gpu=GpuUsage(utilization, g.memory_used, g.memory_total) if did.HasField("gpu") else None,
         )
 
 

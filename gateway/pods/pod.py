@@ -2,9 +2,8 @@
 
 Lifecycle: start -> (calls Info every 0.5 s; keeps a Tokens stream open if the pod decodes) -> stop.
 
-The pod's answer to Info decides how it is used, not the index or the configuration. A pod of another model or protocol
-is not used. When the token stream ends, every request that waits for tokens of the pod fails, and the stream is opened
-again.
+The pod's answer to Info decides how it is used, not the index or the configuration. When the token stream ends, every
+request that waits for tokens of the pod fails, and the stream is opened again.
 """
 
 from __future__ import annotations
@@ -36,20 +35,15 @@ from gateway.pods.view import PodView
 
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
-
 SILENCE_S = 3.0  #: A pod that does not answer Info counts as busy, not gone, for this long after its last answer.
-
-#: Wait for the pod's first answer on a token stream. Older pods send none before the first batch.
-HELLO_TIMEOUT_S = 0.3
-
+HELLO_TIMEOUT_S = (
+    0.3  #: Wait for the pod's first answer on a token stream. Older pods send none before the first batch.
+)
 ACK_BATCHES = 32  #: Batches that are acknowledged together. The pod pauses after 256 unacknowledged batches.
-
 ABORT_TIMEOUT_S = 5.0
-
 REPEAT_ABORT_S = 2.0  #: A sequence that still sends tokens this long after its abort is aborted again.
 MAX_REMEMBERED_ABORTS = 1024  #: Aborts that are remembered before old ones are dropped.
 RECHECK_DELAY_S = 0.02  #: A recheck waits this long, since many requests may ask for one at the same time.
-
 _BACKOFF_S = (0.05, 1.0)  # first and longest pause
 
 _log = logging.getLogger(__name__)
@@ -234,13 +228,15 @@ class Pod:
         except grpc.aio.AioRpcError as e:
             timed_out = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if not (timed_out and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
-                self._mark_lost(f"does not answer: {e.details()}")
-        except BatonError as e:
-            self._refuse(str(e))
-        if self.alive and self.info is not None and self.info.role is not Role.PREFILL:
-            self._can_stream.set()
-        else:
-            self._can_stream.clear()
+                if self.alive:
+                    _log.warning("pod %s at %s does not answer: %s", self.name, self.address, e.details())
+                self.alive = False
+        except BatonError as e:  # the pod answers but cannot be used; the reason is logged once, not with every answer
+            if self.refusal != str(e):
+                _log.warning("pod at %s is not used: %s", self.address, e)
+            self.alive, self.refusal = False, str(e)
+        streams = self.alive and self.info is not None and self.info.role is not Role.PREFILL
+        (self._can_stream.set if streams else self._can_stream.clear)()
         if before != (self.alive, self.info):
             if self.alive and self.info is not None and (before[1] is None or not before[0]):
                 _log.info("pod %s at %s: %s, up", self.name, self.address, self.info.role)
@@ -279,18 +275,6 @@ class Pod:
         if pb.served_name != self._model and not (self._only_model and not pb.served_name):
             raise ModelNotFound(f"it serves {pb.served_name!r}; expected {self._model!r}", field="served_name")
 
-    def _refuse(self, why: str) -> None:
-        """The pod answers but cannot be used. The reason is logged once, not with every answer."""
-        self.alive = False
-        if why != self.refusal:
-            self.refusal = why
-            _log.warning("pod at %s is not used: %s", self.address, why)
-
-    def _mark_lost(self, why: str) -> None:
-        if self.alive:
-            _log.warning("pod %s at %s %s", self.name, self.address, why)
-        self.alive = False
-
     # -- the token stream
 
     async def _keep_token_stream(self) -> None:
@@ -316,15 +300,17 @@ class Pod:
     async def _run_stream(self) -> None:
         open_stream: Any = self.decode.Tokens
         call = open_stream()
-        acks = _AckCounter()
+        acked, due = 0, asyncio.Queue[int]()
         helpers: list[asyncio.Task[Any]] = []
         try:
             await call.write(decode_pb2.TokensRequest(gateway_id=self.gateway_id))
             loop = asyncio.get_running_loop()
-            helpers += [loop.create_task(self._wait_for_hello(call)), loop.create_task(_acknowledge(call, acks))]
+            helpers += [loop.create_task(self._wait_for_hello(call)), loop.create_task(_acknowledge(call, due))]
             async for batch in call:
                 self._deliver_batch(batch)
-                acks.consume(batch.number)
+                if batch.number - acked >= ACK_BATCHES:
+                    acked = batch.number
+                    due.put_nowait(acked)
         finally:
             call.cancel()
             for task in helpers:
@@ -361,24 +347,8 @@ class Pod:
             sink.on_stream_lost(error)
 
 
-class _AckCounter:
-    """Counts the batches of a token stream, by number."""
-
-    def __init__(self) -> None:
-        self.consumed = self.acked = 0  #: The last batch that was consumed, and the last one acknowledged.
-        self.wakeup = asyncio.Event()  #: Set when an acknowledgement is due.
-
-    def consume(self, number: int) -> None:
-        self.consumed = number
-        if number - self.acked >= ACK_BATCHES:
-            self.wakeup.set()
-
-
-async def _acknowledge(call: Any, acks: _AckCounter) -> None:
-    """Acknowledges consumed batches, ACK_BATCHES or more at a time, until the stream ends."""
+async def _acknowledge(call: Any, due: asyncio.Queue[int]) -> None:
+    """Acknowledges the batches up to each number in `due`, until the stream ends."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
-            await acks.wakeup.wait()
-            acks.wakeup.clear()
-            acks.acked = acks.consumed
-            await call.write(decode_pb2.TokensRequest(acked=acks.acked))
+            await call.write(decode_pb2.TokensRequest(acked=await due.get()))

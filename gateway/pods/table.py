@@ -11,8 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
 
 from common.errors import IndexUnavailable, Unavailable
+from common.pb import control_pb2
 from common.types import Role
 from gateway.pods.info import ModelLimits, PodInfo
 from gateway.pods.pod import Pod
@@ -20,8 +24,8 @@ from gateway.pods.view import fill_in_from_peers
 from prefix_index.reader import IndexReader
 
 POLL_PERIOD_S = 0.5  #: Period in which the index is read.
-
 FORGET_S = 10.0
+RESET_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -31,24 +35,19 @@ class _UsablePods:
 
     def __init__(self, pods: Iterable[Pod]) -> None:
         serving = [pod for pod in pods if pod.serving]
-        self.prefills: dict[str, list[Pod]] = {}  #: Prefill pods by layout fingerprint.
-        for pod in _newest(pod for pod in serving if pod.can_prefill):
-            assert pod.info is not None
-            self.prefills.setdefault(pod.info.fingerprint, []).append(pod)
+        #: Prefill pods by layout fingerprint.
+        self.prefills = _by_layout(_newest(pod for pod in serving if pod.can_prefill))
         can_decode = _newest(pod for pod in serving if pod.can_decode)
         #: Pods of role both, and decode pods that have a prefill pod of their layout.
         self.decodes = [
             p for p in can_decode if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in self.prefills)
         ]
         #: Both kinds by layout fingerprint; without prefill pods that have no decode pod.
-        self.layouts: dict[str, list[Pod]] = {}
-        for pod in self.decodes:
-            assert pod.info is not None
-            self.layouts.setdefault(pod.info.fingerprint, []).append(pod)
+        self.layouts = _by_layout(self.decodes)
         for fingerprint, prefills in self.prefills.items():
             if fingerprint in self.layouts:
                 self.layouts[fingerprint] += prefills
-        pairs = [self._pair_limits(pod.info) for pod in self.decodes if pod.info is not None]
+        pairs = [self._pair_limits(pod.info) for pod in self.decodes if pod.info]
         #: The limits of the pair that takes the longest requests; None without a pair.
         self.limits = max(pairs, key=lambda pair: pair.max_model_len, default=None)
 
@@ -58,6 +57,14 @@ class _UsablePods:
         longest = min(info.max_request_tokens, max(prefill.max_request_tokens for prefill in prefills))
         # The default leaves one block of slack. A client that sends max_tokens may use all blocks.
         return ModelLimits(longest, min(longest, (info.num_blocks - 1) * info.block_size), info.vocab_size)
+
+
+def _by_layout(pods: Iterable[Pod]) -> dict[str, list[Pod]]:
+    found: dict[str, list[Pod]] = {}
+    for pod in pods:
+        assert pod.info is not None
+        found.setdefault(pod.info.fingerprint, []).append(pod)
+    return found
 
 
 def _newest(pods: Iterable[Pod]) -> list[Pod]:
@@ -236,3 +243,37 @@ class PodTable:
                 for call in self._on_forget:
                     call(pod.name)
                 await pod.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheResetResult:
+    """The reset of one pod."""
+
+    pod: str
+    cleared: int  #: Blocks that the pod removed from its cache, and blocks that it keeps because they are in use.
+    kept: int
+    indexed: bool  #: The prefix index has the change.
+
+
+async def reset_prefix_caches(pods: Iterable[Pod]) -> list[CacheResetResult]:
+    """Empties the prefix caches of all pods that have answered Info once.
+
+    Not atomic: raises Unavailable with the names of pods that do not confirm, while other pods may have done it.
+    """
+    known = [pod for pod in pods if pod.info is not None]
+    if not known:
+        raise Unavailable("no prefix cache was reset: no pod has answered yet", retry_after_s=1.0)
+    answers = await asyncio.gather(*map(_reset, known))
+    missing = [pod.name for pod, answer in zip(known, answers, strict=True) if answer is None]
+    if missing:
+        raise Unavailable(f"these pods did not confirm the reset: {', '.join(sorted(missing))}", retry_after_s=1.0)
+    return sorted((answer for answer in answers if answer is not None), key=lambda reset: reset.pod)
+
+
+async def _reset(pod: Pod) -> CacheResetResult | None:
+    try:
+        answer = await pod.control.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), timeout=RESET_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        pod.recheck()
+        return None
+    return CacheResetResult(pod.name, answer.cleared, answer.kept, answer.indexed)

@@ -9,173 +9,33 @@ So reading the queue of a pod is O(1). Times are seconds of one clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from common.types import PodLoad, Role
 
 # Assumed until the pod or its peers have measured.
-
 DEFAULT_PREFILL_RATE = 2000.0  #: Prompt tokens per second.
-
 DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001  #: A decode step, and its growth per sequence.
-
 DEFAULT_TRANSFER_RATE = 20_000.0  #: Prompt tokens per second the KV of which is moved.
-
 #: The end of a hand-off, and the latency of a pull, both without the time that the KV moves.
-DEFAULT_HAND_OFF_S = 0.005
-DEFAULT_PULL_S = 0.02
+DEFAULT_HAND_OFF_S, DEFAULT_PULL_S = 0.005, 0.02
 
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
 DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have reached the pod after it.
 
 
-class PodView:
-    __slots__ = (
-        "address",
-        "block_size",
-        "decode_bookings",
-        "foreign_sequences",
-        "foreign_tokens",
-        "hand_off_s",
-        "late_targets",
-        "load",
-        "max_request_tokens",
-        "name",
-        "num_blocks",
-        "pair_rates",
-        "prefill_bookings",
-        "prefill_overhead_s",
-        "prefill_s_per_token",
-        "pull_s",
-        "pulls",
-        "queue_empty_at",
-        "rate_known",
-        "reported_at",
-        "role",
-        "step_s",
-        "step_slope_s",
-        "transfer_s_per_token",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        block_size: int,
-        max_request_tokens: int,
-        num_blocks: int,
-        role: Role = Role.PREFILL,
-        address: str = "",
-    ) -> None:
-        self.name = name
-        self.address = address
-        self.role = role
-        self.block_size = block_size
-        self.max_request_tokens = max_request_tokens  #: Prompt and output tokens that one request can have on the pod.
-        self.num_blocks = num_blocks
-
-        self.load: PodLoad | None = None  #: The last report, None before the first, and when the pod made it.
-        self.reported_at = float("-inf")
-        self.queue_empty_at = float("-inf")  #: When the reported prompt queue is computed.
-
-        #: Prompts and sequences that this gateway sent to the pod, in prompt tokens.
-        self.prefill_bookings = Bookings()
-        self.decode_bookings = Bookings()
-        #: Prompt tokens and sequences that other gateways booked since the report, as far as is known.
-        self.foreign_tokens = 0
-        self.foreign_sequences = 0
-
-        self.prefill_overhead_s = 0.0  #: Time of a prompt: fixed, and per token.
-        self.prefill_s_per_token = 1 / DEFAULT_PREFILL_RATE
-        self.rate_known = False  #: The pod or its peers have measured `prefill_s_per_token`.
-        #: Time of a decode step, and its growth per sequence.
-        self.step_s, self.step_slope_s = DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S
-        #: Time to move the KV of one token, and the end of a hand-off beyond that.
-        self.transfer_s_per_token = 1 / DEFAULT_TRANSFER_RATE
-        self.hand_off_s = DEFAULT_HAND_OFF_S
-
-        self.pulls = False  #: The pod pulls prefixes from other pods; latency of a pull beyond moving the KV.
-        self.pull_s = DEFAULT_PULL_S
-        self.pair_rates: Mapping[str, float] = {}  #: Bytes per second that the pod wrote to other pods, by name.
-        self.late_targets = False  #: The pod computes a prompt before SetTarget says where the KV goes.
-
-    def apply_report(self, load: PodLoad, now: float) -> None:
-        """Takes a load report that the pod made at `now`. A report older than the last one has no effect."""
-        if now < self.reported_at:
-            return
-        self.load, self.reported_at = load, now
-        if load.prefill_rate > 0:
-            self.prefill_s_per_token, self.prefill_overhead_s = 1 / load.prefill_rate, load.prefill_overhead_s
-            self.rate_known = True
-        if load.has_decode_times:
-            self.step_s, self.step_slope_s = load.step_s, load.step_slope_s
-        if load.transfer_rate > 0:
-            self.transfer_s_per_token, self.hand_off_s = 1 / load.transfer_rate, load.hand_off_s
-        self.pull_s = load.pull_s or DEFAULT_PULL_S
-        self.queue_empty_at = now + load.queued_tokens * self.prefill_s_per_token
-        self.foreign_tokens = self.foreign_sequences = 0
-        self.prefill_bookings.mark_reported(now - DISPATCH_DELAY_S)
-        self.decode_bookings.mark_reported(now - DISPATCH_DELAY_S)
-
-    def queue_s(self, now: float) -> float:
-        """Returns the seconds until the pod can start a new prompt."""
-        waiting = (self.prefill_bookings.unreported_tokens + self.foreign_tokens) * self.prefill_s_per_token
-        return waiting + self.queue_empty_at - now if self.queue_empty_at > now else waiting
-
-    def num_sequences(self) -> int:
-        """Returns the number of sequences that decode on the pod or are about to."""
-        load = self.load
-        if load is None:
-            return len(self.decode_bookings) + self.foreign_sequences
-        return (
-            load.running + load.waiting + load.reserved + self.decode_bookings.unreported_count + self.foreign_sequences
-        )
-
-    def free_blocks(self) -> int:
-        """Returns the blocks that a new sequence may have; without a report these are all blocks."""
-        if self.load is None:
-            return self.num_blocks
-        return (
-            self.load.free_blocks
-            - self.decode_bookings.unreported_tokens // self.block_size
-            - self.decode_bookings.unreported_count
-        )
-
-
-def fill_in_from_peers(views: Collection[PodView]) -> None:
-    """Sets rates that a pod has not measured to the mean of its peers of the same layout.
-
-    Otherwise a pod that has never decoded would look faster or slower than a pod that has.
-    """
-    loads = [view.load for view in views if view.load is not None]
-    prefill_s = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
-    transfer_s = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]
-    steps = [(load.step_s, load.step_slope_s) for load in loads if load.has_decode_times]
-    for view in views:
-        load = view.load or PodLoad()
-        if prefill_s and load.prefill_rate <= 0:
-            view.prefill_s_per_token, view.rate_known = fmean(prefill_s), True
-        if transfer_s and load.transfer_rate <= 0:
-            view.transfer_s_per_token = fmean(transfer_s)
-        if steps and not load.has_decode_times:
-            view.step_s, view.step_slope_s = (fmean(part) for part in zip(*steps, strict=True))
-
-
+@dataclass(slots=True)
 class Bookings:
     """The open bookings of one pod. A booking is unreported until a report of the pod includes it."""
 
-    __slots__ = ("_open", "_since", "tokens", "unreported_booked", "unreported_count", "unreported_tokens")
-
-    def __init__(self) -> None:
-        #: Tokens left, tokens booked at first, and time, by request id.
-        self._open: dict[str, tuple[int, int, float]] = {}
-        self._since = float("-inf")  #: Bookings before this time are reported.
-        self.tokens = 0  #: Tokens left of all bookings.
-        #: Tokens left, tokens as booked at first, and number of the unreported bookings. Other gateways know a booking
-        #: only as it was at first.
-        self.unreported_tokens = 0
-        self.unreported_booked = 0
-        self.unreported_count = 0
+    #: Tokens left, tokens booked at first, and time, by request id.
+    _open: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    _since: float = float("-inf")  #: Bookings before this time are reported.
+    tokens: int = 0  #: Tokens left of all bookings.
+    unreported_tokens: int = 0  #: Tokens left of the unreported bookings.
+    unreported_booked: int = 0  #: Their tokens as booked at first: other gateways know a booking only as it was then.
+    unreported_count: int = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -217,3 +77,94 @@ class Bookings:
         self.unreported_tokens = sum(left for left, _, _ in unreported)
         self.unreported_booked = sum(booked for _, booked, _ in unreported)
         self.unreported_count = len(unreported)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PodView:
+    name: str = field(kw_only=False)
+    block_size: int
+    max_request_tokens: int  #: Prompt and output tokens that one request can have on the pod.
+    num_blocks: int
+    role: Role = Role.PREFILL
+    address: str = ""
+
+    load: PodLoad | None = None  #: The last report, None before the first.
+    reported_at: float = float("-inf")  #: When the pod made it.
+    queue_empty_at: float = float("-inf")  #: When the reported prompt queue is computed.
+
+    #: Prompts and sequences that this gateway sent to the pod, in prompt tokens.
+    prefill_bookings: Bookings = field(default_factory=Bookings)
+    decode_bookings: Bookings = field(default_factory=Bookings)
+    foreign_tokens: int = 0  #: Prompt tokens that other gateways booked since the report, as far as is known.
+    foreign_sequences: int = 0  #: The same for sequences.
+
+    prefill_overhead_s: float = 0.0  #: Time of a prompt: fixed, and per token.
+    prefill_s_per_token: float = 1 / DEFAULT_PREFILL_RATE
+    rate_known: bool = False  #: The pod or its peers have measured `prefill_s_per_token`.
+    step_s: float = DEFAULT_STEP_S  #: Time of a decode step, and its growth per sequence.
+    step_slope_s: float = DEFAULT_STEP_SLOPE_S
+    transfer_s_per_token: float = 1 / DEFAULT_TRANSFER_RATE  #: Time to move the KV of one token.
+    hand_off_s: float = DEFAULT_HAND_OFF_S  #: The end of a hand-off beyond that.
+
+    pulls: bool = False  #: The pod pulls prefixes from other pods.
+    pull_s: float = DEFAULT_PULL_S  #: Latency of a pull beyond moving the KV.
+    #: Bytes per second that the pod wrote to other pods, by name.
+    pair_rates: Mapping[str, float] = field(default_factory=dict)
+    late_targets: bool = False  #: The pod computes a prompt before SetTarget says where the KV goes.
+
+    def apply_report(self, load: PodLoad, now: float) -> None:
+        """Takes a load report that the pod made at `now`. A report older than the last one has no effect."""
+        if now < self.reported_at:
+            return
+        self.load, self.reported_at = load, now
+        if load.prefill_rate > 0:
+            self.prefill_s_per_token, self.prefill_overhead_s = 1 / load.prefill_rate, load.prefill_overhead_s
+            self.rate_known = True
+        if load.has_decode_times:
+            self.step_s, self.step_slope_s = load.step_s, load.step_slope_s
+        if load.transfer_rate > 0:
+            self.transfer_s_per_token, self.hand_off_s = 1 / load.transfer_rate, load.hand_off_s
+        self.pull_s = load.pull_s or DEFAULT_PULL_S
+        self.queue_empty_at = now + load.queued_tokens * self.prefill_s_per_token
+        self.foreign_tokens = self.foreign_sequences = 0
+        self.prefill_bookings.mark_reported(now - DISPATCH_DELAY_S)
+        self.decode_bookings.mark_reported(now - DISPATCH_DELAY_S)
+
+    def queue_s(self, now: float) -> float:
+        """Returns the seconds until the pod can start a new prompt."""
+        waiting = (self.prefill_bookings.unreported_tokens + self.foreign_tokens) * self.prefill_s_per_token
+        return waiting + self.queue_empty_at - now if self.queue_empty_at > now else waiting
+
+    def num_sequences(self) -> int:
+        """Returns the number of sequences that decode on the pod or are about to."""
+        load = self.load
+        if load is None:
+            return len(self.decode_bookings) + self.foreign_sequences
+        booked = self.decode_bookings.unreported_count + self.foreign_sequences
+        return load.running + load.waiting + load.reserved + booked
+
+    def free_blocks(self) -> int:
+        """Returns the blocks that a new sequence may have; without a report these are all blocks."""
+        if self.load is None:
+            return self.num_blocks
+        booked = self.decode_bookings
+        return self.load.free_blocks - booked.unreported_tokens // self.block_size - booked.unreported_count
+
+
+def fill_in_from_peers(views: Collection[PodView]) -> None:
+    """Sets rates that a pod has not measured to the mean of its peers of the same layout.
+
+    Otherwise a pod that has never decoded would look faster or slower than a pod that has.
+    """
+    loads = [view.load for view in views if view.load is not None]
+    prefill_s = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
+    transfer_s = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]
+    steps = [(load.step_s, load.step_slope_s) for load in loads if load.has_decode_times]
+    for view in views:
+        load = view.load or PodLoad()
+        if prefill_s and load.prefill_rate <= 0:
+            view.prefill_s_per_token, view.rate_known = fmean(prefill_s), True
+        if transfer_s and load.transfer_rate <= 0:
+            view.transfer_s_per_token = fmean(transfer_s)
+        if steps and not load.has_decode_times:
+            view.step_s, view.step_slope_s = (fmean(part) for part in zip(*steps, strict=True))

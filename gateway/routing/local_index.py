@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 ANY_POD = ("", 0)  #: Name and generation that stand for all pods together in ApproxIndex.
-
-#: A chain is recorded at its first POINT_STRIDE blocks, then at every POINT_STRIDE-th, and at its last block.
-POINT_STRIDE = 8
-
+POINT_STRIDE = (
+    8  #: A chain is recorded at its first POINT_STRIDE blocks, at every POINT_STRIDE-th, and at its last one.
+)
 MAX_POINTS = 100_000  #: About 20 MB.
 MAX_AGE_S = 600.0  #: Pods evict blocks without a message to gateways, so a record is trusted for this long.
 MAX_COMPARED_PROMPTS = 64  #: Prompts in flight that one `match_blocks` compares at most.
@@ -150,14 +149,7 @@ class InFlightPrompts:
 
 def _positions(length: int) -> list[int]:
     """Returns the indices of a chain's hashes that it is entered under: 0, 1, 3, 7, ... and the last."""
-    return [*_powers(length), length - 1]
-
-
-def _powers(length: int) -> Iterator[int]:
-    at = 1
-    while at < length:
-        yield at - 1
-        at *= 2
+    return [*((1 << power) - 1 for power in range((length - 1).bit_length())), length - 1]
 
 
 def _common_blocks(a: Sequence[bytes], b: Sequence[bytes], equal_at: int) -> int:

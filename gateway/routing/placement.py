@@ -25,7 +25,6 @@ from gateway.routing.local_index import ANY_POD, ApproxIndex, InFlightPrompts
 from gateway.routing.policy import PodOption, PullOffer
 
 AMPLE_FREE_SHARE = 0.125  #: A decode pod with this share of its pool free has room for a prompt, as good as surely.
-
 #: After the first token a prompt stays in flight until the index has its blocks and cached look-ups have expired.
 INFLIGHT_LINGER_S = 0.2
 
@@ -38,46 +37,32 @@ class ChosenPod:
     option: PodOption
 
 
+@dataclass(slots=True, eq=False)
 class Placement:
     """Where one reservation runs. Without a prefill pod the decode pod computes the prompt itself."""
 
-    def __init__(
-        self,
-        request_id: str,
-        decode: ChosenPod,
-        prefill: ChosenPod | None,
-        hashes: Sequence[bytes],
-        *,
-        inflight: InFlightPrompts,
-        approx_index: ApproxIndex,
-        unbook_shared: Callable[[str, Sequence[Pod]], None],
-    ) -> None:
-        """
-        Args:
-            hashes: Block hashes of the prompt.
-            unbook_shared: Ends the bookings of a request on these pods in the index, in the background.
-        """
-        self.request_id = request_id
-        self._decode = decode
-        self._prefill = prefill
-        self._hashes = hashes
-        self._inflight = inflight
-        self._approx_index = approx_index
-        self._unbook_shared = unbook_shared
-        #: The bookings exist; then `_computing` says whether that of the prompt does too.
-        self._booked = self._computing = False
+    request_id: str
+    chosen_decode: ChosenPod
+    chosen_prefill: ChosenPod | None
+    hashes: Sequence[bytes]  #: Block hashes of the prompt.
+    inflight: InFlightPrompts
+    approx_index: ApproxIndex
+    #: Ends the bookings of a request on these pods in the index, in the background.
+    unbook_shared: Callable[[str, Sequence[Pod]], None]
+    _booked: bool = False  #: The bookings exist; then `_computing` says whether that of the prompt does too.
+    _computing: bool = False
 
     @property
     def decode(self) -> Pod:
-        return self._decode.pod
+        return self.chosen_decode.pod
 
     @property
     def prefill(self) -> Pod | None:
-        return None if self._prefill is None else self._prefill.pod
+        return None if self.chosen_prefill is None else self.chosen_prefill.pod
 
     @property
     def _computing_pod(self) -> ChosenPod:
-        return self._prefill or self._decode
+        return self.chosen_prefill or self.chosen_decode
 
     @property
     def predicted_hit_tokens(self) -> int:
@@ -87,37 +72,37 @@ class Placement:
     @property
     def pull_offer(self) -> PullOffer | None:
         """The prefix that the prefill pod pulls first."""
-        return None if self._prefill is None else self._prefill.option.pull_offer
+        return None if self.chosen_prefill is None else self.chosen_prefill.option.pull_offer
 
     @property
     def expects_target(self) -> bool:
         """Reserve will answer with a KvTarget, as far as is known; then the prefill can start before the answer.
 
-        That is so if the decode pod has ample room and holds nothing of the prompt, so that it has no reason to compute
-        the prompt itself.
+        It will if the decode pod has ample room, and holds nothing of the prompt, so has no reason to compute it.
         """
-        if self._prefill is None or self._prefill.option.pull_offer is not None:
+        if self.chosen_prefill is None or self.chosen_prefill.option.pull_offer is not None:
             return False
-        view, load = self._decode.option.view, self._decode.option.view.load
-        if not self._prefill.option.view.late_targets or self._decode.option.hit_tokens or load is None or load.waiting:
+        view, load = self.chosen_decode.option.view, self.chosen_decode.option.view.load
+        if not self.chosen_prefill.option.view.late_targets or self.chosen_decode.option.hit_tokens:
             return False
-        return view.free_blocks() >= AMPLE_FREE_SHARE * view.num_blocks
+        ample = view.free_blocks() >= AMPLE_FREE_SHARE * view.num_blocks
+        return ample and load is not None and not load.waiting
 
     def remote_prefill_cost(self) -> RemotePrefillCost | None:
         """Returns the predicted cost of the remote prefill; None while no pod has measured its prefill rate.
 
         The decode pod compares it with computing the prompt itself.
         """
-        if self._prefill is None or not self._prefill.option.view.rate_known:
+        if self.chosen_prefill is None or not self.chosen_prefill.option.view.rate_known:
             return None
-        option, view = self._prefill.option, self._prefill.option.view
+        option, view = self.chosen_prefill.option, self.chosen_prefill.option.view
         own_s = option.missing_tokens * view.prefill_s_per_token if self._computing else 0.0
         return RemotePrefillCost(
             queue_s=max(0.0, view.queue_s(time.monotonic()) - own_s),
             compute_s=view.prefill_overhead_s
             + option.missing_tokens * view.prefill_s_per_token
             + (option.pull_offer.predicted_s if option.pull_offer else 0.0),
-            hand_off_s=view.hand_off_s + self._decode.option.missing_tokens * view.transfer_s_per_token,
+            hand_off_s=view.hand_off_s + self.chosen_decode.option.missing_tokens * view.transfer_s_per_token,
             tokens_per_s=1 / view.prefill_s_per_token,
         )
 
@@ -127,26 +112,28 @@ class Placement:
         """Books on the pods' views and in flight, before anything is sent."""
         now, computing = time.monotonic(), self._computing_pod
         self._booked = self._computing = True
-        self._decode.option.view.decode_bookings.add(self.request_id, self._decode.option.missing_tokens, now)
+        self.chosen_decode.option.view.decode_bookings.add(
+            self.request_id, self.chosen_decode.option.missing_tokens, now
+        )
         computing.option.view.prefill_bookings.add(self.request_id, computing.option.missing_tokens, now)
-        self._inflight.add(self.request_id, computing.option.view.name, self._hashes)
+        self.inflight.add(self.request_id, computing.option.view.name, self.hashes)
 
     def rebook(self, decode: ChosenPod, prefill: ChosenPod | None) -> None:
         """Books other pods instead, before anything was sent."""
         self._release_local()
-        self._decode, self._prefill = decode, prefill
+        self.chosen_decode, self.chosen_prefill = decode, prefill
         self.book()
 
     def on_local_prefill(self) -> None:
         """The decode pod computes the prompt itself: moves the booking of the prompt there."""
-        if self._prefill is None:
+        if self.chosen_prefill is None:
             return
-        prefill, self._prefill = self._prefill, None
+        prefill, self.chosen_prefill = self.chosen_prefill, None
         prefill.option.view.prefill_bookings.remove(self.request_id)
-        self._unbook_shared(self.request_id, [prefill.pod])
-        view, tokens = self._decode.option.view, self._decode.option.missing_tokens
+        self.unbook_shared(self.request_id, [prefill.pod])
+        view, tokens = self.chosen_decode.option.view, self.chosen_decode.option.missing_tokens
         view.prefill_bookings.add(self.request_id, tokens, time.monotonic())
-        self._inflight.add(self.request_id, view.name, self._hashes)
+        self.inflight.add(self.request_id, view.name, self.hashes)
 
     def on_progress(self, tokens_left: int) -> None:
         """Shrinks the booking of the prompt to the tokens that are left to compute."""
@@ -158,29 +145,29 @@ class Placement:
             return
         self._computing = False
         self._computing_pod.option.view.prefill_bookings.remove(self.request_id)
-        if self._prefill is not None or self._decode.option.view.role is Role.BOTH:
-            self._unbook_shared(self.request_id, [self._computing_pod.pod])
-        asyncio.get_running_loop().call_later(INFLIGHT_LINGER_S, self._inflight.remove, self.request_id)
-        self._approx_index.record(*ANY_POD, self._hashes)
-        pods = {pod.address: pod for pod in (self._decode.pod, self._computing_pod.pod)}
+        if self.chosen_prefill is not None or self.chosen_decode.option.view.role is Role.BOTH:
+            self.unbook_shared(self.request_id, [self._computing_pod.pod])
+        asyncio.get_running_loop().call_later(INFLIGHT_LINGER_S, self.inflight.remove, self.request_id)
+        self.approx_index.record(*ANY_POD, self.hashes)
+        pods = {pod.address: pod for pod in (self.chosen_decode.pod, self._computing_pod.pod)}
         for pod in pods.values():
             if pod.info is not None:
-                self._approx_index.record(pod.info.name, pod.info.generation, self._hashes)
+                self.approx_index.record(pod.info.name, pod.info.generation, self.hashes)
 
     def release(self) -> None:
         """Returns all bookings that are left. Idempotent."""
         if not self._booked:
             return
-        pods = [self._decode.pod]
-        if self._prefill is not None and self._computing:
-            pods.append(self._prefill.pod)
+        pods = [self.chosen_decode.pod]
+        if self.chosen_prefill is not None and self._computing:
+            pods.append(self.chosen_prefill.pod)
         self._release_local()
-        self._unbook_shared(self.request_id, pods)
+        self.unbook_shared(self.request_id, pods)
 
     def _release_local(self) -> None:
         """Returns the bookings of this gateway, without those in the index."""
-        self._decode.option.view.decode_bookings.remove(self.request_id)
+        self.chosen_decode.option.view.decode_bookings.remove(self.request_id)
         if self._computing:
             self._computing_pod.option.view.prefill_bookings.remove(self.request_id)
-            self._inflight.remove(self.request_id)
+            self.inflight.remove(self.request_id)
         self._booked = self._computing = False

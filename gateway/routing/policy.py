@@ -9,7 +9,8 @@ Computing counts more than waiting, because later requests wait for it too. So a
 once the queue of its holders costs more than computing, and a block that all prompts share does not draw them all to
 one pod. Near-ties are shuffled, so that gateways with equal views do not all choose the same pod.
 
-RendezvousHash ranks pods by the prompt's first blocks, while nothing is known of the pods' caches.
+RendezvousHash ranks pods by the prompt's first blocks, while nothing is known of the pods' caches. `offer_pulls` finds
+the prefixes that a prefill pod can pull from another pod faster than it computes them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import heapq
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -30,19 +32,15 @@ from gateway.pods.view import HOST_SPEEDUP, PodView
 QUEUE_EXTERNALITY = 4.0
 
 TIE_RATIO, TIE_S = 1.02, 0.001  #: Costs up to the least * TIE_RATIO + TIE_S are equal.
-
 MIN_OPTIONS, MAX_OPTIONS = 32, 64  #: A ranking has at least and at most so many options, if there are enough pods.
-
-#: The pod that an affinity prefers costs this share and this many seconds less.
-AFFINITY_RATIO, AFFINITY_S = 0.1, 0.005
-
+AFFINITY_RATIO, AFFINITY_S = 0.1, 0.005  #: The pod that an affinity prefers costs this share and these seconds less.
 SAME_HARDWARE_RATIO = 1.5  #: Decode steps measured on equal machines differ by up to this factor.
 EXPECTED_OUTPUT_TOKENS = 256  #: Assumed output tokens of a request that allows more.
 NO_ROOM_COST_S = 1.0  #: Cost of a decode pod without free blocks; it decreases to 0 at SCARCE_FREE_SHARE of the pool.
 SCARCE_FREE_SHARE = 0.1
-
 LOAD_BOUND = 1.25  #: RendezvousHash gives a pod at most this multiple of the mean number of requests.
-
+CONNECT_S = 0.3  #: A pull between two pods that have moved nothing yet takes this much longer.
+MAX_HOLDERS = 3  #: A pull is offered only from so many pods, those with the longest prefixes.
 NO_HITS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -137,15 +135,11 @@ class CostPolicy:
         if request.host_hits or request.pull_offers:
             scored = [(cost + _fetch_s(request, view, hits), view) for cost, view in scored]
         # Among equal costs a pod that holds the prefix comes before one that has to pull it.
-        ranked = self._rank(request, scored, prefer=hits if request.pull_offers else NO_HITS)
+        offers = request.pull_offers
+        ranked = self._rank(request, scored, prefer=hits if offers else NO_HITS)
         return [
             make_option(
-                request,
-                hits,
-                view,
-                cost,
-                unit_cost_s=view.prefill_s_per_token,
-                pull_offer=request.pull_offers.get(view.name),
+                request, hits, view, cost, unit_cost_s=view.prefill_s_per_token, pull_offer=offers.get(view.name)
             )
             for cost, view in ranked
         ]
@@ -228,7 +222,7 @@ class RendezvousHash:
         if key:
             loads.sort(key=lambda pair: (pair[0] > bound, -rendezvous_weight(key, pair[1].name)))
         else:
-            loads.sort(key=lambda pair: pair[0])
+            loads.sort(key=_cost)
         return [make_option(request, hits, view) for _, view in loads]
 
 
@@ -302,11 +296,8 @@ def _decode_s(
     # Each of the n sequences slows the new one by slope_s a step, and the new one slows each of them by as much.
     cost = output * (step_s + (2 * view.num_sequences() + 1) * slope_s)
     if view.role is Role.BOTH:
-        cost += (
-            view.queue_s(now)
-            + view.prefill_overhead_s
-            + max(1, missing) * view.prefill_s_per_token * (1 + QUEUE_EXTERNALITY)
-        )
+        cost += view.queue_s(now) + view.prefill_overhead_s
+        cost += max(1, missing) * view.prefill_s_per_token * (1 + QUEUE_EXTERNALITY)
     elif missing > 0:
         cost += missing * view.transfer_s_per_token
     room = view.free_blocks() - (max(0, missing) + output) // view.block_size
@@ -323,3 +314,62 @@ def _prefer_by_affinity(affinity: str, scored: list[tuple[float, PodView]]) -> l
 
 def _cost(pair: tuple[float, PodView]) -> float:
     return pair[0]
+
+
+def offer_pulls(
+    device_hits: Mapping[str, int],
+    expected_hits: Mapping[str, int],
+    pullers: Sequence[PodView],
+    holders: Sequence[PodView],
+    block_bytes: int,
+) -> dict[str, PullOffer]:
+    """Returns pull offers by the puller's name, for pullers that save time.
+
+    A pull takes the puller's measured latency, and the missing bytes at the measured rate of the two pods. A pair that
+    has moved nothing yet is assumed to have the mean rate of the known pairs, and to need CONNECT_S for the connection.
+
+    Args:
+        device_hits: Prompt tokens in device memory, by pod. Only these can be pulled.
+        expected_hits: Prompt tokens by pod that need no computing when the request's turn comes.
+    """
+    holding = [view for view in holders if device_hits.get(view.name)]
+    best = sorted(holding, key=lambda view: device_hits[view.name], reverse=True)[:MAX_HOLDERS]
+    if not best:
+        return {}
+    longest = device_hits[best[0].name]
+    lacking = [view for view in pullers if view.pulls and expected_hits.get(view.name, 0) < longest]
+    if not lacking:
+        return {}
+    rates = [rate for view in (*best, *lacking) for rate in view.pair_rates.values()]
+    mean_rate = fmean(rates) if rates else 0.0
+    return {
+        view.name: offer
+        for view in lacking
+        if (offer := _best_offer(device_hits, expected_hits, view, best, block_bytes, mean_rate)) is not None
+    }
+
+
+def _best_offer(
+    device_hits: Mapping[str, int],
+    expected_hits: Mapping[str, int],
+    puller: PodView,
+    holders: Sequence[PodView],
+    block_bytes: int,
+    mean_rate: float,
+) -> PullOffer | None:
+    """Returns the pull that saves the most time; None if no pull saves any."""
+    used, best, best_saving_s = expected_hits.get(puller.name, 0), None, 0.0
+    for holder in holders:
+        tokens = device_hits[holder.name]
+        missing = tokens - used
+        if holder is puller or missing <= 0:
+            continue
+        known_rate = holder.pair_rates.get(puller.name) or puller.pair_rates.get(holder.name)
+        rate, connect_s = (known_rate, 0.0) if known_rate else (mean_rate, CONNECT_S)
+        if rate <= 0:
+            continue
+        pull_s = puller.pull_s + connect_s + missing / puller.block_size * block_bytes / rate
+        saving_s = missing * puller.prefill_s_per_token - pull_s
+        if saving_s > best_saving_s:
+            best, best_saving_s = PullOffer(tokens, pull_s, holder.name), saving_s
+    return best

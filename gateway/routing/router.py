@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from common.block_hash import BlockHasher, matchable_blocks
@@ -29,17 +30,23 @@ from gateway.pods.table import PodTable
 from gateway.pods.view import DISPATCH_DELAY_S, PodView
 from gateway.routing.local_index import ANY_POD, ApproxIndex, InFlightPrompts
 from gateway.routing.placement import ChosenPod, Placement
-from gateway.routing.policy import CostPolicy, PodOption, PullOffer, RendezvousHash, RoutingPolicy, RoutingRequest
-from gateway.routing.pull_offers import offer_pulls
+from gateway.routing.policy import (
+    CostPolicy,
+    PodOption,
+    PullOffer,
+    RendezvousHash,
+    RoutingPolicy,
+    RoutingRequest,
+    offer_pulls,
+)
 from gateway.telemetry.metrics import GatewayMetrics
 from prefix_index.reader import IndexReader
-from prefix_index.records import BookingCandidate, BookingResult
+from prefix_index.store import BookingCandidate, BookingResult
 
 PREFIX_KEY_BLOCKS = 4  #: Blocks at the start of a prompt that its prefix key covers.
-
-#: Blocks that are hashed, in 1 to 2 ms, before other requests get a turn of the event loop.
-HASH_BLOCKS_PER_TURN = 1024
-
+HASH_BLOCKS_PER_TURN = (
+    1024  #: Blocks that are hashed, in 1 to 2 ms, before other requests get a turn of the event loop.
+)
 #: Pauses before an unbooking that failed is retried. An index call fails after a few ms, but a booking that stays
 #: would count on its pod until it expires.
 UNBOOK_RETRY_S = (0.5, 2.0, 8.0)
@@ -63,10 +70,7 @@ class HashedPrompt:
 
 
 class Router:
-    """Plans the requests of one model.
-
-    It keeps what their attempts share: prompts in flight, bookings in the index, and background tasks.
-    """
+    """Plans the requests of one model. Their attempts share its prompts in flight, bookings and background tasks."""
 
     def __init__(self, table: PodTable, metrics: GatewayMetrics, *, rng: random.Random | None = None) -> None:
         rng = rng or random.Random()
@@ -119,14 +123,13 @@ class Router:
                 prompt = HashedPrompt(hashes, info.block_size, device_hits)
             any_hits = any_hits or bool(prompt.device_hits)
             prompts[fingerprint] = prompt
-        hits_unknown = index is None and not any_hits
         self._show_mode()
         return RoutingPlan(
-            request,
-            prompts,
+            request=request,
+            prompts=prompts,
             table=self._table,
             router=self,
-            policy=self._rendezvous if hits_unknown else self._policy,
+            policy=self._rendezvous if index is None and not any_hits else self._policy,
             index_answered=index is not None,
             affinity=affinity,
             repeated_tokens=repeated_tokens,
@@ -156,27 +159,12 @@ class Router:
 
     def _show_mode(self) -> None:
         """Sets the metric of the current source of hits."""
-        index = self._index()
-        local = "local" if len(self.approx_index) else "hash"
+        index, local = self._index(), "local" if len(self.approx_index) else "hash"
         mode = "redis" if index is not None and index.available else local
         if mode != self.metrics.current_index_mode:
             self.metrics.set_index_mode(mode)
 
     # -- placements and the bookings that gateways share
-
-    def new_placement(
-        self, request_id: str, decode: ChosenPod, prefill: ChosenPod | None, hashes: Sequence[bytes]
-    ) -> Placement:
-        """Returns a placement that is not booked yet."""
-        return Placement(
-            request_id,
-            decode,
-            prefill,
-            hashes,
-            inflight=self.inflight,
-            approx_index=self.approx_index,
-            unbook_shared=self._unbook_in_background,
-        )
 
     def only_gateway(self, scope: str) -> bool:
         """No other gateway books in this scope, so the bookings of this one are all there are."""
@@ -203,7 +191,8 @@ class Router:
         except IndexUnavailable as e:
             _log.debug("booking not shared: %s", e)
 
-    def _unbook_in_background(self, request_id: str, pods: Sequence[Pod]) -> None:
+    def unbook_shared(self, request_id: str, pods: Sequence[Pod]) -> None:
+        """Ends the bookings of a request on these pods in the index, in the background."""
         index = self._table.index
         if index is not None:
             self.spawn(self._unbook(index, request_id, pods))
@@ -247,46 +236,25 @@ async def _hash_blocks(request: ValidRequest, info: PodInfo) -> list[bytes]:
     return hasher.extend(ids[: blocks * size])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingPlan:
     """A request and its hits. Each of its attempts is placed by `place`."""
 
-    def __init__(
-        self,
-        request: ValidRequest,
-        prompts: Mapping[str, HashedPrompt],
-        *,
-        table: PodTable,
-        router: Router,
-        policy: RoutingPolicy,
-        index_answered: bool,
-        affinity: str,
-        repeated_tokens: int = 0,
-        layout_fingerprint: str | None = None,
-    ) -> None:
-        """
-        Args:
-            prompts: The hashed prompt by layout fingerprint.
-            index_answered: The hits are from the prefix index, so bookings are shared too.
-        """
-        self.request = request
-        self.router = router
-        #: Leading prompt tokens that an earlier prompt of this gateway began with.
-        self.repeated_tokens = repeated_tokens
-        self._prompts = prompts
-        self._table = table
-        self._policy = policy
-        self._index_answered = index_answered
-        self._affinity = affinity
-        self._layout_fingerprint = layout_fingerprint
+    request: ValidRequest
+    prompts: Mapping[str, HashedPrompt]  #: The hashed prompt by layout fingerprint.
+    table: PodTable
+    router: Router
+    policy: RoutingPolicy
+    index_answered: bool  #: The hits are from the prefix index, so bookings are shared too.
+    affinity: str
+    repeated_tokens: int  #: Leading prompt tokens that an earlier prompt of this gateway began with.
+    layout_fingerprint: str | None
 
     @property
     def expected_hit_tokens(self) -> int:
         """Prompt tokens that need no computing on the best pod, once the pod is free."""
-        most = max(
-            (max(self._routing_request(p).expected_hits().values(), default=0) for p in self._prompts.values()),
-            default=0,
-        )
-        return min(most, self.request.context_len - 1)
+        hits = (self._routing_request(prompt).expected_hits().values() for prompt in self.prompts.values())
+        return min(max(chain.from_iterable(hits), default=0), self.request.context_len - 1)
 
     async def place(self, request_id: str, avoided: Collection[str], tried: Collection[str]) -> Placement | None:
         """Chooses a decode and a prefill pod, or one pod of role both, and books them.
@@ -299,10 +267,10 @@ class RoutingPlan:
         """
         now = time.monotonic()
         best: tuple[HashedPrompt, str, list[PodOption], list[PodOption]] | None = None
-        for fingerprint in self._table.pods_by_layout():
-            if self._layout_fingerprint not in (None, fingerprint):
+        for fingerprint in self.table.pods_by_layout():
+            if self.layout_fingerprint not in (None, fingerprint):
                 continue
-            prompt = self._prompts.get(fingerprint, HashedPrompt())
+            prompt = self.prompts.get(fingerprint, HashedPrompt())
             decodes, prefills = self._rank_pods(fingerprint, prompt, avoided, tried, now)
             if decodes and (best is None or decodes[0].cost_s < best[2][0].cost_s):
                 best = prompt, fingerprint[:8], decodes, prefills
@@ -312,17 +280,19 @@ class RoutingPlan:
         groups = [options for options in sides if options]
         # The first options are final if bookings of other gateways cannot change the order.
         settled = (
-            not self._policy.uses_shared_bookings
+            not self.policy.uses_shared_bookings
             or all(len(options) == 1 for options in groups)
             or self.router.only_gateway(scope)
         )
         groups = [options[:1] for options in groups] if settled else groups
-        pods = {option.view.address: self._table.pods[option.view.address] for group in groups for option in group}
+        pods = {option.view.address: self.table.pods[option.view.address] for group in groups for option in group}
         first = [group[0] for group in groups]
-        placement = self.router.new_placement(request_id, *_chosen_pods(pods, first), prompt.hashes)
+        router, (decode, prefill) = self.router, _chosen_pods(pods, first)
+        shared = router.inflight, router.approx_index, router.unbook_shared
+        placement = Placement(request_id, decode, prefill, prompt.hashes, *shared)
         candidates = [[_candidate(option, now) for option in options] for options in groups]
         placement.book()
-        if not self._index_answered:
+        if not self.index_answered:
             return placement
         if settled:
             self.router.book_shared(scope, request_id, candidates)
@@ -349,32 +319,32 @@ class RoutingPlan:
         Without prefill pods the decode pods are all of role both. If one of the two sides is missing, both are empty.
         """
         request = self._routing_request(prompt)
-        of_layout = [p for p in self._table.decode_pods() if p.info and p.info.fingerprint == fingerprint]
+        of_layout = [p for p in self.table.decode_pods() if p.info and p.info.fingerprint == fingerprint]
         untried = _views([p for p in of_layout if p.address not in tried], avoided)
-        decodes = self._policy.rank_decode_pods(request, untried, now)
+        decodes = self.policy.rank_decode_pods(request, untried, now)
         if not decodes or decodes[0].view.role is Role.BOTH:
             return [option for option in decodes if option.view.role is Role.BOTH], []
-        prefill_views = _views(self._table.prefill_pods(fingerprint), avoided)
-        if self._index_answered and prompt.device_hits and self.request.sampling.prompt_logprobs is None:
+        prefill_views = _views(self.table.prefill_pods(fingerprint), avoided)
+        if self.index_answered and prompt.device_hits and self.request.sampling.prompt_logprobs is None:
             offers = self._offer_pulls(fingerprint, prompt, request.expected_hits(), prefill_views)
             request = replace(request, pull_offers=offers) if offers else request
-        prefills = self._policy.rank_prefill_pods(request, prefill_views, now)
+        prefills = self.policy.rank_prefill_pods(request, prefill_views, now)
         return ([option for option in decodes if option.view.role is Role.DECODE] if prefills else []), prefills
 
     def _offer_pulls(
         self, fingerprint: str, prompt: HashedPrompt, expected_hits: Mapping[str, int], pullers: Sequence[PodView]
     ) -> dict[str, PullOffer]:
         """Returns what prefill pods could pull from any pod of their layout."""
-        pods = self._table.pods_by_layout().get(fingerprint, [])
+        pods = self.table.pods_by_layout().get(fingerprint, [])
         holders = [pod.view for pod in pods if pod.view is not None]
         info = pods[0].info if pods else None
-        return (
-            {} if info is None else offer_pulls(prompt.device_hits, expected_hits, pullers, holders, info.block_bytes)
-        )
+        if info is None:
+            return {}
+        return offer_pulls(prompt.device_hits, expected_hits, pullers, holders, info.block_bytes)
 
     def find_holder(self, name: str) -> PodInfo | None:
         """Returns the pod of this name if it is still usable."""
-        pods = (pod for found in self._table.pods_by_layout().values() for pod in found)
+        pods = (pod for found in self.table.pods_by_layout().values() for pod in found)
         return next((pod.info for pod in pods if pod.info is not None and pod.info.name == name), None)
 
     def _routing_request(self, prompt: HashedPrompt) -> RoutingRequest:
@@ -385,7 +355,7 @@ class RoutingPlan:
             device_hits=prompt.device_hits,
             host_hits=prompt.host_hits,
             inflight_hits={pod: blocks * prompt.block_size for pod, blocks in inflight.items()},
-            affinity=self._affinity or ("" if self._index_answered else prompt.prefix_key.hex()),
+            affinity=self.affinity or ("" if self.index_answered else prompt.prefix_key.hex()),
             prefix_key=prompt.prefix_key,
         )
 

@@ -38,10 +38,9 @@ from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_ring import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter
 from gateway.dispatch.samples import SampleGroup
-from gateway.pods.cache_reset import CacheResetResult, reset_prefix_caches
 from gateway.pods.info import ModelLimits
 from gateway.pods.pod import Pod
-from gateway.pods.table import PodTable
+from gateway.pods.table import CacheResetResult, PodTable, reset_prefix_caches
 from gateway.routing.local_index import ANY_POD
 from gateway.routing.router import Router
 from gateway.serving.choice import Choice
@@ -61,12 +60,9 @@ from gateway.text.output_parser import OutputParserConfig
 from gateway.text.tokenizer import TextTokenizer
 from prefix_index.reader import IndexReader
 
-#: OpenAI's default of max_tokens for /v1/completions.
-COMPLETION_MAX_TOKENS = 16
-#: Prompts of one request that are handled before other tasks run.
-PROMPTS_PER_LOOP_TURN = 16
-#: Output tokens that the gate expects of a request that allows more.
-EXPECTED_OUTPUT_TOKENS = 256
+COMPLETION_MAX_TOKENS = 16  #: OpenAI's default of max_tokens for /v1/completions.
+PROMPTS_PER_LOOP_TURN = 16  #: Prompts of one request that are handled before other tasks run.
+EXPECTED_OUTPUT_TOKENS = 256  #: Output tokens that the gate expects of a request that allows more.
 
 _log = logging.getLogger(__name__)
 
@@ -106,8 +102,7 @@ class Gateway:
         self.metrics.watch_pods(self._pods_by_state)
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=limits_timeout_s)
         self.leaving = False  # the gateway is no longer ready, but serves the requests that arrive
-        #: The gateway refuses new requests.
-        self.draining = False
+        self.draining = False  #: The gateway refuses new requests.
         self._index = index
         self._requests: dict[str, RequestContext] = {}
         self._idle = asyncio.Event()

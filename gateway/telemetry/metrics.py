@@ -14,28 +14,8 @@ from prometheus_client.core import Metric
 from common.errors import SERVER_FAULTS
 from common.telemetry import LATENCY_BUCKETS, Metrics, UnlabeledHistogram
 
-FAST_BUCKETS = (
-    0.00005,
-    0.0001,
-    0.00015,
-    0.0002,
-    0.0003,
-    0.0004,
-    0.0005,
-    0.0006,
-    0.0008,
-    0.001,
-    0.0012,
-    0.0015,
-    0.002,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    1.0,
-)
+_FAST_US = (50, 100, 150, 200, 300, 400, 500, 600, 800, 1000, 1200, 1500, 2000, 2500, 5000, 10_000, 25_000, 50_000)
+FAST_BUCKETS = (*(us / 1e6 for us in _FAST_US), 0.1, 1.0)
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 INTERNAL_OUTCOME = "internal"  #: Outcome of a request that an unexpected exception ended.
@@ -68,9 +48,7 @@ class GatewayMetrics:
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
         self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
-        self.prompt_lookup_tokens = m.counter(
-            "prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted"
-        )
+        self.lookup_tokens = m.counter("prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted")
         self.repeated = m.counter(
             "prefix_repeated_tokens",
             "Prompt tokens that an earlier prompt here began with: what a cache could have had",
@@ -120,7 +98,7 @@ class GatewayMetrics:
             "running": next(iter(self.running.collect())).samples[0].value,
             "prompt_tokens": _total(self.prompt_tokens),
             "output_tokens": _total(self.output_tokens),
-            "routed_tokens": _total(self.prompt_lookup_tokens),
+            "routed_tokens": _total(self.lookup_tokens),
             "predicted_hits": _total(self.predicted_hits),
             "actual_hits": _total(self.actual_hits),
             "rejections": _total(self.rejections),

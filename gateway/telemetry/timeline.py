@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.tracing.context import TraceContext
@@ -32,14 +33,12 @@ class Timeline:
             trace: Records spans; None for a request that is not sampled.
             trace_id: The client's trace, even if it is not recorded.
         """
-        self.trace = trace
-        self.trace_id = trace_id
+        self.trace, self.trace_id = trace, trace_id
         self.tenant = tenant
-        self.request_id = request_id
-        self.client_id = client_id
+        self.request_id, self.client_id = request_id, client_id
         self.start = time.monotonic()  #: Arrival, time.monotonic().
         self._created = time.time()
-        self._facts: dict[str, Any] = {"endpoint": endpoint}
+        self.facts: dict[str, Any] = {"endpoint": endpoint}  #: Facts about the request as a whole.
         self._events: list[dict[str, Any]] = []
         self.changed_at = self.start  #: Time of the last event, time.monotonic().
         self.ended = False
@@ -56,28 +55,23 @@ class Timeline:
         self._events.append({"t": round(self.changed_at - self.start, 6), "event": "ended", "outcome": outcome})
         self.set_facts(outcome=outcome)
         if self.trace is not None:
-            self.trace.end(self.start, self._events, {"request_id": self.request_id, **self._facts})
+            self.trace.end(self.start, self._events, {"request_id": self.request_id, **self.facts})
 
     @property
     def exemplar(self) -> dict[str, str] | None:
         """The labels that link an observation in a histogram to the spans of this request; None without spans."""
         return None if self.trace is None else {"trace_id": self.trace.context.trace_id}
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Facts about the request as a whole, see `set_facts`."""
-        return self._facts
-
     def set_facts(self, **facts: Any) -> None:
         """Adds or replaces facts about the request as a whole."""
-        self._facts.update(facts)
+        self.facts.update(facts)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the facts and the events in order of time; `t` is in seconds since arrival."""
         head: dict[str, Any] = {"id": self.request_id, "client_request_id": self.client_id, "created": self._created}
         if self.trace_id is not None:
             head["trace_id"] = self.trace_id
-        return {**head, **self._facts, "events": self._events}
+        return {**head, **self.facts, "events": self._events}
 
 
 class RecentTimelines:
@@ -120,12 +114,8 @@ class AttemptTrace:
 
     def on_placed(self, decode: str, prefill: str | None, predicted_tokens: int) -> None:
         """Records that pods were chosen."""
-        attributes = {
-            "baton.decode_pod": decode,
-            "baton.prefill_pod": prefill,
-            "baton.predicted_tokens": predicted_tokens,
-        }
-        self._step("gateway.route", attributes)
+        pods = {"baton.decode_pod": decode, "baton.prefill_pod": prefill}
+        self._step("gateway.route", {**pods, "baton.predicted_tokens": predicted_tokens})
 
     def on_reserve_answer(self, pod: str, outcome: str, error: str | None = None) -> None:
         """Records that a decode pod answered Reserve, or that the call failed."""
@@ -156,32 +146,24 @@ class AttemptTrace:
             record(name, child, self._context, since, self._since, attributes, kind=kind, error=error)
 
 
+@dataclass(frozen=True, slots=True)
 class RequestTrace:
     """Records the spans of one request."""
 
-    def __init__(self, tracer: Tracer, context: TraceContext, parent: TraceContext | None) -> None:
-        """
-        Args:
-            context: The context of the span gateway.request.
-            parent: The context of the client's span, None if there is none.
-        """
-        self.context = context
-        self.tracer = tracer
-        self._parent = parent
+    tracer: Tracer
+    context: TraceContext  #: The context of the span gateway.request.
+    parent: TraceContext | None  #: The context of the client's span, None if there is none.
 
     def end(self, start: float, events: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
         """Records the request's spans from its timeline. `start` is its arrival, time.monotonic()."""
-        since = start
-        seen = set()
+        since, names = start, {"tokenized": "gateway.tokenize", "admitted": "gateway.wait"}
         for event in events:
-            name = {"tokenized": "gateway.tokenize", "admitted": "gateway.wait"}.get(event["event"])
-            if name is not None and name not in seen:
-                seen.add(name)
+            if (name := names.pop(event["event"], None)) is not None:  # only the first event of each name
                 until = start + event["t"]
                 self.tracer.record_span(name, self.context.new_child(), self.context, since, until)
                 since = until
         named = {f"baton.{key}": value for key, value in facts.items() if isinstance(value, str | int | float)}
         failed = facts.get("error") if facts.get("outcome") != "ok" else None
         self.tracer.record_span(
-            "gateway.request", self.context, self._parent, start, time.monotonic(), named, kind="server", error=failed
+            "gateway.request", self.context, self.parent, start, time.monotonic(), named, kind="server", error=failed
         )

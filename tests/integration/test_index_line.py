@@ -22,12 +22,10 @@ from common.errors import IndexUnavailable
 from common.redis.breaker import CircuitBreaker
 from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
 from common.types import PodLoad, Role
-from prefix_index.generation import mint_generation
 from prefix_index.pipelined_connection import PipelinedConnection, PipelinedConnections
-from prefix_index.publisher import IndexPublisher
+from prefix_index.publisher import IndexPublisher, mint_generation
 from prefix_index.reader import IndexReader
-from prefix_index.records import BookingCandidate, PodRecord
-from prefix_index.store import IndexKeys
+from prefix_index.store import BookingCandidate, IndexKeys, PodRecord
 from tests.rigs.index.tcp_proxy import tcp_proxy
 from tests.rigs.waiting import until
 

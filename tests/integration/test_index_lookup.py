@@ -12,8 +12,7 @@ import pytest
 from common.types import Role
 from prefix_index import publisher, reader
 from prefix_index.reader import IndexReader
-from prefix_index.records import BookingCandidate, BookingResult, CacheTier, PrefixHits
-from prefix_index.store import IndexKeys
+from prefix_index.store import BookingCandidate, BookingResult, CacheTier, IndexKeys, PrefixHits
 from tests.rigs.engine.comparisons import shared
 from tests.rigs.index.index_rig import RECORD, SCOPE, Rig, book, chain
 from tests.rigs.waiting import until

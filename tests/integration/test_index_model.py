@@ -24,8 +24,7 @@ from common.types import PodLoad, Role
 from prefix_index import publisher
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader
-from prefix_index.records import CacheTier, PodRecord, PrefixHits
-from prefix_index.store import STORED_HASH_BYTES, IndexKeys, sampling_interval
+from prefix_index.store import STORED_HASH_BYTES, CacheTier, IndexKeys, PodRecord, PrefixHits, sampling_interval
 
 SCOPE = "00112233"
 CHAINS = [hash_blocks([seed] * 8 + list(range(24)), fingerprint=SCOPE * 4, block_size=1) for seed in range(3)]

@@ -20,10 +20,9 @@ from common.errors import ConfigError, IndexUnavailable
 from common.redis.client import connect_redis
 from common.types import PodLoad, Role
 from prefix_index import publisher
-from prefix_index.generation import mint_generation
-from prefix_index.publisher import IndexPublisher
+from prefix_index.publisher import IndexPublisher, mint_generation
 from prefix_index.reader import IndexReader
-from prefix_index.records import BookingCandidate, PodRecord
+from prefix_index.store import BookingCandidate, PodRecord
 from tests.rigs.index.index_rig import one_node_cluster
 from tests.rigs.index.tcp_proxy import tcp_proxy
 from tests.rigs.waiting import until

@@ -12,9 +12,9 @@ import pytest_asyncio
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import ConfigError
 from common.types import PodLoad, Role
-from pod.index_entry import require_free_name
+from pod.index import require_free_name
 from prefix_index.publisher import IndexPublisher
-from prefix_index.records import PodRecord
+from prefix_index.store import PodRecord
 from tests.rigs.pods.fake_pods import LAYOUT, FakePod, fake_cluster
 from tests.rigs.waiting import until
 

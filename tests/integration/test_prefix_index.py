@@ -14,9 +14,8 @@ import pytest
 from common.redis.client import LuaScript
 from common.types import PodLoad
 from prefix_index import publisher
-from prefix_index.generation import mint_generation
-from prefix_index.records import CacheTier
-from prefix_index.store import LUA_DIR, IndexKeys, pack_hashes
+from prefix_index.publisher import mint_generation
+from prefix_index.store import LUA_DIR, CacheTier, IndexKeys, pack_hashes
 from tests.rigs.index.index_rig import RECORD, SCOPE, FakePool, Rig, book, chain
 from tests.rigs.waiting import until
 

@@ -20,14 +20,24 @@ from common.types import PodLoad, Role
 from loadtest.workload.trace import synthetic_block_hash
 from prefix_index.publisher import BATCH_S, HEARTBEAT_S, IndexPublisher
 from prefix_index.reader import IndexReader
-from prefix_index.records import BookingCandidate, BookingResult, CacheTier, PodRecord
-from prefix_index.store import HELD_TTL_S, INFO_TTL_S, LEASE_MS, LUA_DIR, PODS_TTL_S, STORED_HASH_BYTES, IndexKeys
+from prefix_index.store import (
+    HELD_TTL_S,
+    INFO_TTL_S,
+    LEASE_MS,
+    LUA_DIR,
+    PODS_TTL_S,
+    STORED_HASH_BYTES,
+    BookingCandidate,
+    BookingResult,
+    CacheTier,
+    IndexKeys,
+    PodRecord,
+)
 from simulator.agent_workload import AgentWorkload
 from simulator.clock import VirtualClock
 from simulator.cluster import SimulatedCluster
 from simulator.hardware_rates import FLAT_8K
-from simulator.index import SimIndex, SimPublisher, SimReader
-from simulator.index_model import BookingModel, IndexModel
+from simulator.index import BookingModel, IndexModel, SimIndex, SimPublisher, SimReader
 from simulator.spec import ClusterSpec
 
 PODS = ("a", "b", "c")

@@ -69,5 +69,5 @@ def test_the_wait_for_another_conversion_has_a_deadline(cache: Path, monkeypatch
     dest.parent.mkdir(parents=True)
     with dest.with_name(f".{dest.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="another process has held .* for over 0 s"):
+        with pytest.raises(ConfigError, match=r"another process has held .* for over 0 s"):
             demo.demo_model()

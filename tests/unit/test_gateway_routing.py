@@ -21,7 +21,7 @@ from gateway.pods.view import PodView
 from gateway.routing.router import Router
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.telemetry.timeline import RecentTimelines, Timeline
-from prefix_index.records import PrefixHits
+from prefix_index.store import PrefixHits
 from tests.rigs.waiting import until
 
 FP = "ab" * 16

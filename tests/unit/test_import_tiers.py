@@ -49,14 +49,13 @@ ROOMS = {
         "rpc",
     ],
     "prefix_index": [
-        "records",
         "store",
-        "pending_changes lookup_cache generation pipelined_connection",
+        "lookup_cache pipelined_connection",
         "publisher reader",
     ],
     "kv_transfer": [
         "memory",
-        "messages notifications",
+        "messages",
         "backend",
         "transfer_thread probe",
         "peers",
@@ -65,12 +64,12 @@ ROOMS = {
         "node",
     ],
     "pod": [
-        "engine_config gpu index_entry limits rates requests",
-        "health metrics peer_discovery services",
+        "gpu index limits rates requests",
+        "health metrics services",
         "transfer_backend rank worker",
         "runtime",
     ],
-    "loadtest": ["slo workload recipes", "config run", "client", "runner report", "progress sweep", "__main__"],
+    "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],
     "cli": [
         "exits gpus options probes settings_page",
         "service",

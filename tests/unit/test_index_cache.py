@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefix_index.lookup_cache import CACHE_S, MAX_ANSWERS, SETTLE_S, LookupCache
-from prefix_index.records import PrefixHits
+from prefix_index.store import PrefixHits
 
 A, B = ("a", 1), ("b", 1)
 

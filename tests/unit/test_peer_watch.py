@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import IndexUnavailable, Unavailable
 from common.types import PodLoad, Role
-from pod.peer_discovery import PeerDiscovery
-from prefix_index.records import PodRecord, PodStatus
+from pod.index import PeerDiscovery
+from prefix_index.store import PodRecord, PodStatus
 from tests.rigs.waiting import until
 
 
@@ -40,7 +40,7 @@ def pod(name: str, role: Role = Role.DECODE, scope: str = "s", generation: int =
 
 
 async def test_pods_that_join_fail_and_restart_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pod.peer_discovery.POLL_S", 0.01)
+    monkeypatch.setattr("pod.index.POLL_S", 0.01)
     index = Index(pod("d0"), pod("p0", Role.PREFILL), pod("x", scope="other"))
     tried: list[tuple[str, int]] = []
     errors: dict[str, Exception] = {}
@@ -71,7 +71,7 @@ async def test_pods_that_join_fail_and_restart_are_connected(monkeypatch: pytest
 
 
 async def test_start_waits_for_a_limited_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pod.peer_discovery.FIRST_ROUND_S", 0.05)
+    monkeypatch.setattr("pod.index.FIRST_ROUND_S", 0.05)
     ended = asyncio.Event()
 
     async def connect(_address: str, _generation: int) -> None:
@@ -90,8 +90,8 @@ async def test_start_waits_for_a_limited_time_only(monkeypatch: pytest.MonkeyPat
 async def test_start_asks_an_index_that_is_late_until_it_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    monkeypatch.setattr("pod.peer_discovery.RETRY_S", 0.001)
-    monkeypatch.setattr("pod.peer_discovery.FIRST_ROUND_S", 60.0)
+    monkeypatch.setattr("pod.index.RETRY_S", 0.001)
+    monkeypatch.setattr("pod.index.FIRST_ROUND_S", 60.0)
     index = Index(pod("d0"), pod("d1"))
     index.away = error
     proven: set[str] = set()
@@ -114,9 +114,9 @@ async def test_start_asks_an_index_that_is_late_until_it_answers(
 async def test_start_goes_on_without_an_index_that_never_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pod.peer_discovery.RETRY_S", 0.001)
-    monkeypatch.setattr("pod.peer_discovery.POLL_S", 0.001)
-    monkeypatch.setattr("pod.peer_discovery.FIRST_ROUND_S", 0.05)
+    monkeypatch.setattr("pod.index.RETRY_S", 0.001)
+    monkeypatch.setattr("pod.index.POLL_S", 0.001)
+    monkeypatch.setattr("pod.index.FIRST_ROUND_S", 0.05)
     index = Index(pod("d0"))
     index.away = IndexUnavailable("away")
     proven: set[str] = set()

@@ -8,8 +8,7 @@ import pytest
 
 from common.types import PodLoad
 from gateway.pods.view import PodView
-from gateway.routing.policy import CostPolicy, PullOffer, RoutingRequest
-from gateway.routing.pull_offers import CONNECT_S, offer_pulls
+from gateway.routing.policy import CONNECT_S, CostPolicy, PullOffer, RoutingRequest, offer_pulls
 
 BLOCK_BYTES = 1 << 20
 SIZE = 16

@@ -8,7 +8,7 @@ from common.block_hash import hash_blocks
 from common.types import PodLoad
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader
-from prefix_index.records import PodRecord
+from prefix_index.store import PodRecord
 from tests.rigs.pods.fake_pods import FakePod
 
 

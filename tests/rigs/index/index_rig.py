@@ -19,8 +19,7 @@ from common.redis.client import connect_redis
 from common.types import PodLoad, Role
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader
-from prefix_index.records import BookingCandidate, PodRecord, PodStatus
-from prefix_index.store import IndexKeys
+from prefix_index.store import BookingCandidate, IndexKeys, PodRecord, PodStatus
 from tests.rigs.waiting import until
 
 SCOPE = "00112233"
