@@ -22,8 +22,7 @@ from gateway.text.tools.format import Function, ToolFormat
 from gateway.text.tools.lark import lark_string
 
 _ANY = r"/(.|\n)*/"
-#: White space between the reasoning section and the answer.
-_GAP = r"/[ \n]{0,4}/"
+_GAP = r"/[ \n]{0,4}/"  #: White space between the reasoning section and the answer.
 
 
 class AnswerGrammarBuilder:

@@ -28,8 +28,7 @@ from gateway.text.tools.prompt import render_tools_as_text
 
 #: Chats with more messages and tools than this are rendered in a thread. A template takes about 10 us for each of them.
 INLINE_PARTS = 128
-#: Grammars of one model that are compiled at the same time.
-MAX_COMPILING = 2
+MAX_COMPILING = 2  #: Grammars of one model that are compiled at the same time.
 
 _log = logging.getLogger(__name__)
 

@@ -148,8 +148,7 @@ class OutputPiece:
     text: str
     #: Tokens with log-probabilities, of released text only; they may lag behind `tokens`.
     reported: tuple[ReportedToken, ...]
-    #: Tokens generated in this step, also the tokens of a stop string.
-    tokens: Sequence[Token]
+    tokens: Sequence[Token]  #: Tokens generated in this step, also the tokens of a stop string.
     finish: FinishReason | None = None
     deltas: tuple[MessageDelta, ...] | None = None  # the parsed meaning of the text, None if all of it is content
 
@@ -185,8 +184,7 @@ class ChoiceOutput:
         #: Pieces hold text and nothing else: no stop strings, no log-probabilities and no parser.
         self.text_only = not stops and not logprobs and parser_config is None
         self._pending: deque[ReportedToken] = deque()
-        #: Characters detokenized, and characters returned.
-        self._length = self._released = 0
+        self._length = self._released = 0  #: Characters detokenized, and characters returned.
         self.num_tokens = 0
         self.finish: FinishReason | None = None
 

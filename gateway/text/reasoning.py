@@ -21,8 +21,7 @@ from gateway.text.tools.call_parser import split_at_marker
 class ReasoningFormat:
     """A pair of markers around reasoning."""
 
-    #: Value of --reasoning-parser.
-    name: str
+    name: str  #: Value of --reasoning-parser.
     start: str
     end: str
     starts_inside: bool = False  # the model starts inside its section without a start marker
@@ -81,8 +80,7 @@ class ReasoningParser:
         self._section = initial_section
         self._starting = initial_section is not ReasoningSection.AFTER  # the start marker may still come
         self._trim = False  # drop white space until other text comes
-        #: White space that belongs to the section if more of it follows.
-        self._space = ""
+        self._space = ""  #: White space that belongs to the section if more of it follows.
         self._buffer = ""
         #: Characters of the latest text that follow the section; all of them if the answer has no section.
         self.chars_after_section = 0

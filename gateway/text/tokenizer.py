@@ -18,10 +18,8 @@ from tokenizers import Tokenizer
 from common.errors import ConfigError
 from common.model.chat_template import special_token_text
 
-#: Longer texts are tokenized in a thread, so that the event loop waits a few milliseconds at most.
-INLINE_CHARS = 8192
-#: Fixed cost of tokenizing one text, in characters.
-CALL_CHARS = 16
+INLINE_CHARS = 8192  #: Longer texts are tokenized in a thread, so that the event loop waits a few milliseconds at most.
+CALL_CHARS = 16  #: Fixed cost of tokenizing one text, in characters.
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,11 +78,9 @@ class TextTokenizer:
         raw.no_truncation()
         raw.no_padding()
         self.raw = raw  # the tokenizer of the `tokenizers` library
-        #: Content of tokenizer_config.json.
-        self.config = read_json(model_dir / "tokenizer_config.json")
+        self.config = read_json(model_dir / "tokenizer_config.json")  #: Content of tokenizer_config.json.
         decoder = read_json(path).get("decoder") or {}
-        #: Tokens are byte strings.
-        self.byte_level: bool = decoder.get("type") == "ByteLevel"
+        self.byte_level: bool = decoder.get("type") == "ByteLevel"  #: Tokens are byte strings.
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
         self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}

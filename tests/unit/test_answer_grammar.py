@@ -17,9 +17,7 @@ from gateway.text.answer_grammar import AnswerGrammarBuilder
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import Function, ToolCall, ToolFormat, assemble
-from gateway.text.tools.hermes import HermesFormat
-from gateway.text.tools.llama3 import Llama3Format
-from gateway.text.tools.mistral import MistralFormat
+from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
 from gateway.text.tools.pythonic import PythonicFormat
 
 FORMATS: list[ToolFormat] = [

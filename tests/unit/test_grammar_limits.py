@@ -23,9 +23,7 @@ from gateway.text.answer_grammar import AnswerGrammarBuilder
 from gateway.text.reasoning import ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import Function, ToolFormat
-from gateway.text.tools.hermes import HermesFormat
-from gateway.text.tools.llama3 import Llama3Format
-from gateway.text.tools.mistral import MistralFormat
+from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
 from gateway.text.tools.pythonic import PythonicFormat
 from tests.rigs.engine import grammar_shapes as shapes
 from tests.rigs.engine.grammar_child import COMPILED, OVERFLOW, GrammarChild

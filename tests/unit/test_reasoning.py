@@ -21,7 +21,7 @@ from gateway.text.reasoning import (
 )
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import assemble
-from gateway.text.tools.hermes import HermesFormat
+from gateway.text.tools.json_formats import HermesFormat
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
 

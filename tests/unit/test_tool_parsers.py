@@ -19,10 +19,8 @@ from gateway.text.tools.format import (
     ToolFormat,
     assemble,
 )
-from gateway.text.tools.hermes import HermesFormat
+from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
 from gateway.text.tools.json_scanner import JsonScanner
-from gateway.text.tools.llama3 import Llama3Format
-from gateway.text.tools.mistral import MistralFormat
 from gateway.text.tools.pythonic import PythonicFormat
 
 NAMES = frozenset({"f", "get_weather", "ns.do-it"})

@@ -1,4 +1,4 @@
-"""The parts that all tool call parsers share: deltas, buffering, and the reader of a call that is a JSON object.
+"""The parts that all tool call parsers share: deltas and buffering.
 
 Invariant: white space between calls, and between text and calls, is dropped. All other white space is kept, in order.
 """
@@ -8,12 +8,9 @@ from __future__ import annotations
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ToolCallDelta
-from gateway.text.tools.json_scanner import JsonCallScanner
-
-_ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 def openai_call_id() -> str:
@@ -23,7 +20,7 @@ def openai_call_id() -> str:
 
 def mistral_call_id() -> str:
     """Returns a new call id of nine letters and digits; the templates of Mistral's models accept no other."""
-    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class ToolDeltaBuilder:
@@ -34,20 +31,16 @@ class ToolDeltaBuilder:
     After `max_calls` complete calls it adds no more deltas.
     """
 
-    def __init__(self, max_calls: int | None, new_id: Callable[[], str] = openai_call_id) -> None:
+    def __init__(self, max_calls: int | None, new_id: Callable[[], str]) -> None:
         self._max_calls = max_calls
         self._new_id = new_id
         self._out: list[MessageDelta] = []
         self._space = ""  # white space that is content unless a call follows
-        #: White space before the open call; content if the call is rejected.
-        self._space_before_call = ""
+        self._space_before_call = ""  #: White space before the open call; content if the call is rejected.
         self._next_index = 0
         self._named = False
         self.num_completed = 0  # calls completed so far
-
-    @property
-    def _full(self) -> bool:
-        return self.num_completed == self._max_calls
+        self._full = False  # `max_calls` are complete
 
     def take_deltas(self) -> list[MessageDelta]:
         """Returns the deltas since the last call of this method."""
@@ -83,10 +76,10 @@ class ToolDeltaBuilder:
     def end_call(self) -> None:
         """Completes the open call."""
         assert self._named
-        if self._full:
-            return
-        self.num_completed += 1
-        self._next_index += 1
+        if not self._full:
+            self.num_completed += 1
+            self._next_index += 1
+            self._full = self.num_completed == self._max_calls
 
     def reject_call(self, text: str) -> None:
         """Turns the open call into content; `text` is its whole text."""
@@ -124,11 +117,11 @@ def split_at_marker(buffer: str, marker: str) -> tuple[str, str, str]:
 class BufferedParser(ABC):
     """A ToolParser that buffers text; subclasses define the states."""
 
-    def __init__(
-        self, function_names: frozenset[str], max_calls: int | None = None, new_id: Callable[[], str] = openai_call_id
-    ) -> None:
+    new_id = staticmethod(openai_call_id)
+
+    def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
         self._function_names = function_names
-        self._builder = ToolDeltaBuilder(max_calls, new_id)
+        self._builder = ToolDeltaBuilder(max_calls, self.new_id)
         self._buffer = ""
 
     @property
@@ -153,38 +146,3 @@ class BufferedParser(ABC):
     @abstractmethod
     def _flush_rest(self) -> None:
         """Adds the buffered text that no further text will complete."""
-
-
-class JsonCallReader:
-    """Reads one call that is a JSON object, and passes its name and arguments on as they come."""
-
-    def __init__(self, builder: ToolDeltaBuilder, function_names: Collection[str], lead: str = "") -> None:
-        """Begins a call. lead: text before the object that belongs to the call, and to the content if it is invalid."""
-        self.done = False  # the call is complete
-        #: The text is content, not a call.
-        self.invalid = False
-        self._builder = builder
-        self._object = JsonCallScanner(function_names)
-        self._raw = [lead]
-        self._named = False
-        builder.begin_call()
-
-    def feed(self, buffer: str) -> str:
-        """Reads the object's part of the buffer and returns the rest."""
-        at = self._object.feed(buffer, 0)
-        self._raw.append(buffer[:at])
-        if not self._named and self._object.name is not None:
-            self._named = True
-            self._builder.set_function(self._object.name)
-        self._builder.add_arguments(self._object.take_arguments())
-        if self._object.invalid:
-            self.reject()
-        elif self._object.done:
-            self.done = True
-            self._builder.end_call()
-        return buffer[at:]
-
-    def reject(self) -> None:
-        """Turns the call, malformed or unfinished, into content."""
-        self.invalid = True
-        self._builder.reject_call("".join(self._raw))

@@ -6,11 +6,16 @@ from collections.abc import Collection
 
 from common.errors import ConfigError
 from common.settings.kinds import TOOL_PARSERS
-from gateway.text.tools import mistral, pythonic
+from gateway.text.tools import pythonic
 from gateway.text.tools.format import ToolFormat
-from gateway.text.tools.hermes import HermesFormat
-from gateway.text.tools.llama3 import TAG, Llama3Format
-from gateway.text.tools.mistral import MistralFormat
+from gateway.text.tools.json_formats import (
+    LLAMA3_TAG,
+    MISTRAL_ARGS,
+    MISTRAL_BEGIN,
+    HermesFormat,
+    Llama3Format,
+    MistralFormat,
+)
 from gateway.text.tools.pythonic import PythonicFormat
 
 
@@ -35,7 +40,7 @@ def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> Too
         case "llama3_json":
             return Llama3Format()
         case "mistral":
-            return MistralFormat(named=mistral.ARGS in tokens)
+            return MistralFormat(named=MISTRAL_ARGS in tokens)
         case "pythonic":
             return PythonicFormat()
         case _:
@@ -45,10 +50,10 @@ def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> Too
 def _guess(template: str, tokens: Collection[str]) -> str:
     if "<tool_call>" in template:
         return "hermes"
-    if mistral.BEGIN in template or mistral.BEGIN in tokens:
+    if MISTRAL_BEGIN in template or MISTRAL_BEGIN in tokens:
         return "mistral"
     if pythonic.START in template or pythonic.START in tokens or "func_name1(" in template:
         return "pythonic"
-    if TAG in template or TAG in tokens or '"parameters": dictionary of argument name' in template:
+    if LLAMA3_TAG in template or LLAMA3_TAG in tokens or '"parameters": dictionary of argument name' in template:
         return "llama3_json"
     return "hermes"

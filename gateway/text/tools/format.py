@@ -27,14 +27,10 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of one tool call.
-
-    The first delta of a call has `id` and `name`; later ones only add arguments.
-    """
+    """More of one tool call. The first delta of a call has `id` and `name`; later ones only add arguments."""
 
     index: int  # number of the call in the answer
-    #: A part of a JSON object's text.
-    arguments: str
+    arguments: str  #: A part of a JSON object's text.
     id: str = ""
     name: str = ""
 
@@ -64,10 +60,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """A complete answer split into content, reasoning and tool calls.
-
-    Content and reasoning are None if the answer has none.
-    """
+    """A complete answer. Content and reasoning are None if the answer has none."""
 
     content: str | None
     reasoning: str | None
@@ -109,6 +102,9 @@ class Function:
     field: str = "tools"  # the request's field that holds the parameters; errors name it
 
 
+Functions = Sequence[Function]
+
+
 class ToolParser(Protocol):
     """Parser of one answer's text."""
 
@@ -145,12 +141,10 @@ class ToolFormat(Protocol):
     def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> ToolParser:
         """Returns a parser for one answer that may call these functions, `max_calls` times at most."""
 
-    def call_regex(self, functions: Sequence[Function]) -> str:
+    def call_regex(self, functions: Functions) -> str:
         """Returns a regular expression of the texts that hold a call or begin one; plain text must not match it."""
 
-    def lark_rules(
-        self, functions: Sequence[Function], literal: LarkLiteral, *, parallel: bool, beside_json: bool
-    ) -> str:
+    def lark_rules(self, functions: Functions, literal: LarkLiteral, *, parallel: bool, beside_json: bool) -> str:
         """Returns Lark rules that define `calls`: one call, or several if `parallel`.
 
         The rules use `begin`, the trigger, which the caller defines. llguidance splits text into lexemes, longest

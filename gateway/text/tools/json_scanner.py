@@ -196,33 +196,30 @@ class JsonCallScanner:
 
     def __init__(self, function_names: Collection[str]) -> None:
         self.done = False
-        #: The object is not a call of a declared function.
-        self.invalid = False
+        self.invalid = False  #: The object is not a call of a declared function.
         self.name: str | None = None
         self._function_names = function_names
         self._scanner = JsonScanner()
         self._key = ""
         self._read = ""  # text of the current key or value, unless it is passed on
-        #: The current value is the arguments' object.
-        self._passing = False
+        self._passing = False  #: The current value is the arguments' object.
         self._has_arguments = False
-        self._pending = ""  # arguments not taken yet
+        self._pending = ""  # arguments not returned yet
 
-    def feed(self, text: str, at: int) -> int:
-        """Reads text[at:], at most to the object's end, and returns where it stopped."""
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        """Reads text[at:], at most to the object's end.
+
+        Returns where it stopped, and the arguments that were not returned before: "" while the name is not known.
+        """
         while at < len(text) and not (self.done or self.invalid):
             if not self._scanner.depth and text[at] not in "{ \t\n\r":
                 self.invalid = True
             else:
                 at = self._step(text, at)
-        return at
-
-    def take_arguments(self) -> str:
-        """Returns the arguments read since the last call of this method, "" while the name is not known."""
         if self.name is None:
-            return ""
+            return at, ""
         out, self._pending = self._pending, ""
-        return out
+        return at, out
 
     def _step(self, text: str, at: int) -> int:
         scanner, out = self._scanner, list[str]()

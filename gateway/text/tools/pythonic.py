@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from gateway.text.tools.call_parser import BufferedParser
-from gateway.text.tools.format import Function, LarkLiteral, ToolCall
+from gateway.text.tools.format import Functions, LarkLiteral, ToolCall
 from gateway.text.tools.lark import keyword_call_rules
 
 START = "<|python_start|>"
@@ -104,8 +104,7 @@ class PythonicParser(BufferedParser):
 
     def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
         super().__init__(function_names, max_calls)
-        #: Text of the open call, or text before the first call.
-        self._raw = ""
+        self._raw = ""  #: Text of the open call, or text before the first call.
         self._state = self._start
         self._value = PythonLiteralScanner()
         self._keyword = ""
@@ -235,17 +234,13 @@ class PythonicFormat:
     name = "pythonic"
     markers = (START, END)
     trigger = ""
+    new_parser = PythonicParser
 
-    def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> PythonicParser:
-        return PythonicParser(function_names, max_calls)
-
-    def call_regex(self, functions: Sequence[Function]) -> str:
+    def call_regex(self, functions: Functions) -> str:
         function_names = "|".join(re.escape(f.name) for f in functions)
         return rf"\s*\[\s*({function_names})\((.|\n)*"
 
-    def lark_rules(
-        self, functions: Sequence[Function], literal: LarkLiteral, *, parallel: bool, beside_json: bool
-    ) -> str:
+    def lark_rules(self, functions: Functions, literal: LarkLiteral, *, parallel: bool, beside_json: bool) -> str:
         more = ' (", " call)*' if parallel else ""
         later = keyword_call_rules("call", functions)
         if beside_json:
