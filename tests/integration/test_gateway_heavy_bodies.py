@@ -21,7 +21,7 @@ from common.rpc import open_channel
 from common.types import ValidRequest
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.endpoint import read_json_body
-from gateway.api.http.json_value import MAX_DEPTH, deeper_than
+from gateway.api.http.json import MAX_DEPTH, deeper_than
 from gateway.api.openai.fields import MAX_IDS
 from gateway.api.openai.requests import parse_completion
 from gateway.api.openai.tokenize import LONG_CHARS

@@ -16,9 +16,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from common.errors import InvalidRequest
-from gateway.api.docs.document import openapi_document
+from gateway.api.docs.document import Parameter, openapi_document, parameters
 from gateway.api.docs.operations import OPERATIONS
-from gateway.api.docs.parameters import Parameter, parameters
 from gateway.api.docs.tables import CHAT, COMMON, COMPLETION, GRPC_FIELDS, grpc_fields, with_tables
 from gateway.api.openai.embeddings import EmbeddingsRequest
 from gateway.api.openai.fields import validated

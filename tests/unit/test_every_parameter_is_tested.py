@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gateway.api.docs.parameters import Parameter
+from gateway.api.docs.document import Parameter
 from gateway.api.docs.tables import CHAT, COMMON, COMPLETION, grpc_fields
 from tests.e2e.effects import CHATS, COMPLETIONS, ELSEWHERE, Effect
 

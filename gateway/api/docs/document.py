@@ -1,15 +1,20 @@
-"""Makes the OpenAPI document (/openapi.json) of the request models, operations and schemas of answers."""
+"""The request models as parameters, and the OpenAPI document (/openapi.json)."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from gateway.api.docs.operations import HEADERS, OPERATIONS, Operation
-from gateway.api.docs.parameters import parameters
 from gateway.api.docs.schemas import SCHEMAS, ref
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json
 from gateway.api.openai.fields import RequestModel
+
+_NULL: Json = {"type": "null"}
+
 
 _STATUS = {
     400: "The request is not valid; param names the field.",
@@ -25,6 +30,66 @@ _STATUS = {
     503: "No pod can serve the request now; retry after Retry-After.",
     504: "The request's deadline has passed.",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a body. A member of an object has the name "object.member"."""
+
+    name: str
+    meaning: str
+    schema: Json  #: JSON Schema of the accepted values, without null, which counts as absent.
+    support: str  #: supported; limited, refused: known values are rejected by name; ignored: all values are accepted.
+    required: bool
+    default: str  #: Meaning of an absent parameter in words, "" if the schema's `default` expresses it.
+
+    @property
+    def nullable(self) -> Json:
+        """The schema with null, for the document."""
+        if self.support == "ignored":
+            return {"description": f"Ignored. {self.meaning}"}
+        if self.support == "refused":
+            return {**_NULL, "description": f"Not supported. {self.meaning}"}
+        if self.required:
+            return {**self.schema, "description": self.meaning}
+        return {"anyOf": [self.schema, _NULL], "description": self.meaning}
+
+
+@functools.cache
+def parameters(model: type[RequestModel]) -> tuple[Parameter, ...]:
+    """Returns the parameters of a model, in the order of its fields."""
+    whole = model.model_json_schema()
+    required = set(whole.get("required", ()))
+    return tuple(_parameters(_inlined(whole["properties"], whole.get("$defs", {})), required))
+
+
+def _parameters(properties: Json, required: set[str], prefix: str = "") -> Iterator[Parameter]:
+    for name, shown in properties.items():
+        meaning, support, words = (shown.pop(key, "") for key in ("description", "x-support", "x-default"))
+        if support or shown.get("default") in (None, "", [], {}):
+            shown.pop("default", None)
+        variants = [variant for variant in shown.pop("anyOf", []) if variant != _NULL]
+        schema = {**variants[0], **shown} if len(variants) == 1 else {**shown, "anyOf": variants} if variants else shown
+        yield Parameter(f"{prefix}{name}", meaning, schema, support or "supported", name in required, words)
+        members = {k: v for k, v in schema.get("properties", {}).items() if "description" in v}
+        yield from _parameters(members, set(), f"{name}.")
+
+
+def _inlined(node: Any, definitions: Json) -> Any:
+    """Returns a schema with definitions in the place of references to them, and without titles."""
+    if isinstance(node, list):
+        return [_inlined(part, definitions) for part in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        target = definitions[node["$ref"].removeprefix("#/$defs/")]
+        node = {**{k: v for k, v in target.items() if k != "description"}, **node}
+        del node["$ref"]
+    return {
+        ("anyOf" if key == "oneOf" else key): _inlined(value, definitions)
+        for key, value in node.items()
+        if not (key == "title" and isinstance(value, str))
+    }
 
 
 def body_schema(model: type[RequestModel]) -> Json:
@@ -49,12 +114,15 @@ def openapi_document(version: str, models: Sequence[str]) -> Json:
 
 
 def _operation(operation: Operation, models: Sequence[str]) -> Json:
+    in_path = [(name, {"type": "string", "minLength": 1}) for name in re.findall(r"{(\w+)}", operation.path)]
     arguments = [
         {"name": name, "in": place, "required": place == "path", "schema": schema}
-        for place, group in (("path", _path_parameters(operation)), ("query", operation.query))
+        for place, group in (("path", in_path), ("query", operation.query))
         for name, schema in group
     ]
-    out: Json = {"summary": operation.summary, "operationId": _operation_id(operation), "parameters": arguments}
+    words = operation.path.replace("/v1/", "").strip("/").translate(str.maketrans("/{}", "___")).rstrip("_")
+    operation_id = f"{operation.method.lower()}_{words}"
+    out: Json = {"summary": operation.summary, "operationId": operation_id, "parameters": arguments}
     if operation.body is not None:
         out["parameters"] += [
             {"name": name, "in": "header", "description": meaning, "schema": schema}
@@ -69,19 +137,6 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
         content = {"application/json": {"schema": ref(operation.answer)}}
     if operation.event:
         content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": ref(operation.event)}
-    out["responses"] = {"200": {"description": "Done.", "content": content}}
-    for status in operation.errors:
-        out["responses"][str(status)] = {
-            "description": _STATUS[status],
-            "content": {"application/json": {"schema": ref("Error")}},
-        }
-    return out
-
-
-def _path_parameters(operation: Operation) -> list[tuple[str, Json]]:
-    return [(name, {"type": "string", "minLength": 1}) for name in re.findall(r"{(\w+)}", operation.path)]
-
-
-def _operation_id(operation: Operation) -> str:
-    words = operation.path.replace("/v1/", "").strip("/").translate(str.maketrans("/{}", "___"))
-    return f"{operation.method.lower()}_{words.rstrip('_')}"
+    error: Json = {"application/json": {"schema": ref("Error")}}
+    errors = {str(status): {"description": _STATUS[status], "content": error} for status in operation.errors}
+    return {**out, "responses": {"200": {"description": "Done.", "content": content}, **errors}}

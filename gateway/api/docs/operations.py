@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json
 from gateway.api.openai.embeddings import EmbeddingsRequest
 from gateway.api.openai.fields import RequestModel
 from gateway.api.openai.requests import ChatRequest, CompletionRequest
@@ -16,115 +16,76 @@ from gateway.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 class Operation:
     """One method of one path."""
 
-    #: Method and path.
-    route: str
+    method: str
+    path: str
     summary: str
-    #: Name in schemas.SCHEMAS of the answer's schema, "" for plain text.
-    answer: str
-    #: Statuses of its errors; all have the schema Error.
-    errors: tuple[int, ...] = ()
+    answer: str  #: Name in schemas.SCHEMAS of the answer's schema, "" for plain text.
+    errors: tuple[int, ...] = ()  #: Statuses of its errors; all have the schema Error.
     body: type[RequestModel] | None = None
-    #: Name of the schema of a stream's events, "" without a stream.
-    event: str = ""
-    #: Name and schema of each query parameter.
-    query: tuple[tuple[str, Json], ...] = ()
-
-    @property
-    def method(self) -> str:
-        return self.route.partition(" ")[0]
-
-    @property
-    def path(self) -> str:
-        return self.route.partition(" ")[2]
+    event: str = ""  #: Name of the schema of a stream's events, "" without a stream.
+    query: tuple[tuple[str, Json], ...] = ()  #: Name and schema of each query parameter.
 
 
 #: Errors of the operations that read a body and take a permit.
 _BODY = (400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)
 _STORED = (400, 401, 404, 503)
 
+
+def _post(path: str, summary: str, answer: str, body: type[RequestModel], event: str = "", *errors: int) -> Operation:
+    return Operation("POST", path, summary, answer, (*_BODY, *errors), body, event)
+
+
+def _get(path: str, summary: str, answer: str, *errors: int, **query: Json) -> Operation:
+    return Operation("GET", path, summary, answer, errors, query=tuple(query.items()))
+
+
+_LIMIT: Json = {"type": "integer", "minimum": 1}
+_ITEMS: Json = {
+    "limit": {**_LIMIT, "maximum": 100, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
+_RECENT: Json = {
+    "limit": {**_LIMIT, "maximum": 256, "default": 50},
+    "since": {"type": "number", "minimum": 0, "default": 0},
+}
+_RECENT_SUMMARY = (
+    "Recent requests of the key's tenant, newest first, with their phases; since: the cursor of an earlier answer, "
+    "to get only the requests that changed after it."
+)
+_RESET_SUMMARY = "Empties the prefix caches of all pods, and so the index; 200 only when every pod has confirmed it."
+_EMBEDDINGS_SUMMARY = "Vectors of length 1: the state of each text's last token."
+_RESPONSES_SUMMARY = "Answers a conversation, in the shape of OpenAI's Responses."
+_TOKENIZE_SUMMARY = "A text or a conversation as token ids, in vLLM's shape."
+
 OPERATIONS: tuple[Operation, ...] = (
-    Operation(
-        "POST /v1/chat/completions",
-        "Answers a conversation.",
-        "ChatCompletion",
-        _BODY,
-        ChatRequest,
-        event="ChatCompletionChunk",
-    ),
-    Operation("POST /v1/completions", "Continues a text.", "Completion", _BODY, CompletionRequest, event="Completion"),
-    Operation(
-        "POST /v1/embeddings",
-        "Vectors of length 1: the state of each text's last token.",
-        "Embeddings",
-        (*_BODY, 501),
-        EmbeddingsRequest,
-    ),
-    Operation(
-        "POST /v1/responses",
-        "Answers a conversation, in the shape of OpenAI's Responses.",
-        "Response",
-        _BODY,
-        ResponseRequest,
-        event="ResponseEvent",
-    ),
-    Operation("GET /v1/responses/{response_id}", "Returns a stored response.", "Response", _STORED),
-    Operation("DELETE /v1/responses/{response_id}", "Deletes a stored response.", "ResponseDeleted", _STORED),
-    Operation(
-        "GET /v1/responses/{response_id}/input_items",
+    _post("/v1/chat/completions", "Answers a conversation.", "ChatCompletion", ChatRequest, "ChatCompletionChunk"),
+    _post("/v1/completions", "Continues a text.", "Completion", CompletionRequest, "Completion"),
+    _post("/v1/embeddings", _EMBEDDINGS_SUMMARY, "Embeddings", EmbeddingsRequest, "", 501),
+    _post("/v1/responses", _RESPONSES_SUMMARY, "Response", ResponseRequest, "ResponseEvent"),
+    _get("/v1/responses/{response_id}", "Returns a stored response.", "Response", *_STORED),
+    Operation("DELETE", "/v1/responses/{response_id}", "Deletes a stored response.", "ResponseDeleted", _STORED),
+    _get(
+        "/v1/responses/{response_id}/input_items",
         "Lists the input items of a stored response.",
         "ResponseItems",
-        _STORED,
-        query=(
-            ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
-            ("order", {"enum": ["asc", "desc"], "default": "desc"}),
-            ("after", {"type": "string"}),
-        ),
+        *_STORED,
+        **_ITEMS,
     ),
-    Operation(
-        "POST /tokenize", "A text or a conversation as token ids, in vLLM's shape.", "Tokenized", _BODY, TokenizeRequest
-    ),
-    Operation(
-        "POST /detokenize", "Token ids as text, special tokens included.", "Detokenized", _BODY, DetokenizeRequest
-    ),
-    Operation("GET /v1/models", "The served models.", "ModelList", (401,)),
-    Operation("GET /v1/models/{model}", "One served model.", "Model", (401, 403, 404)),
-    Operation("GET /health", "The same as /ready.", "Status", (503,)),
-    Operation("GET /ready", "200 while requests can be answered.", "Status", (503,)),
-    Operation("GET /live", "200 while the process runs.", "Status"),
-    Operation("GET /version", "The version of Baton.", "Version"),
-    Operation("GET /metrics", "Metrics in Prometheus' format.", "", (401,)),
-    Operation(
-        "POST /reset_prefix_cache",
-        "Empties the prefix caches of all pods, and so the index; 200 only when every pod has confirmed it.",
-        "PrefixCacheReset",
-        (401, 403, 503),
-    ),
-    Operation(
-        "GET /debug/requests/{request_id}", "Events of a recent request, with their times.", "Timeline", (401, 404)
-    ),
-    Operation(
-        "GET /dashboard/state",
-        "Pods, rates and latencies of the last five minutes, for the dashboard.",
-        "DashboardState",
-        (401,),
-    ),
-    Operation(
-        "GET /dashboard/requests",
-        "Recent requests of the key's tenant, newest first, with their phases; since: the cursor of an earlier answer, "
-        "to get only the requests that changed after it.",
-        "DashboardRequests",
-        (400, 401),
-        query=(
-            ("limit", {"type": "integer", "minimum": 1, "maximum": 256, "default": 50}),
-            ("since", {"type": "number", "minimum": 0, "default": 0}),
-        ),
-    ),
-    Operation(
-        "GET /dashboard/requests/{request_id}",
-        "One recent request of the key's tenant.",
-        "DashboardRequest",
-        (401, 404),
-    ),
+    _post("/tokenize", _TOKENIZE_SUMMARY, "Tokenized", TokenizeRequest),
+    _post("/detokenize", "Token ids as text, special tokens included.", "Detokenized", DetokenizeRequest),
+    _get("/v1/models", "The served models.", "ModelList", 401),
+    _get("/v1/models/{model}", "One served model.", "Model", 401, 403, 404),
+    _get("/health", "The same as /ready.", "Status", 503),
+    _get("/ready", "200 while requests can be answered.", "Status", 503),
+    _get("/live", "200 while the process runs.", "Status"),
+    _get("/version", "The version of Baton.", "Version"),
+    _get("/metrics", "Metrics in Prometheus' format.", "", 401),
+    Operation("POST", "/reset_prefix_cache", _RESET_SUMMARY, "PrefixCacheReset", (401, 403, 503)),
+    _get("/debug/requests/{request_id}", "Events of a recent request, with their times.", "Timeline", 401, 404),
+    _get("/dashboard/state", "Pods, rates and latencies of the last five minutes.", "DashboardState", 401),
+    _get("/dashboard/requests", _RECENT_SUMMARY, "DashboardRequests", 400, 401, **_RECENT),
+    _get("/dashboard/requests/{request_id}", "One recent request of the key's tenant.", "DashboardRequest", 401, 404),
 )
 
 #: Headers that requests may have: name, meaning, schema.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json
 
 _STRING: Json = {"type": "string"}
 _INT: Json = {"type": "integer", "minimum": 0}
 _NUMBER: Json = {"type": "number"}
 _BOOL: Json = {"type": "boolean"}
+_OBJECT: Json = {"type": "object"}
 _FINISH: Json = {"enum": ["stop", "length", "tool_calls", "function_call", "content_filter", None]}
 
 
@@ -16,225 +17,154 @@ def ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def obj(required: Json, optional: Json | None = None) -> Json:
+def _object(optional: Json | None = None, /, **required: Json) -> Json:
     """Returns the schema of an object with these members; later versions may add members."""
     return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
 
 
-def array(items: Json) -> Json:
+def _array(items: Json) -> Json:
     return {"type": "array", "items": items}
 
 
-def nullable(schema: Json) -> Json:
+def _nullable(schema: Json) -> Json:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-_TOKEN_LOGPROB = obj({"token": _STRING, "logprob": _NUMBER, "bytes": nullable(array(_INT))})
-_CHAT_LOGPROBS = nullable(
-    obj(
-        {
-            "content": nullable(
-                array(
-                    {
-                        **_TOKEN_LOGPROB,
-                        "properties": {**_TOKEN_LOGPROB["properties"], "top_logprobs": array(_TOKEN_LOGPROB)},
-                    }
-                )
-            )
-        }
-    )
-)
-_COMPLETION_LOGPROBS = nullable(
-    obj(
-        {
-            "tokens": array(_STRING),
-            "token_logprobs": array(nullable(_NUMBER)),
-            "top_logprobs": nullable(array(nullable({"type": "object", "additionalProperties": _NUMBER}))),
-            "text_offset": array(_INT),
-        }
-    )
-)
-_TOOL_CALL = obj(
-    {"id": _STRING, "type": {"const": "function"}, "function": obj({"name": _STRING, "arguments": _STRING})}
-)
-_TOOL_CALL_DELTA = obj(
-    {"index": _INT}, {"id": _STRING, "type": _STRING, "function": obj({}, {"name": _STRING, "arguments": _STRING})}
-)
-_HEAD: Json = {"id": _STRING, "created": _INT, "model": _STRING}
+def _const(value: str | bool) -> Json:
+    return {"const": value}
 
+
+def _choices(optional: Json | None = None, /, **required: Json) -> Json:
+    """Returns the schema of `choices`. `required` and `optional` are the members of a choice beside its index."""
+    return _array(_object(optional, index=_INT, **required))
+
+
+_TOKEN_LOGPROB = _object(token=_STRING, logprob=_NUMBER, bytes=_nullable(_array(_INT)))
+_TOKEN_LOGPROBS = {**_TOKEN_LOGPROB["properties"], "top_logprobs": _array(_TOKEN_LOGPROB)}
+_CHAT_LOGPROBS = _nullable(_object(content=_nullable(_array({**_TOKEN_LOGPROB, "properties": _TOKEN_LOGPROBS}))))
+_COMPLETION_LOGPROBS = _nullable(
+    _object(
+        tokens=_array(_STRING),
+        token_logprobs=_array(_nullable(_NUMBER)),
+        top_logprobs=_nullable(_array(_nullable({"type": "object", "additionalProperties": _NUMBER}))),
+        text_offset=_array(_INT),
+    )
+)
+_TOOL_CALL = _object(id=_STRING, type=_const("function"), function=_object(name=_STRING, arguments=_STRING))
+_CALL_DELTA: Json = {"id": _STRING, "type": _STRING, "function": _object({"name": _STRING, "arguments": _STRING})}
+_MESSAGE = _object(
+    {"reasoning_content": _nullable(_STRING), "tool_calls": _array(_TOOL_CALL)},
+    role=_const("assistant"),
+    content=_nullable(_STRING),
+    refusal={"type": "null"},
+)
+_DELTA: Json = {
+    "role": _const("assistant"),
+    "content": _nullable(_STRING),
+    "reasoning_content": _nullable(_STRING),
+    "tool_calls": _array(_object(_CALL_DELTA, index=_INT)),
+}
+_HEAD: Json = {"id": _STRING, "created": _INT, "model": _STRING}
+_USAGE: Json = {"usage": _nullable(ref("Usage"))}
+_TEXT_PART = _object(type=_const("output_text"), text=_STRING, annotations=_array({}))
 _OUTPUT_ITEM: Json = {
     "anyOf": [
-        obj(
-            {
-                "id": _STRING,
-                "type": {"const": "message"},
-                "role": {"const": "assistant"},
-                "status": _STRING,
-                "content": array(obj({"type": {"const": "output_text"}, "text": _STRING, "annotations": array({})})),
-            }
+        _object(
+            id=_STRING, type=_const("message"), role=_const("assistant"), status=_STRING, content=_array(_TEXT_PART)
         ),
-        obj({"id": _STRING, "type": {"const": "reasoning"}, "content": array({"type": "object"})}),
-        obj(
-            {
-                "id": _STRING,
-                "type": {"const": "function_call"},
-                "call_id": _STRING,
-                "name": _STRING,
-                "arguments": _STRING,
-            }
-        ),
+        _object(id=_STRING, type=_const("reasoning"), content=_array(_OBJECT)),
+        _object(id=_STRING, type=_const("function_call"), call_id=_STRING, name=_STRING, arguments=_STRING),
     ]
 }
+_RESPONSE_USAGE = _object(
+    input_tokens=_INT,
+    input_tokens_details=_object(cached_tokens=_INT),
+    output_tokens=_INT,
+    output_tokens_details=_object(reasoning_tokens=_INT),
+    total_tokens=_INT,
+)
 
 SCHEMAS: Json = {
-    "Error": obj(
-        {"error": obj({"message": _STRING, "type": _STRING, "param": nullable(_STRING), "code": nullable(_STRING)})}
+    "Error": _object(error=_object(message=_STRING, type=_STRING, param=_nullable(_STRING), code=_nullable(_STRING))),
+    "Usage": _object(
+        {"prompt_tokens_details": _object(cached_tokens=_INT), "completion_tokens_details": _nullable(_OBJECT)},
+        prompt_tokens=_INT,
+        completion_tokens=_INT,
+        total_tokens=_INT,
     ),
-    "Usage": obj(
-        {"prompt_tokens": _INT, "completion_tokens": _INT, "total_tokens": _INT},
-        {
-            "prompt_tokens_details": obj({"cached_tokens": _INT}),
-            "completion_tokens_details": nullable({"type": "object"}),
-        },
+    "ChatCompletion": _object(
+        **_HEAD,
+        object=_const("chat.completion"),
+        choices=_choices(message=_MESSAGE, logprobs=_CHAT_LOGPROBS, finish_reason=_FINISH),
+        usage=ref("Usage"),
     ),
-    "ChatCompletion": obj(
-        {
-            **_HEAD,
-            "object": {"const": "chat.completion"},
-            "choices": array(
-                obj(
-                    {
-                        "index": _INT,
-                        "message": obj(
-                            {"role": {"const": "assistant"}, "content": nullable(_STRING), "refusal": {"type": "null"}},
-                            {"reasoning_content": nullable(_STRING), "tool_calls": array(_TOOL_CALL)},
-                        ),
-                        "logprobs": _CHAT_LOGPROBS,
-                        "finish_reason": _FINISH,
-                    }
-                )
-            ),
-            "usage": ref("Usage"),
-        }
+    "ChatCompletionChunk": _object(
+        _USAGE,
+        **_HEAD,
+        object=_const("chat.completion.chunk"),
+        choices=_choices({"logprobs": _CHAT_LOGPROBS}, delta=_object(_DELTA), finish_reason=_FINISH),
     ),
-    "ChatCompletionChunk": obj(
-        {
-            **_HEAD,
-            "object": {"const": "chat.completion.chunk"},
-            "choices": array(
-                obj(
-                    {
-                        "index": _INT,
-                        "delta": obj(
-                            {},
-                            {
-                                "role": {"const": "assistant"},
-                                "content": nullable(_STRING),
-                                "reasoning_content": nullable(_STRING),
-                                "tool_calls": array(_TOOL_CALL_DELTA),
-                            },
-                        ),
-                        "finish_reason": _FINISH,
-                    },
-                    {"logprobs": _CHAT_LOGPROBS},
-                )
-            ),
-        },
-        {"usage": nullable(ref("Usage"))},
+    "Completion": _object(
+        _USAGE,
+        **_HEAD,
+        object=_const("text_completion"),
+        choices=_choices(text=_STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=_FINISH),
     ),
-    "Completion": obj(
-        {
-            **_HEAD,
-            "object": {"const": "text_completion"},
-            "choices": array(
-                obj({"index": _INT, "text": _STRING, "logprobs": _COMPLETION_LOGPROBS, "finish_reason": _FINISH})
-            ),
-        },
-        {"usage": nullable(ref("Usage"))},
+    "Model": _object(
+        {"max_model_len": _INT}, id=_STRING, object=_const("model"), created=_INT, owned_by=_STRING, root=_STRING
     ),
-    "Model": obj(
-        {"id": _STRING, "object": {"const": "model"}, "created": _INT, "owned_by": _STRING, "root": _STRING},
-        {"max_model_len": _INT},
+    "ModelList": _object(object=_const("list"), data=_array(ref("Model"))),
+    "Embeddings": _object(
+        object=_const("list"),
+        data=_array(_object(object=_const("embedding"), index=_INT, embedding={"anyOf": [_array(_NUMBER), _STRING]})),
+        model=_STRING,
+        usage=_object(prompt_tokens=_INT, total_tokens=_INT),
     ),
-    "ModelList": obj({"object": {"const": "list"}, "data": array(ref("Model"))}),
-    "Embeddings": obj(
-        {
-            "object": {"const": "list"},
-            "data": array(
-                obj(
-                    {"object": {"const": "embedding"}, "index": _INT, "embedding": {"anyOf": [array(_NUMBER), _STRING]}}
-                )
-            ),
-            "model": _STRING,
-            "usage": obj({"prompt_tokens": _INT, "total_tokens": _INT}),
-        }
+    "Response": _object(
+        {"usage": _RESPONSE_USAGE},
+        id=_STRING,
+        object=_const("response"),
+        created_at=_INT,
+        status={"enum": ["completed", "incomplete", "in_progress", "failed"]},
+        error=_nullable(_object(code=_STRING, message=_STRING)),
+        incomplete_details=_nullable(_object(reason=_STRING)),
+        instructions=_nullable(_STRING),
+        max_output_tokens=_nullable(_INT),
+        metadata={"type": "object", "additionalProperties": _STRING},
+        model=_STRING,
+        output=_array(_OUTPUT_ITEM),
+        parallel_tool_calls=_BOOL,
+        previous_response_id=_nullable(_STRING),
+        store=_BOOL,
+        temperature=_NUMBER,
+        text=_OBJECT,
+        tool_choice={},
+        tools=_array(_OBJECT),
+        top_p=_NUMBER,
     ),
-    "Response": obj(
-        {
-            "id": _STRING,
-            "object": {"const": "response"},
-            "created_at": _INT,
-            "status": {"enum": ["completed", "incomplete", "in_progress", "failed"]},
-            "error": nullable(obj({"code": _STRING, "message": _STRING})),
-            "incomplete_details": nullable(obj({"reason": _STRING})),
-            "instructions": nullable(_STRING),
-            "max_output_tokens": nullable(_INT),
-            "metadata": {"type": "object", "additionalProperties": _STRING},
-            "model": _STRING,
-            "output": array(_OUTPUT_ITEM),
-            "parallel_tool_calls": _BOOL,
-            "previous_response_id": nullable(_STRING),
-            "store": _BOOL,
-            "temperature": _NUMBER,
-            "text": {"type": "object"},
-            "tool_choice": {},
-            "tools": array({"type": "object"}),
-            "top_p": _NUMBER,
-        },
-        {
-            "usage": obj(
-                {
-                    "input_tokens": _INT,
-                    "input_tokens_details": obj({"cached_tokens": _INT}),
-                    "output_tokens": _INT,
-                    "output_tokens_details": obj({"reasoning_tokens": _INT}),
-                    "total_tokens": _INT,
-                }
-            )
-        },
+    "ResponseEvent": _object(type=_STRING, sequence_number=_INT),
+    "ResponseDeleted": _object(id=_STRING, object=_const("response"), deleted=_const(True)),
+    "ResponseItems": _object(
+        object=_const("list"),
+        data=_array(_OBJECT),
+        first_id=_nullable(_STRING),
+        last_id=_nullable(_STRING),
+        has_more=_BOOL,
     ),
-    "ResponseEvent": obj({"type": _STRING, "sequence_number": _INT}),
-    "ResponseDeleted": obj({"id": _STRING, "object": {"const": "response"}, "deleted": {"const": True}}),
-    "ResponseItems": obj(
-        {
-            "object": {"const": "list"},
-            "data": array({"type": "object"}),
-            "first_id": nullable(_STRING),
-            "last_id": nullable(_STRING),
-            "has_more": _BOOL,
-        }
+    "Tokenized": _object(
+        count=_INT, max_model_len=_nullable(_INT), tokens=_array(_INT), token_strs=_nullable(_array(_nullable(_STRING)))
     ),
-    "Tokenized": obj(
-        {
-            "count": _INT,
-            "max_model_len": nullable(_INT),
-            "tokens": array(_INT),
-            "token_strs": nullable(array(nullable(_STRING))),
-        }
+    "Detokenized": _object(prompt=_STRING),
+    "PrefixCacheReset": _object(
+        object=_const("prefix_cache.reset"),
+        cleared=_INT,
+        kept=_INT,
+        pods=_array(_object(pod=_STRING, cleared=_INT, kept=_INT, indexed=_BOOL)),
     ),
-    "Detokenized": obj({"prompt": _STRING}),
-    "PrefixCacheReset": obj(
-        {
-            "object": {"const": "prefix_cache.reset"},
-            "cleared": _INT,
-            "kept": _INT,
-            "pods": array(obj({"pod": _STRING, "cleared": _INT, "kept": _INT, "indexed": _BOOL})),
-        }
-    ),
-    "Status": obj({"status": _STRING}),
-    "Version": obj({"version": _STRING}),
-    "Timeline": {"type": "object"},
-    "DashboardState": {"type": "object"},
-    "DashboardRequests": obj({"cursor": _NUMBER, "requests": array(ref("DashboardRequest"))}),
-    "DashboardRequest": {"type": "object"},
+    "Status": _object(status=_STRING),
+    "Version": _object(version=_STRING),
+    "Timeline": _OBJECT,
+    "DashboardState": _OBJECT,
+    "DashboardRequests": _object(cursor=_NUMBER, requests=_array(ref("DashboardRequest"))),
+    "DashboardRequest": _OBJECT,
 }

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 
 from common.pb import inference_pb2
+from gateway.api.docs.document import Parameter, parameters
 from gateway.api.docs.operations import HEADERS, OPERATIONS
-from gateway.api.docs.parameters import Parameter, parameters
 from gateway.api.openai.requests import ChatRequest, CompletionRequest, Generation
 
 BEGIN, END = "<!-- tables: python -m gateway.api.docs -->", "<!-- end of tables -->"

@@ -1,37 +1,39 @@
-"""The public gRPC API on the same core as REST."""
+"""The public gRPC API. Messages become bodies of the REST API, so that the same code checks both.
+
+Answers are converted back. Both APIs share the core, `gateway.serving`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
-from common.errors import Cancelled, DeadlineExceeded, InvalidRequest
-from common.pb import inference_pb2, inference_pb2_grpc
+from common.errors import Cancelled, DeadlineExceeded, InvalidRequest, RequestTooLarge
+from common.pb import inference_pb2 as pb
+from common.pb import inference_pb2_grpc
 from common.rpc import CALLER_DISCONNECTED, trace_context_of
 from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.api_keys import Caller
-from gateway.api.grpc.conversion import (
-    add_deltas,
-    chat_fields,
-    conversation_fields,
-    require_max_parts,
-    require_no_chat_fields,
-    shared_fields,
-)
 from gateway.api.http.endpoint import SESSION_AFFINITY, parse_affinity
+from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
 from gateway.api.openai.tokenize import TokenizeHandler
 from gateway.serving.answers import complete_answers, merge_choices
 from gateway.serving.choice import Choice, total_usage
 from gateway.serving.gateway import Gateway
-from gateway.serving.request import RequestContext, Usage
+from gateway.serving.request import MAX_JSON_PARTS, RequestContext, Usage
 from gateway.text.output import OutputPiece
+from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 REQUEST_ID = "x-request-id"
 #: Characters of a client's own request id that are kept.
@@ -42,19 +44,23 @@ SEND_GRACE_S = 5.0
 #: Fields with the same name and meaning in a REST body.
 _SAME_FIELDS = frozenset(
     field.name
-    for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields
+    for field in pb.GenerateRequest.DESCRIPTOR.fields
     if field.name in CompletionRequest.model_fields and field.message_type is None and field.enum_type is None
 ) - {"logprobs"}
+#: Parts that a message counts for, because it costs more than a plain entry.
+MESSAGE_PARTS = 8
+_MODES: dict[int, str] = {
+    pb.ToolChoice.MODE_UNSPECIFIED: "auto",
+    pb.ToolChoice.MODE_NONE: "none",
+    pb.ToolChoice.MODE_REQUIRED: "required",
+}
 
-
-def _request_fields(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
-    """Returns the request as fields of a REST body, so that the same code checks both."""
-    fields: dict[str, Any] = {
-        field.name: list(value) if field.is_repeated else value
-        for field, value in request.ListFields()
-        if field.name in _SAME_FIELDS
-    }
-    return fields | shared_fields(request)
+_EARLY_STOPPING: dict[int, bool | str] = {
+    pb.EARLY_STOPPING_UNSPECIFIED: False,
+    pb.EARLY_STOPPING_FIRST: True,
+    pb.EARLY_STOPPING_NEVER: "never",
+}
+_CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -65,7 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._texts = TokenizeHandler(gateway)
 
     async def Generate(  # type: ignore[override]  # the stubs know generators only
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: pb.GenerateRequest, context: _Context
     ) -> None:
         """Writes deltas. The last message of a choice has its finish reason, the last of all the usage."""
         left = context.time_remaining()
@@ -89,15 +95,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             except CALLER_DISCONNECTED as e:
                 raise Cancelled("the client disconnected") from e
 
-    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+    def _caller(self, context: _Context) -> Caller:
         """Returns the caller. Raises InvalidApiKey."""
         value = dict(context.invocation_metadata() or ()).get("authorization")
         return self._gateway.keys.current.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
 
     async def _generate(
         self,
-        request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        request: pb.GenerateRequest,
+        context: _Context,
         request_context: RequestContext,
     ) -> None:
         # A task of its own, so that Abort can cancel it, and its error differs from a cancelled call.
@@ -129,33 +135,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _choices(self, request_context: RequestContext, request: inference_pb2.GenerateRequest) -> list[Choice]:
-        require_max_parts(request, self._gateway.max_json_parts)
+    async def _choices(self, request_context: RequestContext, request: pb.GenerateRequest) -> list[Choice]:
+        _require_max_parts(request, self._gateway.max_json_parts)
         fields = _request_fields(request)
         kind = request.WhichOneof("prompt")
         if kind == "chat":
             if request.best_of > 1:
                 raise InvalidRequest("best_of is for text and tokens, not for chat", field="best_of")
-            fields |= chat_fields(request)
+            fields |= _chat_fields(request)
             if request.HasField("logprobs"):
                 fields |= {"logprobs": True, "top_logprobs": request.logprobs}
             return await self._gateway.chat(request_context, parse_chat(fields))
-        require_no_chat_fields(request)
-        prompt: str | list[int] | None = None
-        if kind == "text":
-            prompt = request.text
-        elif kind == "tokens":
-            prompt = list(request.tokens.ids)
-        else:
+        for field, _ in request.ListFields():
+            if field.name in _CHAT_ONLY:
+                raise InvalidRequest(f"{field.name} is only for chat prompts", field=field.name)
+        if kind is None:
             raise InvalidRequest("prompt is missing; expected one of text, tokens and chat", field="prompt")
+        fields["prompt"] = request.text if kind == "text" else list(request.tokens.ids)
         if request.HasField("logprobs"):
             fields["logprobs"] = request.logprobs
-        return await self._gateway.completion(request_context, parse_completion({**fields, "prompt": prompt}))
+        return await self._gateway.completion(request_context, parse_completion(fields))
 
     def _message(
         self, request_context: RequestContext, index: int, piece: OutputPiece, choice: Choice, usage: Usage | None
-    ) -> inference_pb2.GenerateResponse:
-        message = inference_pb2.GenerateResponse(
+    ) -> pb.GenerateResponse:
+        message = pb.GenerateResponse(
             request_id=request_context.id,
             text=piece.text,
             tokens=[token_to_pb(token) for token in piece.tokens],
@@ -164,71 +168,59 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if (scores := choice.take_prompt_logprobs()) is not None:
             message.prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(scores))
         if piece.deltas is not None:
-            add_deltas(message, piece.deltas)
+            _add_deltas(message, piece.deltas)
         if piece.finish is not None:
             message.finish_reason = finish_reason_to_pb(piece.finish)
         if usage is not None:
-            message.usage.prompt_tokens = usage.prompt
-            message.usage.completion_tokens = usage.completion
-            message.usage.cached_tokens = usage.cached
-            message.usage.reasoning_tokens = usage.reasoning
-            message.usage.accepted_prediction_tokens = usage.accepted
-            message.usage.rejected_prediction_tokens = usage.rejected
+            counts = message.usage
+            counts.prompt_tokens, counts.completion_tokens = usage.prompt, usage.completion
+            counts.cached_tokens, counts.reasoning_tokens = usage.cached, usage.reasoning
+            counts.accepted_prediction_tokens, counts.rejected_prediction_tokens = usage.accepted, usage.rejected
         return message
 
-    async def Abort(
-        self, request: inference_pb2.AbortGenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> inference_pb2.AbortGenerateResponse:
+    async def Abort(self, request: pb.AbortGenerateRequest, context: _Context) -> pb.AbortGenerateResponse:
         """Aborts the requests with this id, ours or the client's own."""
         self._gateway.abort(request.request_id[:MAX_CLIENT_ID], self._caller(context))
-        return inference_pb2.AbortGenerateResponse()
+        return pb.AbortGenerateResponse()
 
-    async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         """Returns the token ids of a text or a chat."""
-        require_max_parts(request, self._gateway.max_json_parts)
+        _require_max_parts(request, self._gateway.max_json_parts)
         body: dict[str, Any] = {"model": request.model or None, "return_token_strs": request.return_token_strings}
         kind = request.WhichOneof("prompt")
         if kind == "text":
             body["prompt"] = request.text
         elif kind == "chat":
-            body |= conversation_fields(request)
+            body |= _conversation_fields(request)
         if request.HasField("add_special_tokens"):
             body["add_special_tokens"] = request.add_special_tokens
-        with self._gateway.admit(
-            "tokenize", None, context.time_remaining(), caller=self._caller(context)
-        ) as request_context:
+        caller, left = self._caller(context), context.time_remaining()
+        with self._gateway.admit("tokenize", None, left, caller=caller) as request_context:
             tokenized = await self._texts.tokens(body, request_context)
-        return inference_pb2.TokenizeResponse(
+        return pb.TokenizeResponse(
             ids=tokenized.ids, max_model_len=tokenized.max_model_len or 0, token_strings=tokenized.token_strings or ()
         )
 
-    async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> inference_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         """Returns the text of token ids."""
-        require_max_parts(request, self._gateway.max_json_parts)
+        _require_max_parts(request, self._gateway.max_json_parts)
         body = {"model": request.model or None, "tokens": list(request.ids)}
-        with self._gateway.admit(
-            "detokenize", None, context.time_remaining(), caller=self._caller(context)
-        ) as request_context:
-            return inference_pb2.DetokenizeResponse(text=await self._texts.text(body, request_context))
+        caller, left = self._caller(context), context.time_remaining()
+        with self._gateway.admit("detokenize", None, left, caller=caller) as request_context:
+            return pb.DetokenizeResponse(text=await self._texts.text(body, request_context))
 
-    async def ListModels(
-        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> inference_pb2.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
         """Lists every model name and alias that the caller may use. A model without pods has no limits."""
         caller, models = self._caller(context), []
         for name, model in self._gateway.models.by_name.items():
             if not caller.may_use(name, model.name):
                 continue
-            entry = inference_pb2.Model(id=name, root=model.name, created=model.created)
+            entry = pb.Model(id=name, root=model.name, created=model.created)
             if model.pod_table.ready:
                 limits = model.pod_table.limits()
                 entry.max_model_len, entry.vocab_size = limits.max_model_len, limits.vocab_size
             models.append(entry)
-        return inference_pb2.ListModelsResponse(models=models)
+        return pb.ListModelsResponse(models=models)
 
 
 async def _queue_pieces(choices: Sequence[Choice], queue: asyncio.Queue[tuple[int, OutputPiece] | None]) -> None:
@@ -255,3 +247,119 @@ async def _pieces(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Output
         async with aclosing(merge_choices(choices)) as pieces:
             async for indexed_piece in pieces:
                 yield indexed_piece
+
+
+def _request_fields(request: pb.GenerateRequest) -> Json:
+    """Returns the fields of a REST body that chats and other prompts have."""
+    fields: Json = {
+        field.name: list(value) if field.is_repeated else value
+        for field, value in request.ListFields()
+        if field.name in _SAME_FIELDS
+    }
+    if request.logit_bias:
+        fields["logit_bias"] = {str(entry.token): entry.bias for entry in request.logit_bias}
+    if request.HasField("structured_output"):
+        forms: Json = {field.name: value for field, value in request.structured_output.ListFields()}
+        if "choice" in forms:
+            forms["choice"] = list(forms["choice"].texts)
+        if "json_schema" in forms:
+            forms["json"] = forms.pop("json_schema")
+        fields["structured_outputs"] = forms
+    return fields | {"early_stopping": _EARLY_STOPPING.get(request.early_stopping, request.early_stopping)}
+
+
+def _chat_fields(request: pb.GenerateRequest) -> Json:
+    """Returns the fields of a chat. Raises InvalidRequest for text that is not JSON."""
+    fields = _conversation_fields(request)
+    if request.HasField("tool_choice"):
+        fields["tool_choice"] = _choice(request.tool_choice)
+    for name in ("parallel_tool_calls", "include_reasoning"):
+        if request.HasField(name):
+            fields[name] = getattr(request, name)
+    return fields
+
+
+def _conversation_fields(request: pb.GenerateRequest | pb.TokenizeRequest) -> Json:
+    """Returns the fields that the chat template renders. Raises InvalidRequest for text that is not JSON."""
+    fields: Json = {"messages": [_message(message) for message in request.chat.messages]}
+    if request.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if request.chat_template_kwargs:
+        fields["chat_template_kwargs"] = _object(request.chat_template_kwargs, "chat_template_kwargs")
+    return fields
+
+
+def _add_deltas(message: pb.GenerateResponse, deltas: Iterable[MessageDelta]) -> None:
+    """Puts the parsed meaning of an answer's text into its message, in place of the text."""
+    text: list[str] = []
+    reasoning: list[str] = []
+    for delta in deltas:
+        match delta:
+            case ContentDelta(part) | InvalidToolCall(text=part):
+                text.append(part)
+            case ReasoningDelta(part):
+                reasoning.append(part)
+            case ToolCallDelta(index, arguments, call_id, name):
+                message.tool_calls.add(index=index, id=call_id, name=name, arguments=arguments)
+    message.text, message.reasoning = "".join(text), "".join(reasoning)
+
+
+def _message(message: pb.ChatMessage) -> Json:
+    calls = [
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+        for c in message.tool_calls
+    ]
+    optional = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "name": message.name}
+    return {"role": message.role, "content": message.content, **{k: v for k, v in optional.items() if v}}
+
+
+def _tool(tool: pb.Function, name: str) -> Json:
+    function: Json = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = _object(tool.parameters, f"{name}.parameters")
+    if tool.strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: pb.ToolChoice) -> str | Json:
+    if choice.WhichOneof("choice") == "function":
+        return {"type": "function", "function": {"name": choice.function}}
+    if choice.mode not in _MODES:
+        raise InvalidRequest(f"tool_choice has the unknown mode {choice.mode}", field="tool_choice")
+    return _MODES[choice.mode]
+
+
+def _object(text: str, name: str) -> Json:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be the text of a JSON object", field=name)
+    if deeper_than(value, MAX_DEPTH):
+        raise InvalidRequest(f"{name} is nested deeper than {MAX_DEPTH} levels", field=name)
+    return value
+
+
+def _require_max_parts(message: Message, max_parts: Callable[[], int]) -> None:
+    """Raises RequestTooLarge for more parts than `max_parts()` allows, because parsing them would block the event loop.
+
+    An entry is one part, and an entry that is a message counts as MESSAGE_PARTS.
+    """
+    if message.ByteSize() > MAX_JSON_PARTS // MESSAGE_PARTS:  # a shorter message cannot have too many
+        _subtract_parts(message, max_parts())
+
+
+def _subtract_parts(message: Message, max_parts: int) -> int:
+    for field, value in message.ListFields():
+        if field.is_repeated:
+            max_parts -= len(value) * (1 if field.message_type is None else MESSAGE_PARTS)
+            if max_parts < 0:
+                raise RequestTooLarge(f"{field.name} has more entries than a request may have", field=field.name)
+        if field.message_type is not None:
+            for inner in value if field.is_repeated else (value,):
+                max_parts = _subtract_parts(inner, max_parts)
+    return max_parts

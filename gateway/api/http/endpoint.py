@@ -16,6 +16,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -32,48 +33,38 @@ from common.errors import (
     RequestTooSlow,
 )
 from common.logs import log_context
-from common.tracing.context import TRACEPARENT, TRACESTATE, TraceContext
+from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.admission.api_keys import Caller
-from gateway.admission.key_ring import KeyRing
-from gateway.api.http.errors import error_body, error_headers
-from gateway.api.http.json_value import MAX_DEPTH, Json, deeper_than
+from gateway.admission.key_store import KeyRing
+from gateway.api.http.json import MAX_DEPTH, Json, deeper_than, error_body, error_headers
 from gateway.api.http.protocol import BodyWriter, body_writer
 from gateway.serving.gateway import Gateway
 from gateway.serving.request import MAX_JSON_PARTS, RequestContext
 
-_log = logging.getLogger(__name__)
-
 BODY_TIMEOUT_S = 30.0
-#: Seconds beyond the request's deadline that sending the end of the answer may take.
-SEND_GRACE_S = 5.0
+SEND_GRACE_S = 5.0  #: Seconds beyond the request's deadline that sending the end of the answer may take.
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
 SESSION_AFFINITY = b"x-session-affinity"
 MAX_AFFINITY_CHARS = 256
 _IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
-#: Strings, or parts of long strings, that are scanned before other tasks run.
-_TURN_STRINGS = 500
-#: Bytes that are scanned before other tasks run.
-_TURN_BYTES = 1 << 18
-#: Bytes of a too large body that are read and dropped before the answer.
-_MAX_DISCARD = 128 << 20
+_TURN_STRINGS = 500  #: Strings, or parts of long strings, that are scanned before other tasks run.
+_TURN_BYTES = 1 << 18  #: Bytes that are scanned before other tasks run.
+_MAX_DISCARD = 128 << 20  #: Bytes of a too large body that are read and dropped before the answer.
 _DISCARD_S = 10.0
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
-#: The files of the page at /. The data that the page shows does need a key.
-OPEN_FILES = "/dashboard/page/"
+OPEN_FILES = "/dashboard/page/"  #: The files of the page at /. The data that the page shows does need a key.
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 _CALLER = "baton.caller"
+_log = logging.getLogger(__name__)
 
 
 def header(scope: Scope, name: bytes) -> str | None:
     """Returns a request header by its lower-case name, None if it is absent."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return str(value.decode("latin-1"))
-    return None
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
-def client_request_id(scope: Scope) -> str | None:
+def _client_request_id(scope: Scope) -> str | None:
     """Returns the client's own id for logs, if it has 1 to 128 printable ASCII characters, else None."""
     value = header(scope, REQUEST_ID)
     return value if value and len(value) <= 128 and value.isascii() and value.isprintable() else None
@@ -85,19 +76,16 @@ def parse_affinity(value: str | bytes | None) -> str:
     return text if len(text) <= MAX_AFFINITY_CHARS else ""
 
 
-def client_timeout(scope: Scope) -> float | None:
+def _client_timeout(scope: Scope) -> float | None:
     """Returns the seconds that the client is willing to wait, None without a limit. Raises InvalidRequest."""
     value = header(scope, REQUEST_TIMEOUT)
     if value is None:
         return None
+    with suppress(ValueError):
+        if math.isfinite(seconds := float(value)) and seconds > 0:
+            return seconds
     name = REQUEST_TIMEOUT.decode()
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise InvalidRequest(f"{name} must be a positive number of seconds", field=name)
-    return seconds
+    raise InvalidRequest(f"{name} must be a positive number of seconds", field=name)
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -111,13 +99,9 @@ class AuthMiddleware:
     """ASGI middleware that identifies the caller, and rejects a request without a valid key."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing, open_metrics: bool) -> None:
-        """
-        Args:
-            open_metrics: /metrics needs no key.
-        """
         self._app = app
         self._keys = keys
-        self._open = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
+        self._open = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS  # these paths need no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (scope["path"] in self._open or scope["path"].startswith(OPEN_FILES)):
@@ -137,15 +121,8 @@ async def read_json_body(
 ) -> Any:
     """Reads and parses the body.
 
-    Args:
-        limit: Most bytes of the body.
-        timeout_s: The body has to arrive in this time.
-        max_parts: Returns how many arrays, objects, members and entries the body may have, if more than MAX_JSON_PARTS.
-
-    Raises:
-        RequestTooLarge: The body has more bytes or parts.
-        RequestTooSlow: The body did not arrive in time.
-        InvalidRequest: The body is not JSON, or nested deeper than MAX_DEPTH.
+    Raises RequestTooLarge for more than `limit` bytes, or more arrays, objects, members and entries than MAX_JSON_PARTS
+    and `max_parts()`, RequestTooSlow after `timeout_s`, and InvalidRequest if it is no JSON or deeper than MAX_DEPTH.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -175,8 +152,7 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
         await _discard(receive)
         raise _too_large(limit)
     parts: list[bytes] = []
-    size = 0
-    more = True
+    size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -217,9 +193,8 @@ async def _require_max_parts(raw: bytes, max_parts: int) -> None:
             parts += _count_parts(raw[at:quote] if quote >= 0 else raw[at:])
             strings += 1
             if max(parts, strings) > max_parts:
-                raise RequestTooLarge(
-                    f"the request body has more than {max_parts} arrays, objects, members and entries"
-                )
+                text = f"the request body has more than {max_parts} arrays, objects, members and entries"
+                raise RequestTooLarge(text)
             at, inside = quote + 1, True
             if quote < 0:
                 return
@@ -234,16 +209,13 @@ def _too_large(limit: int) -> RequestTooLarge:
 
 async def _discard(receive: Receive) -> None:
     """Reads and drops the rest of the body, bounded, so that the client sees the answer and not a connection reset."""
-    seen = 0
-    try:
+    seen, more = 0, True
+    with suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
-            while seen < _MAX_DISCARD:
+            while more and seen < _MAX_DISCARD:
                 message = await receive()
                 seen += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
+                more = message.get("more_body", False)  # a disconnect has none
 
 
 def sse_event(body: Json) -> bytes:
@@ -251,37 +223,25 @@ def sse_event(body: Json) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
-def _error_event(error: BatonError) -> bytes:
-    return sse_event(error_body(error))
-
-
 class HttpResponse:
     """One HTTP response in progress."""
 
     def __init__(self, send: Send, writer: BodyWriter | None) -> None:
-        """
-        Args:
-            writer: The fast way to write body chunks, None if the connection has none.
-        """
         self._asgi_send = send
-        self._writer = writer
+        self._writer = writer  #: The fast way to write body chunks, None if the connection has none.
         self.request_id: str | None = None
-        #: Further headers of every answer.
-        self.headers: dict[str, str] = {}
-        #: The head of an event stream was sent.
-        self.streaming = False
-        #: The response is complete.
-        self.done = False
+        self.headers: dict[str, str] = {}  #: Further headers of every answer.
+        self.streaming = False  #: The head of an event stream was sent.
+        self.done = False  #: The response is complete.
         #: Encodes the error that ends a stream.
-        self.error_event: Callable[[BatonError], bytes] = _error_event
+        self.error_event: Callable[[BatonError], bytes] = lambda error: sse_event(error_body(error))
 
     async def send_json(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
         """Sends a complete JSON response."""
         raw = orjson.dumps(body)
         self.done = True
-        await self._head(
-            status, {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
-        )
+        shape = {"content-type": "application/json", "content-length": str(len(raw))}
+        await self._head(status, {**shape, **(headers or {})})
         await self._send({"type": "http.response.body", "body": raw})
 
     async def send_event(self, raw: bytes) -> None:
@@ -294,10 +254,7 @@ class HttpResponse:
 
     @property
     def fast_write(self) -> Callable[[bytes], bool] | None:
-        """A function that writes further bytes of the stream at once, or None.
-
-        The function is BodyWriter.write. With None the caller must use `send_event`.
-        """
+        """BodyWriter.write, which writes bytes of the stream at once; None: the caller must use `send_event`."""
         writer = self._writer
         return writer.write if self.streaming and writer is not None and writer.ready else None
 
@@ -326,8 +283,7 @@ class HttpResponse:
         if self.request_id is not None:
             headers["x-request-id"] = self.request_id
         raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        message: Message = {"type": "http.response.start", "status": status, "headers": raw}
-        await self._send(message)
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 RequestHandler = Callable[[Any, HttpResponse, RequestContext], Coroutine[Any, Any, None]]
@@ -337,20 +293,15 @@ class Endpoint:
     """An ASGI application for one POST route."""
 
     def __init__(self, gateway: Gateway, name: str, handler: RequestHandler) -> None:
-        """
-        Args:
-            name: The endpoint's name in metrics and timelines.
-            handler: Answers the parsed body, or raises BatonError.
-        """
         self._gateway = gateway
-        self._name = name
-        self._handler = handler
+        self._name = name  #: The endpoint's name in metrics and timelines.
+        self._handler = handler  #: Answers the parsed body, or raises BatonError.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = HttpResponse(send, body_writer(scope))
-        response.request_id = client_id = client_request_id(scope)
+        response.request_id = client_id = _client_request_id(scope)
         try:
-            timeout_s, affinity = client_timeout(scope), parse_affinity(header(scope, SESSION_AFFINITY))
+            timeout_s, affinity = _client_timeout(scope), parse_affinity(header(scope, SESSION_AFFINITY))
             traceparent = header(scope, TRACEPARENT.encode())
             span = TraceContext.parse(traceparent, header(scope, TRACESTATE.encode())) if traceparent else None
             with self._gateway.admit(

@@ -17,7 +17,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import BatonError, InvalidRequest, RequestTooSlow
-from gateway.api.http.errors import error_body
+from gateway.api.http.json import error_body
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
@@ -37,8 +37,7 @@ class WriteBatcher:
 
     def __init__(self) -> None:
         self._pieces: list[tuple[asyncio.Transport, bytes]] = []
-        #: A flush is scheduled.
-        self._due = False
+        self._due = False  #: A flush is scheduled.
 
     def put(self, transport: asyncio.Transport, piece: bytes) -> None:
         """Writes a chunk by the end of the current event loop turn."""
@@ -105,23 +104,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     newest request, `_answering` to the one that is answered now.
     """
 
-    #: Bytes received since a head or a piece of a body was complete; trailers count too.
-    _head_bytes = 0
+    _head_bytes = 0  #: Bytes received since a head or a piece of a body was complete; trailers count too.
     _head_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
-    #: Further input is ignored.
-    _input_closed = False
+    _input_closed = False  #: Further input is ignored.
 
     def __init__(self, *args: Any, batcher: WriteBatcher, **kwargs: Any) -> None:
-        """
-        Args:
-            batcher: The server's batcher of writes. The other arguments are uvicorn's.
-        """
+        """`batcher` is the server's batcher of writes. The other arguments are uvicorn's."""
         super().__init__(*args, **kwargs)
         self._batcher = batcher
 
     def connection_made(self, transport: Any) -> None:
-        """Starts the timer of the first head."""
         super().connection_made(transport)
         self._await_head()
 
@@ -129,8 +122,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Stops the timer and notifies the request that is being answered; uvicorn notifies only the newest one."""
         self._stop_timer()
         super().connection_lost(exc)
-        answering = self._answering
-        if answering is not None and not answering.response_complete:
+        if (answering := self._answering) is not None and not answering.response_complete:
             answering.disconnected = True
             answering.message_event.set()
 
@@ -145,12 +137,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(InvalidRequest(text), 431)
 
     def on_message_begin(self) -> None:
-        """Called when a head begins."""
         super().on_message_begin()
         self._await_head()
 
     def on_headers_complete(self) -> None:
-        """Called when a head is complete."""
         self._head_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
@@ -172,8 +162,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         super().on_body(body)
 
-    def send_400_response(self, msg: str) -> None:
-        """Rejects input that is not HTTP."""
+    def send_400_response(self, msg: str) -> None:  # input that is not HTTP
         self._refuse(InvalidRequest(msg))
 
     def _await_head(self) -> None:

@@ -15,17 +15,15 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
-from gateway.api.http.json_value import MAX_DEPTH, deeper_than
+from gateway.api.http.json import MAX_DEPTH, deeper_than
 from gateway.api.openai.fields import ARRAY, BY_KIND, KEEP, OBJECT, STRING, Only, Refused, told_by
 from gateway.text.tools.format import Function, RequestTools
 
-#: Messages of one chat. A template takes some 10 us for each.
-MAX_MESSAGES = 16384
-#: Calls of one message.
-MAX_CALLS = 1024
+MAX_MESSAGES = 16384  #: Messages of one chat. A template takes some 10 us for each.
+MAX_CALLS = 1024  #: Calls of one message.
 MAX_TOOLS = 512
-
 _ROLES = {"developer": "system", "function": "tool"}
+_parse_json = json.JSONDecoder().decode  # a body may have 40,000 calls
 
 
 class TextPart(TypedDict):
@@ -160,13 +158,12 @@ ToolChoice = Annotated[
 ]
 
 
-def _kind_of_function_choice(value: Any) -> str | None:
-    return "<object>" if isinstance(value, dict) else "<string>" if value in ("none", "auto") else None
-
-
 FunctionChoice = Annotated[
     Annotated[Literal["none", "auto"], STRING] | Annotated[FunctionName, OBJECT],
-    told_by(_kind_of_function_choice, "must be none, auto or a function"),
+    told_by(
+        lambda value: "<object>" if isinstance(value, dict) else "<string>" if value in ("none", "auto") else None,
+        "must be none, auto or a function",
+    ),
 ]
 
 
@@ -225,18 +222,17 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | str:
     if isinstance(arguments, dict):
         return arguments
     try:
-        value = json.loads(arguments)
+        value = _parse_json(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return value if isinstance(value, dict) and not deeper_than(value, MAX_DEPTH) else arguments
+    deep = arguments.count("{") + arguments.count("[") > MAX_DEPTH and deeper_than(value, MAX_DEPTH)
+    return value if isinstance(value, dict) and not deep else arguments
 
 
 def declared_functions(functions: Sequence[Mapping[str, Any]], field: str, inner: str = "") -> dict[str, Function]:
-    """Returns the functions by name. Raises InvalidRequest for parameters of no object, or two of the same name.
+    """Returns the functions of a request's field by name. `inner` is the path from an entry to its function.
 
-    Args:
-        field: The request's field that has them.
-        inner: The path from an entry of `field` to its function.
+    Raises InvalidRequest for parameters of no object, or two functions of the same name.
     """
     declared: dict[str, Function] = {}
     for i, function in enumerate(functions):
@@ -257,9 +253,7 @@ def chat_tools(
 ) -> RequestTools | None:
     """Returns the tools of a chat, None if no tool may be called. Raises InvalidRequest, which names the place.
 
-    Args:
-        tool_choice: A checked ToolChoice.
-        function_call: A checked FunctionChoice.
+    tool_choice and function_call are a checked ToolChoice and FunctionChoice.
     """
     if tools and functions:
         raise InvalidRequest("tools and functions exclude each other", field="functions")
@@ -270,10 +264,8 @@ def chat_tools(
     else:
         template_tools = tuple({**tool} for tool in tools)
         by_name = declared_functions([tool["function"] for tool in tools], "tools", ".function")
-    mode, names = _chosen(tool_choice, by_name)
-    old_mode, old_names = _chosen_function(function_call, by_name)
-    if legacy:
-        mode, names = old_mode, old_names
+    chosen, chosen_function = _chosen(tool_choice, by_name), _chosen_function(function_call, by_name)
+    mode, names = chosen_function if legacy else chosen
     if not by_name or mode == "none":
         return None
     return RequestTools(

@@ -22,35 +22,28 @@ from common.rpc import error_from_rpc, timeout_until
 from common.types import Role, SamplingParams, ValidRequest
 from common.wire import request_to_pb
 from gateway.api.http.endpoint import HttpResponse
-from gateway.api.openai.fields import Ignored, RequestModel, param, validated
-from gateway.api.openai.requests import MAX_SALT_CHARS, TextsOrIds
+from gateway.api.openai.fields import param, validated
+from gateway.api.openai.requests import ModelRequest, TextsOrIds
 from gateway.pods.pod import Pod
 from gateway.serving.answers import gather_or_cancel
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
 from gateway.serving.request import CompletionBody, GenerationSpec, PromptInput, RequestContext
 
-#: Inputs of one request that are computed at the same time.
-MAX_CONCURRENT_INPUTS = 16
-#: Pods that one input is tried on.
-MAX_ATTEMPTS = 3
+MAX_CONCURRENT_INPUTS = 16  #: Inputs of one request that are computed at the same time.
+MAX_ATTEMPTS = 3  #: Pods that one input is tried on.
 
 
-class EmbeddingsRequest(RequestModel):
+class EmbeddingsRequest(ModelRequest):
     """A body of /v1/embeddings."""
 
-    model: str = param("Name of a served model, see /v1/models.", ..., min_length=1, max_length=1024)
     input: Annotated[tuple[PromptInput, ...], TextsOrIds(2048)] = param(
-        "A text, texts, token ids, or lists of them.", ...
+        "A text, texts, token ids, or lists of ids.", ...
     )
     encoding_format: Literal["float", "base64"] = param("base64: float32, little-endian.", "float")
     dimensions: int | None = param(
         "Number of first components to return, scaled to length 1; at most the model's.", words="all", ge=1, le=1 << 20
     )
-    cache_salt: str = param(
-        "Only requests with the same one share cached prefixes.", "", words="empty", max_length=MAX_SALT_CHARS
-    )
-    user: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
 
 
 class EmbeddingsHandler:
@@ -58,8 +51,7 @@ class EmbeddingsHandler:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        #: Prompt tokens of running calls, by pod address.
-        self._tokens_sent: Counter[str] = Counter()
+        self._tokens_sent: Counter[str] = Counter()  #: Prompt tokens of running calls, by pod address.
 
     async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one body; a RequestHandler."""
@@ -75,10 +67,8 @@ class EmbeddingsHandler:
         model, requests = choices[0].model, [choice.request for choice in choices]
         slots = asyncio.Semaphore(MAX_CONCURRENT_INPUTS)
         vectors = await gather_or_cancel([self._embed(model, r, context.deadline, slots) for r in requests])
-        data = [
-            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, parsed)}
-            for i, vector in enumerate(vectors)
-        ]
+        encoded = [_encode_vector(vector, parsed) for vector in vectors]
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)]
         tokens = sum(request.prompt_len for request in requests)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await response.send_json(200, {"object": "list", "data": data, "model": parsed.model, "usage": usage})

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from common.errors import InvalidRequest
-from gateway.api.http.json_value import Json, type_name
+from gateway.api.http.json import Json, type_name
 
 INT32_MAX = 2**31 - 1
 #: Token ids in one array.

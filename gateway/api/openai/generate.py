@@ -18,7 +18,7 @@ import orjson
 
 from common.types import FinishReason, TokenLogprob
 from gateway.api.http.endpoint import HttpResponse, sse_event
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json
 from gateway.api.openai.requests import parse_chat, parse_completion
 from gateway.serving.answers import complete_answers, merge_choices
 from gateway.serving.choice import Choice, CompleteAnswer, total_usage

@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from common import grammar as g
 from common.errors import InvalidRequest
 from common.types import MAX_N, Grammar, SamplingParams
-from gateway.api.http.json_value import type_name
+from gateway.api.http.json import type_name
 from gateway.api.openai.conversation import (
     FunctionChoice,
     Functions,
@@ -57,14 +57,11 @@ from gateway.api.openai.fields import (
     validated,
     without_nulls,
 )
-from gateway.serving.beam_search import BeamSearchParams
-from gateway.serving.request import ChatBody, CompletionBody, GenerationSpec, PromptInput
+from gateway.serving.request import BeamSearchParams, ChatBody, CompletionBody, GenerationSpec, PromptInput
 
 MAX_LOGPROBS = 20
-#: Sequences of all prompts of a body together.
-MAX_SEQUENCES = 1024
+MAX_SEQUENCES = 1024  #: Sequences of all prompts of a body together.
 MAX_LOGIT_BIAS = 1024
-MAX_SALT_CHARS = 256
 MAX_BEAM_WIDTH = 10
 
 
@@ -82,11 +79,9 @@ class TextsOrIds:
         text = core_schema.str_schema(min_length=1)
         ids = array(core_schema.int_schema(ge=0, le=INT32_MAX), MAX_IDS)
         kinds = {"<text>": text, "<texts>": array(text, self._most), "<ids>": ids, "<arrays>": array(ids, self._most)}
+        problem = "must be a string, an array of strings, or token ids"
         either = core_schema.tagged_union_schema(
-            kinds,
-            _kind_of_prompts,
-            custom_error_type="prompts",
-            custom_error_message="must be a string, an array of strings, or token ids",
+            kinds, _kind_of_prompts, custom_error_type="prompts", custom_error_message=problem
         )
         return core_schema.no_info_after_validator_function(_prompts, either)
 
@@ -128,54 +123,44 @@ _BIASES = {
     "maxProperties": MAX_LOGIT_BIAS,
 }
 LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIASES)]
+TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[
+    Annotated[Stop, STRING] | Annotated[tuple[Stop, ...], Strict(False), Field(fail_fast=True, max_length=16), ARRAY],
+    BY_KIND,
+]
+_UNIQUE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+AllowedIds = Annotated[TokenIds, Field(min_length=1, max_length=1 << 18), _UNIQUE]
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
+BadWords = Annotated[tuple[BadWord, ...], Strict(False), Field(fail_fast=True, max_length=256), _UNIQUE]
 
 
-def _unique(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(values))
-
-
-class Sampling(RequestModel):
-    """Parameters of every endpoint that generates text."""
+class ModelRequest(RequestModel):
+    """Parameters of every endpoint that runs a model."""
 
     model: str = param("Name of a served model, see /v1/models.", ..., min_length=1, max_length=1024)
+    cache_salt: str = param("Only requests with the same one share cached prefixes.", "", words="empty", max_length=256)
+    user: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
+
+
+class Sampling(ModelRequest):
+    """Parameters of every endpoint that generates text."""
+
     temperature: float = param("Softmax temperature; 0 is greedy.", 1.0, ge=0, le=2)
-    top_p: float = param(
-        "Keeps the smallest set of most likely tokens with at least this probability in sum.", 1.0, gt=0, le=1
-    )
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))] = param(
-        "Keeps the k most likely tokens; 0 and -1 are off.", 0
-    )
+    top_p: float = param("Keeps the fewest most likely tokens with at least this probability in sum.", 1.0, gt=0, le=1)
+    top_k: TopK = param("Keeps the k most likely tokens; 0 and -1 are off.", 0)
     min_p: float = param("Drops tokens less likely than min_p times the likeliest.", 0.0, ge=0, le=1)
-    repetition_penalty: float = param(
-        "Divides (or multiplies) logits of tokens seen in prompt or output.", 1.0, gt=0, le=2
-    )
+    repetition_penalty: float = param("Divides or multiplies logits of tokens in prompt or output.", 1.0, gt=0, le=2)
     presence_penalty: float = param("Subtracted once from tokens seen in the output.", 0.0, ge=-2, le=2)
     frequency_penalty: float = param("Subtracted per occurrence in the output.", 0.0, ge=-2, le=2)
     logit_bias: LogitBias = param("Added to the logits of single tokens; keys are token ids.", ())
-    seed: int | None = param(
-        "Makes sampling repeatable, whatever other requests are in the batch.",
-        words="random",
-        ge=-(2**63),
-        le=2**63 - 1,
-    )
-    min_tokens: int = param(
-        "No stop token ends the answer before this many tokens; at most max_tokens.", 0, ge=0, le=INT32_MAX
-    )
-    stop: Annotated[
-        Annotated[Stop, STRING]
-        | Annotated[tuple[Stop, ...], Strict(False), Field(fail_fast=True, max_length=16), ARRAY],
-        BY_KIND,
-    ] = param("Strings that end the answer; not part of it.", ())
+    seed: int | None = param("Makes sampling repeatable in any batch.", words="random", ge=-(2**63), le=2**63 - 1)
+    min_tokens: int = param("No stop token ends an answer before this many; at most max_tokens.", 0, ge=0, le=INT32_MAX)
+    stop: Stops = param("Strings that end the answer; not part of it.", ())
     stop_token_ids: TokenIds = param("Tokens that end the answer, beside the model's own.", (), max_length=256)
     ignore_eos: bool = param("Goes on past the model's end-of-sequence token.", False)
-    cache_salt: str = param(
-        "Only requests with the same one share cached prefixes.", "", words="empty", max_length=MAX_SALT_CHARS
-    )
     priority: int = param("Higher runs earlier.", 0, ge=-INT32_MAX, le=INT32_MAX)
     stream: bool = param("Server-sent events instead of one answer.", False)
-    user: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
 
 
 class StreamOptions(RequestModel):
@@ -183,9 +168,6 @@ class StreamOptions(RequestModel):
 
     include_usage: bool = param("One more chunk, with the usage and no choices.", False)
     continuous_usage_stats: bool = param("The usage so far, in every chunk.", False)
-
-
-_NO_OPTIONS = StreamOptions()
 
 
 class JsonSchemaFormat(TypedDict, total=False):
@@ -246,10 +228,13 @@ class StructuredOutputs(TypedDict, total=False):
     disable_additional_properties: Annotated[Any, Only(False)]
 
 
-_BOOL_OR_NEVER = told_by(
-    lambda value: "<string>" if value == "never" else "<boolean>" if isinstance(value, bool) else None,
-    'must be true, false or "never"',
-)
+BoolOrNever = Annotated[
+    Annotated[bool, BOOLEAN] | Annotated[Literal["never"], STRING],
+    told_by(
+        lambda value: "<string>" if value == "never" else "<boolean>" if isinstance(value, bool) else None,
+        'must be true, false or "never"',
+    ),
+]
 
 
 class Generation(Sampling):
@@ -257,28 +242,20 @@ class Generation(Sampling):
 
     stream_options: StreamOptions | None = param("Only with stream.")
     n: int = param("Answers per prompt, for one prefill.", 1, ge=1, le=MAX_N)
-    use_beam_search: bool = param(
-        "Searches the likeliest answers instead of sampling; cannot be streamed. See Beam search.", False
-    )
+    use_beam_search: bool = param("Searches the likeliest answers, see Beam search. Not with stream.", False)
     length_penalty: float = param("Beams are ranked by log-probability / length ** length_penalty.", 1.0, ge=-10, le=10)
-    early_stopping: Annotated[Annotated[bool, BOOLEAN] | Annotated[Literal["never"], STRING], _BOOL_OR_NEVER] = param(
+    early_stopping: BoolOrNever = param(
         "When a search that has as many answers as beams ends: at once (true), when no live beam scores better at its "
         "current length (false), or when none could score better at any length (never).",
         False,
     )
-    allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=1 << 18), AfterValidator(_unique)] = param(
-        "Only these tokens are generated; include the tokens that end the answer.", ()
-    )
-    bad_words: Annotated[
-        tuple[BadWord, ...], Strict(False), Field(fail_fast=True, max_length=256), AfterValidator(_unique)
-    ] = param("Words that are not generated, at the start of a text or after a space.", ())
+    allowed_token_ids: AllowedIds = param("Only these tokens are generated; include those that end the answer.", ())
+    bad_words: BadWords = param("Words that are not generated, at the start of a text or after a space.", ())
     include_stop_str_in_output: bool = param("The stop string that ends the answer is part of it.", False)
     prompt_logprobs: int | None = param(
         "Alternatives reported per prompt token; no prefix cache is used. Not with stream.", ge=0, le=MAX_LOGPROBS
     )
-    response_format: ResponseFormat | None = param(
-        "Format that the answer has to match; always enforced, strict or not."
-    )
+    response_format: ResponseFormat | None = param("Format that the answer has to match; enforced, strict or not.")
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_nulls)] | None = param(
         "The same in vLLM's form: one of json (a schema), regex, choice, grammar (Lark or GBNF), json_object."
     )
@@ -286,9 +263,7 @@ class Generation(Sampling):
     guided_regex: GuidedRegex | None = param("The older name of structured_outputs.regex.")
     guided_choice: GuidedChoice | None = param("The older name of structured_outputs.choice.")
     guided_grammar: GuidedGrammar | None = param("The older name of structured_outputs.grammar.")
-    skip_special_tokens: bool = param(
-        "Whether special tokens stay out of the text; the one that ends an answer always does.", True
-    )
+    skip_special_tokens: bool = param("Whether special tokens stay out of the text; an ending one always does.", True)
     lora_request: Refused = param("LoRA adapters are not offered.")
     lora_path: Refused = param("LoRA adapters are not offered.")
     adapter_id: Refused = param("LoRA adapters are not offered.")
@@ -312,27 +287,20 @@ class ChatRequest(Generation, Conversation):
 
     messages: Messages = param("The conversation, oldest first; content is text or text parts.", ...)
     max_completion_tokens: int | None = param(
-        "Most tokens to generate; prompt and answer must fit the context.",
-        words="the rest of the context",
-        ge=1,
-        le=INT32_MAX,
+        "Most tokens to generate; they must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
     )
     max_tokens: int | None = param("The older name of max_completion_tokens, which has precedence.", ge=1, le=INT32_MAX)
     logprobs: bool = param("Log-probabilities of the answer's tokens.", False)
     top_logprobs: int = param("Number of alternatives per token; needs logprobs.", 0, ge=0, le=MAX_LOGPROBS)
     tools: Tools = param("Functions that the model may call.", [])
     tool_choice: ToolChoice | None = param(
-        "none: no calls, the model does not see the tools. required, or one function: enforced.",
-        words="auto with tools",
+        "none: no calls, the model sees no tools. required, or one function: enforced.", words="auto with tools"
     )
     functions: Functions = param("The older form of tools.", [])
     function_call: FunctionChoice | None = param("The older form of tool_choice.")
-    include_reasoning: bool = param(
-        "Whether the answer shows the model's reasoning section, as reasoning_content.", True
-    )
+    include_reasoning: bool = param("Whether the answer shows the model's reasoning, as reasoning_content.", True)
     reasoning_effort: str | None = param(
-        "How long a reasoning model thinks: a variable for the chat template; none also sets enable_thinking to false.",
-        max_length=32,
+        "How long the model thinks: a template variable; none also sets enable_thinking to false.", max_length=32
     )
     echo: Annotated[Any, Only(False)] = param("The prompt before the answer.", False)
     modalities: Annotated[Any, Only(["text"])] = param("Kinds of output.")
@@ -355,10 +323,7 @@ class CompletionRequest(Generation):
         "A text, texts, token ids, or lists of them; each gets its own choice.", ...
     )
     max_tokens: int | None = param(
-        "Most tokens to generate; prompt and answer must fit the context. 0 with echo only.",
-        words="16",
-        ge=0,
-        le=INT32_MAX,
+        "Most tokens to generate; they must fit the context. 0 with echo only.", words="16", ge=0, le=INT32_MAX
     )
     echo: bool = param("The prompt comes before the answer, with its log-probabilities if there are any.", False)
     logprobs: int | None = param(
@@ -366,7 +331,7 @@ class CompletionRequest(Generation):
     )
     suffix: Annotated[Any, Only("")] = param("Text after the answer; infilling is not supported.")
     best_of: int | None = param(
-        "Candidates per prompt; the n with the highest mean log-probability are answered. Cannot be streamed.",
+        "Candidates per prompt, of which the n likeliest per token are answered. Not with stream.",
         words="n",
         ge=1,
         le=MAX_N,
@@ -406,7 +371,7 @@ def _spec(
         raise InvalidRequest(f"best_of ({best_of}) must not be less than n ({r.n})", field="best_of")
     if best_of is not None and best_of > r.n and r.stream:
         raise InvalidRequest("best_of above n cannot be streamed: stream must be false", field="best_of")
-    options = r.stream_options or _NO_OPTIONS
+    options = r.stream_options or StreamOptions()
     return generation_spec(
         r,
         max_tokens=max_tokens,
@@ -460,11 +425,10 @@ def parse_completion(body: object) -> CompletionBody:
 
 def _grammar(r: Generation) -> Grammar | None:
     """Returns the grammar that the answer must match, None without one. Raises InvalidRequest."""
-    grammars = [(name, grammar) for name, grammar in _grammars(r) if grammar is not None]
+    grammars = {name: grammar for name, grammar in _grammars(r) if grammar is not None}
     if len(grammars) > 1:
-        names = " and ".join(name for name, _ in grammars)
-        raise InvalidRequest(f"{names} exclude each other", field=grammars[1][0])
-    return grammars[0][1] if grammars else None
+        raise InvalidRequest(f"{' and '.join(grammars)} exclude each other", field=list(grammars)[1])
+    return next(iter(grammars.values()), None)
 
 
 def _grammars(r: Generation) -> Iterator[tuple[str, Grammar | None]]:
@@ -484,23 +448,15 @@ def _grammars(r: Generation) -> Iterator[tuple[str, Grammar | None]]:
 
 
 def format_grammar(kind: str, asked: Mapping[str, Any] | None, field: str, schema_field: str) -> Grammar | None:
-    """Returns the grammar of a response format.
-
-    Args:
-        kind: text, json_object or json_schema.
-        asked: The object that has the schema.
-        schema_field: The request's field of `asked`.
-    """
+    """Returns the grammar of a response format of type `kind`. `schema_field` is the field of `asked`."""
     if kind == "text":
         return None
     if kind == "json_object":
         return g.json_object(field=field)
     if asked is None:
         raise InvalidRequest(f"{schema_field} is missing", field=schema_field)
-    schema = asked.get("schema")
-    if schema is None:
-        return g.json_object(field=f"{schema_field}.schema")
-    return g.from_json_schema(schema, field=f"{schema_field}.schema")
+    schema, place = asked.get("schema"), f"{schema_field}.schema"
+    return g.json_object(field=place) if schema is None else g.from_json_schema(schema, field=place)
 
 
 #: Fields that a beam search cannot honour, unless they have their defaults. Other sampling parameters (temperature,

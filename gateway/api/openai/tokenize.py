@@ -24,8 +24,7 @@ from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
 from gateway.serving.request import RequestContext
 
-#: Texts of more characters take 0.1 s or more to tokenize.
-LONG_CHARS = 1 << 18
+LONG_CHARS = 1 << 18  #: Texts of more characters take 0.1 s or more to tokenize.
 
 
 class TokenizeRequest(RequestModel):
@@ -63,10 +62,8 @@ class TokenizeResult:
     """The tokens of a text."""
 
     ids: list[int]
-    #: The model's context length, None while it has no pods.
-    max_model_len: int | None
-    #: The vocabulary's entries, None if the client did not ask for them.
-    token_strings: list[str] | None
+    max_model_len: int | None  #: The model's context length, None while it has no pods.
+    token_strings: list[str] | None  #: The vocabulary's entries, None if the client did not ask for them.
 
 
 class TokenizeHandler:

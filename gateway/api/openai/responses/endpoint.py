@@ -12,7 +12,7 @@ from starlette.requests import Request
 from common.errors import InvalidRequest, ObjectNotFound, Unavailable
 from common.types import FinishReason
 from gateway.api.http.endpoint import HttpResponse, caller_of
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json
 from gateway.api.openai.generate import token_logprobs
 from gateway.api.openai.responses.items import ResponseItem
 from gateway.api.openai.responses.request import ResponseBody, parse_response

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json
 from gateway.api.openai.conversation import (
     MAX_TOOLS,
     FunctionSchema,

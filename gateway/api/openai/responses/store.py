@@ -16,9 +16,8 @@ from typing import TypeVar
 import orjson
 
 from common.errors import Unavailable
-from common.redis.breaker import CircuitBreaker
-from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
-from gateway.api.http.json_value import Json
+from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, connect_redis
+from gateway.api.http.json import Json
 from gateway.api.openai.responses.items import ResponseItem
 
 _LUA = Path(__file__).parent / "lua"

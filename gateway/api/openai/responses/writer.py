@@ -17,8 +17,7 @@ import orjson
 
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason
-from gateway.api.http.errors import error_body
-from gateway.api.http.json_value import Json
+from gateway.api.http.json import Json, error_body
 from gateway.api.openai.responses.items import ResponseItem, new_item_id
 from gateway.serving.request import Usage
 

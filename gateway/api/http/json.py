@@ -1,8 +1,9 @@
-"""Errors in the shape of OpenAI's API: the body and the headers of an error answer."""
+"""JSON of the HTTP API: values, the names of their types, the limit of their nesting, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from common.errors import (
     BatonError,
@@ -18,8 +19,11 @@ from common.errors import (
     RequestTooSlow,
     Unavailable,
 )
-from gateway.api.http.json_value import Json
 
+#: Levels of nested arrays and objects that a body may have; orjson writes at most 254.
+MAX_DEPTH = 200
+Json = dict[str, Any]  #: A JSON object.
+_TYPE_NAMES = {dict: "object", list: "array", str: "string", int: "integer", float: "number", bool: "boolean"}
 _CODES = {
     ModelNotFound: "model_not_found",
     RequestTooLarge: "request_too_large",
@@ -31,27 +35,35 @@ _CODES = {
 }
 
 
+def type_name(value: object) -> str:
+    """Returns JSON's name of a value's type."""
+    return "null" if value is None else _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+def deeper_than(value: object, most: int) -> bool:
+    """Returns whether arrays and objects are nested deeper than `most` levels."""
+    level = [value]
+    for _ in range(most):
+        nested = (v.values() if type(v) is dict else v for v in level if type(v) is dict or type(v) is list)
+        level = [v for members in nested for v in members if type(v) is dict or type(v) is list]
+        if not level:
+            return False
+    return True
+
+
 def error_body(error: BatonError) -> Json:
     """Returns an error in OpenAI's shape. An internal error does not show its message."""
     hidden = isinstance(error, InternalError)
+    refused_model = isinstance(error, PermissionDenied) and error.field == "model"
     return {
         "error": {
             "message": "internal error" if hidden else error.message,
             "type": error.openai_type,
             "param": error.field if isinstance(error, InvalidRequest) else None,
-            "code": _code(error),
+            # As with OpenAI, a model that a key may not use has the code of a model that does not exist.
+            "code": _CODES.get(ModelNotFound if refused_model else type(error)),
         }
     }
-
-
-def _code(error: BatonError) -> str | None:
-    """Returns the error's code, None if there is none.
-
-    A model that a key may not use has the code of a model that does not exist, as with OpenAI.
-    """
-    if isinstance(error, PermissionDenied) and error.field == "model":
-        return _CODES[ModelNotFound]
-    return _CODES.get(type(error))
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
