@@ -28,7 +28,7 @@ from common.process.lifecycle import Lifecycle
 from common.rpc import RpcServer
 from common.settings.configs import GatewayConfig
 from common.tracing.tracer import Tracer
-from gateway.admission.key_ring import KeyRing
+from gateway.admission.key_store import KeyRing
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.protocol import BoundedHttpProtocol, WriteBatcher
 from gateway.api.openai.responses.store import ResponseStore

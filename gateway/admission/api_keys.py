@@ -163,8 +163,7 @@ class Caller:
     """The sender of a request, and its rights."""
 
     tenant: str = ""  # requests of one tenant share its fair part of the pods
-    #: Empty for the anonymous caller.
-    key_id: str = ""
+    key_id: str = ""  #: Empty for the anonymous caller.
     limits: KeyLimits = field(default_factory=KeyLimits)
     weight: float = 1.0  # share of the tenant relative to the others
     #: The highest priority of a request, and the priority of a request that names none; None allows any.

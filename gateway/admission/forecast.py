@@ -11,8 +11,7 @@ from typing import Protocol
 from gateway.pods.table import PodTable
 from gateway.pods.view import PodView
 
-#: Window of the queue's measured speed, and the measured time from which it is used.
-SPEED_WINDOW_S = 10.0
+SPEED_WINDOW_S = 10.0  #: Window of the queue's measured speed, and the measured time from which it is used.
 MIN_MEASURED_S = 1.0
 
 

@@ -27,17 +27,10 @@ from gateway.admission.api_keys import Caller
 from gateway.admission.forecast import QueueForecast, QueueSpeed
 from gateway.telemetry.metrics import GatewayMetrics
 
-#: Prompt queue that pods are kept at: enough to keep them busy between two reports.
-TARGET_POD_QUEUE_S = 1.0
-
-#: A request that passed this recently may not be in the pods' reports yet.
-REPORT_DELAY_S = 0.1
-
-#: No request is rejected for a shorter wait.
-TOLERATED_WAIT_S = 0.5
-
-#: Shortest and longest pause between two looks at the pods' queues while requests wait.
-TICK_S = (0.01, 0.25)
+TARGET_POD_QUEUE_S = 1.0  #: Prompt queue that pods are kept at: enough to keep them busy between two reports.
+REPORT_DELAY_S = 0.1  #: A request that passed this recently may not be in the pods' reports yet.
+TOLERATED_WAIT_S = 0.5  #: No request is rejected for a shorter wait.
+TICK_S = (0.01, 0.25)  #: Shortest and longest pause between two looks at the pods' queues while requests wait.
 
 #: A first token may come later than forecast by this factor: the forecast does not see the time between two reports, or
 #: the running step of a pod.
@@ -45,11 +38,8 @@ FORECAST_TOLERANCE = 1.05
 
 MAX_RETRY_S = 60.0
 
-#: Every so many turns of the queue, priorities are ignored.
-AGING_TURNS = 4
-
-#: Tenants without waiting requests the counters of which are kept.
-MAX_IDLE_TENANTS = 4096
+AGING_TURNS = 4  #: Every so many turns of the queue, priorities are ignored.
+MAX_IDLE_TENANTS = 4096  #: Tenants without waiting requests the counters of which are kept.
 
 
 @dataclass(eq=False, slots=True)
@@ -68,11 +58,9 @@ class QueueEntry:
 class _Tenant:
     """A tenant with waiting requests."""
 
-    #: Virtual token counter.
-    counter: float
+    counter: float  #: Virtual token counter.
     weight: float = 1.0
-    #: Tokens of all its waiting requests.
-    expected_tokens: int = 0
+    expected_tokens: int = 0  #: Tokens of all its waiting requests.
     prompt_tokens: int = 0
     #: Waiting requests by priority, oldest first.
     levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)
@@ -104,12 +92,10 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Tenant] = {}  # tenants with waiting requests
-        #: Counters of the other tenants.
-        self._idle_counters: dict[str, float] = {}
+        self._idle_counters: dict[str, float] = {}  #: Counters of the other tenants.
         self._arrivals = itertools.count(1)
         self._turn = 0
-        #: Lowest counter of the waiting tenants at the last turn; it never decreases.
-        self._min_counter = 0.0
+        self._min_counter = 0.0  #: Lowest counter of the waiting tenants at the last turn; it never decreases.
         self._size = 0
 
     def __len__(self) -> int:

@@ -1,32 +1,43 @@
-"""Stores of API key records: a TOML or JSON file, or a hash in Redis. No store holds a key itself.
+"""Stores of API key records, a TOML or JSON file or a hash in Redis, and the ring of valid keys that a gateway reads.
 
-A file is replaced atomically, under a lock, so a reader never sees a part of a change. In TOML the keys are tables of
-the array `keys`; comments between them stay.
+No store holds a key itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import itertools
 import json
+import logging
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, Unavailable
+from common.errors import BatonError, ConfigError, Unavailable
 from common.process.atomic_file import write_file_atomically
 from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
-from gateway.admission.api_keys import ApiKey
+from gateway.admission.api_keys import ApiKey, KeySet
 
 #: HASH id -> JSON. The name begins like those of the index, so that the same Redis user may use it.
 KEYS_KEY = "kv:api-keys"
 REDIS_TIMEOUT_S = 2.0
+FILE_PERIOD_S, REDIS_PERIOD_S = 0.5, 1.0
+REDIS_SOURCE = "redis"  #: Key source: a hash in the Redis of the prefix index.
+
+_log = logging.getLogger(__name__)
 
 
 class KeyFile:
-    """A file of key records: JSON if its name ends in .json, else TOML."""
+    """A file of key records: JSON if its name ends in .json, else TOML.
+
+    It is replaced atomically, under a lock, so a reader never sees a part of a change. In TOML the keys are tables of
+    the array `keys`; comments between them stay.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -166,3 +177,98 @@ def _without(text: str, key_id: str) -> str:
     tables = re.split(r"(?m)^(?=[ \t]*\[\[)", text)
     own = re.compile(rf"(?m)^\s*id\s*=\s*[\"']{key_id}[\"']")
     return "".join(table for table in tables if not own.search(table))
+
+
+class KeyRing:
+    """The valid keys of all sources, read again while the gateway runs. Without sources no key is needed.
+
+    A revoked key stays valid for up to FILE_PERIOD_S or REDIS_PERIOD_S. If a source cannot be read or is invalid, the
+    keys that were read from it last stay valid.
+    """
+
+    def __init__(self, sources: Sequence[str] = (), redis: str | None = None) -> None:
+        """Reads the files. Raises ConfigError if one is invalid.
+
+        Args:
+            sources: Paths of files, and REDIS_SOURCE.
+            redis: URL of the Redis of the index.
+        """
+        self._files = [KeyFile(Path(source)) for source in sources if source != REDIS_SOURCE]
+        self._versions = [file.version() for file in self._files]
+        self._of_files = [file.read() for file in self._files]
+        self._hash: RedisKeyStore | None = None
+        self._of_hash: list[ApiKey] | None = None  # None until Redis has answered
+        if REDIS_SOURCE in sources:
+            if redis is None:
+                raise ConfigError("api_keys: the source 'redis' needs --redis URL", field="api_keys")
+            self._hash = RedisKeyStore(redis)
+        self.current = KeySet()  #: The valid keys; replaced when a source has changed.
+        self._tasks: list[asyncio.Task[None]] = []
+        self._errors: dict[str, str] = {}  # last logged error of each source that cannot be read
+        self._rebuild()
+
+    async def start(self) -> None:
+        """Reads the keys in Redis, and starts to look for changes."""
+        loop = asyncio.get_running_loop()
+        if self._files:
+            self._tasks.append(loop.create_task(self._watch_files()))
+        if self._hash is not None:
+            await self._read_redis(self._hash)
+            self._tasks.append(loop.create_task(self._watch_hash(self._hash)))
+
+    async def stop(self) -> None:
+        """Stops looking for changes."""
+        for task in self._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        if self._hash is not None:
+            await self._hash.close()
+
+    async def _watch_files(self) -> None:
+        while True:
+            await asyncio.sleep(FILE_PERIOD_S)
+            for i, file in enumerate(self._files):
+                version = file.version()
+                if version == self._versions[i]:
+                    continue
+                try:
+                    self._of_files[i] = file.read()
+                except ConfigError as e:
+                    self._log_failure(str(file.path), e)
+                    continue
+                self._versions[i] = version
+                self._on_read(str(file.path), self._of_files[i])
+
+    async def _watch_hash(self, source: RedisKeyStore) -> None:
+        while True:
+            await asyncio.sleep(REDIS_PERIOD_S)
+            await self._read_redis(source)
+
+    async def _read_redis(self, source: RedisKeyStore) -> None:
+        try:
+            records = await source.read()
+        except BatonError as e:
+            self._log_failure(REDIS_SOURCE, e)
+            return
+        changed, self._of_hash = records != self._of_hash, records
+        if changed or REDIS_SOURCE in self._errors:
+            self._on_read(REDIS_SOURCE, records)
+
+    def _log_failure(self, source: str, error: BatonError) -> None:
+        """Logs an error once, until the source can be read again or has another error."""
+        if self._errors.get(source) != error.message:
+            self._errors[source] = error.message
+            _log.error("API keys of %s cannot be read, the known ones stay valid: %s", source, error.message)
+
+    def _on_read(self, source: str, records: Sequence[ApiKey]) -> None:
+        self._errors.pop(source, None)
+        _log.info("%d API keys in %s", len(records), source)
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self.current = KeySet(
+            itertools.chain(*self._of_files, self._of_hash or ()),
+            anonymous=not self._files and self._hash is None,
+            complete=self._hash is None or self._of_hash is not None,
+        )

@@ -51,14 +51,12 @@ from gateway.routing.placement import Placement
 from gateway.routing.router import RoutingPlan
 from gateway.telemetry.timeline import AttemptTrace, Timeline
 
-#: A decode pod answers Reserve at once. One that takes longer is skipped.
-RESERVE_TIMEOUT_S = 5.0
+RESERVE_TIMEOUT_S = 5.0  #: A decode pod answers Reserve at once. One that takes longer is skipped.
 #: Wait after the prefill pod vanished behind the first token: the decode pod may have all KV already and go on.
 HAND_OFF_GRACE_S = 2.0
 #: Tokens, their alternatives counted too, that may wait for a client before its request is ended.
 MAX_PENDING_TOKENS = 8192
-#: Error text after the deadline of a request.
-DEADLINE_MESSAGE = "the request's time is over"
+DEADLINE_MESSAGE = "the request's time is over"  #: Error text after the deadline of a request.
 
 _log = logging.getLogger(__name__)
 
@@ -452,7 +450,7 @@ class Attempt:
         """Records how many tokens of the prompt a pod found in its cache, beside the number that routing expected."""
         self.cached_tokens = cached_tokens
         metrics, predicted = self._metrics, placement.predicted_hit_tokens
-        metrics.prompt_lookup_tokens.inc(self._request.context_len)
+        metrics.lookup_tokens.inc(self._request.context_len)
         metrics.repeated.inc(self._plan.repeated_tokens)
         metrics.predicted_hits.inc(predicted)
         metrics.actual_hits.inc(cached_tokens)

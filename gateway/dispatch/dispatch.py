@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from common.errors import (
@@ -31,19 +31,15 @@ from common.errors import (
     Unauthenticated,
     UnknownTransfer,
 )
-from common.types import PromptLogprobs, ValidRequest
-from gateway.dispatch.attempt import DEADLINE_MESSAGE, Attempt
+from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
+from gateway.dispatch.attempt import DEADLINE_MESSAGE, MAX_PENDING_TOKENS, Attempt
 from gateway.dispatch.token_queue import OnTokenId, OnTokens, TokenDelta
 from gateway.routing.router import Router, RoutingPlan
 from gateway.telemetry.timeline import Timeline
 
 MAX_ATTEMPTS = 3
-
-#: Pause before the next attempt.
-RETRY_PAUSE_S = 0.05
-
-#: Longest pause before a partly answered request asks full pods again.
-MAX_FULL_PAUSE_S = 1.0
+RETRY_PAUSE_S = 0.05  #: Pause before the next attempt.
+MAX_FULL_PAUSE_S = 1.0  #: Longest pause before a partly answered request asks full pods again.
 
 #: Errors between pods. Another pair of pods may do better, and the client did not cause them.
 _POD_ERRORS = (LayoutMismatch, ModelNotFound, Unauthenticated, ConfigError, UnknownTransfer)
@@ -73,8 +69,7 @@ class Dispatch:
         self._plan: RoutingPlan | None = None
         #: Fingerprint of the pods that gave the first tokens; the next attempt needs the same.
         self._layout_fingerprint: str | None = None
-        #: The current attempt and its number, from 1.
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | None = None  #: The current attempt and its number, from 1.
         self._attempt_number = 0
         self._avoided_pods: frozenset[str] = frozenset()  # addresses of pods that earlier attempts blame
         self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
@@ -253,3 +248,106 @@ def _for_client(error: BatonError) -> BatonError:
         _log.error("pods cannot work together: %s: %s", error.kind, error)
         return InternalError("the pods that serve this model cannot work together")
     return error
+
+
+class Sample:
+    """The reader of one sample of a group. Every sample has to be closed, also one that was never read."""
+
+    def __init__(self, group: SampleGroup, index: int) -> None:
+        self.tokens: list[Token] = []  #: Tokens that came and were not read, at most MAX_PENDING_TOKENS.
+        self.finish: FinishReason | None = None
+        self.closed = False
+        self.wakeup = asyncio.Event()  #: Set when the sample has tokens, or may read the dispatch itself.
+        self._group = group
+        self._index = index
+
+    async def next(self) -> TokenDelta:
+        """Returns the next tokens in order, with the finish reason after the last. Raises BatonError."""
+        while not (self.tokens or self.finish):
+            if (resumed := self._group.dispatch.resumed_samples.get(self._index)) is not None:
+                return (await resumed.next())._replace(sample=self._index)
+            await self._group.fetch(self)
+        tokens, self.tokens = self.tokens, []
+        return TokenDelta(tokens, self.finish, self._index)
+
+    def close(self) -> None:
+        """Ends the sample on the pods if it still runs. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._group.on_sample_closed(self._index)
+
+
+class SampleGroup:
+    """The n samples of one prompt. The first `start` creates their dispatch; the last closed sample closes it.
+
+    No task runs for the group. The first sample that waits for tokens reads the dispatch for all samples. Each of the
+    others waits until its tokens have come, or until the reading sample has enough and it is its turn to read.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.dispatch_or_none: Dispatch | None = None
+        self.samples = tuple(Sample(self, index) for index in range(n))
+        self._fetching = False  # a sample reads the dispatch now
+        self._error: BatonError | None = None  # the error that ended the dispatch
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """The shared dispatch. A sample must have been started."""
+        assert self.dispatch_or_none is not None
+        return self.dispatch_or_none
+
+    def start(self, index: int, new_dispatch: Callable[[], Dispatch]) -> Sample:
+        """Returns the sample. The first call creates the dispatch for all."""
+        if self.dispatch_or_none is None:
+            self.dispatch_or_none = new_dispatch()
+        return self.samples[index]
+
+    async def fetch(self, sample: Sample) -> None:
+        """Returns when there may be tokens for the sample. Raises the error that ended the dispatch."""
+        if self._error is not None:
+            raise self._error
+        sample.wakeup.clear()
+        if self._fetching:
+            await sample.wakeup.wait()
+            return
+        self._fetching = True
+        try:
+            self._deliver(await self.dispatch.next())
+        except BatonError as e:
+            self._error = e
+            raise
+        finally:
+            self._fetching = False
+            self._wake_next_reader()
+
+    def _deliver(self, delta: TokenDelta) -> None:
+        """Gives a delta to its sample. If the samples continue on their own, all of them are woken."""
+        if self.dispatch.resumed_samples:
+            for sample in self.samples:
+                sample.wakeup.set()
+            return
+        sample = self.samples[delta.sample]
+        if not sample.closed:
+            sample.tokens.extend(delta.tokens)
+            sample.finish = delta.finish
+            if len(sample.tokens) > MAX_PENDING_TOKENS:
+                raise Overloaded("the client reads too slowly")
+            sample.wakeup.set()
+
+    def _wake_next_reader(self) -> None:
+        """Wakes one waiting sample, which reads next. After an error all are woken, to raise it."""
+        for sample in self.samples:
+            if sample.closed or sample.wakeup.is_set():
+                continue
+            sample.wakeup.set()
+            if self._error is None:
+                return
+
+    def on_sample_closed(self, index: int) -> None:
+        """Ends the sample, or the dispatch if it was the last."""
+        if self.dispatch_or_none is None:
+            return
+        if all(sample.closed for sample in self.samples):
+            self.dispatch_or_none.close()
+        else:
+            self.dispatch_or_none.stop_sample(index)

@@ -50,15 +50,13 @@ class TokenQueue:
         self.num_samples = num_samples
         self.complete = False  # the reader has got every sample with its finish reason
         self.error: BatonError | None = None  # the error that ended the attempt early
-        #: Samples that the reader has stopped before their end.
-        self.stopped_samples: set[int] = set()
+        self.stopped_samples: set[int] = set()  #: Samples that the reader has stopped before their end.
         self._max_pending = max_pending
         self._orders = [TokenOrder(output_ids) for _ in range(num_samples)]
         self._unfinished = set(range(num_samples))  # samples that have not ended for the reader
         #: Samples that got tokens since `next` last looked at them; each at most once.
         self._ready_samples: deque[int] = deque()
-        #: Callbacks of the reader; set only while `relay` runs.
-        self._on_tokens: OnTokens | None = None
+        self._on_tokens: OnTokens | None = None  #: Callbacks of the reader; set only while `relay` runs.
         self._on_token_id: OnTokenId | None = None
         self._waiter: asyncio.Future[None] | None = None  # the reader's future while it waits in `next` or `relay`
 
@@ -198,8 +196,7 @@ class TokenOrder:
     def __init__(self, output_ids: Sequence[int] = ()) -> None:
         #: Ids of all tokens in order without a gap: those of earlier attempts, the taken ones and the ready ones.
         self.ids = array("I", output_ids)
-        #: Tokens dropped because they arrived twice.
-        self.num_duplicates = 0
+        self.num_duplicates = 0  #: Tokens dropped because they arrived twice.
         self._ready: list[Token] = []
         self._early: dict[int, Token] = {}  # by index; a token before them is missing
         self._end: int | None = None  # number of tokens of the whole sequence

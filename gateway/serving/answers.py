@@ -1,8 +1,4 @@
-"""The complete answers of a request, and the merged stream of its choices.
-
-A request with n choices gets all of them. With best_of it gets the candidates with the highest mean log-probability,
-and with a beam search the best beams.
-"""
+"""The complete answers of a request, its beam search, and the merged stream of its choices."""
 
 from __future__ import annotations
 
@@ -10,22 +6,20 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from common.errors import BatonError, Overloaded
-from common.types import SamplingParams, Token, TokenLogprob
+from common.types import FinishReason, SamplingParams, Token, TokenLogprob
 from gateway.dispatch.dispatch import Dispatch
-from gateway.serving.beam_search import Beam, BeamSearchParams, beam_search
 from gateway.serving.choice import Choice, CompleteAnswer
-from gateway.serving.request import GenerationSpec, Usage
+from gateway.serving.request import BeamSearchParams, GenerationSpec, Usage
 from gateway.telemetry.timeline import Timeline
 from gateway.text.output import OutputPiece
 
-#: Least and most seconds before a beam that found no room is tried again.
-BEAM_RETRY_PAUSE_S = (0.05, 0.25)
+BEAM_RETRY_PAUSE_S = (0.05, 0.25)  #: Least and most seconds before a beam that found no room is tried again.
 
 T = TypeVar("T")
 
@@ -91,14 +85,9 @@ class _BeamSearch:
     async def run(self) -> list[CompleteAnswer]:
         """Returns the n best answers, best first, and records the result in the choice. Raises BatonError."""
         choice, sampling = self._choice, self._choice.request.sampling
-        beams = await beam_search(
-            self._expand,
-            self._params,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stops=self._stops,
-            num_top=choice.spec.logprobs or 0,
-        )
+        limits = {"max_tokens": sampling.max_tokens, "min_tokens": sampling.min_tokens}
+        num_top = choice.spec.logprobs or 0
+        beams = await beam_search(self._expand, self._params, **limits, stops=self._stops, num_top=num_top)
         answers = []
         for beam in beams[: choice.spec.n]:
             output = choice.new_output()
@@ -190,3 +179,75 @@ async def _queue_pieces(
     except Exception as e:
         with suppress(asyncio.CancelledError):
             await queue.put((index, e))
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A complete answer, or the beginning of one."""
+
+    tokens: tuple[Token, ...] = ()
+    logprob: float = 0.0  # sum of the tokens' log-probabilities
+    finish: FinishReason | None = None  # why the beam ended; None while it is live
+
+    def extended(self, choice: TokenLogprob, top: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Beam:
+        """Returns the beam with one more token. `top` holds the alternatives that are reported with that token."""
+        token = Token(len(self.tokens), choice.token, choice.logprob, top)
+        return Beam((*self.tokens, token), self.logprob + choice.logprob, finish)
+
+
+Expand = Callable[[Sequence[Beam]], Awaitable[Sequence[Sequence[TokenLogprob]]]]
+"""Returns, for each beam, its likeliest next tokens, best first: at least `width` plus the number of stop tokens."""
+
+
+async def beam_search(
+    expand: Expand,
+    params: BeamSearchParams,
+    *,
+    max_tokens: int,
+    min_tokens: int = 0,
+    stops: Collection[int] = (),
+    num_top: int = 0,
+) -> list[Beam]:
+    """Finds the likeliest answers. Returns `width` hypotheses, best first; fewer only if the vocabulary is too small.
+
+    Scores and ends follow transformers (generation/utils.py, `_beam_search`): a hypothesis scores log-probability /
+    length ** length_penalty, its stop token included, and a candidate that ends is kept only if it is among the best
+    `width` of its step. Raises what `expand` raises.
+
+    Args:
+        max_tokens: Longest answer, at least 1.
+        min_tokens: No token of `stops` is taken before this many tokens.
+        num_top: Alternatives kept per token.
+    """
+    live, hypotheses = [Beam()], list[Beam]()
+    for length in range(1, max_tokens + 1):
+        tops = await expand(live)
+        ends = stops if length > min_tokens else ()
+        candidates = [
+            (beam.logprob + choice.logprob, beam, choice, tuple(top[:num_top]))
+            for beam, top in zip(live, tops, strict=True)
+            for choice in top
+            if choice.token in ends or choice.token not in stops
+        ]
+        candidates.sort(key=lambda candidate: candidate[0], reverse=True)
+        best = candidates[: params.width]
+        hypotheses += [beam.extended(c, top, FinishReason.STOP) for _, beam, c, top in best if c.token in ends]
+        if length == max_tokens:
+            longest = [candidate for candidate in best if candidate[2].token not in ends]
+            hypotheses += [beam.extended(c, top, FinishReason.LENGTH) for _, beam, c, top in longest]
+        hypotheses.sort(key=lambda beam: params.score(beam.logprob, len(beam.tokens)), reverse=True)
+        del hypotheses[params.width :]
+        continuing = [candidate for candidate in candidates if candidate[2].token not in ends][: params.width]
+        live = [beam.extended(choice, top, None) for _, beam, choice, top in continuing]
+        if not live or (len(hypotheses) == params.width and _enough(live[0], hypotheses[-1], params, max_tokens)):
+            break
+    return hypotheses
+
+
+def _enough(live: Beam, worst: Beam, params: BeamSearchParams, max_tokens: int) -> bool:
+    """The best live beam cannot displace the worst hypothesis, or `early_stopping` says not to wait for it."""
+    if params.early_stopping is True:
+        return True
+    longest = params.early_stopping == "never" and params.length_penalty > 0
+    reachable = params.score(live.logprob, max_tokens if longest else len(live.tokens))
+    return reachable <= params.score(worst.logprob, len(worst.tokens))

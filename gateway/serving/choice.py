@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
-from gateway.dispatch.dispatch import Dispatch
-from gateway.dispatch.samples import Sample, SampleGroup
+from gateway.dispatch.dispatch import Dispatch, Sample, SampleGroup
 from gateway.dispatch.token_queue import OnTokenId
 from gateway.serving.models import ServedModel
 from gateway.serving.request import GenerationSpec, RequestContext, Usage
 from gateway.text.output import (
     ChoiceOutput,
+    OutputParserConfig,
     OutputPiece,
     PromptToken,
     ReportedToken,
@@ -26,7 +26,6 @@ from gateway.text.output import (
     prompt_echo,
     prompt_tokens_with_logprobs,
 )
-from gateway.text.output_parser import OutputParserConfig
 from gateway.text.tools.format import MessageDelta, ParsedMessage, assemble
 
 
@@ -35,8 +34,7 @@ class CompleteAnswer:
     """One complete choice."""
 
     text: str
-    #: Tokens with log-probabilities; empty if the client asked for none.
-    reported: tuple[ReportedToken, ...]
+    reported: tuple[ReportedToken, ...]  #: Tokens with log-probabilities; empty if the client asked for none.
     finish: FinishReason
     #: The parsed text: content, reasoning and tool calls. None if all of the text is content.
     message: ParsedMessage | None = None
@@ -74,8 +72,7 @@ class Choice:
         self._dispatch: Dispatch | None = None
         self._reader: Dispatch | Sample | None = None
         self._last_tokens_at: float | None = None
-        #: Characters of the echoed prompt; None before it was shown.
-        self._echoed_chars: int | None = None
+        self._echoed_chars: int | None = None  #: Characters of the echoed prompt; None before it was shown.
         self._prompt_logprobs_taken = False
         #: Usage of a beam search, which uses neither `_output` nor `_dispatch`.
         self._search_usage: Usage | None = None

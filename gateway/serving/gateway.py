@@ -30,14 +30,13 @@ from common.errors import (
     Unavailable,
 )
 from common.settings.configs import GatewayConfig
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Tracer
+from common.tracing.tracer import TraceContext, Tracer
 from gateway.admission.api_keys import Caller
 from gateway.admission.forecast import PodQueueForecast
 from gateway.admission.gate import Gate, GateLimits
-from gateway.admission.key_ring import KeyRing
+from gateway.admission.key_store import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter
-from gateway.dispatch.samples import SampleGroup
+from gateway.dispatch.dispatch import SampleGroup
 from gateway.pods.info import ModelLimits
 from gateway.pods.pod import Pod
 from gateway.pods.table import CacheResetResult, PodTable, reset_prefix_caches
@@ -56,7 +55,7 @@ from gateway.serving.request import (
 )
 from gateway.telemetry.metrics import INTERNAL_OUTCOME, GatewayMetrics
 from gateway.telemetry.timeline import RecentTimelines, RequestTrace, Timeline
-from gateway.text.output_parser import OutputParserConfig
+from gateway.text.output import OutputParserConfig
 from gateway.text.tokenizer import TextTokenizer
 from prefix_index.reader import IndexReader
 

@@ -25,8 +25,7 @@ from gateway.text.tokenizer import TextTokenizer
 class TextProcessor:
     """Tokenizer and chat format of one model."""
 
-    #: Name under which the pods serve the model.
-    name: str
+    name: str  #: Name under which the pods serve the model.
     tokenizer: TextTokenizer
     chat_format: ChatFormat
 
@@ -46,8 +45,7 @@ class TextProcessor:
 class ServedModel:
     """One model with its pods, its router and its gate."""
 
-    #: Name under which the pods serve the model.
-    name: str
+    name: str  #: Name under which the pods serve the model.
     tokenizer: TextTokenizer
     chat_format: ChatFormat
     pod_table: PodTable

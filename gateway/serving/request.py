@@ -1,15 +1,14 @@
-"""One client request: its checked body, the ValidRequest for the pods, and its context while it is served.
-
-The API rooms parse bodies into CompletionBody and ChatBody. `to_valid_request` adds the model's limits.
-"""
+"""One client request: its body as the API parsed it, the ValidRequest for the pods, and its context while served."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import operator
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 from common.errors import BatonError, InvalidRequest
 from common.types import Grammar, SamplingParams, ValidRequest
@@ -17,18 +16,33 @@ from gateway.admission.api_keys import Caller
 from gateway.admission.gate import QueueEntry
 from gateway.admission.limiter import LimitReservation
 from gateway.pods.info import ModelLimits
-from gateway.serving.beam_search import BeamSearchParams
 from gateway.serving.models import ServedModel
 from gateway.telemetry.timeline import Timeline
 from gateway.text.tools.format import RequestTools
 
-#: Arrays, objects, members and entries that a body may have besides one context of token ids.
-MAX_JSON_PARTS = 1 << 18
+MAX_JSON_PARTS = 1 << 18  #: Arrays, objects, members and entries that a body may have besides one context of token ids.
 #: Alternatives per token that a pod reports. A beam search needs one for each beam and each stop token.
 MAX_ALTERNATIVES = 20
 
-#: A prompt as the client sent it: text or token ids.
-PromptInput = str | tuple[int, ...]
+PromptInput = str | tuple[int, ...]  #: A prompt as the client sent it: text or token ids.
+
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Parameters of one beam search."""
+
+    width: int
+    length_penalty: float = 1.0
+    #: When the search ends once it has `width` hypotheses. True: at once. False: when no live beam scores better at its
+    #: current length. "never": when no live beam could score better at any length.
+    early_stopping: EarlyStopping = False
+
+    def score(self, logprob: float, length: int) -> float:
+        """Returns the score by which hypotheses are ranked."""
+        return logprob / math.pow(length, self.length_penalty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +62,16 @@ class GenerationSpec:
     cache_salt: str = ""
     priority: int = 0
     n: int = 1
-    #: Sequences to generate per prompt, of which the best `n` are answered.
-    best_of: int | None = None
+    best_of: int | None = None  #: Sequences to generate per prompt, of which the best `n` are answered.
     stream: bool = False
     include_usage: bool = False  # the stream ends with a chunk that carries the usage
-    #: Every chunk of the stream carries the usage so far.
-    continuous_usage: bool = False
+    continuous_usage: bool = False  #: Every chunk of the stream carries the usage so far.
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
     include_stop: bool = False  # a stop string is part of the answer's text
     prompt_logprobs: int | None = None  # alternatives to report per prompt token, None for no prompt log-probabilities
-    #: The answer's text begins with the prompt.
-    echo: bool = False
+    echo: bool = False  #: The answer's text begins with the prompt.
     beam_search: BeamSearchParams | None = None
 
     @property
@@ -106,14 +117,12 @@ def to_valid_request(
 ) -> ValidRequest:
     """Checks a tokenized request against the model's limits and adds defaults, stop tokens and a seed.
 
-    Raises InvalidRequest, which names the field.
+    max_tokens = 0 becomes 1; the one token is not shown to the client. Raises InvalidRequest, which names the field.
 
     Args:
         default_max_tokens: Limit of the answer when the client sent none; None means the rest of the context.
         prompt_field: Field that errors about the prompt name.
         bad_words: Token sequences of `spec.bad_words`.
-
-    max_tokens = 0 becomes 1 for the pods; the one token is not shown to the client.
     """
     length = len(prompt_ids)
     if not length:
@@ -152,9 +161,8 @@ def to_valid_request(
         bad_words=tuple(bad_words),
         prompt_logprobs=max(scores, default=None),
     )
-    return ValidRequest(
-        request_id, spec.model, tuple(prompt_ids), sampling, spec.cache_salt, spec.priority, spec.grammar
-    )
+    salt, priority = spec.cache_salt, spec.priority
+    return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar)
 
 
 def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
@@ -184,14 +192,7 @@ class Usage:
     rejected: int = 0  # draft tokens of speculative decoding that were wrong
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.prompt + other.prompt,
-            self.completion + other.completion,
-            self.cached + other.cached,
-            self.reasoning + other.reasoning,
-            self.accepted + other.accepted,
-            self.rejected + other.rejected,
-        )
+        return Usage(*map(operator.add, astuple(self), astuple(other)))
 
 
 class OpenChoice(Protocol):
@@ -215,8 +216,7 @@ class RequestContext:
 
     timeline: Timeline
     endpoint: str  # name of the endpoint in metrics and timelines
-    #: Deadline as a time.monotonic() value.
-    deadline: float
+    deadline: float  #: Deadline as a time.monotonic() value.
     caller: Caller
     #: Affinity hint of the client, "" for none. The router prefers the same pods for requests with the same value.
     affinity: str = ""
@@ -226,8 +226,7 @@ class RequestContext:
     reservation: LimitReservation | None = None
     #: The model, and the place in its gate; None until the request has passed.
     admitted: tuple[ServedModel, QueueEntry] | None = None
-    #: The error of the first `abort`, None while the request was not aborted.
-    abort_error: BatonError | None = None
+    abort_error: BatonError | None = None  #: The error of the first `abort`, None while the request was not aborted.
     _task: asyncio.Task[Any] | None = None
 
     @property

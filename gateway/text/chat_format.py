@@ -6,6 +6,7 @@ A chat becomes a prompt, an OutputParserConfig for its answers, and a grammar th
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,12 @@ from common.grammar import GrammarCompiler, GrammarTokenizer, from_json_schema
 from common.model.chat_template import ChatTemplate
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
-from gateway.text.output_parser import OutputParserConfig
+from gateway.text.output import OutputParserConfig
 from gateway.text.reasoning import ReasoningSection, choose_reasoning_format
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.choose import choose_tool_format
-from gateway.text.tools.format import RequestTools
+from gateway.text.tools.format import RequestTools, ToolCall, ToolFormat
 from gateway.text.tools.lark import parameters_schema
-from gateway.text.tools.prompt import render_tools_as_text
 
 #: Chats with more messages and tools than this are rendered in a thread. A template takes about 10 us for each of them.
 INLINE_PARTS = 128
@@ -189,3 +189,50 @@ class ChatFormat:
 
 def _uses_tools(message: Mapping[str, Any]) -> bool:
     return message["role"] == "tool" or "tool_calls" in message
+
+
+def render_tools_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat
+) -> list[dict[str, Any]]:
+    """Returns the chat for a template without tools: calls and their answers become text, tools a system message.
+
+    The wording is taken from Qwen 2.5's templates, because a model may have seen it in training.
+    """
+    plain: list[dict[str, Any]] = []
+    answers: dict[str, Any] | None = None
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if answers is None:
+                plain.append(answers := {"role": "user", "content": text})
+            else:
+                answers["content"] += f"\n{text}"
+            continue
+        answers = None
+        calls = message.get("tool_calls")
+        if not calls:
+            plain.append(dict(message))
+            continue
+        written = tool_format.render_calls([_call(call["function"]) for call in calls])
+        plain.append({"role": message["role"], "content": "\n".join(filter(None, (message["content"], written)))})
+    if not tools:
+        return plain
+    system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
+    return [{"role": "system", "content": "\n\n".join(filter(None, (system, _described(tools, tool_format))))}, *plain]
+
+
+def _call(function: Mapping[str, Any]) -> ToolCall:
+    arguments = function["arguments"]
+    # A client may send arguments that are not an object; formats that write objects need one.
+    return ToolCall("", function["name"], json.dumps(arguments if isinstance(arguments, dict) else {"": arguments}))
+
+
+def _described(tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat) -> str:
+    signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    example = tool_format.render_calls([ToolCall("", "function_name", '{"argument": "value"}')])
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        f"<tools>\n{signatures}\n</tools>\n\n"
+        f"To call a function, write exactly this, with its name and its arguments:\n{example}"
+    )

@@ -18,9 +18,8 @@ from cli.stack.valkey import EmbeddedValkey
 from common.redis.client import LuaScript, connect_redis
 from common.types import Role
 from gateway.admission.api_keys import Caller, KeyLimits, create_key
-from gateway.admission.buckets import DAY_MS, KeyBuckets
 from gateway.admission.key_store import KeyFile
-from gateway.admission.limiter import _LUA, Limiter, _keys
+from gateway.admission.limiter import _LUA, DAY_MS, KeyBuckets, Limiter, _keys
 from gateway.telemetry.metrics import GatewayMetrics
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
 from tests.rigs.pods.fake_pods import fake_cluster

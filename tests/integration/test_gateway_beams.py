@@ -15,7 +15,8 @@ from common.pb import inference_pb2, inference_pb2_grpc
 from common.types import SamplingParams, TokenLogprob, ValidRequest
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.serving.beam_search import Beam, BeamSearchParams, EarlyStopping, beam_search
+from gateway.serving.answers import Beam, beam_search
+from gateway.serving.request import BeamSearchParams, EarlyStopping
 from gateway.text.tokenizer import TextTokenizer
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
 from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster, outcome

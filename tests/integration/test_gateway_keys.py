@@ -13,7 +13,7 @@ from cli.stack.valkey import EmbeddedValkey
 from common.errors import InvalidApiKey
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
-from gateway.admission import key_ring
+from gateway.admission import key_store
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile, RedisKeyStore
 from tests.rigs.gateway.gateway_rig import MODEL, rig
@@ -23,8 +23,8 @@ from tests.rigs.waiting import until
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_ring, "FILE_PERIOD_S", 0.02)
-    monkeypatch.setattr(key_ring, "REDIS_PERIOD_S", 0.05)
+    monkeypatch.setattr(key_store, "FILE_PERIOD_S", 0.02)
+    monkeypatch.setattr(key_store, "REDIS_PERIOD_S", 0.05)
 
 
 def new_key(path: Path, tenant: str, **fields: Any) -> tuple[str, str]:
@@ -167,7 +167,7 @@ async def test_keys_in_redis_stay_valid_while_it_is_away(smollm2_dir: Path, tmp_
 
 
 async def test_a_gateway_that_never_reached_redis_answers_503(tmp_path: Path, unused_tcp_port: int) -> None:
-    ring = key_ring.KeyRing(["redis"], f"redis://127.0.0.1:{unused_tcp_port}/0")
+    ring = key_store.KeyRing(["redis"], f"redis://127.0.0.1:{unused_tcp_port}/0")
     await ring.start()
     try:
         with pytest.raises(Exception, match="cannot be checked"):

@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 import gateway
-from gateway.admission import key_ring
+from gateway.admission import key_store
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
 from gateway.pods import pod, table
@@ -53,7 +53,7 @@ async def test_a_streamed_chat_enters_few_files(
     async with fake_cluster() as cluster, rig(cluster, smollm2_dir, api_keys=(str(path),)) as gw:
         # Background work must not run beside the request.
         await gw.server.metrics_history.stop()
-        periods = [(pod, "INFO_PERIOD_S"), (table, "POLL_PERIOD_S"), (key_ring, "FILE_PERIOD_S")]
+        periods = [(pod, "INFO_PERIOD_S"), (table, "POLL_PERIOD_S"), (key_store, "FILE_PERIOD_S")]
         longest = max(getattr(module, name) for module, name in periods)
         for module, name in periods:
             monkeypatch.setattr(module, name, 60.0)

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from cli.app import app
 from common.errors import BatonError, ConfigError, InvalidApiKey
 from gateway.admission.api_keys import Caller, KeySet, create_key
-from gateway.admission.key_ring import KeyRing
-from gateway.admission.key_store import KeyFile
+from gateway.admission.key_store import KeyFile, KeyRing
 
 FIELDS = {"requests_per_minute": 5, "weight": 2.5, "models": ("a", "b"), "note": 'quo"te\x7f ü', "isolated": True}
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from common.types import FinishReason, TokenLogprob
-from gateway.serving.beam_search import Beam, BeamSearchParams, EarlyStopping, beam_search
+from gateway.serving.answers import Beam, beam_search
+from gateway.serving.request import BeamSearchParams, EarlyStopping
 
 VOCAB = 24
 PROMPT = [3, 5, 7, 11]

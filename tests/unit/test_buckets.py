@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.admission.api_keys import KeyLimits
-from gateway.admission.buckets import DAY_MS, MINUTE_MS, KeyBuckets
-from gateway.admission.limiter import duration
+from gateway.admission.limiter import DAY_MS, MINUTE_MS, KeyBuckets, duration
 
 START = 20_000 * DAY_MS + 12 * 3_600_000
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from common.types import FinishReason, Token
-from gateway.text.output import ChoiceOutput
-from gateway.text.output_parser import OutputParserConfig
+from gateway.text.output import ChoiceOutput, OutputParserConfig
 from gateway.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,

@@ -13,7 +13,7 @@ import httpx
 import orjson
 
 from common.settings.configs import GatewayConfig
-from gateway.admission.key_ring import KeyRing
+from gateway.admission.key_store import KeyRing
 from gateway.pods.endpoint_slices import KubernetesApi
 from gateway.pods.pod import Pod
 from gateway.server import GatewayServer
