@@ -4,8 +4,8 @@ The metadata entry `baton-auth-bin` holds mac, generation, timestamp, nonce and 
 method's name and the message in protobuf's deterministic form. A message is accepted once, within MAX_SKEW_S of its
 timestamp.
 
-Nonces are remembered in buckets by timestamp, only for messages with a right mac, so unsigned traffic cannot fill the
-memory. A bucket is dropped once its timestamps are too old to be accepted.
+Nonces are remembered only of messages with a right mac, so unsigned traffic cannot fill the memory, and until their
+timestamps are too old to be accepted.
 
 Invariant for rolling upgrades: a new field of a signed message has the highest number in the message. An older peer
 serializes unknown fields last, so it computes the mac over the same bytes.
@@ -27,8 +27,7 @@ from common.errors import ConfigError, Unauthenticated
 AUTH_KEY = "baton-auth-bin"
 MAX_SKEW_S = 30.0
 
-_MAC_BYTES = 32
-_NONCE_BYTES = 16
+_MAC_BYTES, _NONCE_BYTES = 32, 16
 _HEAD = struct.Struct(f"<QQ{_NONCE_BYTES}s")  #: Generation, timestamp in ms, nonce; the pod's name follows.
 
 MetadataItem = tuple[str, str | bytes]
@@ -40,10 +39,8 @@ class Signer:
     def __init__(self, secret: bytes, pod: str, generation: int) -> None:
         if not secret:
             raise ConfigError("the cluster's secret is empty", field="secret")
-        self._secret = secret
-        self._pod = pod
-        self._generation = generation
-        self._seen: dict[int, set[bytes]] = {}
+        self._secret, self._pod, self._generation = secret, pod, generation
+        self._seen: dict[int, set[bytes]] = {}  #: Nonces of accepted messages, in buckets of MAX_SKEW_S by timestamp.
 
     def sign(self, method: str, message: Message) -> tuple[MetadataItem, ...]:
         """Returns metadata with the signature of `message` for a call of `method`, a name that both sides use."""

@@ -21,8 +21,7 @@ class BatonError(Exception):
     http_status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
     openai_type: ClassVar[str] = "server_error"
-    #: Every subclass by its name, which is part of the wire format.
-    by_kind: ClassVar[dict[str, type[BatonError]]] = {}
+    by_kind: ClassVar[dict[str, type[BatonError]]] = {}  #: Every subclass by its name (on the wire).
 
     def __init_subclass__(
         cls,

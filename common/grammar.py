@@ -1,14 +1,11 @@
 """Grammars: made of what clients send, and compiled by llguidance. The gateway refuses with it, pods sample with it.
 
-A Grammar is text; `GrammarCompiler.compile` turns it into a prototype from which each sequence gets a matcher of its
-own. Compiling takes from under a millisecond to a second, without the GIL: call it in a thread. What is not enforced is
-refused: an answer that ended by itself matches, always. The other way round nothing is promised: of what a schema
-allows some things cannot be generated (runs of white space over MAX_SPACE, properties in another order).
+Compiling takes from under a millisecond to a second, without the GIL: call it in a thread. A constraint that cannot be
+enforced is refused, so an answer that ended by itself always matches. Some texts that a schema allows are never
+generated: runs of white space over MAX_SPACE, properties in another order.
 
 A grammar beyond the limits of grammar_limits.py is refused, in the gateway and in pods: llguidance would overflow its
 native stack, which ends the process. Each compilation runs in a thread with a stack that fits those limits.
-
-The tokenizer is built from tokenizer.json by llguidance itself, at the first grammar (0.3 s for 50k tokens).
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from common import grammar_limits
 from common.errors import BatonError, InvalidRequest
+from common.grammar_limits import refused
 from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -45,7 +43,6 @@ _JSON_OPTIONS: dict[str, Any] = {
 }
 _STACK_SIZE = threading.Lock()  #: Held while threading.stack_size() is changed, because it applies to all new threads.
 _T = TypeVar("_T")
-
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 
@@ -57,9 +54,9 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{field} is not valid JSON: {error}", field=field) from None
+            raise refused(field, f"is not valid JSON: {error}") from None
     if not isinstance(schema, Mapping | bool):
-        raise InvalidRequest(f"{field} must be a JSON schema, an object", field=field)
+        raise refused(field, "must be a JSON schema, an object")
     parsed = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     parsed.pop("x-guidance", None)
     try:
@@ -68,7 +65,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
         text = LLMatcher.grammar_from_json_schema(schema_text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         grammar_limits.check_schema(parsed, field)  # its error names the limit if the schema is nested too deeply
-        raise InvalidRequest(f"{field} is not a usable JSON schema: {error}", field=field) from None
+        raise refused(field, f"is not a usable JSON schema: {error}") from None
     return _grammar(text, field)
 
 
@@ -86,7 +83,7 @@ def from_regex(pattern: str, *, field: str) -> Grammar:
 def from_choice(choices: Sequence[str], *, field: str) -> Grammar:
     """Builds the grammar of one of these strings. Raises InvalidRequest if there are none, or one is empty."""
     if not choices or not all(choices):
-        raise InvalidRequest(f"{field} must have at least one choice, and none that is empty", field=field)
+        raise refused(field, "must have at least one choice, and none that is empty")
     return from_lark("start: " + " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices)), field=field)
 
 
@@ -102,7 +99,7 @@ def from_lark_or_gbnf(text: str, *, field: str) -> Grammar:
     try:
         return _grammar(grammar_from("grammar", text), field)
     except ValueError as error:
-        raise InvalidRequest(f"{field} is not a grammar: {error}", field=field) from None
+        raise refused(field, f"is not a grammar: {error}") from None
 
 
 def _grammar(text: str, field: str) -> Grammar:
@@ -113,11 +110,11 @@ def _grammar(text: str, field: str) -> Grammar:
 def _require_short(text: str, field: str, most: int = MAX_GRAMMAR_CHARS) -> None:
     """Checks the length. Used before and after a conversion, because the conversion takes time by itself."""
     if len(text) > most:
-        raise InvalidRequest(f"{field} is longer than {most} characters", field=field)
+        raise refused(field, f"is longer than {most} characters")
 
 
 class GrammarTokenizer:
-    """A model directory's tokens, as matchers need them; built on first use, by any thread.
+    """A model directory's tokens, built by llguidance on first use (0.3 s for 50k tokens), by any thread.
 
     Args:
         eos_ids: tokens that end a grammar that may end.
@@ -155,8 +152,7 @@ class CompiledGrammar:
     """A grammar that every sequence with it starts from. Any thread."""
 
     def __init__(self, grammar: Grammar, tokenizer: LLTokenizer, prototype: LLMatcher) -> None:
-        self.grammar, self.tokenizer = grammar, tokenizer
-        self._prototype = prototype
+        self.grammar, self.tokenizer, self._prototype = grammar, tokenizer, prototype
 
     def matcher(self) -> LLMatcher:
         """Returns a new matcher at the start of the grammar."""
@@ -230,7 +226,7 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar) -> CompiledGr
     if matcher.is_error():
         raise InvalidRequest(_refusal(grammar, matcher.get_error()), field=grammar.field)
     if matcher.is_stopped():
-        raise InvalidRequest(f"{grammar.field} allows no text at all", field=grammar.field)
+        raise refused(grammar.field, "allows no text at all")
     return CompiledGrammar(grammar, tokens, matcher)
 
 

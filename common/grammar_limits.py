@@ -23,21 +23,16 @@ from urllib.parse import unquote
 
 from common.errors import InvalidRequest
 
-#: Native stack of the thread that compiles, in bytes. The default depends on `ulimit -s`: 8 MiB, 2 MiB if unlimited.
-COMPILE_STACK = 64 << 20
+COMPILE_STACK = 64 << 20  #: Native stack in bytes of the thread that compiles, whatever `ulimit -s` says.
 MAX_CHAIN = 3_000  #: Levels of one chain, less than a quarter of what the stack lasts for.
 #: Arrays and objects in each other, in a JSON schema. llguidance's JSON reader stops at 127, with 3 around the schema.
 MAX_NESTING = 120
-#: Brackets in each other, in a Lark grammar. llguidance allows 30 for groups and any number for `%if` conditions.
-MAX_BRACKETS = 64
+MAX_BRACKETS = 64  #: Brackets in each other, in Lark. llguidance allows 30 for groups, any number for `%if` conditions.
 MAX_MEMBERS = 1 << 14  #: Members of one array or object, references of one schema, rules of one Lark grammar.
-#: patternProperties of one object: llguidance compares each pair of them (0.1 s for 128, 20 s for 480).
-MAX_PATTERNS = 128
+MAX_PATTERNS = 128  #: patternProperties of one object: llguidance compares each pair (0.1 s for 128, 20 s for 480).
 
-#: Keys that the walk through a schema looks at.
-_KEYS = frozenset({"$ref", "$id", "id", "$schema", "patternProperties"})
+_KEYS = frozenset({"$ref", "$id", "id", "$schema", "patternProperties"})  #: The walk through a schema looks at them.
 _DEFINITIONS = ("$defs", "definitions")
-
 _OLD_DRAFT = re.compile("draft-0[34]")  #: These drafts identify a part by `id`, later drafts by `$id`.
 #: Encoded characters that separate names or not, depending on when they are decoded.
 _ENCODED_SYNTAX = re.compile("%2f|%7e", re.IGNORECASE)
@@ -60,6 +55,11 @@ _MARKS = frozenset(":([{") | _CLOSING | {""}  #: All other tokens are names; a l
 _JSON = json.JSONDecoder()
 
 
+def refused(field: str, problem: str) -> InvalidRequest:
+    """Returns the error of a grammar in the request's field `field`."""
+    return InvalidRequest(f"{field} {problem}", field=field)
+
+
 def check(text: str, field: str) -> None:
     """Checks a grammar as llguidance takes it: Lark, or JSON with a list of Lark grammars and JSON schemas.
 
@@ -71,11 +71,11 @@ def check(text: str, field: str) -> None:
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{field} is not a grammar: {error}", field=field) from None
+        raise refused(field, f"is not a grammar: {error}") from None
     grammars = parsed.get("grammars")
     for grammar in grammars if isinstance(grammars, list) else ():
         if not isinstance(grammar, dict):  # llguidance would take an array of the members' values
-            raise InvalidRequest(f"{field} is not a grammar: each of `grammars` must be an object", field=field)
+            raise refused(field, "is not a grammar: each of `grammars` must be an object")
         if isinstance(lark := grammar.get("lark_grammar"), str):
             check_lark(lark, field)
         check_schema(grammar.get("json_schema"), field)
@@ -87,9 +87,7 @@ def check_schema(schema: object, field: str) -> None:
         return
     walk = _Walk(schema, field)
     if walk.depth > MAX_NESTING:
-        raise InvalidRequest(
-            f"{field} is nested {walk.depth} levels deep; at most {MAX_NESTING} are allowed", field=field
-        )
+        raise refused(field, f"is nested {walk.depth} levels deep; at most {MAX_NESTING} are allowed")
     _require_few(len(walk.references), "references", field)
     distinct = dict.fromkeys(reference for _, reference in walk.references)
     most = (len(distinct) + 1) * walk.depth
@@ -97,12 +95,9 @@ def check_schema(schema: object, field: str) -> None:
         return
     targets = None if walk.has_ids else _targets(walk, distinct)
     if targets is None:
-        raise InvalidRequest(
-            f"{field} has {len(distinct)} different references and {walk.depth} levels of nesting. They multiply to "
-            f"{most}, and at most {MAX_CHAIN} are allowed in a schema with $id, or with references that are not a JSON "
-            "pointer to a place in it",
-            field=field,
-        )
+        has = f"has {len(distinct)} different references and {walk.depth} levels of nesting. They multiply to {most}"
+        where = "in a schema with $id, or with references that are not a JSON pointer to a place in it"
+        raise refused(field, f"{has}, and at most {MAX_CHAIN} are allowed {where}")
     graph = _ReferenceGraph(walk, targets)
     if sum(graph.weights) > MAX_CHAIN:
         _require_short_chain(graph.weights, graph.edges(), field)
@@ -110,15 +105,11 @@ def check_schema(schema: object, field: str) -> None:
 
 def check_lark(text: str, field: str) -> None:
     """Checks a grammar in llguidance's dialect of Lark. Raises InvalidRequest as `check` does."""
-    tokens: list[str] = []
-    for run in _without_json(text, field):
-        tokens += _TOKEN.findall(run)
+    tokens = (token for run in _without_json(text, field) for token in _TOKEN.findall(run))
     bodies, nesting = _lark_rules(tokens)
     deepest = max(nesting.values(), default=0)
     if deepest > MAX_BRACKETS:
-        raise InvalidRequest(
-            f"{field} has brackets nested {deepest} levels deep; at most {MAX_BRACKETS} are allowed", field=field
-        )
+        raise refused(field, f"has brackets nested {deepest} levels deep; at most {MAX_BRACKETS} are allowed")
     _require_few(len(bodies), "rules", field)
     weights = [1 + nesting.get(name, 0) for name in bodies]
     if sum(weights) > MAX_CHAIN:
@@ -134,8 +125,7 @@ class _Walk:
         self.nodes: list[Any] = [schema]
         self.parents = [0]  #: The number of the node around each node.
         self.depths = [1]  #: How many nodes are around each node, itself included.
-        #: Each `$ref`: the number of the object that has it, and its value.
-        self.references: list[tuple[int, str]] = []
+        self.references: list[tuple[int, str]] = []  #: Each `$ref`: its object's number, and its value.
         has_id = has_old_id = old = False
         for number, node in enumerate(self.nodes):
             _require_few(len(node), "members in one array or object", field)
@@ -150,11 +140,8 @@ class _Walk:
                     has_old_id |= number > 0 and isinstance(node.get("id"), str)
                     old |= isinstance(draft := node.get("$schema"), str) and _OLD_DRAFT.search(draft) is not None
                     if isinstance(patterns := node.get("patternProperties"), dict) and len(patterns) > MAX_PATTERNS:
-                        raise InvalidRequest(
-                            f"{field} has {len(patterns)} patternProperties in one object; at most {MAX_PATTERNS} are "
-                            "allowed",
-                            field=field,
-                        )
+                        has = f"has {len(patterns)} patternProperties in one object"
+                        raise refused(field, f"{has}; at most {MAX_PATTERNS} are allowed")
             inner = [member for member in members if type(member) is dict or type(member) is list]
             if inner:
                 self.nodes += inner
@@ -202,9 +189,7 @@ class _ReferenceGraph:
         self._place_of: list[int] = []  #: Place of each node of the walk.
         heights = [1] * len(self._nodes)
         for number, (parent, depth) in enumerate(zip(walk.parents, walk.depths, strict=True)):
-            place = self._places.get(number, -1)
-            if place < 0:
-                place = self._place_of[parent]
+            place = self._places[number] if number in self._places else self._place_of[parent]
             self._place_of.append(place)
             heights[place] = max(heights[place], depth - walk.depths[self._nodes[place]] + 1)
         for place in range(len(heights) - 1, 0, -1):  # inner places before those around them
@@ -252,30 +237,26 @@ def _without_json(text: str, field: str) -> Iterator[str]:
         keyword = _BEFORE_JSON.match(text, at)
         if keyword is None:
             line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-            raise InvalidRequest(
-                f"{field} is not a grammar: nothing can begin with {text[at]!r} in line {line}, column {column}",
-                field=field,
-            )
+            problem = f"nothing can begin with {text[at]!r} in line {line}, column {column}"
+            raise refused(field, f"is not a grammar: {problem}")
         try:
             value, at = _JSON.raw_decode(text, keyword.end())
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{field} has a %{keyword[1]} that is not JSON: {error}", field=field) from None
+            raise refused(field, f"has a %{keyword[1]} that is not JSON: {error}") from None
         if keyword[1] == "json":
             check_schema(value, field)
 
 
-def _lark_rules(tokens: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, int]]:
+def _lark_rules(tokens: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, int]]:
     """Returns the names in the body, and the depth of the brackets there, by the name of each rule or terminal.
 
     Rules of a nested grammar (`%lark {...}`) count as rules of the grammar around it.
     """
     bodies: dict[str, list[str]] = {}
     nesting: dict[str, int] = {}
-    rule = ""
-    body: list[str] = []
+    rule, body, depth = "", list[str](), 0
     last = -1  # the index in `body` of the last name directly inside the innermost open bracket; -1: there is none
-    outside: list[tuple[str, list[str], int]] = []  # for each open bracket, the three of the text around it
-    depth = 0
+    outside: list[tuple[str, list[str], int]] = []  # for each open bracket: rule, body and last of the text around it
     for token in tokens:
         if token not in _MARKS:
             last = len(body)
@@ -303,30 +284,24 @@ def _lark_rules(tokens: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, 
 
 def _require_few(count: int, what: str, field: str) -> None:
     if count > MAX_MEMBERS:
-        raise InvalidRequest(f"{field} has {count} {what}; at most {MAX_MEMBERS} are allowed", field=field)
+        raise refused(field, f"has {count} {what}; at most {MAX_MEMBERS} are allowed")
 
 
 def _require_short_chain(weights: Sequence[int], edges: Sequence[Sequence[int]], field: str) -> None:
     longest = heaviest_path(weights, edges)
     if longest > MAX_CHAIN:
-        raise InvalidRequest(
-            f"{field} has references that lead from one to the next for {longest} levels; at most {MAX_CHAIN} are "
-            "allowed",
-            field=field,
-        )
+        has = f"has references that lead from one to the next for {longest} levels"
+        raise refused(field, f"{has}; at most {MAX_CHAIN} are allowed")
 
 
 def heaviest_path(weights: Sequence[int], edges: Sequence[Sequence[int]]) -> int:
     """Returns the weight of a graph's heaviest path.
 
-    Vertices that reach each other count as one vertex with the sum of their weights (strongly connected components, by
-    Tarjan's algorithm).
+    Vertices that reach each other (by Tarjan's algorithm) count as one vertex with the sum of their weights.
     """
-    unseen, count = 0, 0
+    unseen, count, open_vertices = 0, 0, list[int]()
     order, low = [unseen] * len(weights), [0] * len(weights)
-    # Weight of the heaviest path from each vertex; -1 while the vertex's component is open.
-    total = [-1] * len(weights)
-    open_vertices: list[int] = []
+    total = [-1] * len(weights)  # weight of the heaviest path from each vertex; -1 while its component is open
     for root in range(len(weights)):
         if order[root] != unseen:
             continue

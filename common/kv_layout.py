@@ -53,15 +53,12 @@ class KVLayout:
 
     model: str
     revision: str  # Identifies the weights, together with `model`.
-    #: Ranks that the kv heads are split over. Every rank has its part of every block.
-    tensor_parallel: int = field(default=1, kw_only=True)
+    tensor_parallel: int = field(default=1, kw_only=True)  #: Ranks; every rank has its kv heads of every block.
     num_layers: int
     num_kv_heads: int  # KV heads of one rank.
     head_dim: int
     block_size: int  # Tokens.
-    #: Type of keys and values: float32, bfloat16 or float8_e4m3. float8_e4m3 has one scale per layer, head, token and K
-    #: or V.
-    dtype: str
+    dtype: str  # Of keys and values: float32, bfloat16, or float8_e4m3 with a scale per layer, head, token and K or V.
     version: int = LAYOUT_VERSION
     draft_layers: int = 0  # Layers of the draft model or EAGLE head; 0: none.
     draft_kv_heads: int = 0
@@ -118,6 +115,5 @@ class KVLayout:
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if mine != theirs:
-                raise LayoutMismatch(
-                    f"KV layouts differ in {f.name}: {mine!r} on this pod, {theirs!r} on the peer", field=f.name
-                )
+                differ = f"KV layouts differ in {f.name}: {mine!r} on this pod, {theirs!r} on the peer"
+                raise LayoutMismatch(differ, field=f.name)

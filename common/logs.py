@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 import structlog
 
-#: A context manager that adds values (request_id="...") to every line that is logged inside the block.
-log_context = structlog.contextvars.bound_contextvars
+log_context = structlog.contextvars.bound_contextvars  #: Context manager: adds values to lines logged inside it.
 
 _QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 

@@ -1,9 +1,8 @@
 """gRPC channels, a server with health and reflection, and errors that cross a call.
 
-A servicer raises BatonError. The interceptor ends the call with the error's status code and puts the whole error (kind,
-field, retry time) into the trailing metadata, from which error_from_rpc builds the same error at the caller. Clients of
-other languages find it as google.rpc details. Any other exception of a servicer is logged with its traceback and
-becomes INTERNAL. Deadlines are gRPC timeouts.
+A servicer raises BatonError. The interceptor ends the call with the error's status code and puts the whole error into
+the trailing metadata, from which error_from_rpc builds the same error at the caller; clients of other languages find it
+as google.rpc details. Any other exception of a servicer is logged with its traceback and becomes INTERNAL.
 
 Lifecycle of RpcServer: add services -> start -> set_serving(True) -> set_serving(False) -> stop.
 """
@@ -25,17 +24,15 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, error_from_grpc_status
 from common.pb import types_pb2
-from common.tracing.context import TRACEPARENT, TRACESTATE, TraceContext
+from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from common.wire import error_from_pb, error_to_pb
 
 ERROR_KEY = "baton-error-bin"
 STATUS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 64 << 20
-#: The message is in the status, the trailer and the details; peers accept 8 KiB of trailers.
-_MAX_ERROR_CHARS, _MAX_FIELD_CHARS = 500, 200
+_MAX_ERROR_CHARS, _MAX_FIELD_CHARS = 500, 200  #: A message is sent three times; trailers hold 8 KiB.
 
 _log = logging.getLogger(__name__)
-
 _Servicer = TypeVar("_Servicer")
 
 _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -46,9 +43,7 @@ _COMMON_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-#: gRPC raises it when a servicer sends after the caller cancelled or its deadline passed, until gRPC cancels the
-#: servicer.
-CALLER_DISCONNECTED = grpc.aio.InternalError
+CALLER_DISCONNECTED = grpc.aio.InternalError  #: Sending raises it after the caller cancelled or timed out.
 LIVENESS_SERVICE = "live"  #: Health service name for liveness probes. It is SERVING from start to stop.
 _CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,
@@ -108,11 +103,9 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
         if key == ERROR_KEY and isinstance(value, bytes):
             return error_from_pb(types_pb2.Error.FromString(value))
     code, details = error.code().name, error.details() or error.code().name
-    return (
-        Unavailable(f"the peer ended the call: {details}")
-        if code == "CANCELLED"
-        else error_from_grpc_status(code, details)
-    )
+    if code == "CANCELLED":
+        return Unavailable(f"the peer ended the call: {details}")
+    return error_from_grpc_status(code, details)
 
 
 @contextmanager
@@ -132,8 +125,7 @@ class RpcServer:
     """
 
     def __init__(self, host: str, port: int, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._host = host
-        self._port = port
+        self._host, self._port = host, port
         self._options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
         self._adders: list[Callable[[grpc.aio.Server], None]] = []
         self._names: list[str] = []
@@ -158,21 +150,19 @@ class RpcServer:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         try:
-            port = server.add_insecure_port(f"{self._host}:{self._port}")
+            if not (port := server.add_insecure_port(f"{self._host}:{self._port}")):
+                raise RuntimeError("the address cannot be bound")
         except RuntimeError as e:
             raise ConfigError(f"port: cannot listen on {self._host}:{self._port}: {e}", field="port") from e
-        if not port:
-            raise ConfigError(f"port: cannot listen on {self._host}:{self._port}", field="port")
         await server.start()
         self._server = server
         return port
 
     def set_serving(self, serving: bool) -> None:
         """Sets the health of every service and of the whole server, in the next iteration of the event loop."""
-        status = health_pb2.HealthCheckResponse
-        task = asyncio.get_running_loop().create_task(
-            self._set_health(status.SERVING if serving else status.NOT_SERVING)
-        )
+        states = health_pb2.HealthCheckResponse
+        status = states.SERVING if serving else states.NOT_SERVING
+        task = asyncio.get_running_loop().create_task(self._set_health(status))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -183,10 +173,9 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits at most grace_s seconds for running ones, then cancels them. Idempotent."""
         server, self._server = self._server, None
-        if server is None:
-            return
-        await self._health.enter_graceful_shutdown()
-        await server.stop(grace_s)
+        if server is not None:
+            await self._health.enter_graceful_shutdown()
+            await server.stop(grace_s)
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable at run time

@@ -38,8 +38,7 @@ class MetricsServer:
     """The HTTP endpoint of Metrics.start_metrics_server; runs in its own thread."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
+        self._server, self._thread = server, thread
         self.port: int = server.server_port
 
     def stop(self) -> None:
@@ -115,16 +114,10 @@ class Metrics:
         for family in process.collect():
             end = "_total" if family.type == "counter" else ""
             self._declare(family.name.removeprefix(PREFIX) + end, family.type, family.documentation, ())
-        self.sampled_gauge(
-            "host_memory_used_bytes",
-            "Memory in use in this process's container, or on the machine where it has no limit.",
-            lambda: [((), memory_usage().used)],
-        )
-        self.sampled_gauge(
-            "host_memory_limit_bytes",
-            "Memory that this process's container, or the machine, has.",
-            lambda: [((), memory_usage().limit)],
-        )
+        used = "Memory in use in this process's container, or on the machine where it has no limit."
+        self.sampled_gauge("host_memory_used_bytes", used, lambda: [((), memory_usage().used)])
+        limit = "Memory that this process's container, or the machine, has."
+        self.sampled_gauge("host_memory_limit_bytes", limit, lambda: [((), memory_usage().limit)])
 
     def exposition(self, accept: str = "") -> bytes:
         """Returns all metrics: OpenMetrics (with exemplars) if the Accept header allows it, else Prometheus text."""
@@ -141,9 +134,8 @@ class Metrics:
         try:
             server, thread = start_http_server(port, host, registry=self.registry)
         except OSError as e:
-            raise ConfigError(
-                f"metrics_port: cannot listen on {host}:{port}: {e.strerror}", field="metrics_port"
-            ) from e
+            problem = f"metrics_port: cannot listen on {host}:{port}: {e.strerror}"
+            raise ConfigError(problem, field="metrics_port") from e
         return MetricsServer(server, thread)
 
 
@@ -151,8 +143,7 @@ class UnlabeledHistogram(Collector):
     """A histogram without labels; `observe` costs a tenth of the time of prometheus_client's."""
 
     def __init__(self, name: str, help: str, buckets: Sequence[float]) -> None:
-        self._name = name
-        self._help = help
+        self._name, self._help = name, help
         self._bounds = (*buckets, math.inf)
         self._counts = [0] * len(self._bounds)
         self._sum = 0.0
@@ -178,8 +169,7 @@ class _Sampled(Collector):
     def __init__(
         self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[MetricSample]]
     ) -> None:
-        self._family = family
-        self._read = read
+        self._family, self._read = family, read
 
     def describe(self) -> Iterable[Metric]:
         return [self._family()]

@@ -51,16 +51,12 @@ class SamplingParams:
     seed: int = 0  # The noise of child c at a position is a function of (seed, c, position).
     max_tokens: int = 16
     min_tokens: int = 0
-    #: Token ids that end the answer. They include the model's end-of-sequence tokens, unless the client ignores those.
-    stop_token_ids: tuple[int, ...] = ()
-    #: Number of alternatives per generated token, 0 to 20; None: no log-probabilities at all.
-    logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()  #: They end the answer; the model's own are included, unless ignored.
+    logprobs: int | None = None  #: Alternatives per generated token, 0 to 20; None: no log-probabilities.
     n: int = 1  # Sequences per prompt, at most MAX_N.
     allowed_token_ids: tuple[int, ...] = ()  # The only tokens that may be generated; empty: all.
-    #: Token sequences that are never generated: the last token is banned where the tokens before it match.
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    #: Like `logprobs`, for the prompt's tokens. The whole prompt is then computed, even if a cache holds its KV.
-    prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  #: Token sequences that are never generated: the last id is banned.
+    prompt_logprobs: int | None = None  #: Like `logprobs`, for the prompt, which is then computed as a whole.
 
     @property
     def greedy(self) -> bool:
@@ -90,10 +86,8 @@ class ValidRequest:
     cache_salt: str = ""
     priority: int = 0
     grammar: Grammar | None = None
-    #: Tokens that another pod generated before this request continued; empty for a new request.
-    output_ids: tuple[int, ...] = ()
-    #: Index of the first sequence among the client's n sequences; not 0 only for a request that continues.
-    child: int = 0
+    output_ids: tuple[int, ...] = ()  #: Tokens that another pod generated before; empty for a new request.
+    child: int = 0  #: First sequence among the client's n; not 0 only for a request that continues.
 
     @property
     def prompt_len(self) -> int:
@@ -134,8 +128,7 @@ class PromptLogprobs:
     first: int
     logprobs: tuple[float, ...]  # Log-probabilities of the prompt's own tokens.
     ranks: tuple[int, ...]  # Rank of each prompt token among the vocabulary; 1 is the likeliest.
-    #: Alternatives, likeliest first: k for the first position, then k for the next, and so on.
-    top_ids: tuple[int, ...] = ()
+    top_ids: tuple[int, ...] = ()  #: Alternatives, likeliest first: k for the first position, k for the next, ...
     top_logprobs: tuple[float, ...] = ()  # Log-probabilities of `top_ids`.
 
     def top(self, index: int) -> tuple[TokenLogprob, ...]:

@@ -31,8 +31,7 @@ from common.types import (
     ValidRequest,
 )
 
-#: Major version of the protocol between pods and gateways. Pods and gateways of different versions do not talk.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 1  #: Major version of the protocol; pods and gateways of different versions do not talk.
 
 _Data = TypeVar("_Data")
 _Pb = TypeVar("_Pb", bound=Message)
@@ -75,21 +74,13 @@ _LOAD = _SameFields(PodLoad, transfer_pb2.Load, "draining")
 prompt_logprobs_to_pb, prompt_logprobs_from_pb = _PROMPT_LOGPROBS.to_pb, _PROMPT_LOGPROBS.from_pb
 transfer_id_to_pb, transfer_id_from_pb = _TRANSFER_ID.to_pb, _TRANSFER_ID.from_pb
 
-_FINISH_TO_PB = {
+_FINISH_TO_PB: dict[FinishReason | None, types_pb2.FinishReason.ValueType] = {
     None: types_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
-    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
-    FinishReason.TOOL_CALLS: types_pb2.FINISH_REASON_TOOL_CALLS,
+    **{reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason},
 }
 _FINISH_FROM_PB = {pb: reason for reason, pb in _FINISH_TO_PB.items()}
 
-_ROLE_TO_PB = {
-    Role.PREFILL: transfer_pb2.ROLE_PREFILL,
-    Role.DECODE: transfer_pb2.ROLE_DECODE,
-    Role.BOTH: transfer_pb2.ROLE_BOTH,
-}
+_ROLE_TO_PB = {role: transfer_pb2.Role.Value(f"ROLE_{role.name}") for role in Role}
 _ROLE_FROM_PB = {pb: role for role, pb in _ROLE_TO_PB.items()}
 
 

@@ -30,7 +30,7 @@ from common.block_hash import BlockHasher
 from common.errors import BatonError, DeadlineExceeded, InternalError, TransferFailed
 from common.grammar import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
-from common.tracing.context import TraceContext
+from common.tracing.tracer import TraceContext
 from common.types import KvTarget, ValidRequest
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from decode_service.admission import Admitted
@@ -107,10 +107,7 @@ class DecodeHandOff:
         return sum(length - seq.computed for seq in self.seqs if seq.finish_reason is None and seq.computed < length)
 
     def start(self) -> KvTarget | None:
-        """Gives a local prompt to the engine, or expects the KV of a remote one.
-
-        Returns the blocks to which a prefill pod writes the KV; None for a local prompt.
-        """
+        """Gives a local prompt to the engine, or returns the blocks to which a prefill pod writes the KV."""
         self.reserved_at = time.monotonic()
         with self._lock:
             if not self.local:
@@ -137,10 +134,9 @@ class DecodeHandOff:
         return KvTarget(transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
 
     def _local_sequence(self) -> Sequence:
-        """Returns the sequence whose uncached tokens the engine computes.
+        """Returns the sequence whose uncached tokens the engine computes. The other children fork in the engine.
 
-        One spare block goes with the lease, because a sequence has at most the blocks of its context and one more. The
-        other children fork in the engine, which gives them their blocks.
+        One spare block goes with the lease, because a sequence has at most the blocks of its context and one more.
         """
         lease, layout, computed = self._lease, self._pod.engine.layout, 0
         if lease is not None:
@@ -157,18 +153,14 @@ class DecodeHandOff:
             children, vocab_size = self.request.child_indices, self._pod.engine.vocab_size
             tokens, n = commit.first_tokens, len(children)
             if len(tokens) != n or not all(0 <= token < vocab_size for token in tokens):
-                self._on_transfer_failed(
-                    TransferFailed(
-                        f"the commit has first tokens {list(tokens)}; expected {n} token ids below {vocab_size}"
-                    )
-                )
+                expected = f"expected {n} token ids below {vocab_size}"
+                self._on_transfer_failed(TransferFailed(f"the commit has first tokens {list(tokens)}; {expected}"))
                 return
             self._publish(self._lease)
             ends = zip(children, commit.finish_reasons, strict=False)
             self._ended_children |= {child for child, finish in ends if finish is not None}
-            firsts = {
-                child: token for child, token in zip(children, tokens, strict=True) if child not in self._ended_children
-            }
+            first_of = dict(zip(children, tokens, strict=True))
+            firsts = {child: first_of[child] for child in children if child not in self._ended_children}
             if not firsts:
                 self.close()
                 return
@@ -197,15 +189,9 @@ class DecodeHandOff:
         return seqs
 
     def _sequence(self, *, first: abc.Sequence[int] = (), **kwargs: Any) -> Sequence:
-        """Builds a sequence for the engine.
-
-        Args:
-            first: its first token, if a prefill pod sampled it.
-        """
-        output = [*self.request.output_ids, *first]
-        return self._pod.engine.new_sequence(
-            self.request, grammar=self._grammar, hashes=self._hashes, output=output, **kwargs
-        )
+        """Builds a sequence for the engine. first: its first token, if a prefill pod sampled it."""
+        known: dict[str, Any] = {"grammar": self._grammar, "hashes": self._hashes, **kwargs}
+        return self._pod.engine.new_sequence(self.request, output=[*self.request.output_ids, *first], **known)
 
     def _publish(self, lease: Lease) -> None:
         """Makes the prompt's full blocks visible in the prefix cache."""
@@ -241,9 +227,8 @@ class DecodeHandOff:
         """Handles that the engine released a sequence. Any thread."""
         with self._lock:
             self._in_engine -= seq.num_samples  # before its first token one sequence stands for all children
-            last = self._in_engine <= 0
-        if last:
-            self._set_drained()
+            if self._in_engine <= 0:
+                self._set_drained()
 
     def fail(self, error: BatonError) -> None:
         """Ends the request in any state and sends `error` to the gateway. Any thread; idempotent."""
@@ -271,11 +256,8 @@ class DecodeHandOff:
     def close_child(self, child: int) -> None:
         """Ends one child because the gateway needs no more of it. The last one ends the request. Idempotent."""
         with self._lock:
-            if (
-                self._state is HandOffState.ENDED
-                or child in self._ended_children
-                or child not in self.request.child_indices
-            ):
+            known = child in self.request.child_indices and child not in self._ended_children
+            if self._state is HandOffState.ENDED or not known:
                 return
             self._ended_children.add(child)
             if not self.num_sequences:
@@ -301,10 +283,7 @@ class DecodeHandOff:
                 self._pod.engine_loop.set_paused([self.request.request_id], paused)
 
     def on_output(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
-        """Returns the gateway's message for one sequence's output of a step. Event loop.
-
-        None when there is nothing to send, or the gateway knows already that the child ended.
-        """
+        """Returns the gateway's message for one sequence's output of a step; None if there is nothing to send."""
         try:
             return self._take_output(output)
         except Exception:  # must not end the step's other sequences

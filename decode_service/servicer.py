@@ -20,11 +20,11 @@ from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overload
 from common.pb import decode_pb2, decode_pb2_grpc
 from common.rpc import remaining_s
 from common.settings.configs import PodConfig
+from common.tracing.tracer import Attributes, TraceContext, Tracer
 from common.types import RemotePrefillCost
 from common.wire import kv_target_to_pb, request_from_pb
 from decode_service.admission import Admission, Admitted, Rejected
 from decode_service.hand_off import DecodeHandOff
-from decode_service.spans import record_spans
 from decode_service.token_stream import MAX_UNACKED_BATCHES, PAUSE_LIMIT_S, TokenStream
 from engine.schedule.outputs import SequenceOutput, StepResult
 from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_until
@@ -33,8 +33,7 @@ from pod.runtime import PodRuntime
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-#: Bounds of the time after which a rejected client should retry.
-RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0
+RETRY_MIN_S, RETRY_MAX_S = 0.5, 10.0  # Bounds of the time after which a rejected client should retry.
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -45,14 +44,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(
         self, pod: PodRuntime, *, window: int = MAX_UNACKED_BATCHES, pause_limit_s: float = PAUSE_LIMIT_S
     ) -> None:
-        """
-        Args:
-            window: unacknowledged token batches of a gateway at which its sequences are paused.
-            pause_limit_s: a gateway that is paused for this many seconds loses its sequences.
-        """
         self._pod = pod
-        self._window = window
-        self._pause_limit_s = pause_limit_s
+        self._window = window  # Unacknowledged token batches of a gateway at which its sequences are paused
+        self._pause_limit_s = pause_limit_s  # A gateway that is paused for this many seconds loses its sequences
         self._aio = asyncio.get_running_loop()
         self.requests: RequestRegistry[DecodeHandOff] = pod.requests
         self.requests.on_drained = self._on_drained
@@ -64,7 +58,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
     # -- calls --------------------------------------------------------------------------------------------------------
-
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveResponse:
@@ -79,10 +72,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if stream is None or stream.paused:
             problem = "reads its token stream too slowly" if stream else "has no token stream to this pod"
             raise Unavailable(f"gateway {request.gateway_id!r} {problem}")
-
-        remote = request.remote
-        known_cost = RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
-        cost = known_cost if request.HasField("remote") else None
+        remote = request.remote if request.HasField("remote") else None
+        cost = remote and RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
 
         def decide() -> Admitted | Rejected:
             pod.require_ready()
@@ -104,15 +95,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     pod.require_deadline(self.requests.queued_tokens + valid.context_len - cached_tokens, deadline_s)
                 except Overloaded as error:
                     return self._rejected(error.message)
+            span = pod.caller_span(context)
             hand_off = DecodeHandOff(
-                pod,
-                valid,
-                stream,
-                admitted,
-                reservation,
-                deadline_s,
-                grammar=grammar,
-                caller_span=pod.caller_span(context),
+                pod, valid, stream, admitted, reservation, deadline_s, grammar=grammar, caller_span=span
             )
             reservation.callback(hand_off.close)
             self.requests.add(valid.request_id, hand_off)
@@ -165,18 +150,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             stream.close()  # the gateway half-closed or disconnected
 
     # -- streams ------------------------------------------------------------------------------------------------------
-
     def _open(self, gateway_id: str) -> TokenStream:
         if old := self._streams.pop(gateway_id, None):
             self._close(old)
-        stream = TokenStream(
+        stream = self._streams[gateway_id] = TokenStream(
             gateway_id,
             window=self._window,
             pause_limit_s=self._pause_limit_s,
             on_pause=self._on_pause,
             on_overrun=self._on_overrun,
         )
-        self._streams[gateway_id] = stream
         return stream
 
     def _close(self, stream: TokenStream) -> None:
@@ -198,7 +181,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             hand_off.fail(Overloaded("the gateway reads its token stream too slowly"))
 
     # -- requests -----------------------------------------------------------------------------------------------------
-
     def _rejected(self, reason: str) -> decode_pb2.ReserveResponse:
         self._pod.metrics.reserved.labels("rejected").inc()
         retry_s = min(RETRY_MAX_S, max(RETRY_MIN_S, self._residency_s / max(1, len(self.requests))))
@@ -223,7 +205,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 self._close(stream)
 
     # -- PodService ---------------------------------------------------------------------------------------------------
-
     def on_step(self, result: StepResult) -> None:
         """Calls the event loop once for all outputs of a step. Engine thread, after each step."""
         outputs = [
@@ -241,10 +222,33 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             self._aio.call_soon_threadsafe(stream.close)  # queued behind the errors above
 
 
-async def serve(config: PodConfig) -> None:
-    """Runs a decode pod or an aggregated pod until SIGTERM and the drain after it.
+def record_spans(tracer: Tracer, parent: TraceContext, hand_off: DecodeHandOff) -> None:
+    """Records the spans of a drained request below `parent`, the gateway's attempt.
 
-    Raises ConfigError, and SystemExit like PodRuntime.run.
+    decode.reserve lasts until the answer to Reserve, decode.receive (remote prefill only) until every block and the
+    commit arrived, decode.run until the end in the engine.
     """
+    now = time.monotonic()
+    request, running = hand_off.request, hand_off.running_since
+    named: Attributes = {"baton.request_id": request.request_id, "baton.local": hand_off.local}
+    reserved = hand_off.reserved_at or now
+    tracer.record_span(
+        "decode.reserve", parent.new_child(), parent, hand_off.arrived_at, reserved, named, kind="server"
+    )
+    if not hand_off.local:
+        tracer.record_span("decode.receive", parent.new_child(), parent, reserved, running or now)
+    if running is not None and hand_off.seqs:
+        finishes = ",".join(str(seq.finish_reason) for seq in hand_off.seqs if seq.finish_reason is not None)
+        counted: Attributes = {
+            "baton.prompt_tokens": request.prompt_len,
+            "baton.output_tokens": sum(seq.num_output for seq in hand_off.seqs),
+            "baton.preemptions": sum(seq.preemptions for seq in hand_off.seqs),
+            "baton.finish": finishes or None,
+        }
+        tracer.record_span("decode.run", parent.new_child(), parent, running, now, counted)
+
+
+async def serve(config: PodConfig) -> None:
+    """Runs a decode or aggregated pod until SIGTERM and its drain. Raises ConfigError; SystemExit as PodRuntime.run."""
     pod = await PodRuntime.create(config)
     await pod.run(DecodeServicer(pod))

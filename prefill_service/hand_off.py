@@ -36,7 +36,7 @@ from common.errors import (
     Unavailable,
 )
 from common.pb import prefill_pb2
-from common.tracing.context import TraceContext
+from common.tracing.tracer import TraceContext
 from common.types import FinishReason, KvTarget, PromptLogprobs, Token
 from common.wire import error_to_pb, finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from engine.kv.blocks import BlockPin
@@ -202,7 +202,6 @@ class PrefillHandOff:
         return 0 if self._has_first_token or self._closed.is_set() else self.seq.prefill_len - self.seq.computed
 
     # -- engine thread ------------------------------------------------------------------------------------------------
-
     def on_output(self, output: SequenceOutput, seconds: float) -> None:
         """Handles the output of a step that took `seconds`. The sequence's lease is still valid."""
         try:
@@ -273,14 +272,12 @@ class PrefillHandOff:
         self._aio.call_soon_threadsafe(self._engine_ended.set)
 
     # -- transfer thread ----------------------------------------------------------------------------------------------
-
     def _on_push_released(self, first: int) -> None:
         """Handles that no write of the push that starts at block `first` is left."""
         self.pushes[first].end = time.monotonic()
         self._aio.call_soon_threadsafe(self._push_released.set)
 
     # -- event loop ---------------------------------------------------------------------------------------------------
-
     async def events(self) -> AsyncIterator[Event]:
         """Yields progress per chunk, the first tokens, and the outcome of the hand-off.
 
@@ -384,7 +381,6 @@ class PrefillHandOff:
         task.add_done_callback(self._tasks.discard)
 
     # -- messages -----------------------------------------------------------------------------------------------------
-
     def _post(self, item: Event | BatonError) -> None:
         self._aio.call_soon_threadsafe(self._inbox.put_nowait, item)
 

@@ -40,13 +40,11 @@ from prefix_index.store import (
 
 BATCH_S = 0.03
 HEARTBEAT_S = 3.0
-#: Blocks per command. A command delays look-ups by 1 to 3 ms; 5,000 blocks per command give no higher throughput.
-MAX_BATCH_BLOCKS = 1_000
+MAX_BATCH_BLOCKS = 1_000  #: Blocks per command. It delays look-ups by 1 to 3 ms; 5,000 give no higher throughput.
 MAX_PENDING = 200_000
 SWEEP_S = 10  #: Seconds between two checks for slots without a live pod.
 SWEEP_POSTINGS = 1_000  #: Postings that one heartbeat checks while postings of freed slots remain.
-#: Under a burst from all pods a command waits in Redis; a shorter limit would only cause more snapshots.
-_COMMAND_S = 3.0
+_COMMAND_S = 3.0  #: Under a burst from all pods a command waits in Redis; a shorter limit only causes more snapshots.
 _LEAVE_S, _NAME_TIMEOUT_S = 1.0, 1.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 5.0
 
@@ -55,7 +53,11 @@ _log = logging.getLogger(__name__)
 
 def _decode_hash(raw: Mapping[str | bytes, str | bytes]) -> dict[str, str]:
     """Returns a Redis hash with text in place of bytes."""
-    return dict((part.decode() if isinstance(part, bytes) else part for part in item) for item in raw.items())
+    return {_text(name): _text(value) for name, value in raw.items()}
+
+
+def _text(raw: str | bytes) -> str:
+    return raw.decode() if isinstance(raw, bytes) else raw
 
 
 async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
@@ -313,8 +315,16 @@ class IndexPublisher:
             *(keys.pods, keys.info(r.pod), keys.lease(r.pod), keys.load(r.pod)),
             *(keys.bookings(r.pod), keys.booking_units(r.pod), keys.slots, keys.sweep),
         )
-        ttls = LEASE_MS, INFO_TTL_S, PODS_TTL_S
-        args = (keys.prefix, r.pod, r.generation, *ttls, self._load().to_json(), *r.to_fields())
+        args: list[RedisArg] = [
+            keys.prefix,
+            r.pod,
+            r.generation,
+            LEASE_MS,
+            INFO_TTL_S,
+            PODS_TTL_S,
+            self._load().to_json(),
+        ]
+        args += r.to_fields()
         slot = int(await self._register_script.run(self._client, names, args))
         if not slot:
             raise await self._registration_lost("a newer process is registered under this name")

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from redis.exceptions import NoScriptError
 
 from common.errors import IndexUnavailable
-from common.redis.breaker import CircuitBreaker
-from common.redis.client import REDIS_FAILURES, LuaScript, RedisArg, RedisClient, connect_redis
+from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, RedisArg, RedisClient, connect_redis
 from common.types import PodLoad
 from prefix_index.lookup_cache import LookupCache
 from prefix_index.pipelined_connection import PipelinedConnections
@@ -44,8 +43,7 @@ _NOTHING = PrefixHits()
 POLL_TIMEOUT_S = 0.5
 MAX_EXACT_PODS = 16  #: A look-up for at most this many pods names them and is exact for each.
 GATEWAY_TTL_MS = 3_000  #: A gateway without a poll for this time is gone.
-#: Age of a poll that still proves that no other gateway uses a scope. A new gateway sees this one at its first poll.
-ONLY_GATEWAY_S = 2.0
+ONLY_GATEWAY_S = 2.0  #: Age of a poll that proves that no other gateway uses a scope: a new one sees this one at once.
 BOOKING_TTL_S = 30.0  #: Equal on all gateways, because scripts compute the age of a booking from its end.
 MAX_CONCURRENT_CALLS = 8  #: A burst must not open a connection per request; more calls would only queue in Redis.
 
@@ -57,8 +55,7 @@ class _ScopeState:
     epoch: bytes = b""  #: Epoch of the slots; a new epoch gives every slot a new meaning.
     version: bytes = b""  #: Version of the records; the next poll reads them only if it changed.
     records: dict[tuple[str, int], PodRecord | None] = field(default_factory=dict)  #: None: the record is unreadable.
-    #: The raw load and the status made from it.
-    statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)
+    statuses: dict[tuple[str, int], tuple[bytes, PodStatus]] = field(default_factory=dict)  #: And raw loads.
     owners: dict[int, tuple[str, int]] = field(default_factory=dict)  #: Slot -> pod.
     sampling: int = 1  #: One block in this many has a posting.
     gateways: int = 0  #: Gateways that use the scope, including this one.

@@ -30,10 +30,6 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def special_token_text(config: Mapping[str, Any], name: str) -> str:
     """Returns the text of a special token (bos_token, ...) in a tokenizer_config.json; "" if it has none."""
     token = config.get(name)
@@ -59,20 +55,17 @@ def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 class ChatTemplate:
-    """Renders conversations for one model. `config` is the model's tokenizer_config.json.
+    """Renders conversations for one model. Raises ConfigError if a template does not compile.
 
-    Raises ConfigError if a template does not compile.
-
-    Attributes:
-        source: Source of the template for conversations with tools; "" without templates.
-        supports_tools: This template uses the variable `tools`.
+    `config` is the model's tokenizer_config.json.
     """
 
     def __init__(self, model_dir: Path, config: Mapping[str, Any]) -> None:
         self._names = {name: text for name in _SPECIAL if (text := special_token_text(config, name))}
         sources = load_templates(model_dir, config)
+        #: Source of the template for conversations with tools; "" without templates.
         self.source = sources.get("tool_use", sources.get("default", ""))
-        self.supports_tools = False
+        self.supports_tools = False  #: This template uses the variable `tools`.
         self._template: jinja2.Template | None = None
         self._with_tools: jinja2.Template | None = None
         if "default" not in sources:
@@ -80,7 +73,7 @@ class ChatTemplate:
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
-        env.globals["strftime_now"] = _strftime_now
+        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = self._with_tools = env.from_string(sources["default"])
             if "tool_use" in sources:
@@ -98,15 +91,11 @@ class ChatTemplate:
         """Returns the prompt for the assistant's next message. Raises InvalidRequest if the template refuses."""
         template = self._with_tools if tools else self._template
         if template is None:
-            raise InvalidRequest(
-                "this model has no chat template: send a prompt in place of messages", field="messages"
-            )
+            problem = "this model has no chat template: send a prompt in place of messages"
+            raise InvalidRequest(problem, field="messages")
         try:
-            shown = None if tools is None else list(tools)
-            return template.render(
-                {**self._names, **(kwargs or {}), "messages": list(messages), "tools": shown, "documents": None},
-                add_generation_prompt=True,
-            )
+            named = {"messages": list(messages), "tools": None if tools is None else list(tools), "documents": None}
+            return template.render({**self._names, **(kwargs or {}), **named}, add_generation_prompt=True)
         except jinja2.TemplateError as e:
             raise InvalidRequest(f"the model's chat template refuses these messages: {e}", field="messages") from e
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as e:

@@ -63,18 +63,13 @@ def resolve_model(model: str, *, tokenizer: bool = True, weights: bool = True) -
         return check_model_dir(Path(model), tokenizer=tokenizer, weights=weights)
     directory = smollm2_dir()
     if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"model {SMOLLM2} is not in {directory} yet; `baton up` or `python -m cli.demo.model` converts it",
-            field="model",
-        )
+        missing = f"model {SMOLLM2} is not in {directory} yet; `baton up` or `python -m cli.demo.model` converts it"
+        raise ConfigError(missing, field="model")
     return check_model_dir(directory)
 
 
 def check_model_dir(path: Path, *, tokenizer: bool = True, weights: bool = True) -> Path:
-    """Returns the absolute path of a directory with a decoder's config.json and the files resolve_model requires.
-
-    Raises ConfigError (field "model").
-    """
+    """Returns the absolute path of a directory that has what resolve_model requires; else raises ConfigError."""
     if not path.is_dir():
         hint = "" if os.sep in str(path) else f" (known by name: {SMOLLM2})"
         raise ConfigError(f"model {str(path)!r} is not a directory{hint}", field="model")

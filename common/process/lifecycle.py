@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 
 _log = logging.getLogger(__name__)
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -40,26 +39,21 @@ class Lifecycle:
     """
 
     def __init__(self, drain: Callable[[], Awaitable[None]], *, drain_s: float) -> None:
-        self._drain = drain
-        self._drain_s = drain_s
-        self._state = LifecycleState.STARTING
+        self._drain, self._drain_s = drain, drain_s
+        self.state = LifecycleState.STARTING
         self._stopped = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._signalled = False
 
     @property
-    def state(self) -> LifecycleState:
-        return self._state
-
-    @property
     def draining(self) -> bool:
         """The service refuses new requests."""
-        return self._state >= LifecycleState.DRAINING
+        return self.state >= LifecycleState.DRAINING
 
     def ready(self) -> None:
         """Marks the service as accepting requests. Has no effect after the drain began."""
-        self._state = max(self._state, LifecycleState.READY)
+        self.state = max(self.state, LifecycleState.READY)
 
     def install_signals(self) -> None:
         """Makes SIGTERM and SIGINT start the drain. Call it on the event loop of the main thread."""
@@ -78,7 +72,7 @@ class Lifecycle:
         """Starts the drain. Later calls have no effect. On the event loop."""
         if self.draining:
             return
-        self._state = LifecycleState.DRAINING
+        self.state = LifecycleState.DRAINING
         _log.info("draining: %s", reason)
         self._task = asyncio.get_running_loop().create_task(self._run_drain())
 
@@ -93,7 +87,7 @@ class Lifecycle:
             else:
                 _log.exception("drain failed; stopping anyway")
         finally:
-            self._state = LifecycleState.STOPPED
+            self.state = LifecycleState.STOPPED
             self._stopped.set()
 
     async def wait_stopped(self) -> None:

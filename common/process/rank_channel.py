@@ -37,8 +37,6 @@ _HELLO_BYTES = 256  #: Longest payload before both ends have proved themselves.
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """One message."""
-
     kind: str
     fields: Mapping[str, Any]  # JSON values.
     payload: bytes

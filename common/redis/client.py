@@ -1,10 +1,11 @@
-"""Redis clients of any topology, and Lua scripts that run by their digest."""
+"""Redis clients of any topology, Lua scripts that run by their digest, and a circuit breaker."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,41 @@ REDIS_FAILURES = (RedisError, RedisClusterException, OSError)
 
 RedisArg = str | bytes | int
 RedisClient = redis.Redis | RedisCluster
+
+
+class CircuitBreaker:
+    """Decides whether to call a dependency. The caller reports how each call ended.
+
+    closed --- failures in a row ---> open --- one call per probe_s succeeds ---> closed
+    """
+
+    def __init__(self, *, failures: int = 3, probe_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._probe_s, self._clock = failures, probe_s, clock
+        self._failures, self._next_probe = 0, 0.0
+
+    @property
+    def open(self) -> bool:
+        """The last calls failed; the dependency counts as down."""
+        return self._failures >= self._limit
+
+    def allow_call(self) -> bool:
+        """Returns whether to call now. While open, it is True once per probe_s: this call is the probe."""
+        if self.open:
+            now = self._clock()
+            if now < self._next_probe:
+                return False
+            self._next_probe = now + self._probe_s
+        return True
+
+    def record_success(self) -> None:
+        """Reports that a call succeeded."""
+        self._failures = 0
+
+    def record_failure(self) -> None:
+        """Reports that a call failed."""
+        self._failures += 1
+        if self._failures == self._limit:
+            self._next_probe = self._clock() + self._probe_s
 
 
 class LuaScript:
@@ -51,14 +87,10 @@ class LuaScript:
         assert task is not None
         cancels = task.cancelling()
         try:
-            answer = await self._run(client, keys, args)
-        except Exception as e:
+            return await self._run(client, keys, args)
+        finally:
             if task.cancelling() > cancels:
-                raise asyncio.CancelledError from e
-            raise
-        if task.cancelling() > cancels:
-            raise asyncio.CancelledError
-        return answer
+                raise asyncio.CancelledError
 
     async def _run(self, client: RedisClient, keys: Sequence[str], args: Sequence[RedisArg]) -> Any:
         try:
@@ -88,9 +120,13 @@ def connect_redis(url: str, *, timeout_s: float, no_read_timeout: bool = False) 
     pooled one is closed, so every script must be safe to run twice.
     """
     parts = RedisUrl.parse(url)
-    waits: dict[str, Any] = {"socket_connect_timeout": timeout_s, "protocol": 2}
-    waits["socket_timeout"] = None if no_read_timeout else timeout_s
-    waits["retry"] = Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
+    read_s, retry = None if no_read_timeout else timeout_s, Retry(NoBackoff(), 1, supported_errors=(ConnectionError,))
+    waits: dict[str, Any] = {
+        "socket_connect_timeout": timeout_s,
+        "socket_timeout": read_s,
+        "retry": retry,
+        "protocol": 2,
+    }
     login: dict[str, Any] = {"username": parts.username, "password": parts.password}
     tls: dict[str, Any] = {} if parts.tls is None else _tls_options(parts.tls)
     if parts.cluster:

@@ -42,8 +42,7 @@ _TLS = tuple(f.name for f in fields(TlsOptions))
 class RedisUrl:
     """The parts of a Redis URL."""
 
-    #: (host, port): one of a plain server, several of sentinels or a cluster, none for a socket.
-    nodes: tuple[tuple[str, int], ...] = ()
+    nodes: tuple[tuple[str, int], ...] = ()  #: (host, port) of servers or sentinels; none for a socket.
     path: str = ""  # Path of a Unix socket; otherwise empty.
     username: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -62,11 +61,7 @@ class RedisUrl:
         if scheme not in SCHEMES:
             raise _url_error(f"a URL starts with one of {', '.join(f'{s}://' for s in SCHEMES)}")
         base, _, kind = scheme.partition("+")
-        allowed = (
-            *(_TLS if base == "rediss" else ()),
-            *(_SENTINEL if kind == "sentinel" else ()),
-            *(("db",) if base == "unix" else ()),
-        )
+        allowed = _TLS * (base == "rediss") + _SENTINEL * (kind == "sentinel") + ("db",) * (base == "unix")
         options = _options(parts.query, allowed)
         userinfo, _, hosts = parts.netloc.rpartition("@")
         username, _, password = userinfo.partition(":")
@@ -104,9 +99,8 @@ class RedisUrl:
         """Returns the URL without user, password and parameters, for messages."""
         if self.path:
             return f"unix://{self.path}"
-        scheme = ("rediss" if self.tls else "redis") + (
-            "+cluster" if self.cluster else "+sentinel" * bool(self.service)
-        )
+        kind = "+cluster" if self.cluster else "+sentinel" * bool(self.service)
+        scheme = ("rediss" if self.tls else "redis") + kind
         hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.nodes)
         return f"{scheme}://{hosts}" + f"/{self.service}" * bool(self.service) + f"/{self.db}" * bool(self.db)
 

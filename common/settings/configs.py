@@ -13,15 +13,13 @@ from typing import ClassVar
 
 from common.errors import ConfigError
 from common.settings import kinds
-from common.settings.table import Settings, about, setting
+from common.settings.table import Settings, about, optional_setting, setting, setting_error
 from common.types import Role
 
 DEFAULT_SECRET = "baton-loopback-only"
 DEFAULT_PORT = 8000  #: REST port of a gateway.
 MODEL_PROPOSERS = ("draft_model", "eagle")  #: Proposers with a model of their own.
 MAX_DRAFTS = 7  #: Drafts and the token before them are at most the eight tokens of a row in the decode kernel.
-
-_OPTIONAL_ADDRESS = kinds.optional(kinds.ADDRESS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +39,7 @@ class ServiceSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.secret == DEFAULT_SECRET and not _is_loopback(self.host):
-            raise ConfigError(
-                f"secret: listening on {self.host} needs a cluster secret (set BATON_SECRET)", field="secret"
-            )
+            raise setting_error("secret", f"listening on {self.host} needs a cluster secret (set BATON_SECRET)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +48,8 @@ class TraceSettings(Settings):
 
     section = "Process"
 
-    traces: str | None = setting(
-        kinds.optional(kinds.TRACES),
-        None,
-        "Target of spans: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off",
+    traces: str | None = optional_setting(
+        kinds.TRACES, "Target of spans: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off"
     )
 
 
@@ -66,12 +60,11 @@ class ModelSettings(Settings):
     section = "Model and index"
 
     model: str = setting(kinds.MODEL, "smollm2", "smollm2 or a model directory")
-    served_name: str | None = setting(
-        kinds.optional(kinds.text("a name", r".+")), None, "Name of the model for clients; default: the model's own"
+    served_name: str | None = optional_setting(
+        kinds.text("a name", r".+"), "Name of the model for clients; default: the model's own"
     )
-    redis: str | None = setting(
-        kinds.optional(kinds.REDIS),
-        None,
+    redis: str | None = optional_setting(
+        kinds.REDIS,
         "URL of the prefix index: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://; default: none",
     )
 
@@ -122,10 +115,8 @@ class EngineSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.chunk_tokens < self.block_size:
-            raise ConfigError(
-                f"chunk_tokens: {self.chunk_tokens} is less than one block (block_size {self.block_size})",
-                field="chunk_tokens",
-            )
+            problem = f"{self.chunk_tokens} is less than one block (block_size {self.block_size})"
+            raise setting_error("chunk_tokens", problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +146,7 @@ class SpeculationSettings(Settings):
         super().__post_init__()
         if (self.speculation in MODEL_PROPOSERS) != (self.speculation_model is not None):
             problem = "missing: expected a directory, needed" if self.speculation_model is None else "not used"
-            raise ConfigError(
-                f"speculation_model: {problem} by speculation {self.speculation}", field="speculation_model"
-            )
+            raise setting_error("speculation_model", f"{problem} by speculation {self.speculation}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +163,7 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         0,
         "Run whole chunks that end within the first N tokens of a prompt as CUDA graphs; default: 0",
     )
-    overlap: bool | None = setting(
-        kinds.optional(kinds.BOOL), None, "Launch a step before the last one's result; default: on a GPU"
-    )
+    overlap: bool | None = optional_setting(kinds.BOOL, "Launch a step before the last one's result; default: on a GPU")
     local_chunk_tokens: int = setting(
         kinds.TOKEN_COUNT,
         0,
@@ -189,9 +176,8 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
     tensor_parallel_nodes: int = setting(
         kinds.RANK_COUNT, 1, "Machines of the pod, with equally many ranks", per_process=True
     )
-    tensor_parallel_master: str | None = setting(
-        _OPTIONAL_ADDRESS,
-        None,
+    tensor_parallel_master: str | None = optional_setting(
+        kinds.ADDRESS,
         "Address on this machine for `baton worker` of the other machines; default: none",
         per_process=True,
     )
@@ -201,19 +187,15 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
         size, nodes = self.tensor_parallel_size, self.tensor_parallel_nodes
         _require_equal_ranks(size, nodes)
         if nodes > 1 and self.tensor_parallel_master is None:
-            raise ConfigError(
-                f"tensor_parallel_master: {nodes} nodes need the address of rank 0", field="tensor_parallel_master"
-            )
+            raise setting_error("tensor_parallel_master", f"{nodes} nodes need the address of rank 0")
         for name, asked, why in (
             ("speculation", self.speculation in MODEL_PROPOSERS, "a draft model runs on one device"),
             ("host_cache", self.host_cache > 0, "each rank has its own part of a block"),
             ("checksums", self.checksums, "each rank sees only its own part of a block"),
         ):
             if asked and size > 1:
-                raise ConfigError(
-                    f"{name} {getattr(self, name)} cannot be combined with tensor_parallel_size {size}: {why}",
-                    field=name,
-                )
+                problem = f"{name} {getattr(self, name)} cannot be combined with tensor_parallel_size {size}: {why}"
+                raise ConfigError(problem, field=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +229,8 @@ class RankSettings(Settings):
     transport: str = setting(
         kinds.choice("nixl", "loopback"), "nixl", "nixl, or loopback within one process (tests)", flag=False
     )
-    net_devices: str | None = setting(
-        kinds.optional(kinds.NET_DEVICES), None, "NICs for KV, as in UCX_NET_DEVICES; default: any"
-    )
-    cpus: str | None = setting(kinds.optional(kinds.CPUS), None, "CPUs for threads, like 0-15; default: all")
+    net_devices: str | None = optional_setting(kinds.NET_DEVICES, "NICs for KV, as in UCX_NET_DEVICES; default: any")
+    cpus: str | None = optional_setting(kinds.CPUS, "CPUs for threads, like 0-15; default: all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,15 +242,10 @@ class PodConfig(
     section = "Pod"
 
     role: Role = field(metadata=about(kinds.ROLE, "prefill, decode, or both: an aggregated server", per_process=True))
-    name: str | None = setting(
-        kinds.optional(kinds.NAME), None, "Stable name of the pod; default: ROLE-HOST-PORT", per_process=True
-    )
+    name: str | None = optional_setting(kinds.NAME, "Stable name of the pod; default: ROLE-HOST-PORT", per_process=True)
     port: int = setting(kinds.PORT, 0, "gRPC port; default: any free one", per_process=True)
-    advertise: str | None = setting(
-        _OPTIONAL_ADDRESS,
-        None,
-        "Address under which peers reach this pod; default: --host and the port",
-        per_process=True,
+    advertise: str | None = optional_setting(
+        kinds.ADDRESS, "Address under which peers reach this pod; default: --host and the port", per_process=True
     )
     metrics_port: int = setting(kinds.PORT, 0, "Prometheus port; default: off", per_process=True)
 
@@ -285,10 +260,7 @@ class PodConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(RankSettings, ServiceSettings, command="worker"):
-    """The ranks that one machine adds to a tensor-parallel pod of another machine.
-
-    The pod sends the worker everything else.
-    """
+    """The ranks that one machine adds to a tensor-parallel pod of another machine, which sends everything else."""
 
     section = "Worker"
 
@@ -307,11 +279,8 @@ class WorkerConfig(RankSettings, ServiceSettings, command="worker"):
         super().__post_init__()
         _require_equal_ranks(self.tensor_parallel_size, self.tensor_parallel_nodes)
         if self.tensor_parallel_node >= self.tensor_parallel_nodes:
-            raise ConfigError(
-                f"tensor_parallel_node: {self.tensor_parallel_node} is not below tensor_parallel_nodes "
-                f"({self.tensor_parallel_nodes}); the pod's machine is 0",
-                field="tensor_parallel_node",
-            )
+            below = f"is not below tensor_parallel_nodes ({self.tensor_parallel_nodes}); the pod's machine is 0"
+            raise setting_error("tensor_parallel_node", f"{self.tensor_parallel_node} {below}")
 
     @property
     def ranks(self) -> range:
@@ -390,11 +359,9 @@ class GatewayConfig(ApiSettings, ServiceSettings, command="gateway"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.drain_delay_s > self.drain_s:
-            raise ConfigError("drain_delay_s: longer than drain_s, which it is a part of", field="drain_delay_s")
+            raise setting_error("drain_delay_s", "longer than drain_s, which it is a part of")
         if self.models and self.served_name is not None:
-            raise ConfigError(
-                "served_name: not allowed together with models, which names each model", field="served_name"
-            )
+            raise setting_error("served_name", "not allowed together with models, which names each model")
         _parse_name_value_pairs("models", self.models)
         _parse_name_value_pairs("alias", self.alias)
 
@@ -418,19 +385,17 @@ class UpConfig(ApiSettings, EngineSettings, SpeculationSettings, HandOffSettings
 
     prefill: int = setting(kinds.integer(1, 64), 1, "Number of prefill pods")
     decode: int = setting(kinds.integer(1, 64), 1, "Number of decode pods")
-    port: int | None = setting(
-        kinds.optional(kinds.PORT),
-        None,
+    port: int | None = optional_setting(
+        kinds.PORT,
         f"REST port of the gateway; 0: any free one; default: {DEFAULT_PORT} or the next free one",
         per_process=True,
     )
     grpc_port: int = setting(kinds.PORT, 0, "Port of the public gRPC API; default: any free one", per_process=True)
-    redis: str | None = setting(
-        kinds.optional(kinds.REDIS), None, "URL of the prefix index, as for pods; default: an embedded Valkey"
+    redis: str | None = optional_setting(
+        kinds.REDIS, "URL of the prefix index, as for pods; default: an embedded Valkey"
     )
-    host_cache: int | None = setting(
-        kinds.optional(kinds.size(0)),
-        None,
+    host_cache: int | None = optional_setting(
+        kinds.size(0),
         "Host memory per pod for KV blocks that its pool evicts, like 32GiB; default: none on a CPU, on GPUs half of "
         "the free memory, at most 32GiB per pod",
     )
@@ -440,9 +405,8 @@ class UpConfig(ApiSettings, EngineSettings, SpeculationSettings, HandOffSettings
         (),
         "NIC of each GPU, in the order of the GPUs, as UCX names them; default: any",
     )
-    log_dir: str | None = setting(
-        kinds.optional(kinds.text("a directory", r".+")),
-        None,
+    log_dir: str | None = optional_setting(
+        kinds.text("a directory", r".+"),
         "Directory for logs; default: a new one in the user's state directory",
         per_process=True,
     )
@@ -460,13 +424,10 @@ def _parse_name_value_pairs(setting: str, pairs: Sequence[str]) -> dict[str, str
     """Parses NAME=VALUE pairs. Raises ConfigError if a name occurs twice."""
     named = dict(pair.split("=", 1) for pair in pairs)
     if len(named) != len(pairs):
-        raise ConfigError(f"{setting}: a name occurs twice", field=setting)
+        raise setting_error(setting, "a name occurs twice")
     return named
 
 
 def _require_equal_ranks(ranks: int, nodes: int) -> None:
     if ranks % nodes:
-        raise ConfigError(
-            f"tensor_parallel_nodes: {nodes} does not divide tensor_parallel_size {ranks}",
-            field="tensor_parallel_nodes",
-        )
+        raise setting_error("tensor_parallel_nodes", f"{nodes} does not divide tensor_parallel_size {ranks}")

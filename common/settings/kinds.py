@@ -12,8 +12,8 @@ from common.redis.url import SCHEMES, RedisUrl
 from common.tracing.tracer import parse_trace_target
 from common.types import Role
 
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")  #: Names of gateway/text/tools/choose.py.
-#: Names of gateway/text/reasoning.py.
+# Names of gateway/text/tools/choose.py and of gateway/text/reasoning.py.
+TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -32,8 +32,7 @@ class SettingKind:
     """The values that a setting accepts."""
 
     expected: str  # Description of a valid value, for error messages: "expected ...".
-    #: Turns text or a TOML value into the setting's value; a valid value stays as it is. Raises ValueError.
-    parse: Callable[[object], Any]
+    parse: Callable[[object], Any]  #: Turns text or a TOML value into the setting's value. Raises ValueError.
     secret: bool = False  # Values are not printed.
     shape: type = object  # bool for a switch, tuple for a list, object for a single value.
     metavar: str = ""  # Stands for a value in a help text; empty: see Setting.metavar.
@@ -130,9 +129,8 @@ def tuple_of(kind: SettingKind) -> SettingKind:
             raise ValueError
         return tuple(kind.parse(item) for item in raw)
 
-    return SettingKind(
-        f"a comma-separated list, each {kind.expected}", parse, shape=tuple, metavar=f"{kind.metavar},.."
-    )
+    expected = f"a comma-separated list, each {kind.expected}"
+    return SettingKind(expected, parse, shape=tuple, metavar=f"{kind.metavar},..")
 
 
 def _parse_bool(raw: object) -> bool:
@@ -164,17 +162,15 @@ ADDRESS = text("host:port", r"[^\s/]+:\d{1,5}", "HOST:PORT")
 REDIS = parsed_text(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis, "URL")
 NAME = text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 MODEL = text("a directory or a known model's name", r".+", "NAME|DIR")
-#: Like MODEL. Python code may also give a Path.
-MODEL_PATH = SettingKind(MODEL.expected, _parse_directory, metavar="DIR")
+MODEL_PATH = SettingKind(MODEL.expected, _parse_directory, metavar="DIR")  #: Python code may also give a Path.
 NAMED_MODEL = text("NAME=DIR, a served name and a directory or a known model's name", r"[^=,/\s][^=,]*=.+", "NAME=DIR")
 ALIAS = text("NAME=MODEL, another name and that of a served model", r"[^=,\s][^=,]*=[^=,]+", "NAME=MODEL")
 SERVICE = text("the name of a Kubernetes Service", r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "NAME")
 SECRET = text("at least 8 characters", r".{8,}", secret=True)
 DEVICE = text("auto, cpu, cuda or cuda:N", r"auto|cpu|cuda(:\d+)?")
 LOCAL_PREFILL = text("off, auto or a number of tokens", r"off|auto|\d{1,8}", "N")
-TRACES = parsed_text(
-    "otlp, http://HOST:PORT or grpc://HOST:PORT of a collector, or file:PATH", parse_trace_target, "TARGET"
-)
+_TARGET = "otlp, http://HOST:PORT or grpc://HOST:PORT of a collector, or file:PATH"
+TRACES = parsed_text(_TARGET, parse_trace_target, "TARGET")
 SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 GPU_SHARE = number("a number over 0 and at most 1", lambda value: 0 < value <= 1)
 TOKEN_COUNT = integer(0, 1 << 20)

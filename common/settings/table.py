@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from common.errors import ConfigError
-from common.settings.kinds import SettingKind, as_text
+from common.settings.kinds import SettingKind, as_text, optional
 
 ENV_PREFIX = "BATON_"
 ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  #: Variables that other code reads.
-
 FLAG, ENVIRONMENT, PYTHON = " on the command line", " in the environment", ""  #: Origins of a value, besides a file.
 
 _log = logging.getLogger(__name__)
@@ -45,11 +44,9 @@ class Setting:
     section: str = ""  # Title of its group in `--help` and in docs/settings.md.
     metavar: str = ""  # Stands for the value in `--help`; by default from the kind, or from the last word of the name.
     flag: bool = True  # False: only the variable and the TOML key exist.
-    #: It belongs to one process: `baton up` does not pass its own value, or variable, to its processes.
-    per_process: bool = False
+    per_process: bool = False  #: `baton up` does not pass its own value, or variable, to its processes.
     was: tuple[str, ...] = ()  # Former names. They work, with a warning, for one release.
-    #: Former values and what they stand for now. They work, with a warning, for one release.
-    was_values: Mapping[str, str] = field(default_factory=dict)
+    was_values: Mapping[str, str] = field(default_factory=dict)  #: Former values; as `was`.
 
     def parse(self, raw: object, origin: str) -> Any:
         """Returns the value of text, or of a TOML or Python value. Raises ConfigError."""
@@ -81,6 +78,11 @@ def setting(kind: SettingKind, default: Any, help: str, **more: Any) -> Any:
     return field(default=default, metadata=about(kind, help, **more), repr=not kind.secret)
 
 
+def optional_setting(kind: SettingKind, help: str, **more: Any) -> Any:
+    """Declares a setting that is None by default."""
+    return setting(optional(kind), None, help, **more)
+
+
 def about(kind: SettingKind, help: str, **more: Any) -> dict[str, Setting]:
     """Returns the metadata of a field that is a setting; used directly for a setting without a default."""
     return {"setting": Setting(kind=kind, help=help, **more)}
@@ -90,8 +92,7 @@ class Settings:
     """Base of the dataclasses with settings. A group of settings is a subclass that several classes inherit."""
 
     section: ClassVar[str]
-    #: Settings that no longer exist, and why they have no effect. They are accepted with a warning for one release.
-    removed: ClassVar[Mapping[str, str]] = {}
+    removed: ClassVar[Mapping[str, str]] = {}  #: Settings without effect, and why; as Setting.was.
     of_command: ClassVar[dict[str, type[Settings]]] = {}  # The settings of each `baton` command.
 
     def __init_subclass__(cls, command: str | None = None) -> None:
@@ -128,6 +129,11 @@ class Settings:
                 missing = f"{spelt(setting.name, FLAG)}: missing: expected {setting.kind.expected}"
                 raise ConfigError(missing, field=setting.name)
         return cls(**values)
+
+
+def setting_error(name: str, problem: str) -> ConfigError:
+    """Returns the error of a setting with a valid value that other settings rule out."""
+    return ConfigError(f"{name}: {problem}", field=name)
 
 
 def declared(cls: type[Settings]) -> Mapping[str, Setting]:
@@ -207,9 +213,9 @@ def _read_toml(file: Path | None) -> Mapping[str, object]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
-        raise ConfigError(f"config: cannot read {file}: {e.strerror}", field="config") from e
+        raise setting_error("config", f"cannot read {file}: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ConfigError(f"config: {file} is not TOML: {e}", field="config") from e
+        raise setting_error("config", f"{file} is not TOML: {e}") from e
 
 
 def _from_env(cls: type[Settings], env: Mapping[str, str]) -> dict[str, object]:

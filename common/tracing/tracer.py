@@ -1,37 +1,81 @@
-"""OpenTelemetry spans of this process, exported by OTLP or to a file.
+"""Trace contexts, and OpenTelemetry spans of this process, exported by OTLP or to a file.
 
-A span is recorded once, after its end, from times that the code measures anyway. Without tracing there is no Tracer.
-Contexts that other processes continue are made before the span ends. Times are time.monotonic(). The offset to the wall
-clock is read once per hour, so the spans of one request stay in order. The SDK is imported by Tracer.open; if it is not
-installed, that raises ConfigError.
+A span is recorded once, after its end, from times that the code measures anyway (time.monotonic()). The offset to the
+wall clock is read once per hour, so the spans of one request stay in order. Tracer.open imports the SDK.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+import secrets
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
-from common.tracing.context import TraceContext
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.sdk.trace.export import SpanExporter
 
-AttributeValue = str | bool | int | float
-Attributes = Mapping[str, AttributeValue | None]
+Attributes = Mapping[str, str | bool | int | float | None]
 
 SCOPE = "baton"
 CLOCK_SYNC_S = 3600.0
 CLOCK_READINGS = 8
 FLUSH_S = 5.0
+TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
+_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_MAX_STATE = 512
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """One span within a trace, as processes pass it on: W3C trace context, https://www.w3.org/TR/trace-context/."""
+
+    trace_id: str  # 32 hex digits.
+    span_id: str  # 16 hex digits.
+    sampled: bool  # Every process on the request's way records its spans.
+    state: str = ""  # The tracestate header, passed on unchanged.
+
+    @classmethod
+    def parse(cls, traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
+        """Parses the context in headers; None if traceparent is missing or invalid: the caller starts a trace (W3C)."""
+        match = None if traceparent is None else _HEADER.fullmatch(traceparent.strip())
+        if match is None:
+            return None
+        version, trace_id, span_id, flags, more = match.groups()
+        if version == "ff" or (version == "00" and more) or not int(trace_id, 16) or not int(span_id, 16):
+            return None
+        state = tracestate or ""
+        return cls(trace_id, span_id, bool(int(flags, 16) & 1), state if len(state) <= _MAX_STATE else "")
+
+    @classmethod
+    def new(cls, *, sampled: bool) -> TraceContext:
+        """Returns the context of the first span of a new trace."""
+        return cls(secrets.token_hex(16), secrets.token_hex(8), sampled)
+
+    def new_child(self) -> TraceContext:
+        """Returns the context of a new span in the same trace."""
+        return replace(self, span_id=secrets.token_hex(8))
+
+    @property
+    def traceparent(self) -> str:
+        """The traceparent header of this span."""
+        return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of a gRPC call from this span."""
+        state = ((TRACESTATE, self.state),) if self.state else ()
+        return ((TRACEPARENT, self.traceparent), *state)
 
 
 class Tracer:
@@ -62,9 +106,8 @@ class Tracer:
 
             exporter = _exporter(target)
         except ImportError as e:
-            raise ConfigError(
-                f"traces: {e.name} is missing (pip install 'baton-serving[traces]')", field="traces"
-            ) from e
+            missing = f"traces: {e.name} is missing (pip install 'baton-serving[traces]')"
+            raise ConfigError(missing, field="traces") from e
         return cls(BatchSpanProcessor(exporter), service=service, instance=instance, sample=sample)
 
     def start_trace(self, parent: TraceContext | None) -> TraceContext | None:
@@ -99,20 +142,19 @@ class Tracer:
             return SpanContext(int(of.trace_id, 16), int(of.span_id, 16), of is not context, flags, state)
 
         offset = self._wall_offset()
-        self._processor.on_end(
-            ReadableSpan(
-                name,
-                context=named(context),
-                parent=None if parent is None else named(parent),
-                resource=self._resource,
-                attributes={key: value for key, value in (attributes or {}).items() if value is not None},
-                kind=SpanKind[kind.upper()],
-                status=Status() if error is None else Status(StatusCode.ERROR, error),
-                start_time=offset + round(start * 1e9),
-                end_time=offset + round(max(start, end) * 1e9),
-                instrumentation_scope=self._scope,
-            )
+        span = ReadableSpan(
+            name,
+            context=named(context),
+            parent=None if parent is None else named(parent),
+            resource=self._resource,
+            attributes={key: value for key, value in (attributes or {}).items() if value is not None},
+            kind=SpanKind[kind.upper()],
+            status=Status() if error is None else Status(StatusCode.ERROR, error),
+            start_time=offset + round(start * 1e9),
+            end_time=offset + round(max(start, end) * 1e9),
+            instrumentation_scope=self._scope,
         )
+        self._processor.on_end(span)
 
     def close(self) -> None:
         """Exports the remaining spans and stops; blocks at most FLUSH_S, also if the collector is down."""
@@ -168,11 +210,8 @@ def _exporter(target: str) -> SpanExporter:
         return OverGrpc(endpoint=target.removeprefix("grpc://").rstrip("/"), insecure=True)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
 
-    return OverHttp() if target == "otlp" else OverHttp(endpoint=_traces_url(target))
-
-
-def _traces_url(target: str) -> str:
-    """Returns the target with OTLP's default path, if it has no path."""
+    if target == "otlp":
+        return OverHttp()
     scheme, _, rest = target.partition("://")
     host, _, path = rest.partition("/")
-    return f"{scheme}://{host}/{path or 'v1/traces'}"
+    return OverHttp(endpoint=f"{scheme}://{host}/{path or 'v1/traces'}")

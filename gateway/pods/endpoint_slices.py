@@ -44,8 +44,7 @@ class KubernetesApi:
     """The API server, and the service account of this process."""
 
     url: str
-    #: Directory with token, ca.crt and namespace. They are read for each call, because the kubelet renews the token.
-    account: Path
+    account: Path  #: Directory with token, ca.crt and namespace, read for each call: the kubelet renews the token.
 
     @classmethod
     def in_cluster(cls, env: Mapping[str, str] = os.environ, account: Path = SERVICE_ACCOUNT_DIR) -> Self:

@@ -83,8 +83,7 @@ class Pod:
         self.static = static
         self.info: PodInfo | None = None  #: Facts and counters from the last answer to Info; None before the first.
         self.activity: PodActivity | None = None
-        #: The current process as routing sees it, one per generation; None before the first answer.
-        self.view: PodView | None = None
+        self.view: PodView | None = None  #: The current process as routing sees it; one per generation.
         self.alive = False  #: The pod answers Info, and can be used.
         self.refusal = ""  #: Why a pod that answers cannot be used; "" if it can.
         self.last_answer_at = time.monotonic()  #: When the pod last answered Info; time.monotonic().
@@ -106,8 +105,7 @@ class Pod:
         self._streams_ended = 0
         self._recheck_event = asyncio.Event()  #: Set to call Info now.
         self._can_stream = asyncio.Event()  #: Set while the pod is alive and has a token stream.
-        #: Time of the last abort by request id and child (None: all of the request).
-        self._aborted: dict[tuple[str, int | None], float] = {}
+        self._aborted: dict[tuple[str, int | None], float] = {}  #: Time by request id and child (None: all).
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property

@@ -35,15 +35,13 @@ class _UsablePods:
 
     def __init__(self, pods: Iterable[Pod]) -> None:
         serving = [pod for pod in pods if pod.serving]
-        #: Prefill pods by layout fingerprint.
-        self.prefills = _by_layout(_newest(pod for pod in serving if pod.can_prefill))
+        self.prefills = _by_layout(_newest(pod for pod in serving if pod.can_prefill))  #: By layout fingerprint.
         can_decode = _newest(pod for pod in serving if pod.can_decode)
         #: Pods of role both, and decode pods that have a prefill pod of their layout.
         self.decodes = [
             p for p in can_decode if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in self.prefills)
         ]
-        #: Both kinds by layout fingerprint; without prefill pods that have no decode pod.
-        self.layouts = _by_layout(self.decodes)
+        self.layouts = _by_layout(self.decodes)  #: Both kinds by fingerprint, without prefills alone.
         for fingerprint, prefills in self.prefills.items():
             if fingerprint in self.layouts:
                 self.layouts[fingerprint] += prefills
@@ -94,8 +92,7 @@ class PodTable:
         self.index_up = False  #: The index answered the last poll.
         self.pods: dict[str, Pod] = {}  #: All known pods by address, usable or not.
         self._static = tuple(static)
-        #: Addresses that Kubernetes names, and whether their pods are terminating.
-        self._endpoints: Mapping[str, bool] = {}
+        self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
         self._gateway_id = gateway_id
         self._model = model
         self._only_model = only_model

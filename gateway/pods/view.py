@@ -18,8 +18,7 @@ from common.types import PodLoad, Role
 DEFAULT_PREFILL_RATE = 2000.0  #: Prompt tokens per second.
 DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001  #: A decode step, and its growth per sequence.
 DEFAULT_TRANSFER_RATE = 20_000.0  #: Prompt tokens per second the KV of which is moved.
-#: The end of a hand-off, and the latency of a pull, both without the time that the KV moves.
-DEFAULT_HAND_OFF_S, DEFAULT_PULL_S = 0.005, 0.02
+DEFAULT_HAND_OFF_S, DEFAULT_PULL_S = 0.005, 0.02  #: End of a hand-off, latency of a pull, without moving KV.
 
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
 DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have reached the pod after it.
@@ -29,8 +28,7 @@ DISPATCH_DELAY_S = 0.02  #: A booking made this shortly before a report may have
 class Bookings:
     """The open bookings of one pod. A booking is unreported until a report of the pod includes it."""
 
-    #: Tokens left, tokens booked at first, and time, by request id.
-    _open: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    _open: dict[str, tuple[int, int, float]] = field(default_factory=dict)  #: By request: left, booked, time.
     _since: float = float("-inf")  #: Bookings before this time are reported.
     tokens: int = 0  #: Tokens left of all bookings.
     unreported_tokens: int = 0  #: Tokens left of the unreported bookings.
@@ -92,9 +90,8 @@ class PodView:
     reported_at: float = float("-inf")  #: When the pod made it.
     queue_empty_at: float = float("-inf")  #: When the reported prompt queue is computed.
 
-    #: Prompts and sequences that this gateway sent to the pod, in prompt tokens.
-    prefill_bookings: Bookings = field(default_factory=Bookings)
-    decode_bookings: Bookings = field(default_factory=Bookings)
+    prefill_bookings: Bookings = field(default_factory=Bookings)  #: Prompts that this gateway sent to the pod.
+    decode_bookings: Bookings = field(default_factory=Bookings)  #: Sequences, in prompt tokens.
     foreign_tokens: int = 0  #: Prompt tokens that other gateways booked since the report, as far as is known.
     foreign_sequences: int = 0  #: The same for sequences.
 
@@ -108,8 +105,7 @@ class PodView:
 
     pulls: bool = False  #: The pod pulls prefixes from other pods.
     pull_s: float = DEFAULT_PULL_S  #: Latency of a pull beyond moving the KV.
-    #: Bytes per second that the pod wrote to other pods, by name.
-    pair_rates: Mapping[str, float] = field(default_factory=dict)
+    pair_rates: Mapping[str, float] = field(default_factory=dict)  #: Bytes/s written, by receiver.
     late_targets: bool = False  #: The pod computes a prompt before SetTarget says where the KV goes.
 
     def apply_report(self, load: PodLoad, now: float) -> None:

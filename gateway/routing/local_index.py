@@ -32,10 +32,8 @@ class ApproxIndex:
         self._max_points = max_points
         self._max_age_s = max_age_s
         self._clock = clock
-        #: Time of the record by generation tag + block hash, least recently used first.
-        self._points: OrderedDict[bytes, float] = OrderedDict()
-        #: Generation of each pod, and the tag that its points begin with.
-        self._generation_tags: dict[str, tuple[int, bytes]] = {}
+        self._points: OrderedDict[bytes, float] = OrderedDict()  #: Time by tag + hash, oldest use first.
+        self._generation_tags: dict[str, tuple[int, bytes]] = {}  #: Generation, and tag of the points.
         self._last_tag = 0
 
     def __len__(self) -> int:
@@ -99,8 +97,7 @@ class InFlightPrompts:
 
     def __init__(self) -> None:
         self._prompts: dict[str, tuple[str, Sequence[bytes]]] = {}  #: Pod and chain by request id.
-        #: Request ids (ordered) by the hashes at `_positions` of their chains.
-        self._by_hash: dict[bytes, dict[str, None]] = {}
+        self._by_hash: dict[bytes, dict[str, None]] = {}  #: Request ids by the hashes at `_positions`.
 
     def __len__(self) -> int:
         return len(self._prompts)

@@ -47,8 +47,7 @@ class Placement:
     hashes: Sequence[bytes]  #: Block hashes of the prompt.
     inflight: InFlightPrompts
     approx_index: ApproxIndex
-    #: Ends the bookings of a request on these pods in the index, in the background.
-    unbook_shared: Callable[[str, Sequence[Pod]], None]
+    unbook_shared: Callable[[str, Sequence[Pod]], None]  #: Ends bookings in the index.
     _booked: bool = False  #: The bookings exist; then `_computing` says whether that of the prompt does too.
     _computing: bool = False
 

@@ -66,10 +66,8 @@ class RoutingRequest:
     prompt_len: int  #: Prompt tokens. A request that continues after a lost attempt counts its output so far as prompt.
     max_tokens: int  #: Output tokens that may still be generated.
     device_hits: Mapping[str, int] = field(default_factory=dict)  #: Tokens in device memory.
-    #: Further tokens in host memory, behind those in device memory.
-    host_hits: Mapping[str, int] = field(default_factory=dict)
-    #: Tokens that the pod will hold once it has computed the prompts that it computes now.
-    inflight_hits: Mapping[str, int] = field(default_factory=dict)
+    host_hits: Mapping[str, int] = field(default_factory=dict)  #: Further tokens in host memory.
+    inflight_hits: Mapping[str, int] = field(default_factory=dict)  #: Once its prompts are computed.
     pull_offers: Mapping[str, PullOffer] = field(default_factory=dict)  #: Pull offers by the name of the pulling pod.
     affinity: str = ""  #: Requests of equal affinity prefer the same pod; "" for none. A hint.
     prefix_key: bytes = b""  #: Hash of the first blocks, for RendezvousHash; empty for a prompt without a full block.
@@ -101,8 +99,7 @@ class PodOption(NamedTuple):
 class RoutingPolicy(Protocol):
     """Ranks pods. Pods that are too small for the request are left out."""
 
-    #: Bookings of other gateways may change the order, so the index makes the choice among the options.
-    uses_shared_bookings: bool
+    uses_shared_bookings: bool  #: Bookings of other gateways may change the order, so the index chooses.
 
     def rank_prefill_pods(self, request: RoutingRequest, views: Sequence[PodView], now: float) -> list[PodOption]:
         """Returns options to compute the prompt, best first."""

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Attributes, Tracer
+from common.tracing.tracer import Attributes, TraceContext, Tracer
 
 MAX_EVENTS = 512  #: Events that are kept of a request, without its last.
 
@@ -105,8 +104,7 @@ class AttemptTrace:
     def __init__(self, trace: RequestTrace | None, number: int) -> None:
         self._trace = trace
         self._context = None if trace is None else trace.context.new_child()
-        #: gRPC metadata for the calls to pods; None without a trace.
-        self.metadata = None if self._context is None else self._context.metadata
+        self.metadata = None if self._context is None else self._context.metadata  #: For gRPC calls.
         self._number = number
         self._start = self._since = time.monotonic()  #: When the attempt began, and when its last step ended.
         self._first_token_at: float | None = None

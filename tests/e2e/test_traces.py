@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from common.pb import inference_pb2, inference_pb2_grpc
-from common.tracing.context import TraceContext
+from common.tracing.tracer import TraceContext
 from tests.rigs.stack.cluster import CHUNK, SPANS, Cluster
 
 pytestmark = pytest.mark.parametrize("cluster", ["1P+1D"], indirect=True)

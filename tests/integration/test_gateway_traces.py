@@ -18,8 +18,7 @@ import pytest
 import pytest_asyncio
 
 from common.pb import decode_pb2
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Tracer
+from common.tracing.tracer import TraceContext, Tracer
 from common.types import SamplingParams, Token, ValidRequest
 from common.wire import token_to_pb
 from gateway.dispatch.attempt import Attempt

@@ -9,7 +9,7 @@ import pytest
 
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import BatonError, IndexUnavailable, error_class
-from common.redis.breaker import CircuitBreaker
+from common.redis.client import CircuitBreaker
 from common.types import PodLoad
 from prefix_index.publisher import IndexPublisher
 from prefix_index.reader import IndexReader

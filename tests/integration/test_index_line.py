@@ -19,8 +19,7 @@ from redis.exceptions import ConnectionError, NoScriptError
 from cli.stack.valkey import EmbeddedValkey
 from common.block_hash import hash_blocks
 from common.errors import IndexUnavailable
-from common.redis.breaker import CircuitBreaker
-from common.redis.client import REDIS_FAILURES, LuaScript, connect_redis
+from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, connect_redis
 from common.types import PodLoad, Role
 from prefix_index.pipelined_connection import PipelinedConnection, PipelinedConnections
 from prefix_index.publisher import IndexPublisher, mint_generation

@@ -11,8 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.errors import BatonError
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Tracer
+from common.tracing.tracer import TraceContext, Tracer
 from common.types import Role
 from kv_transfer.messages import TransferReport
 from prefill_service.hand_off import Event, PrefillHandOff

@@ -43,7 +43,7 @@ PACKAGES["baton"] = {"common", "engine"}  # the import name for users; no packag
 ROOMS = {
     "common": [
         "errors block_hash",
-        "types kv_layout redis.url tracing.context",
+        "types kv_layout redis.url",
         "redis tracing grammar grammar_limits process model logs telemetry",
         "settings wire auth pb",
         "rpc",

@@ -10,11 +10,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from common.errors import TransferFailed
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Tracer
+from common.tracing.tracer import TraceContext, Tracer
 from kv_transfer.messages import TransferReport
 from prefill_service.hand_off import HandOffEvent, Push
-from prefill_service.spans import record_spans
+from prefill_service.servicer import record_spans
 
 PARENT = TraceContext.new(sampled=True)
 

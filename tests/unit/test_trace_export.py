@@ -14,8 +14,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from common.tracing import tracer
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Tracer
+from common.tracing.tracer import TraceContext, Tracer
 
 Got = list[tuple[str, trace_service_pb2.ExportTraceServiceRequest]]
 

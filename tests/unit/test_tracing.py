@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from common.tracing import tracer as tracer_module
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Tracer, parse_trace_target
+from common.tracing.tracer import TraceContext, Tracer, parse_trace_target
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

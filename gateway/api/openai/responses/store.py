@@ -18,13 +18,11 @@ import orjson
 from common.errors import Unavailable
 from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, connect_redis
 from gateway.api.http.json import Json
-from gateway.api.openai.responses.items import ResponseItem
+from gateway.api.openai.responses.request import ResponseItem
 
 _LUA = Path(__file__).parent / "lua"
-
 TIMEOUT_S = 1.0
 MAX_ENTRY_BYTES = 4 << 20
-
 _T = TypeVar("_T")
 
 
@@ -33,20 +31,15 @@ class StoredResponse:
     """A response as it is stored."""
 
     response: Json
-    #: Input items of this response's request.
-    input: list[ResponseItem]
-    #: All items of the conversation, this response's output included.
-    conversation: list[ResponseItem]
+    input: list[ResponseItem]  #: Input items of this response's request.
+    conversation: list[ResponseItem]  #: All items of the conversation, this response's output included.
 
 
 class ResponseStore:
     """The stored responses of all gateways of one Redis. Every call raises Unavailable while Redis is down."""
 
     def __init__(self, url: str, *, ttl_s: float, max_bytes_per_tenant: int) -> None:
-        """
-        Args:
-            ttl_s: Seconds that a response is stored, above 0.
-        """
+        """`ttl_s` are the seconds that a response is stored, above 0."""
         self._client = connect_redis(url, timeout_s=TIMEOUT_S)
         self._ttl_ms = max(1, int(1000 * ttl_s))
         self._max_bytes_per_tenant = max_bytes_per_tenant
