@@ -37,9 +37,7 @@ MAX_ATTEMPTS = 3  #: Pods that one input is tried on.
 class EmbeddingsRequest(ModelRequest):
     """A body of /v1/embeddings."""
 
-    input: Annotated[tuple[PromptInput, ...], TextsOrIds(2048)] = param(
-        "A text, texts, token ids, or lists of ids.", ...
-    )
+    input: Annotated[tuple[PromptInput, ...], TextsOrIds(2048)] = param("A text, token ids, or lists of them.", ...)
     encoding_format: Literal["float", "base64"] = param("base64: float32, little-endian.", "float")
     dimensions: int | None = param(
         "Number of first components to return, scaled to length 1; at most the model's.", words="all", ge=1, le=1 << 20

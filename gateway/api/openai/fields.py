@@ -31,9 +31,7 @@ from common.errors import InvalidRequest
 from gateway.api.http.json import Json, type_name
 
 INT32_MAX = 2**31 - 1
-#: Token ids in one array.
-MAX_IDS = 1 << 20
-
+MAX_IDS = 1 << 20  #: Token ids in one array.
 _UNSUPPORTED = "unsupported"
 _UNKNOWN_TYPE = "unknown_type"
 
@@ -62,12 +60,9 @@ class RequestModel(BaseModel):
 
 
 def param(meaning: str, default: Any = None, *, words: str = "", **bounds: Any) -> Any:
-    """Declares a parameter of a model.
+    """Declares a parameter of a model; a `default` of `...` makes it required.
 
-    Args:
-        default: Value of an absent parameter; `...`: the parameter is required.
-        words: The default in words, if `default` does not show it.
-        bounds: Arguments of pydantic's Field.
+    `words` say the default, if `default` does not show it. `bounds` are arguments of pydantic's Field.
     """
     return Field(default, description=meaning, json_schema_extra={"x-default": words} if words else None, **bounds)
 
@@ -90,15 +85,12 @@ class Only:
         if value is None or any(type(value) is type(v) and value == v for v in self._values):
             return value
         served = " or ".join(orjson.dumps(v).decode() for v in self._values)
-        raise PydanticCustomError(
-            _UNSUPPORTED, "{said}", {"said": f"must be {served}" if served else "is not supported"}
-        )
+        said = f"must be {served}" if served else "is not supported"
+        raise PydanticCustomError(_UNSUPPORTED, "{said}", {"said": said})
 
 
 Refused = Annotated[Any, Only()]
 Ignored = Annotated[Any, WithJsonSchema({"x-support": "ignored"})]
-
-
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 #: Arrays stop at their first wrong entry (FailFast), because an error costs more than an entry.
 TokenIds = Annotated[tuple[TokenId, ...], Strict(False), Field(fail_fast=True)]
@@ -134,6 +126,15 @@ _TYPES = {
     "tuple_type": "an array",
     "dict_type": "an object",
     "model_type": "an object",
+}
+#: What is wrong, by pydantic's type of error.
+_PROBLEMS = {
+    "missing": "is missing",
+    "too_short": "is empty",
+    "string_too_short": "is empty",
+    "too_long": "may have at most {max_length} entries",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_pattern_mismatch": "must be 1 to 128 letters, digits, underscores, dots or dashes",
 }
 _BOUNDS = {"ge": "at least {}", "gt": "greater than {}", "le": "at most {}"}
 _NO_MARKS = str.maketrans("", "", "'<>")
@@ -171,14 +172,9 @@ def _to_invalid_request(model: type[RequestModel], error: ErrorDetails) -> Inval
 
 
 def _problem(kind: str, value: Any, text: str, ctx: Json, metadata: Sequence[object]) -> str:
-    """Returns what is wrong with a value.
-
-    Args:
-        kind: Pydantic's type of error; `text` and `ctx` are its message and details.
-        metadata: Bounds of the model's field.
-    """
-    if kind == "missing":
-        return "is missing"
+    """Returns what is wrong with a value, from pydantic's error (type, message, details) and the field's bounds."""
+    if kind in _PROBLEMS:
+        return _PROBLEMS[kind].format(**ctx)
     if kind in _TYPES:
         return f"must be {_TYPES[kind]}, not {type_name(value)}"
     if kind == "union_tag_invalid":
@@ -186,14 +182,6 @@ def _problem(kind: str, value: Any, text: str, ctx: Json, metadata: Sequence[obj
         return f"must be {' or '.join(_KINDS[tag] for tag in tags)}, not {type_name(value)}"
     if kind in ("literal_error", _UNKNOWN_TYPE):
         return unsupported_value(value, ctx["expected"].translate(_NO_MARKS) if ctx else text)
-    if kind in ("too_short", "string_too_short"):
-        return "is empty"
-    if kind == "too_long":
-        return f"may have at most {ctx['max_length']} entries"
-    if kind == "string_too_long":
-        return f"must have at most {ctx['max_length']} characters"
-    if kind == "string_pattern_mismatch":
-        return "must be 1 to 128 letters, digits, underscores, dots or dashes"
     bounds = {bound: getattr(m, bound) for m in metadata for bound in _BOUNDS if hasattr(m, bound)}
     bounds = bounds or {bound: ctx[bound] for bound in _BOUNDS if bound in ctx}
     if bounds:

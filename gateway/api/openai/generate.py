@@ -7,7 +7,6 @@ Chunks are merged only when the client reads too slowly. A stream that fails end
 
 from __future__ import annotations
 
-import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -31,8 +30,7 @@ from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelt
 _DONE = b"data: [DONE]\n\n"
 #: Stands for the text in an event that is encoded once. No other value of the event begins with NUL.
 _TEXT_PLACEHOLDER = "\0text"
-#: OpenAI's value for minus infinity, which JSON cannot express.
-LOWEST_LOGPROB = -9999.0
+LOWEST_LOGPROB = -9999.0  #: OpenAI's value for minus infinity, which JSON cannot express.
 
 
 class GenerateHandler:
@@ -45,33 +43,31 @@ class GenerateHandler:
     async def serve(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one body; a RequestHandler."""
         gateway = self._gateway
-        spec: GenerationSpec
-        make: Callable[..., AnswerEncoder] = CompletionEncoder
+        make: type[AnswerEncoder] = ChatEncoder if self._chat else CompletionEncoder
+        legacy = False
         if self._chat:
             chat = parse_chat(body)
             spec, choices = chat.spec, await gateway.chat(context, chat)
-            make = functools.partial(ChatEncoder, legacy=chat.tools is not None and chat.tools.legacy)
+            legacy = chat.tools is not None and chat.tools.legacy
         else:
             completion = parse_completion(body)
             spec, choices = completion.spec, await gateway.completion(context, completion)
-        encoder = make(context.id, spec.model, choices[0].model.tokenizer, logprobs=spec.logprobs is not None)
+        encoder = make(context.id, spec, choices[0].model.tokenizer, legacy=legacy)
         if spec.stream:
             await _stream(choices, spec, encoder, response)
         else:
             answers = await complete_answers(choices, spec)
             await response.send_json(200, encoder.encode_answer(answers, total_usage(choices)))
-        usage = total_usage(choices)
-        context.timeline.set_facts(
-            prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached
-        )
+        used = total_usage(choices)
+        facts = {"prompt_tokens": used.prompt, "output_tokens": used.completion, "cached_tokens": used.cached}
+        context.timeline.set_facts(**facts)
 
 
 class _SseEncoder:
     """Encodes the pieces of one choice as server-sent events.
 
-    Most pieces are only text, and their events differ only in it. That event is encoded once: `_plain` holds the
-    bytes before and after the text. It is None while events differ in more (log-probabilities, running usage, parsed
-    text).
+    Most pieces are only text, and their events differ only in it. That event is encoded once: `plain` holds the bytes
+    before and after the text. It is None while events differ in more (log-probabilities, running usage, parsed text).
     """
 
     def __init__(self, choice: Choice, index: int, spec: GenerationSpec, encoder: AnswerEncoder) -> None:
@@ -80,11 +76,11 @@ class _SseEncoder:
         self._spec = spec
         self._encoder = encoder
         self._opened = False
-        self._plain: tuple[bytes, bytes] | None = None
+        self.plain: tuple[bytes, bytes] | None = None
 
     def encode(self, piece: OutputPiece) -> bytes:
         """Returns the events of one piece, b"" if it shows nothing."""
-        if self._plain is not None and piece.finish is None:
+        if self.plain is not None and piece.finish is None:
             return self.encode_text(piece.text)
         chunks = self._encoder.encode_piece(self._index, piece)
         if not self._opened:
@@ -93,25 +89,16 @@ class _SseEncoder:
                 chunks.insert(0, opening)
             plain = self._choice.parser_config is None and self._spec.logprobs is None
             if plain and not self._spec.continuous_usage:
-                self._plain = self._around_text()
+                [chunk] = self._encoder.encode_piece(self._index, OutputPiece(_TEXT_PLACEHOLDER, (), ()))
+                before, after = self._event(chunk).split(orjson.dumps(_TEXT_PLACEHOLDER))
+                self.plain = before, after
         return b"".join([self._event(chunk) for chunk in chunks])
 
-    @property
-    def text_only(self) -> bool:
-        """`encode_text` may be used."""
-        return self._plain is not None
-
     def encode_text(self, text: str) -> bytes:
-        """Returns the events of a piece that is only text."""
-        assert self._plain is not None
-        before, after = self._plain
+        """Returns the events of a piece that is only text, with the help of `plain`."""
+        assert self.plain is not None
+        before, after = self.plain
         return before + orjson.dumps(text) + after if text else b""
-
-    def _around_text(self) -> tuple[bytes, bytes]:
-        """Returns the bytes of a text-only event before and after its text."""
-        [chunk] = self._encoder.encode_piece(self._index, OutputPiece(_TEXT_PLACEHOLDER, (), ()))
-        before, after = self._event(chunk).split(orjson.dumps(_TEXT_PLACEHOLDER))
-        return before, after
 
     def _event(self, chunk: Json) -> bytes:
         if self._spec.continuous_usage:
@@ -138,10 +125,8 @@ async def _stream(
             async for index, piece in pieces:
                 if raw := events[index].encode(piece):
                     await response.send_event(raw)
-    tail = b""
-    if spec.include_usage:
-        tail = sse_event(encoder.usage_chunk(total_usage(choices)))
-    await response.send_event(tail + _DONE)
+    usage = sse_event(encoder.usage_chunk(total_usage(choices))) if spec.include_usage else b""
+    await response.send_event(usage + _DONE)
     await response.end()
 
 
@@ -150,7 +135,9 @@ def _relay_callbacks(
 ) -> tuple[Callable[[OutputPiece], bool], Callable[[str], bool] | None]:
     """Returns the arguments of Choice.relay."""
     encode, encode_text = events.encode, events.encode_text
-    return lambda piece: write(encode(piece)), (lambda text: write(encode_text(text))) if events.text_only else None
+    return lambda piece: write(encode(piece)), (
+        lambda text: write(encode_text(text))
+    ) if events.plain is not None else None
 
 
 def usage_json(usage: Usage) -> Json:
@@ -167,11 +154,6 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
-def finish_json(finish: FinishReason | None) -> str | None:
-    """Returns OpenAI's finish_reason."""
-    return None if finish is None else finish.value
-
-
 def _number(logprob: float | None) -> float:
     return LOWEST_LOGPROB if logprob is None or not logprob > LOWEST_LOGPROB else logprob
 
@@ -184,12 +166,9 @@ def token_logprobs(tokenizer: TextTokenizer, reported: Sequence[ReportedToken]) 
         text = piece.decode("utf-8", "replace")
         return {"token": text, "logprob": _number(token.logprob), "bytes": list(piece)}
 
+    tokens = [r.token for r in reported]
     return [
-        {
-            **entry(TokenLogprob(r.token.id, _number(r.token.logprob))),
-            "top_logprobs": [entry(top) for top in r.token.top],
-        }
-        for r in reported
+        {**entry(TokenLogprob(t.id, _number(t.logprob))), "top_logprobs": [entry(top) for top in t.top]} for t in tokens
     ]
 
 
@@ -216,27 +195,15 @@ class AnswerEncoder(ABC):
     """Encodes the answers of one request in the shape of its endpoint."""
 
     _id_prefix: ClassVar[str]
-    #: Value of `object` of a whole answer, and of a stream's chunk.
-    _object: ClassVar[str]
-    _chunk_object: ClassVar[str]
+    _object: ClassVar[str]  #: Value of `object` of a whole answer.
+    _chunk_object: ClassVar[str]  #: Value of `object` of a stream's chunk.
 
-    def __init__(
-        self, request_id: str, model: str, tokenizer: TextTokenizer, *, logprobs: bool, legacy: bool = False
-    ) -> None:
-        """
-        Args:
-            logprobs: Log-probabilities are part of the answer.
-            legacy: The client of a chat uses function_call instead of tool_calls.
-        """
-        self._chunk_head: Json = {
-            "id": f"{self._id_prefix}-{request_id}",
-            "object": self._chunk_object,
-            "created": int(time.time()),
-            "model": model,
-        }
+    def __init__(self, request_id: str, spec: GenerationSpec, tokenizer: TextTokenizer, *, legacy: bool) -> None:
+        head = {"id": f"{self._id_prefix}-{request_id}", "object": self._chunk_object}
+        self._chunk_head: Json = {**head, "created": int(time.time()), "model": spec.model}
         self._tokenizer = tokenizer
-        self._logprobs = logprobs
-        self._legacy = legacy
+        self._logprobs = spec.logprobs is not None  #: Log-probabilities are part of the answer.
+        self._legacy = legacy  #: The client of a chat uses function_call instead of tool_calls.
 
     @abstractmethod
     def encode_answer(self, answers: Sequence[CompleteAnswer], usage: Usage) -> Json:
@@ -278,7 +245,7 @@ class CompletionEncoder(AnswerEncoder):
 
     def _choice(self, index: int, text: str, reported: Sequence[ReportedToken], finish: FinishReason | None) -> Json:
         logprobs = self._logprobs_json(reported) if self._logprobs else None
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_json(finish)}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish and finish.value}
 
     def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
         entries = [TokenLogprob(r.token.id, _number(r.token.logprob)) for r in reported]
@@ -378,7 +345,7 @@ class ChatEncoder(AnswerEncoder):
         return out
 
     def _finish(self, finish: FinishReason | None) -> str | None:
-        return "function_call" if self._legacy and finish is FinishReason.TOOL_CALLS else finish_json(finish)
+        return "function_call" if self._legacy and finish is FinishReason.TOOL_CALLS else finish and finish.value
 
     def _chunk(
         self, index: int, delta: Json, reported: Sequence[ReportedToken] = (), finish: FinishReason | None = None

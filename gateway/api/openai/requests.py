@@ -287,7 +287,7 @@ class ChatRequest(Generation, Conversation):
 
     messages: Messages = param("The conversation, oldest first; content is text or text parts.", ...)
     max_completion_tokens: int | None = param(
-        "Most tokens to generate; they must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
+        "Most tokens after the prompt; both must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
     )
     max_tokens: int | None = param("The older name of max_completion_tokens, which has precedence.", ge=1, le=INT32_MAX)
     logprobs: bool = param("Log-probabilities of the answer's tokens.", False)
@@ -323,7 +323,7 @@ class CompletionRequest(Generation):
         "A text, texts, token ids, or lists of them; each gets its own choice.", ...
     )
     max_tokens: int | None = param(
-        "Most tokens to generate; they must fit the context. 0 with echo only.", words="16", ge=0, le=INT32_MAX
+        "Most tokens after the prompt; both must fit the context. 0 with echo only.", words="16", ge=0, le=INT32_MAX
     )
     echo: bool = param("The prompt comes before the answer, with its log-probabilities if there are any.", False)
     logprobs: int | None = param(
@@ -331,7 +331,7 @@ class CompletionRequest(Generation):
     )
     suffix: Annotated[Any, Only("")] = param("Text after the answer; infilling is not supported.")
     best_of: int | None = param(
-        "Candidates per prompt, of which the n likeliest per token are answered. Not with stream.",
+        "Candidates per prompt; the n with the best mean log-probability are answered. Not with stream.",
         words="n",
         ge=1,
         le=MAX_N,

@@ -14,8 +14,7 @@ from common.types import FinishReason
 from gateway.api.http.endpoint import HttpResponse, caller_of
 from gateway.api.http.json import Json
 from gateway.api.openai.generate import token_logprobs
-from gateway.api.openai.responses.items import ResponseItem
-from gateway.api.openai.responses.request import ResponseBody, parse_response
+from gateway.api.openai.responses.request import ResponseBody, ResponseItem, parse_response
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse
 from gateway.api.openai.responses.writer import ResponseWriter
 from gateway.serving.choice import Choice, CompleteAnswer
@@ -25,7 +24,6 @@ from gateway.text.output import OutputPiece, ReportedToken
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, ReasoningDelta, ToolCallDelta
 
 MAX_LISTED = 100
-
 _log = logging.getLogger(__name__)
 
 
@@ -33,12 +31,8 @@ class ResponsesHandler:
     """Answers the routes of one gateway."""
 
     def __init__(self, gateway: Gateway, store: ResponseStore | None) -> None:
-        """
-        Args:
-            store: None stores nothing, and rejects requests that need a stored response.
-        """
         self._gateway = gateway
-        self._store = store
+        self._store = store  #: None stores nothing, and rejects requests that need a stored response.
 
     async def create(self, body: Any, response: HttpResponse, context: RequestContext) -> None:
         """Answers one POST body; a RequestHandler."""
@@ -67,10 +61,9 @@ class ResponsesHandler:
             await response.end()
         else:
             await response.send_json(200, whole)
-        usage = choice.usage
-        context.timeline.set_facts(
-            prompt_tokens=usage.prompt, output_tokens=usage.completion, cached_tokens=usage.cached
-        )
+        used = choice.usage
+        facts = {"prompt_tokens": used.prompt, "output_tokens": used.completion, "cached_tokens": used.cached}
+        context.timeline.set_facts(**facts)
 
     async def _previous_items(self, tenant: str, response_id: str | None) -> list[ResponseItem]:
         """Returns the conversation up to a previous response. Raises ObjectNotFound, Unavailable."""
@@ -113,18 +106,20 @@ class ResponsesHandler:
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order must be asc or desc", field="order")
-        limit = _limit(request.query_params.get("limit", "20"))
+        limit = request.query_params.get("limit", "20")
+        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_LISTED):
+            raise InvalidRequest(f"limit must be between 1 and {MAX_LISTED}", field="limit")
         items = (await self._find(request)).input
         if order == "desc":
             items = items[::-1]
         if after is not None:
-            places = [i for i, item in enumerate(items) if item["id"] == after]
-            if not places:
+            place = next((i for i, item in enumerate(items) if item["id"] == after), None)
+            if place is None:
                 raise InvalidRequest("after names no item of this response's input", field="after")
-            items = items[places[0] + 1 :]
-        page = items[:limit]
+            items = items[place + 1 :]
+        page = items[: int(limit)]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return {"object": "list", "data": page, **ends, "has_more": len(items) > limit}
+        return {"object": "list", "data": page, **ends, "has_more": len(items) > len(page)}
 
     async def _find(self, request: Request) -> StoredResponse:
         response_id, tenant = request.path_params["response_id"], caller_of(request.scope).tenant
@@ -136,12 +131,6 @@ class ResponsesHandler:
 
 def _missing(response_id: str) -> ObjectNotFound:
     return ObjectNotFound(f"response {response_id[:80]!r} is not stored or has expired", field="response_id")
-
-
-def _limit(value: str) -> int:
-    if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= MAX_LISTED):
-        raise InvalidRequest(f"limit must be between 1 and {MAX_LISTED}", field="limit")
-    return int(value)
 
 
 async def _stream(

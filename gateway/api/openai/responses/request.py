@@ -1,17 +1,20 @@
-"""A body of /v1/responses, and the chat that it asks for: the parameters of chats under the names of this endpoint."""
+"""A body of /v1/responses and the chat that it asks for: its items, and the parameters of chats under other names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Required
+from typing import Annotated, Any, Literal, NotRequired, Required
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
 from gateway.api.http.json import Json
 from gateway.api.openai.conversation import (
+    MAX_CALLS,
+    MAX_MESSAGES,
     MAX_TOOLS,
     FunctionSchema,
     chat_messages,
@@ -28,17 +31,96 @@ from gateway.api.openai.fields import (
     Only,
     Refused,
     RequestModel,
+    by_type,
     param,
     told_by,
     validated,
 )
 from gateway.api.openai.requests import MAX_LOGPROBS, Conversation, Sampling, format_grammar, generation_spec
-from gateway.api.openai.responses.items import MAX_ITEMS, InputItem, ResponseItem, parse_input, to_messages
 from gateway.serving.request import ChatBody, GenerationSpec
 from gateway.text.tools.format import RequestTools
 
+ResponseItem = dict[str, Any]
+
+MAX_ITEMS = 16384
 MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+class TextPart(TypedDict):
+    """A part of a text."""
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class RefusalPart(TypedDict):
+    """A part of an answer that is a refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _kind_of_part(value: Any) -> str:
+    return "<refusal>" if isinstance(value, dict) and value.get("type") == "refusal" else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
+]
+Parts = Annotated[Annotated[str, STRING] | Annotated[list[Part], Field(fail_fast=True), ARRAY], BY_KIND]
+
+
+class MessageItem(TypedDict):
+    """A message of the conversation."""
+
+    type: NotRequired[Literal["message"] | None]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    id: NotRequired[str | None]
+
+
+class FunctionCallItem(TypedDict):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: NotRequired[str | None]
+
+
+class FunctionCallOutputItem(TypedDict):
+    """The answer to a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+    id: NotRequired[str | None]
+
+
+class ReasoningItem(TypedDict):
+    """The reasoning section of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: NotRequired[Parts | None]
+    content: NotRequired[Parts | None]
+    id: NotRequired[str | None]
+
+
+def _kind_of_item(value: Any) -> str | None:
+    kind = (value.get("type") or "message") if isinstance(value, dict) else None
+    return f"<{kind}>" if isinstance(kind, str) and kind in _ID_PREFIXES else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    by_type(_kind_of_item, ", ".join(_ID_PREFIXES)),
+]
 
 
 class OutputFormat(TypedDict, total=False):
@@ -135,18 +217,11 @@ class ResponseRequest(Sampling, Conversation):
     ] = param("A text, or items: messages, function_call, function_call_output, reasoning.", ...)
     instructions: str | None = param("A system message before the input; not stored for later responses.")
     max_output_tokens: int | None = param(
-        "Most tokens to generate; prompt and answer must fit the context.",
-        words="the rest of the context",
-        ge=1,
-        le=INT32_MAX,
+        "Most tokens after the prompt; both must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
     )
-    previous_response_id: str | None = param(
-        "Continues a stored response; needs Redis. 404 if it is not stored or has expired.", max_length=256
-    )
+    previous_response_id: str | None = param("Continues a stored response; 404 if there is none.", max_length=256)
     store: bool = param(
-        "Stores the response in Redis for --response-ttl-s; without Redis nothing is stored, and `store` in the answer "
-        "is false.",
-        True,
+        "Stores the response in Redis for --response-ttl-s; `store` in the answer is false without Redis.", True
     )
     text: TextOptions | None = param("How the answer is written.")
     reasoning: ReasoningOptions | None = param("Options of reasoning models.")
@@ -160,9 +235,7 @@ class ResponseRequest(Sampling, Conversation):
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = param(
         "Functions that the model may call; no other tools.", []
     )
-    tool_choice: Choice = param(
-        "Which tools may or must be called: none, auto, required, a function, or allowed_tools.", "auto"
-    )
+    tool_choice: Choice = param("Tools that may or must be called: a mode, a function, or allowed_tools.", "auto")
     background: Annotated[Any, Only(False)] = param("Answering later.")
     truncation: Annotated[Any, Only("disabled")] = param("Dropping items that do not fit.")
     conversation: Refused = param("Conversations as objects.")
@@ -172,16 +245,103 @@ class ResponseRequest(Sampling, Conversation):
     stream_options: Ignored = param("Padding against eavesdroppers.")
 
 
+def new_item_id(kind: str) -> str:
+    """Returns a new item id of OpenAI's form."""
+    return f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}"
+
+
+def parse_input(value: str | Sequence[Mapping[str, Any]]) -> list[ResponseItem]:
+    """Returns a checked `input` as items in one form, each with an id."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    return [_item(item) for item in value]
+
+
+def _item(given: Mapping[str, Any]) -> ResponseItem:
+    kind = given.get("type") or "message"
+    item: ResponseItem = {"id": given.get("id") or new_item_id(kind), "type": kind, "status": "completed"}
+    match kind:
+        case "message":
+            part = "output_text" if given["role"] == "assistant" else "input_text"
+            return {**item, "role": given["role"], "content": _parts(given["content"], part)}
+        case "function_call":
+            return {**item, **{name: given[name] for name in ("call_id", "name", "arguments")}}
+        case "function_call_output":
+            return {**item, "call_id": given["call_id"], "output": _text(_parts(given["output"], "input_text"))}
+    summary, content = (given.get(name) or [] for name in ("summary", "content"))
+    return {**item, "summary": _parts(summary, "summary_text"), "content": _parts(content, "reasoning_text")}
+
+
+def _parts(value: str | Sequence[Mapping[str, str]], kind: str) -> list[ResponseItem]:
+    """Returns text parts of the type `kind`, because their own types do not matter for a chat."""
+    texts = [value] if isinstance(value, str) else [part.get("text") or part.get("refusal", "") for part in value]
+    more: ResponseItem = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return [{"type": kind, "text": text, **more} for text in texts]
+
+
+def _text(parts: Sequence[ResponseItem]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
+
+def to_messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[ResponseItem]:
+    """Returns the chat messages that the items stand for.
+
+    Instructions, and system messages directly after them, become one system message. An assistant's turn is several
+    items (reasoning, a message, calls), but one message. Raises InvalidRequest for too many messages or calls, or no
+    message.
+    """
+    messages: list[ResponseItem] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    turn: ResponseItem | None = None  # the assistant's open turn, to which further items may belong
+    for item in items:
+        kind = item["type"]
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+            turn = None
+        elif kind == "message" and item["role"] != "assistant":
+            role = "system" if item["role"] == "developer" else item["role"]
+            if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+                messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{_text(item['content'])}"}
+            else:
+                messages.append({"role": role, "content": _text(item["content"])})
+            turn = None
+        else:
+            # Reasoning begins a turn, and a message comes before calls.
+            if turn is None or not (kind == "function_call" or (kind == "message" and _is_empty_turn(turn))):
+                turn = {"role": "assistant", "content": None}
+                messages.append(turn)
+            _add(turn, item)
+    messages = [message for message in messages if not _is_empty_turn(message)]
+    if not messages:
+        raise InvalidRequest("input has no message", field="input")
+    if len(messages) > MAX_MESSAGES or any(len(message.get("tool_calls", ())) > MAX_CALLS for message in messages):
+        text = f"input may stand for at most {MAX_MESSAGES} messages with at most {MAX_CALLS} calls each"
+        raise InvalidRequest(text, field="input")
+    return messages
+
+
+def _add(turn: ResponseItem, item: ResponseItem) -> None:
+    if item["type"] == "reasoning":
+        turn["reasoning_content"] = _text(item["content"] or item["summary"])
+    elif item["type"] == "message":
+        turn["content"] = _text(item["content"])
+    else:
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _is_empty_turn(message: ResponseItem) -> bool:
+    """Returns whether a message is reasoning that no content or call followed."""
+    return message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message
+
+
 @dataclass(frozen=True, slots=True)
 class ResponseBody:
     """A checked /v1/responses body."""
 
-    #: The input items of this request, without the items of a previous response.
-    input: tuple[ResponseItem, ...]
+    input: tuple[ResponseItem, ...]  #: The items of this request, without those of a previous response.
     previous_response_id: str | None
     store: bool
-    #: Fields that the answer repeats.
-    echoed_fields: Json
+    echoed_fields: Json  #: Fields that the answer repeats.
     spec: GenerationSpec
     template_kwargs: Json
     tools: RequestTools | None
@@ -192,39 +352,28 @@ class ResponseBody:
         return ChatBody(self.spec, chat_messages(messages), self.template_kwargs, self.tools)
 
 
+_ECHOED = (
+    *("instructions", "max_output_tokens", "metadata", "model", "parallel_tool_calls", "previous_response_id"),
+    *("temperature", "tool_choice", "top_logprobs", "top_p"),
+)
+
+
 def parse_response(body: object) -> ResponseBody:
     """Checks a /v1/responses body. Raises InvalidRequest, which names the field."""
     r = validated(ResponseRequest, body)
     output_format = _output_format(r.text)
     effort = None if r.reasoning is None else r.reasoning.effort
-    tools = [
-        {
-            "type": "function",
-            "name": tool["name"],
-            "description": tool.get("description"),
-            "parameters": tool.get("parameters"),
-            "strict": tool.get("strict") or False,
-        }
-        for tool in r.tools
-    ]
+    members = ("type", "name", "description", "parameters")
+    tools = [{**{k: tool.get(k) for k in members}, "strict": tool.get("strict") or False} for tool in r.tools]
     response = ResponseBody(
         input=tuple(parse_input(r.input)),
         previous_response_id=r.previous_response_id,
         store=r.store,
         echoed_fields={
-            "instructions": r.instructions,
-            "max_output_tokens": r.max_output_tokens,
-            "metadata": r.metadata,
-            "model": r.model,
-            "parallel_tool_calls": r.parallel_tool_calls,
-            "previous_response_id": r.previous_response_id,
+            **{name: getattr(r, name) for name in _ECHOED},
             "reasoning": {"effort": effort, "summary": None},
-            "temperature": r.temperature,
             "text": {"format": output_format},
-            "tool_choice": r.tool_choice,
             "tools": tools,
-            "top_logprobs": r.top_logprobs,
-            "top_p": r.top_p,
         },
         spec=generation_spec(
             r,

@@ -18,7 +18,7 @@ import orjson
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason
 from gateway.api.http.json import Json, error_body
-from gateway.api.openai.responses.items import ResponseItem, new_item_id
+from gateway.api.openai.responses.request import ResponseItem, new_item_id
 from gateway.serving.request import Usage
 
 
@@ -32,8 +32,7 @@ class ResponseWriter:
         self._echoed_fields = echoed_fields
         self._sequence_number = 0
         self._open: ResponseItem | None = None
-        #: Deltas of the open item.
-        self._text: list[str] = []
+        self._text: list[str] = []  #: Deltas of the open item.
         self._logprobs: list[Json] = []
 
     def start(self, *, store: bool) -> bytes:
@@ -44,12 +43,11 @@ class ResponseWriter:
 
     def end(self, finish: FinishReason, usage: Usage) -> tuple[Json, bytes]:
         """Returns the complete response, and the last events except the one that carries it (see `final_event`)."""
-        cut = finish is FinishReason.LENGTH
-        events = self._close("incomplete" if cut else "completed")
+        status = "incomplete" if finish is FinishReason.LENGTH else "completed"
+        events = self._close(status)
         if not self.output:  # an empty answer still has a message
-            events += self.text("", ()) + self._close("incomplete" if cut else "completed")
-        body = self.response("incomplete" if cut else "completed", usage)
-        return body, events
+            events += self.text("", ()) + self._close(status)
+        return self.response(status, usage), events
 
     def final_event(self, body: Json) -> bytes:
         """Returns the event that ends a stream."""
@@ -66,7 +64,6 @@ class ResponseWriter:
 
     def response(self, status: str, usage: Usage | None = None) -> Json:
         """Returns the response object as it is now."""
-        cut = status == "incomplete"
         return {
             "id": self.id,
             "object": "response",
@@ -75,7 +72,7 @@ class ResponseWriter:
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": list(self.output),
             "truncation": "disabled",
             "service_tier": "default",
@@ -139,10 +136,8 @@ class ResponseWriter:
             part = _part(item["type"], text, logprobs)
             item = {**item, "content": [part], "status": status}
             place = {**place, "content_index": 0}
-            if item["type"] == "reasoning":
-                events = self._event("response.reasoning_text.done", **place, text=text)
-            else:
-                events = self._event("response.output_text.done", **place, text=text, logprobs=logprobs)
+            done = {"text": text} if item["type"] == "reasoning" else {"text": text, "logprobs": logprobs}
+            events = self._event(f"response.{part['type']}.done", **place, **done)
             events += self._event("response.content_part.done", **place, part=part)
         events += self._event("response.output_item.done", output_index=len(self.output), item=item)
         self.output.append(item)
