@@ -9,11 +9,10 @@ import typer
 
 from cli import exits
 from cli.commands.batch import batch
-from cli.commands.doctor import doctor
+from cli.commands.checks import doctor, probe
 from cli.commands.keys import keys
 from cli.commands.loadtest import loadtest
 from cli.commands.plan import plan
-from cli.commands.probe import probe
 from cli.commands.services import gateway, serve, up, worker
 from cli.options import SectionedCommand
 from common.errors import BatonError, ConfigError

@@ -56,9 +56,8 @@ def grouped(gpus: Sequence[Gpu], size: int) -> tuple[Gpu, ...]:
     """
     groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
     if gpus and not groups:
-        raise ConfigError(
-            f"tensor_parallel_size: {size} GPUs are needed, {len(gpus)} are visible", field="tensor_parallel_size"
-        )
+        name = "tensor_parallel_size"
+        raise ConfigError(f"{name}: {size} GPUs are needed, {len(gpus)} are visible", field=name)
     return tuple(Gpu(joined(g.id for g in group), group[0].name, joined(g.cpus for g in group)) for group in groups)
 
 
@@ -69,12 +68,9 @@ def joined(names: Iterable[str]) -> str:
 
 def run_on(cpus: str) -> None:
     """Restricts this process and its threads to these CPUs. Raises ConfigError if it may use none of them."""
-    wanted_cpus: set[int] = set()
-    for part in cpus.split(","):
-        first, _, last = part.partition("-")
-        wanted_cpus |= set(range(int(first), int(last or first) + 1))
+    ranges = [part.partition("-") for part in cpus.split(",")]
     try:
-        os.sched_setaffinity(0, wanted_cpus)
+        os.sched_setaffinity(0, {cpu for low, _, high in ranges for cpu in range(int(low), int(high or low) + 1)})
     except OSError as e:
         raise ConfigError(f"cpus: this process may use none of {cpus}", field="cpus") from e
 

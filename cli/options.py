@@ -54,13 +54,8 @@ def takes_settings(cls: type[Settings], *, only: frozenset[str] | None = None) -
 
 def takes_text(sections: Mapping[str, Sequence[tuple[str, str, str]]]) -> Callable[[Any], Any]:
     """Gives a command options whose text it parses itself: by section, the name, metavar and help of each option."""
-    return _takes(
-        [
-            _parameter(name, str, help, metavar, title)
-            for title, rows in sections.items()
-            for name, metavar, help in rows
-        ]
-    )
+    rows = [(title, *row) for title, of_section in sections.items() for row in of_section]
+    return _takes([_parameter(name, str, help, metavar, title) for title, name, metavar, help in rows])
 
 
 def _takes(options: Sequence[inspect.Parameter]) -> Callable[[Any], Any]:

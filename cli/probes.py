@@ -64,12 +64,9 @@ async def _grpc_trouble(address: str, timeout_s: float, service: str) -> str | N
             stub = health_pb2_grpc.HealthStub(channel)
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.aio.AioRpcError as e:
-            late = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            return (
-                f"no answer within {timeout_s:g} s"
-                if late
-                else f"{e.code().name}: {' '.join((e.details() or '').split())}"
-            )
+            if e.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"no answer within {timeout_s:g} s"
+            return f"{e.code().name}: {' '.join((e.details() or '').split())}"
     if reply.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return f"its health is {health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)}"
@@ -77,15 +74,13 @@ async def _grpc_trouble(address: str, timeout_s: float, service: str) -> str | N
 
 async def _exchange(host: str, port: int, request: bytes) -> bytes:
     """The first line of the answer, or b"". Raises OSError if the connection fails."""
-    writer = None
+    reader, writer = await asyncio.open_connection(host, port)
     try:
-        reader, writer = await asyncio.open_connection(host, port)
         writer.write(request)
         return await reader.readline()
     except ValueError:  # the line is longer than the reader's limit
         return b""
     finally:
-        if writer is not None:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

@@ -21,11 +21,9 @@ if TYPE_CHECKING:  # only imported when the command runs
     from rich.console import Console
     from rich.progress import Progress
 
-    from cli.batch.records import Request, Result
-    from cli.batch.sender import Sending
-    from cli.stack.display import Board
+    from cli.batch import Request, Result, Sending
     from cli.stack.stack import Stack
-
+    from cli.stack.up import Board
 
 #: Settings of a stack of its own.
 STACK_SETTINGS = frozenset(
@@ -42,10 +40,8 @@ STACK_SETTINGS = frozenset(
         "log_level",
     )
 )
-#: Interval of fsync: the answers that a crash of the machine may lose.
-SYNC_S = 1.0
-#: Most reasons of failures that the summary lists.
-MOST_REASONS = 5
+SYNC_S = 1.0  # Interval of fsync: the answers that a crash of the machine may lose.
+MOST_REASONS = 5  # Most reasons of failures that the summary lists.
 REASON_CHARS = 300
 
 
@@ -74,17 +70,13 @@ def batch(
     """
     from rich.console import Console
 
-    from cli.batch.records import check
-    from cli.batch.sender import Sending
+    from cli.batch import Sending, check
 
     sending = Sending(url=url or "", concurrency=concurrency, retries=retries, timeout_s=timeout_s)
     if url is not None:
-        for name, value in (*flags.items(), ("config", config)):
-            if value is not None:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} cannot be combined with --url: it is for a stack of its own",
-                    field=name,
-                )
+        if given := [name for name, value in (*flags.items(), ("config", config)) if value is not None]:
+            flag = f"--{given[0].replace('_', '-')}"
+            raise ConfigError(f"{flag} cannot be combined with --url: it is for a stack of its own", field=given[0])
         sending = dataclasses.replace(sending, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
         raise typer.Exit(asyncio.run(run(Console(), source, target, sending)))
     settings = dataclasses.replace(load(UpConfig, config, {**flags, "port": "0"}), api_keys=())
@@ -102,8 +94,7 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
 
     Raises ConfigError, Unavailable.
     """
-    from cli.batch.records import Answers, check, requests
-    from cli.batch.sender import base_url, send_all
+    from cli.batch import Answers, base_url, check, requests, send_all
 
     total = check(source)
     base_url(sending.url)
@@ -154,6 +145,6 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
 def _bar(console: Console) -> Progress:
     from rich import progress as rich
 
-    columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
-    errors = rich.TextColumn("[red]{task.fields[errors]}")
-    return rich.Progress(*columns, rich.TimeRemainingColumn(), errors, console=console, transient=True)
+    times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+    columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), *times, "[red]{task.fields[errors]}")
+    return rich.Progress(*columns, console=console, transient=True)

@@ -46,19 +46,13 @@ def keys_create(
     model: Annotated[
         list[str] | None, opt("A model that it may use; may be repeated; default: all.", metavar="NAME")
     ] = None,
-    isolated: Annotated[
-        bool, typer.Option("--isolated", help="The tenant shares no prefix cache with others.")
-    ] = False,
-    admin: Annotated[
-        bool, typer.Option("--admin", help="May reset caches and see the timelines of all requests.")
-    ] = False,
+    isolated: Annotated[bool, opt("The tenant shares no prefix cache with others.", "--isolated")] = False,
+    admin: Annotated[bool, opt("May reset caches and see the timelines of all requests.", "--admin")] = False,
     days: Annotated[int, _most("Days until it expires", never="never")] = 0,
     note: Annotated[str, opt("Purpose of the key.", metavar="TEXT")] = "",
 ) -> None:
     """Creates a key and prints it; it cannot be printed again."""
     fields = {k: v for k, v in locals().items() if k not in ("tenant", "api_keys", "redis", "model", "days")}
-    from rich.console import Console
-
     from gateway.admission.api_keys import create_key
 
     try:
@@ -69,12 +63,8 @@ def keys_create(
         fields["expires"] = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
     key, record = create_key(tenant, models=tuple(model or ()), **fields)
     source, _ = _use(api_keys, redis, lambda store: store.add(record))
-    Console().print(key, markup=False, highlight=False, soft_wrap=True)
-    Console(stderr=True).print(
-        f"key {record.id} of {tenant} is stored in {source}; the key is printed only now",
-        markup=False,
-        highlight=False,
-    )
+    typer.echo(key)
+    typer.echo(f"key {record.id} of {tenant} is stored in {source}; the key is printed only now", err=True)
 
 
 @keys.command("list")
@@ -109,12 +99,10 @@ def keys_revoke(
     redis: Redis = None,
 ) -> None:
     """Revokes a key; running gateways refuse it within about a second."""
-    from rich.console import Console
-
     source, removed = _use(api_keys, redis, lambda store: store.remove(key_id))
     if not removed:
         raise ConfigError(f"no key {key_id} in {source}", field="id")
-    Console().print(f"key {key_id} is revoked", highlight=False)
+    typer.echo(f"key {key_id} is revoked")
 
 
 def _use(api_keys: str | None, redis: str | None, call: Callable[[Any], Any]) -> tuple[str, Any]:
@@ -122,8 +110,7 @@ def _use(api_keys: str | None, redis: str | None, call: Callable[[Any], Any]) ->
 
     BATON_API_KEYS and BATON_REDIS replace missing options.
     """
-    from gateway.admission.key_ring import REDIS_SOURCE
-    from gateway.admission.key_store import KeyFile, RedisKeyStore
+    from gateway.admission.key_store import REDIS_SOURCE, KeyFile, RedisKeyStore
 
     source, url = api_keys or os.environ.get("BATON_API_KEYS"), redis or os.environ.get("BATON_REDIS")
     if not source:
@@ -144,10 +131,6 @@ def _use(api_keys: str | None, redis: str | None, call: Callable[[Any], Any]) ->
 
 
 def _limits(record: ApiKey) -> str:
-    named = {
-        "requests/min": record.requests_per_minute,
-        "tokens/min": record.tokens_per_minute,
-        "tokens/day": record.tokens_per_day,
-        "at once": record.concurrent,
-    }
-    return ", ".join(f"{value} {name}" for name, value in named.items() if value) or "none"
+    names = ("requests/min", "tokens/min", "tokens/day", "at once")
+    values = (record.requests_per_minute, record.tokens_per_minute, record.tokens_per_day, record.concurrent)
+    return ", ".join(f"{value} {name}" for name, value in zip(names, values, strict=True) if value) or "none"

@@ -128,8 +128,7 @@ def run(
     **flags: Any,
 ) -> int:
     """Runs the command with the flags as typed; returns the exit code. Raises ConfigError, Unavailable."""
-    from loadtest.config import LoadConfig
-    from loadtest.sweep import parse_rates
+    from loadtest.config import LoadConfig, parse_rates
 
     shown = Output(None if out is None else Path(out), None if html is None else Path(html), quiet, as_json)
     if compared is not None:
@@ -164,15 +163,15 @@ class Output:
         """Writes the files, and prints the figures."""
         from rich.console import Console
 
-        from loadtest.report import files, html, tables
+        from loadtest.report import figures, html, tables
 
         if self.out is not None:
-            files.write(self.out, document)
+            figures.write(self.out, document)
         if self.html is not None:
-            files.write_text(self.html, html.page([document], ["run"]))
+            figures.write_text(self.html, html.page([document], ["run"]))
         if self.as_json:
             figures_only = {k: v for k, v in document.items() if k not in ("records", "curves_ms", "series")}
-            print(files.dumps(figures_only))  # noqa: T201
+            print(figures.dumps(figures_only))  # noqa: T201
         else:
             tables.show(Console(), document)
 
@@ -185,19 +184,18 @@ class Output:
 def _measure(config: LoadConfig, shown: Output) -> dict[str, Any]:
     from importlib import metadata
 
-    from loadtest import progress
     from loadtest.report import figures
+    from loadtest.run import show_progress
 
-    watch = None if shown.quiet else functools.partial(progress.show, out=sys.stderr)
+    watch = None if shown.quiet else functools.partial(show_progress, out=sys.stderr)
     return figures.build_document(run_sync(config, watch=watch), metadata.version("baton-serving"))
 
 
 def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) -> int:
     from rich.console import Console
 
-    from loadtest.config import LoadConfig
+    from loadtest.config import LoadConfig, slo_kept, sweep
     from loadtest.report import tables
-    from loadtest.sweep import slo_kept, sweep
 
     if flags.get("rate") is not None:
         raise ConfigError("--rate and --rates exclude each other", field="rates")
@@ -229,13 +227,13 @@ def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] 
         client = _client(config)
         runner = LoadRunner(config, client, trace)
         _stop_at_signals(runner)
-        watching = None if watch is None else asyncio.ensure_future(watch(runner.run))
+        watching = [] if watch is None else [asyncio.ensure_future(watch(runner.run))]
         try:
             return await runner.execute()
         finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.wait((watching,))
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
             await client.close()
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -248,12 +246,14 @@ def _stop_at_signals(runner: LoadRunner) -> None:
     """The first SIGINT or SIGTERM stops the run; the second ends the process."""
     loop = asyncio.get_running_loop()
 
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
     def stop() -> None:
         runner.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         loop.add_signal_handler(number, stop)
 
 
@@ -269,27 +269,27 @@ def _client(config: LoadConfig) -> LoadClient:
 
 
 def _succeeded(document: Mapping[str, Any], config: LoadConfig, max_failed_share: float | None) -> bool:
-    requests, goodput = document["requests"], document["goodput"]
+    requests = document["requests"]
     if not requests["answered"] and not requests["aborted"]:
         return False
     if max_failed_share is not None and requests["failed"] > max_failed_share * requests["sent"]:
         return False
-    return config.attainment is None or goodput["share"] >= config.attainment
+    return config.attainment is None or document["goodput"]["share"] >= config.attainment
 
 
 def _compare(a: Path, b: Path, html: Path | None, tolerance: float | None) -> int:
     from rich.console import Console
 
-    from loadtest.report import files, tables
+    from loadtest.report import figures, tables
     from loadtest.report import html as html_report
     from loadtest.report.comparison import compare_runs
 
-    runs = [files.read(path) for path in (a, b)]
+    runs = [figures.read(path) for path in (a, b)]
     names = [a.stem, b.stem] if a.stem != b.stem else [str(a), str(b)]
     comparison = compare_runs(*runs)
     tables.show_comparison(Console(), comparison, names)
     if html is not None:
-        files.write_text(html, html_report.page(runs, names, comparison))
+        figures.write_text(html, html_report.page(runs, names, comparison))
     worse = [] if tolerance is None else comparison.worse(tolerance)
     for row in worse:
         print(f"worse by {row.worse_by:.1%}: {row.name}", file=sys.stderr)  # noqa: T201

@@ -21,10 +21,8 @@ if TYPE_CHECKING:  # imported only when the command runs
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
-#: Share of requests that arrive together with another one, above which a note is printed.
-BURSTS = 0.1
-#: A shorter replay does not show a steady state.
-SHORT_S = 60.0
+BURSTS = 0.1  # Share of requests that arrive together with another one, above which a note is printed.
+SHORT_S = 60.0  # A shorter replay does not show a steady state.
 
 
 #: name, metavar and help of the options with text.
@@ -154,10 +152,10 @@ def _show(plan: CapacityPlan, trace: WorkloadTrace, slo: Slo, gpus: int | None, 
     if not plan.best.goodput:
         console.print("No setup keeps this SLO, however slow the requests come: the times ask for faster GPUs.")
     elif plan.needed is not None and gpus is None:
-        need = plan.needed
+        need = plan.needed.setup
         console.print(
-            f"The trace as recorded ({trace.rate:.2f} requests/s) needs {need.setup.gpus} GPUs: "
-            f"{need.setup.prefill} prefill and {need.setup.decode} decode, chunks of {need.setup.chunk_tokens} tokens."
+            f"The trace as recorded ({trace.rate:.2f} requests/s) needs {need.gpus} GPUs: {need.prefill} prefill and "
+            f"{need.decode} decode, chunks of {need.chunk_tokens} tokens."
         )
     elif gpus is not None:
         verb = "serve" if plan.needed is not None else "do not serve"

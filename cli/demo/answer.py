@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin
 
 import httpx
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
-from cli.demo.waterfall import show_waterfall
 from common.errors import BatonError, Unavailable
+from gateway.dashboard.spans import Span, spans_of
 
 TIMEOUT_S = 120.0
+MIN_BAR, MAX_BAR = 16, 48
+SCALE = "bars until the first token and its hand-off, and a third beyond; > goes on"
+DETAIL_WIDTH = 74  # Columns for the text beside the bars, if the terminal is wide enough.
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,8 @@ def show_answer(console: Console, base_url: str, model: str, prompt: str, max_to
     console.print(f"\nPOST {base_url}/chat/completions", style="dim")
     console.print(f"> {prompt}\n", markup=False, style="bold")
     try:
-        answer = stream_chat(
-            base_url,
-            model,
-            prompt,
-            max_tokens,
-            on_text=lambda text: console.print(text, end="", markup=False, soft_wrap=True),
-        )
+        show = functools.partial(console.print, end="", markup=False, soft_wrap=True)
+        answer = stream_chat(base_url, model, prompt, max_tokens, on_text=show)
         with _request("GET", urljoin(base_url, f"/debug/requests/{answer.request_id}")) as reply:
             timeline = json.loads(reply.read())
     except BatonError as error:
@@ -116,9 +117,45 @@ def _request(method: str, url: str, **content: Any) -> Iterator[httpx.Response]:
     try:
         with httpx.stream(method, url, timeout=TIMEOUT_S, trust_env=False, **content) as reply:
             if reply.status_code >= 400:
-                raise Unavailable(
-                    f"{method} {path} answered {reply.status_code}: {reply.read().decode('utf-8', 'replace')}"
-                )
+                text = reply.read().decode("utf-8", "replace")
+                raise Unavailable(f"{method} {path} answered {reply.status_code}: {text}")
             yield reply
     except (httpx.HTTPError, httpx.StreamError, ValueError) as error:
         raise Unavailable(f"{method} {path} failed: {error}") from error
+
+
+def draw(console: Console, spans: Sequence[Span], axis_s: float) -> None:
+    """Prints a table of bars over [0, axis_s]. A longer bar ends in ">". Without a terminal the bars are ASCII."""
+    bar_width = max(MIN_BAR, min(MAX_BAR, console.width - DETAIL_WIDTH))
+    block = "\u2588" if console.is_terminal else "#"
+    columns = (Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(no_wrap=True, min_width=bar_width))
+    table = Table(*columns, Column(), box=None, pad_edge=False, show_header=False)
+    for span in spans:
+        left = min(round(span.start_s / axis_s * bar_width), bar_width - 1)
+        width = max(1, min(round((span.end_s - span.start_s) / axis_s * bar_width), bar_width - left))
+        beyond = ">" if _goes_on(span, axis_s) else ""
+        bar = Text(" " * left)
+        bar.append(block * (width - len(beyond)) + beyond, style=span.style)
+        bar.append(" " * (bar_width - left - width))
+        table.add_row(span.name, f"{(span.end_s - span.start_s) * 1000:.1f} ms", bar, span.detail)
+    console.print(table)
+
+
+def _goes_on(span: Span, axis_s: float) -> bool:
+    return span.end_s > axis_s * 1.001
+
+
+def axis_of(spans: Sequence[Span]) -> float:
+    """Length of the axis: at most 4/3 of the time before decode, so that a long decode does not hide other phases."""
+    before = max((span.end_s for span in spans if span.kind != "decode"), default=0.0)
+    end = max((span.end_s for span in spans), default=0.0)
+    return min(end, before * 4 / 3 or end) or 1e-9
+
+
+def show_waterfall(console: Console, timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> None:
+    """Prints the waterfall of one request, with a note on the scale if a bar is cut."""
+    spans = spans_of(timeline, tokens=tokens, end_s=end_s)
+    axis_s = axis_of(spans)
+    draw(console, spans, axis_s)
+    if any(_goes_on(span, axis_s) for span in spans):
+        console.print(SCALE, style="dim")

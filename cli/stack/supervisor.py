@@ -25,10 +25,9 @@ Probe = Callable[[], Awaitable[bool]]
 
 TICK_S = 0.1
 PROBE_TIMEOUT_S = 3.0
-PROBE_EVERY_S = {False: 0.2, True: 2.0}  #: By readiness.
-BACKOFF_S = (0.5, 10.0)  #: First and longest.
-#: A process that ran this long gets the first back-off again.
-STABLE_AFTER_S = 30.0
+PROBE_EVERY_S = {False: 0.2, True: 2.0}  # By readiness.
+BACKOFF_S = (0.5, 10.0)  # First and longest.
+STABLE_AFTER_S = 30.0  # A process that ran this long gets the first back-off again.
 MAX_FAILED_STARTS = 3
 CONFIG_EXIT_CODE = 2
 

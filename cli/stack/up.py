@@ -1,4 +1,4 @@
-"""Runs a stack on this machine, until a signal or until one piece of work is done.
+"""Runs and displays a stack on this machine, until a signal or until one piece of work is done.
 
     starting --> serving, or working --> stopping
 
@@ -16,25 +16,103 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from cli.demo.answer import show_answer
 from cli.demo.model import prepared
-from cli.stack.display import Board
 from cli.stack.stack import Stack
-from cli.stack.supervisor import Supervisor
+from cli.stack.supervisor import Service, State, Supervisor
 from common.model.directory import expected_model_path
 from common.settings.configs import UpConfig
 
 READY_TIMEOUT_S = 600.0
-#: Time for a service to end after its drain; services limit themselves to 15 s.
-TEARDOWN_GRACE_S = 25.0
+TEARDOWN_GRACE_S = 25.0  # Time for a service to end after its drain; services limit themselves to 15 s.
 KEPT_LOG_DIRS = 10
+REFRESH_S = 0.25
+_STYLE = {
+    State.STOPPED: "dim",
+    State.STARTING: "yellow",
+    State.READY: "green",
+    State.UNREADY: "red",
+    State.WAITING: "red",
+}
+
+
+class Board:
+    """A live table of the services on a terminal, otherwise one line per change. say() works at any time."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.refresh: Callable[[], None] = lambda: None  # Draws now; inside of `showing`
+
+    def say(self, line: str) -> None:
+        """Prints one message."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextlib.asynccontextmanager
+    async def showing(self, services: Sequence[Service]) -> AsyncIterator[None]:
+        """Keeps the display current inside the block."""
+        if self.console.is_terminal:
+            with Live(_table(services), console=self.console, auto_refresh=False) as live:
+                async with self._ticking(lambda: live.update(_table(services), refresh=True)):
+                    yield
+        else:
+            seen: dict[str, tuple[State, int | None]] = {}
+            async with self._ticking(lambda: self._changes(services, seen)):
+                yield
+
+    def _changes(self, services: Sequence[Service], seen: dict[str, tuple[State, int | None]]) -> None:
+        for service in services:
+            now = (service.state, service.spec.process.pid)
+            if seen.get(service.spec.name) == now or (service.state is State.STOPPED and service.spec.name not in seen):
+                continue
+            seen[service.spec.name] = now
+            took = f" after {service.ready_after_s:.1f} s" if service.state is State.READY else ""
+            self.say(f"{service.spec.name:<10} {service.state.value}{took} ({service.spec.address}, pid {now[1]})")
+
+    @contextlib.asynccontextmanager
+    async def _ticking(self, draw: Callable[[], None]) -> AsyncIterator[None]:
+        """Draws periodically, and at the end of the block unless it raises."""
+
+        async def tick() -> None:
+            while True:
+                draw()
+                await asyncio.sleep(REFRESH_S)
+
+        self.refresh = draw
+        task = asyncio.create_task(tick())
+        try:
+            yield
+            draw()
+        finally:
+            self.refresh = lambda: None
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+def _table(services: Sequence[Service]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("name", "role", "address", "pid", "state", ""):
+        table.add_column(column)
+    for service in services:
+        state = service.state
+        note = f"{time.monotonic() - service.started_at:.0f} s" if state is State.STARTING else ""
+        if service.ready_after_s is not None:
+            note = f"ready after {service.ready_after_s:.1f} s"
+        if service.restarts:
+            note += f", {service.restarts} restarts"
+        pid = service.spec.process.pid if service.spec.process.alive else None
+        spec, shown = service.spec, Text(state.value, style=_STYLE[state])
+        table.add_row(spec.name, spec.role, spec.address, str(pid or "-"), shown, note)
+    return table
 
 
 Work = Callable[[Board, Stack], Coroutine[Any, Any, int]]
@@ -165,10 +243,9 @@ def _runs(log_dir: Path) -> bool:
     pid = log_dir.name.rpartition("-")[2]
     if not pid.isdecimal() or int(pid) == 0:
         return False
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(int(pid), 0)
+        except (ProcessLookupError, OverflowError):
+            return False
     return True

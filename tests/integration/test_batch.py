@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.batch import sender
-from cli.batch.records import MAX_LISTED_LINES, Answers, check, requests
-from cli.batch.sender import Sending
+from cli import batch as work
+from cli.batch import MAX_LISTED_LINES, Answers, Sending, check, requests
 from cli.commands.batch import run
 from common.errors import ConfigError, Overloaded, Unavailable
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
@@ -24,8 +23,8 @@ from tests.rigs.pods.fake_pods import FakeCluster
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "BACKOFF_S", (0.01, 0.05))
-    monkeypatch.setattr(sender, "MAX_RETRY_AFTER_S", 0.02)
+    monkeypatch.setattr(work, "BACKOFF_S", (0.01, 0.05))
+    monkeypatch.setattr(work, "MAX_RETRY_AFTER_S", 0.02)
 
 
 def line(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
@@ -215,7 +214,7 @@ async def test_a_full_disk_ends_the_run_with_an_error(gw: Rig, tmp_path: Path, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cli.batch.records.os.write", full)
+        patch.setattr("cli.batch.os.write", full)
         with pytest.raises(ConfigError, match="No space left"):
             await batch(gw, source, target)
     assert (await batch(gw, source, target))[0] == 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli.doctor.finding import Level
-from cli.doctor.pods import check_pods
+from cli.doctor import Level, check_pods
 from tests.rigs.pods.harness import Cluster, prompt_of, request, tiny_llama
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cli.doctor import report as doctor
-from cli.doctor.finding import Level
+from cli import doctor
+from cli.doctor import Level
 from cli.gpus import Gpu
 from common.telemetry import MemoryUsage
 

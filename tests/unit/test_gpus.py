@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.doctor.report import _rounds
+from cli.doctor import _rounds
 from cli.gpus import Gpu, run_on, shared_out, visible_gpus
 from common.errors import ConfigError
 from common.settings.configs import PodConfig

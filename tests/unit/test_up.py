@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from cli.stack import up
-from cli.stack.display import Board
 from cli.stack.process import ChildProcess
 from cli.stack.supervisor import Service, ServiceSpec, State, Supervisor
 from common.settings.configs import UpConfig
@@ -61,7 +60,7 @@ async def test_a_signal_is_answered_with_how_long_it_takes(
 async def test_that_all_is_ready_is_said_before_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
     process = ChildProcess("gateway", ["/bin/true"], log=Path("/dev/null"))
     service = Service(ServiceSpec(process=process, role="gateway", address="127.0.0.1:8000", probe=AsyncMock()))
-    board = Board(Console(highlight=False))
+    board = up.Board(Console(highlight=False))
     async with board.showing([service]):
         service.state = State.STARTING
         await until(lambda: "starting" in capsys.readouterr().out)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.demo.waterfall import SCALE, show_waterfall
+from cli.demo.answer import SCALE, show_waterfall
 from gateway.dashboard.spans import spans_of
 
 

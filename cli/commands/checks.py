@@ -1,4 +1,4 @@
-"""`baton probe`: the health check of one server."""
+"""`baton doctor`: checks of this machine and of running pods. `baton probe`: the health check of one server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,27 @@ from typing import Annotated
 
 import typer
 
+from cli.options import Redis, opt
 from common.errors import ConfigError, Unavailable
+from common.settings.configs import GatewayConfig
+from common.settings.table import FLAG, declared
+
+
+def doctor(
+    redis: Redis = None,
+    pods: Annotated[
+        list[str] | None,
+        opt("Running pods to check, besides those in --redis; may be repeated.", metavar="HOST:PORT,.."),
+    ] = None,
+) -> None:
+    """Checks this machine for the requirements of Baton.
+
+    With --redis or --pods also how running pods exchange KV.
+    """
+    from cli.doctor import report
+
+    addresses = declared(GatewayConfig)["pods"].parse(",".join(pods or ()), FLAG)
+    raise typer.Exit(asyncio.run(report(redis, addresses)))
 
 
 def probe(

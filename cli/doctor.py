@@ -1,4 +1,4 @@
-"""The checks of this machine: each one examines one requirement of Baton and says how to meet it.
+"""The checks of `baton doctor`: each one examines one requirement of Baton on this machine, or running pods.
 
 Checks that need torch or NIXL run in child processes, so a library that crashes at import becomes a finding.
 """
@@ -6,6 +6,8 @@ Checks that need torch or NIXL run in child processes, so a library that crashes
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import enum
 import json
 import os
 import platform
@@ -13,26 +15,51 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import grpc
 from rich.console import Console
 from rich.markup import escape
 
 from cli.demo.model import INSTALL, PACKAGE
-from cli.doctor.finding import Finding, Level
 from cli.gpus import Gpu, visible_gpus
+from cli.stack.valkey import EmbeddedValkey
 from common.errors import BatonError
 from common.model.directory import SMOLLM2, cache_dir, smollm2_dir
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.redis.client import REDIS_FAILURES, connect_redis
 from common.redis.url import RedisUrl
+from common.rpc import open_channel
 from common.telemetry import memory_usage
+from common.wire import role_from_pb
+from prefix_index.reader import IndexReader
 
 CHILD_DEADLINE_S = 90.0
+INFO_S = 3.0
 MIN_FREE_MEMORY = 3 << 30  # two pods with the demo model and small pools
 MIN_FREE_DISK = 2 << 30
-#: Transports that are too slow between processes of one host.
-SLOW = ("tcp", "unknown")
+SLOW = ("tcp", "unknown")  # Transports that are too slow between processes of one host.
+
+
+class Level(enum.StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARN = "warn"  # Works, but slower or only in part.
+    MISSING = "missing"  # `baton serve` cannot work.
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    level: Level
+    detail: str
+    fix: str = ""  # Advice for the user; empty if there is nothing to do.
 
 
 async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
@@ -54,8 +81,6 @@ async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
 
 async def _findings(redis_url: str | None, pods: Sequence[str]) -> AsyncIterator[Finding]:
     """Runs all checks, one after another."""
-    from cli.doctor.pods import check_pods  # loads gRPC
-
     gpus = await asyncio.to_thread(visible_gpus)
     # On a machine with GPUs, NIXL needs UCX with support for their memory.
     tcp = {"UCX_TLS": "tcp,cuda_copy" if gpus else "tcp", "UCX_NET_DEVICES": "lo"}
@@ -97,8 +122,7 @@ async def _check_torch() -> Finding:
         return Finding("torch", Level.OK, f"{head}, CUDA {reply['cuda']}: " + "; ".join(map(str, reply["gpus"])))
     if reply["cuda"]:
         detail = f"{head} built for CUDA {reply['cuda']}, but no GPU is visible: CPU with {reply['threads']} threads"
-        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one"
-        return Finding("torch", Level.WARN, detail, fix)
+        return Finding("torch", Level.WARN, detail, "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be one")
     return Finding("torch", Level.OK, f"{head}, CPU with {reply['threads']} threads")
 
 
@@ -155,8 +179,6 @@ def _rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 async def _check_redis(url: str | None) -> Finding:
-    from cli.stack.valkey import EmbeddedValkey
-
     if url is not None:
         problem, shown = await _ping(url), RedisUrl.parse(url)
         if problem is None:
@@ -176,8 +198,6 @@ async def _check_redis(url: str | None) -> Finding:
 
 async def _ping(url: str) -> str | None:
     """None if the server answers, else the error."""
-    from common.redis.client import REDIS_FAILURES, connect_redis
-
     try:
         async with connect_redis(url, timeout_s=3.0) as client:
             await client.ping()
@@ -204,19 +224,16 @@ def _check_model() -> Finding:
     what = f"model {SMOLLM2}"
     if (smollm2_dir() / "config.json").is_file():
         return Finding(what, Level.OK, f"ready in {smollm2_dir()}")
-    absent = [name for name in (PACKAGE, "gguf", "transformers", "accelerate") if not _installed(name)]
-    if absent:
-        detail = f"not installed: {', '.join(absent)}"
-        return Finding(what, Level.WARN, detail, f"{INSTALL}, or serve a model of your own")
+    if absent := [name for name in (PACKAGE, "gguf", "transformers", "accelerate") if not _installed(name)]:
+        fix = f"{INSTALL}, or serve a model of your own"
+        return Finding(what, Level.WARN, f"not installed: {', '.join(absent)}", fix)
     return Finding(what, Level.OK, "installed; it is converted at its first use (about a minute)")
 
 
 def _installed(name: str) -> bool:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        return False
-    return True
+    with contextlib.suppress(PackageNotFoundError):
+        return bool(version(name))
+    return False
 
 
 async def _json_of_child(argv: Sequence[str], env: dict[str, str]) -> dict[str, Any] | str:
@@ -238,3 +255,56 @@ async def _json_of_child(argv: Sequence[str], env: dict[str, str]) -> dict[str, 
     except ValueError:
         return f"unreadable answer: {lines[-1][:100]}"
     return reply
+
+
+async def check_pods(redis_url: str | None, addresses: Sequence[str]) -> AsyncIterator[Finding]:
+    """Checks the pods at these addresses and the pods in the index, concurrently."""
+    known = dict.fromkeys([*addresses, *await _indexed(redis_url)])
+    answers = await asyncio.gather(*(_ask(address) for address in known))
+    for address, answer in zip(known, answers, strict=True):
+        for finding in _of_pod(address, answer):
+            yield finding
+
+
+async def _indexed(redis_url: str | None) -> list[str]:
+    """Addresses of the pods in the index; none if it does not answer, which another check reports."""
+    if redis_url is None:
+        return []
+    reader = IndexReader(redis_url)
+    try:
+        return [status.record.address for status in await reader.pods()]
+    except BatonError:
+        return []
+    finally:
+        await reader.close()
+
+
+async def _ask(address: str) -> transfer_pb2.InfoResponse | str:
+    connection = open_channel(address)
+    try:
+        return await transfer_pb2_grpc.TransferStub(connection).Info(transfer_pb2.InfoRequest(), timeout=INFO_S)
+    except grpc.aio.AioRpcError as e:
+        return e.details() or e.code().name
+    finally:
+        await connection.close(None)
+
+
+def _of_pod(address: str, answer: transfer_pb2.InfoResponse | str) -> list[Finding]:
+    if isinstance(answer, str):
+        return [Finding(f"pod at {address}", Level.WARN, answer, "the pod has ended, or this machine cannot reach it")]
+    state = "ready" if answer.ready else "draining" if answer.draining else "not ready"
+    level = Level.OK if answer.ready else Level.WARN
+    pod = Finding(f"pod {answer.pod}", level, f"{role_from_pb(answer.role)} at {address}, {state}")
+    return [pod, *(_of_pair(answer.pod, pair) for pair in answer.pairs)]
+
+
+def _of_pair(pod: str, pair: transfer_pb2.Pair) -> Finding:
+    """The finding about the KV that a pod sent to another one."""
+    what = f"{pod} -> {pair.pod}"
+    by = f"{pair.transport} ({pair.transport_source})" if pair.transport else "not connected"
+    detail = f"{by}, {pair.gb_s:.2f} GB/s, {pair.transfers} hand-offs and {pair.pulls} pulls of {pair.blocks} blocks"
+    if pair.transfers:
+        detail += f", {1e3 * pair.exposed_s / pair.transfers:.1f} ms exposed each"
+    if pair.failures:
+        return Finding(what, Level.WARN, f"{detail}, {pair.failures} failed", "the pods' logs say why")
+    return Finding(what, Level.OK, detail)

@@ -1,35 +1,39 @@
-"""The input file of a batch, checked before any request is sent, and the output file, to which runs append answers.
+"""The work of `baton batch`: reads a file of requests, sends them, and writes a file of answers, in OpenAI's format.
 
-Invariants of the output: every line but the last is complete, and no custom_id has two lines. A killed run may leave a
-partial last line. The next run removes it, together with temporary failures, and continues. A file with other lines is
-not an output file; it is refused and stays unchanged.
+The input is checked before any request is sent. Invariants of the output: every line but the last is complete, and no
+custom_id has two lines. A killed run may leave a partial last line. The next run removes it, together with temporary
+failures, and continues. A file with other lines is refused and stays unchanged.
 """
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import fcntl
 import os
+import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
 import orjson
 
-from common.errors import ConfigError
+from common.errors import BatonError, ConfigError, Unavailable
 from common.process.atomic_file import write_file_atomically
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ANSWERED = 200
-#: Statuses of temporary failures.
-TEMPORARY = frozenset({408, 429, 500, 502, 503, 504})
-#: Most wrong input lines that an error lists.
-MAX_LISTED_LINES = 20
+TEMPORARY = frozenset({408, 429, 500, 502, 503, 504})  # Statuses of temporary failures.
+MAX_LISTED_LINES = 20  # Most wrong input lines that an error lists.
 _ID = "batch_req_"
 _BEGIN = b'{"id":"' + _ID.encode()  # of every output line
+BACKOFF_S = (0.5, 30.0)
+MAX_RETRY_AFTER_S = 300.0
+NO_RETRY_CODES = frozenset({"insufficient_quota"})  # Codes of status 429 that retries in this run cannot change.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +76,13 @@ class Result:
 
     def line(self, custom_id: str) -> bytes:
         """The output line."""
-        response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
-        return orjson.dumps(
-            {
-                "id": f"{_ID}{secrets.token_hex(12)}",
-                "custom_id": custom_id,
-                "response": response if self.status else None,
-                "error": None if self.status else {"code": "connection_error", "message": self.error},
-            },
-            option=orjson.OPT_APPEND_NEWLINE,
-        )
+        response = error = None
+        if self.status:
+            response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
+        else:
+            error = {"code": "connection_error", "message": self.error}
+        line = {"id": f"{_ID}{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": error}
+        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def check(path: Path) -> int:
@@ -137,16 +138,16 @@ def _request(line: bytes) -> Request:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     custom_id, body = raw.get("custom_id"), raw.get("body")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise ValueError("custom_id must be a non-empty string")
-    if raw.get("method", "POST") != "POST":
-        raise ValueError("method must be POST")
-    if raw.get("url") not in URLS:
-        raise ValueError(f"url must be one of {', '.join(URLS)}")
-    if not isinstance(body, dict):
-        raise ValueError("body must be a JSON object")
-    if body.get("stream"):
-        raise ValueError("stream must not be true")
+    rules = (
+        (isinstance(custom_id, str) and custom_id, "custom_id must be a non-empty string"),
+        (raw.get("method", "POST") == "POST", "method must be POST"),
+        (raw.get("url") in URLS, f"url must be one of {', '.join(URLS)}"),
+        (isinstance(body, dict), "body must be a JSON object"),
+        (not (isinstance(body, dict) and body.get("stream")), "stream must not be true"),
+    )
+    for kept, rule in rules:
+        if not kept:
+            raise ValueError(rule)
     try:
         return Request(custom_id, raw["url"], orjson.dumps(body))
     except orjson.JSONEncodeError as e:
@@ -154,15 +155,11 @@ def _request(line: bytes) -> Request:
 
 
 class Answers:
-    """The output file, locked against a second run; a context manager.
-
-    Attributes:
-        done: custom_id of each answered request, and whether its answer is an error.
-    """
+    """The output file, locked against a second run; a context manager."""
 
     def __init__(self, path: Path) -> None:
         """Opens or continues the file. Raises ConfigError if it is not writable, in use, or not an output file."""
-        self.done: dict[str, bool] = {}
+        self.done: dict[str, bool] = {}  # custom_id of each answered request, and whether its answer is an error
         self._path = path
         with self._writing():
             self._lock = path.with_name(f".{path.name}.lock").open("a")
@@ -232,9 +229,8 @@ class Answers:
                 self.done[custom_id] = status != ANSWERED
                 kept.append(line)
         if partial or len(kept) < len(lines):
-            write_file_atomically(
-                self._path, b"".join(line + b"\n" for line in kept), self._path.stat().st_mode & 0o777
-            )
+            mode = self._path.stat().st_mode & 0o777
+            write_file_atomically(self._path, b"".join(line + b"\n" for line in kept), mode)
 
 
 def _of_answer(line: bytes, where: str) -> tuple[str, int]:
@@ -249,3 +245,91 @@ def _of_answer(line: bytes, where: str) -> tuple[str, int]:
 
 def _no_output(where: str) -> ConfigError:
     return ConfigError(f"{where} is not a line of batch output; name another file", field="output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """How to send the requests."""
+
+    url: str  # Of the gateway, with or without /v1.
+    api_key: str | None = None
+    concurrency: int = 64
+    retries: int = 10  # Per request.
+    timeout_s: float = 600.0  # Per try.
+
+
+async def send_all(
+    sending: Sending,
+    requests: Iterator[Request],
+    done: Callable[[Request, Result], None],
+    retried: Callable[[str], None],
+) -> None:
+    """Sends all requests; calls `done` with each result as it arrives, and `retried` with the reason of each retry.
+
+    The back-off is exponential with jitter, and at least the answer's Retry-After. Raises Unavailable if the gateway
+    refuses the API key, ConfigError for an invalid URL or key, and errors of `done`.
+    """
+    headers = {"content-type": "application/json", "x-request-timeout": f"{sending.timeout_s:g}"}
+    if sending.api_key:
+        if not (sending.api_key.isascii() and sending.api_key.isprintable()):
+            raise ConfigError("--api-key: an API key must be printable ASCII", field="api_key")
+        headers["authorization"] = f"Bearer {sending.api_key}"
+    base = base_url(sending.url)
+    limits = httpx.Limits(max_connections=sending.concurrency, max_keepalive_connections=sending.concurrency)
+    timeout = httpx.Timeout(sending.timeout_s + 10.0, connect=10.0)
+    async with httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout) as client:
+
+        async def work() -> None:
+            for request in requests:  # all workers take from one iterator
+                done(request, await _result(client, sending, request, retried))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(sending.concurrency):
+                    group.create_task(work())
+        except* BatonError as e:
+            raise e.exceptions[0] from e
+
+
+def base_url(url: str) -> httpx.URL:
+    """The gateway's URL without /v1. Raises ConfigError."""
+    try:
+        base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+    except httpx.InvalidURL as e:
+        raise ConfigError(f"--url: {url!r} is not a URL: {e}", field="url") from e
+    if base.scheme not in ("http", "https") or not base.host:
+        raise ConfigError(f"--url: {url!r} is not like http://HOST:PORT", field="url")
+    return base
+
+
+async def _result(
+    client: httpx.AsyncClient, sending: Sending, request: Request, retried: Callable[[str], None]
+) -> Result:
+    pause_s = BACKOFF_S[0]
+    for retries_left in range(sending.retries, -1, -1):
+        result, retry_after_s = await _try(client, request)
+        if result.status in (401, 403) and result.code == "invalid_api_key":
+            raise Unavailable("the gateway refuses the API key; pass another one with --api-key")
+        temporary = result.status in TEMPORARY or not result.status
+        if not temporary or result.code in NO_RETRY_CODES or not retries_left:
+            return result
+        retried(result.reason)
+        await asyncio.sleep(max(min(retry_after_s, MAX_RETRY_AFTER_S), pause_s * random.uniform(0.5, 1.0)))
+        pause_s = min(BACKOFF_S[1], 2 * pause_s)
+    raise AssertionError("the last try returns")
+
+
+async def _try(client: httpx.AsyncClient, request: Request) -> tuple[Result, float]:
+    """Sends a request once: the result, and the seconds of Retry-After."""
+    try:
+        answer = await client.post(request.url, content=request.body)
+    except (httpx.HTTPError, httpx.InvalidURL) as e:
+        detail = f": {e}" if str(e) else ""
+        return Result(error=f"no answer from {client.base_url}: {type(e).__name__}{detail}"), 0.0
+    try:
+        body = orjson.loads(answer.content)
+    except orjson.JSONDecodeError:
+        body = answer.text
+    retry_after = answer.headers.get("retry-after", "")
+    retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
+    return Result(answer.status_code, answer.headers.get("x-request-id", ""), body), retry_after_s

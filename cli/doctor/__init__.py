@@ -1,1 +1,0 @@
-"""The checks of `baton doctor`: this machine, and running pods."""
