@@ -21,6 +21,8 @@ import time
 import timeit
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,7 +30,7 @@ import httpx
 
 from benchmarks.support import report
 from benchmarks.support.local_stack import valkey
-from benchmarks.support.timing import ms, percentiles_ms, timed_calls
+from benchmarks.support.report import ms, percentiles_ms, timed_calls
 from cli.demo.model import demo_model
 from common.types import Role
 from gateway.admission.api_keys import ANONYMOUS, Caller, KeyLimits, KeySet, create_key
@@ -43,21 +45,6 @@ REFUSED_PER_S, REFUSED_S, RUNNING = 64, 10, 8
 RATE, PROMPT, LOAD_S, MAX_TTFT_S = 4000.0, 200, 15.0, 4.0
 #: Arrival rate as a share of the pod's rate, and cached tokens of each prompt.
 LOADS = {"within": (0.8, 0), "beyond": (2.0, 0), "cached": (2.0, 160)}
-
-
-class _Idle:
-    """A queue forecast of pods without a queue."""
-
-    measured = True
-
-    def queue_s(self, launched: int) -> float:
-        return 0.0
-
-    def compute_s(self, tokens: int) -> float:
-        return 0.0
-
-    def tokens_per_s(self) -> float:
-        return 1.0
 
 
 def each_us(call: Callable[[], object], number: int = 4_000) -> float:
@@ -86,7 +73,10 @@ def turn_us() -> float:
 
 
 async def gate_us() -> float:
-    gate = Gate(GateLimits(), _Idle(), GatewayMetrics())
+    forecast: Any = SimpleNamespace(  # of pods without a queue
+        measured=True, queue_s=lambda launched: 0.0, compute_s=lambda tokens: 0.0, tokens_per_s=lambda: 1.0
+    )
+    gate = Gate(GateLimits(), forecast, GatewayMetrics())
 
     async def held() -> int:
         return 0

@@ -137,18 +137,14 @@ def split(wheel: Path, size: int) -> None:
 
 def join(parts: Path, into: Path) -> list[Path]:
     """Writes the wheels that have all their parts in `parts` to `into`. Returns their paths."""
-    groups: dict[str, dict[int, Path]] = {}
-    counts: dict[str, int] = {}
+    groups: dict[tuple[str, int], dict[int, Path]] = {}
     for path in parts.iterdir():
         if match := PART.fullmatch(path.name):
-            groups.setdefault(match["wheel"], {})[int(match["at"])] = path
-            counts[match["wheel"]] = int(match["of"])
-    whole = []
-    for name, found in groups.items():
-        if len(found) == counts[name]:
-            (into / name).write_bytes(b"".join(found[at].read_bytes() for at in sorted(found)))
-            whole.append(into / name)
-    return whole
+            groups.setdefault((match["wheel"], int(match["of"])), {})[int(match["at"])] = path
+    whole = {into / name: found for (name, count), found in groups.items() if len(found) == count}
+    for wheel, found in whole.items():
+        wheel.write_bytes(b"".join(found[at].read_bytes() for at in sorted(found)))
+    return list(whole)
 
 
 def install(target: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from prefix_index.store import PodRecord
 
 PROMPT, OUTPUT, CONCURRENT = 128, 64, 16
 PACKAGES = ("torch", "transformers", "grpcio", "nixl-cu13", "starlette", "redis")
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 VOCAB = (100, 49_000)  # Range of the token ids in prompts.
 
 
@@ -93,11 +95,6 @@ async def tokens_s(client: RestClient, batch: list[TextPiece]) -> float:
     return len(batch) * OUTPUT / (time.perf_counter() - begin)
 
 
-def engine_ttft(llm: LLM, prompt: TextPiece) -> float:
-    ids = prompt.ids(*VOCAB)
-    return timed(lambda: llm.generate([ids], SamplingParams(temperature=0.0, max_tokens=1)))[0]
-
-
 async def lookup_ms(redis: str, record: PodRecord, count: int = 500) -> float:
     """Returns the median time of looking up a chain of 250 blocks that the pod of `record` holds."""
     chain = [os.urandom(16) for _ in range(250)]
@@ -135,7 +132,7 @@ async def measure(args: argparse.Namespace, model_dir: Path) -> tuple[dict[str, 
         await stream(client, prompts(1, 2)[0], 2)
         pairs = []
         for prompt in prompts(args.pairs, 3):
-            alone = engine_ttft(llm, prompt)
+            alone, _ = timed(partial(llm.generate, [prompt.ids(*VOCAB)], ONE_TOKEN))
             record = await stream(client, prompt, 1)
             assert record.ttft_s is not None
             pairs.append((alone * 1e3, record.ttft_s * 1e3))

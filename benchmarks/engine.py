@@ -13,7 +13,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 from benchmarks.support import report
 from benchmarks.support.engine_driver import Condition, Driver, Prompts, engine_settings, running
 from benchmarks.support.limits import Ceilings, StepCost, ceilings, free_memory
+from benchmarks.support.report import timed
 from benchmarks.support.shapes import GOALS, HOST_GOALS, SHAPES, BenchmarkShape, config_directory
 from common.types import SamplingParams
 from engine.config import EngineConfig
@@ -49,11 +50,11 @@ Metrics, all medians unless stated otherwise:
 - copy_gb_s: a copy of 4 GiB on the device, bytes read and written.
 """
 
+PARTS = ("decode", "ttft", "handed", "offline")  # Methods of EngineBench.
 SLACK = 8  # Steps between a change (all rows decode, a replay) and the first step that counts.
 AROUND = 16  # Steps before and after the replays that are compared with them.
-SAMPLED = SamplingParams(
-    temperature=0.8, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2
-)
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, **PENALTIES)
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -115,14 +116,12 @@ def launches(driver: Driver) -> Iterator[list[float]]:
     runner, times = driver.engine.runner, list[float]()
     launch = runner.launch
 
-    def timed(*args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return launch(*args)
-        finally:
-            times.append(time.perf_counter() - began)
+    def timed_launch(*args: Any) -> Any:
+        seconds, launched = timed(lambda: launch(*args))
+        times.append(seconds)
+        return launched
 
-    runner.launch = timed  # type: ignore[method-assign]
+    runner.launch = timed_launch  # type: ignore[method-assign]
     try:
         yield times
     finally:
@@ -202,17 +201,9 @@ class EngineBench:
             print(f"ready after {ready_s} s, {limits.chunk_tokens} tokens per step beside decoding rows", flush=True)
             cost = StepCost(self.shape.config, itemsize, layout.block_bytes // layout.block_size)
             for part in parts:
-                PARTS[part](self, driver, cost)
+                getattr(self, part)(driver, cost)
         budgets = {f"{part}_token_budget": limits.chunk_tokens for part in parts}
         return {"ready_s": ready_s} | budgets | {f"{part}_most_tokens": limits.max_step_tokens for part in parts}
-
-
-PARTS: dict[str, Callable[[EngineBench, Driver, StepCost], None]] = {
-    "decode": EngineBench.decode,
-    "ttft": EngineBench.ttft,
-    "handed": EngineBench.handed,
-    "offline": EngineBench.offline,
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -252,20 +243,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     took_s = round(time.perf_counter() - began, 1)
     print(f"{took_s:.0f} s in total")
     table.metrics["copy_gb_s"] = round(ceiling.copy_gb_s, 1)
-    report.write(
-        args.out,
-        "engine",
-        table.metrics,
-        "torch",
-        "triton",
-        shape=args.shape,
-        rows=table.rows,
-        matmul_tflop_s=round(ceiling.matmul_tflop_s, 1),
-        attention_tflop_s=round(ceiling.attention_tflop_s, 1),
-        ready_s=engine.pop("ready_s"),
-        engine=engine,
-        took_s=took_s,
-    )
+    more = {name: round(getattr(ceiling, name), 1) for name in ("matmul_tflop_s", "attention_tflop_s")}
+    more |= {"ready_s": engine.pop("ready_s"), "engine": engine, "took_s": took_s}
+    report.write(args.out, "engine", table.metrics, "torch", "triton", shape=args.shape, rows=table.rows, **more)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 Three processes run: the gateway as `baton gateway` starts it, pods that compute nothing (support/step_pods.py) behind
 real gRPC, and a client that reads server-sent events (support/sse_client.py). 256 chat streams get one token per step
 from 8 decode pods with 32 streams each. The steps of the pods are spread evenly over time, because real pods are not
-synchronised. On a machine with other load, `chrt -r 5` before the command keeps other processes from interrupting the
-measured ones. It reduces CPU per token by 4% on an idle machine too.
+synchronised. `chrt -r 5` before the command keeps other processes from interrupting the measured ones. It reduces CPU
+per token by 4% on an idle machine too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import psutil
@@ -31,8 +31,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
-from benchmarks.support.local_stack import start_script
-from benchmarks.support.timing import ms, percentiles_ms
+from benchmarks.support.local_stack import said, start_script
+from benchmarks.support.report import ms, percentiles_ms
 from cli import probes
 from cli.demo.model import demo_model
 from cli.stack.process import ChildProcess, PortLease
@@ -41,16 +41,12 @@ METRICS = """
 Metrics, of the time in which all streams run unless stated otherwise:
 
 - cpu_us_per_token: CPU time of the gateway's process (all threads, user and system) over the tokens that clients got.
-  tok_s_per_core is the inverse. cpu_us_per_token_whole is from before the first request to after the last answer, so it
-  includes HTTP, validation, routing and hand-off.
-- added_ms_p50, added_ms_p99: from the moment at which a pod gives a token to gRPC until the client has read its event.
-  This is two sockets, the gateway, and the time behind other tokens of the step, at half load (tokens at a rate that
-  takes half a core at 40 us per token). added_ms_p99_whole is of all tokens, also those that arrive while the gateway
-  admits 256 new requests at once.
-- one_pod_*: the same rate from one decode pod. This is the worst case: all 256 tokens of a step arrive at once, and the
-  last token waits for all others.
-- idle_mib: resident memory of a gateway with 10,000 streams that have begun and get no tokens. idle_kib_per_stream: the
-  memory that a stream adds.
+  tok_s_per_core is the inverse. cpu_us_per_token_whole is from before the first request to after the last answer.
+- added_ms_p50, added_ms_p99: from the moment at which a pod gives a token to gRPC until the client has read its event,
+  at half load (a rate that takes half a core at 40 us per token). It includes two sockets and the wait behind other
+  tokens of the step. added_ms_p99_whole is of all tokens, also while the gateway admits 256 new requests at once.
+- one_pod_*: the same rate from one decode pod, the worst case: all 256 tokens of a step arrive at once.
+- idle_mib: resident memory of a gateway with 10,000 streams that have begun and get no tokens; idle_kib_per_stream.
 
 The metrics are from the run with the least CPU per token (--runs). `rows` has all runs, with the load average.
 """
@@ -83,8 +79,7 @@ class GatewayUnderTest:
         """Ends the pods. Returns the times at which token 1, 2, ... of each request were sent, by request id."""
         self.pods.send_signal(signal.SIGTERM)
         self.pods.wait(30)
-        times: dict[str, list[float]] = orjson.loads(self.emitted.read_bytes())
-        return times
+        return cast("dict[str, list[float]]", orjson.loads(self.emitted.read_bytes()))
 
 
 @contextmanager
@@ -93,8 +88,7 @@ def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> It
     model, emitted = demo_model(), tmp / "emitted.json"
     flags: list[object] = ["--decodes", decodes, "--step-ms", step_ms, "--model", model, "--emitted", emitted]
     with start_script("step_pods.py", *flags, *(["--stall"] if stall else [])) as pods, PortLease() as lease:
-        assert pods.stdout is not None
-        addresses = ",".join(json.loads(pods.stdout.readline()))
+        addresses = ",".join(said(pods))
         argv = [sys.executable, "-m", "cli", "gateway", f"--port={lease.port}", f"--model={model}"]
         argv += [f"--served-name={MODEL}", f"--pods={addresses}", f"--max-inflight={2 * IDLE_STREAMS}"]
         gateway = ChildProcess("gateway", [*argv, "--log-level=warning"], log=tmp / "gateway.log")
@@ -131,8 +125,7 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
         with stack(tmp, decodes=decodes, step_ms=1e3 * step_s) as running:
             begin_cpu = running.cpu_s()
             with client(running.port, "--streams", streams, "--tokens", tokens, "--out", out) as reader:
-                assert reader.stdout is not None
-                begun: float = json.loads(reader.stdout.readline())["begun"]
+                begun: float = said(reader)["begun"]
                 time.sleep(SETTLE_S)
                 window = time.monotonic()
                 cpu = running.cpu_s()
@@ -148,7 +141,6 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
     inside = [size for a in answers for at, size in a["chunks"] if window <= at < window_end]
     all_delays = [pair for a in answers for pair in delays(a["chunks"], sent[a["id"]])]
     added = [delay for at, delay in all_delays if window <= at < window_end]
-    added_whole = [delay for _, delay in all_delays]
     return {
         "streams": streams,
         "decode_pods": decodes,
@@ -159,7 +151,7 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
         "tokens_per_chunk": round(sum(inside) / len(inside), 3),
         **{f"added_ms_{name}": value for name, value in percentiles_ms(added, "p50", "p90", "p99").items()},
         "added_ms_max": ms(max(added)),
-        "added_ms_p99_whole": percentiles_ms(added_whole, "p99")["p99"],
+        "added_ms_p99_whole": percentiles_ms([delay for _, delay in all_delays], "p99")["p99"],
         "rss_mib": round(rss / 2**20, 1),
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -180,17 +172,14 @@ def idle(streams: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, stack(Path(folder), decodes=2, step_ms=20, stall=True) as running:
         before = running.gateway.memory_info().rss
         with client(running.port, "--streams", streams, "--tokens", 1000, "--idle") as reader:
-            assert reader.stdout is not None
-            assert reader.stdin is not None
-            reader.stdout.readline()
-            alive = json.loads(reader.stdout.readline())["alive"]
+            said(reader)
+            alive = said(reader)["alive"]
             time.sleep(2.0)
             cpu = running.cpu_s()
             time.sleep(5.0)
             cpu = (running.cpu_s() - cpu) / 5.0
             rss = running.gateway.memory_info().rss
-            reader.stdin.close()
-            reader.wait(60)
+            reader.communicate(timeout=60)  # closes its stdin
     assert alive == streams, f"{alive} of {streams} streams are open"
     return {
         "streams": streams,

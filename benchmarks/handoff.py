@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import pd_stack, report
 from benchmarks.support.pd_stack import CONFIGS, FLAGS, StackClient, TimedAnswer, prompts, transport_of
-from benchmarks.support.timing import ms, spread
+from benchmarks.support.report import ms, spread
 from benchmarks.support.transfer_peer import FreePin, TransferPeer, answer_lines, other_process, transfer_peer
 from cli.gpus import visible_gpus
 from common.errors import BatonError
@@ -39,17 +39,16 @@ Through the real gateway, one request at a time, with unique prompts and the cli
 
 - handover_ms_N: from the first token, which prefill sends, to the second token, the first of decode; median.
 - exposed_ms_8192: from the end of the last chunk's compute to the acknowledged commit, on prefill's clock; median.
-- decode_step_ratio_while_receiving: mean time of a decode step of 16 sequences while KV arrives, over the mean of the
-  steps before and after. The KV is from other prompts, which end with their first token and follow each other without
-  a pause, so it arrives at the rate of one prefill (received_gb_s).
+- decode_step_ratio_while_receiving: mean time of a decode step of 16 sequences while KV of other prompts arrives at the
+  rate of one prefill (received_gb_s), over the mean of the steps before and after.
 
 Between two processes with the pods' transfer code (TransferNode) over their own pools, 2 GiB at a time:
 
 - payload_gb_s: scattered blocks of 2 MiB, from the push to the end of the last write; median.
 - payload_gb_s_8mib: the same in runs of 4 neighbouring blocks. The rows have other runs and write sizes.
 
-Rows have exposed_parts (kv_transfer.messages.ExposedParts). The rows in `ends` are hand-overs of one block between the
-two processes, with the commit as a notification and as a call. On a CPU the two differ only with UCX_TLS=tcp.
+The rows in `ends` are hand-overs of one block between the two processes, with the commit as a notification and as a
+call. On a CPU the two differ only with UCX_TLS=tcp.
 """
 
 MIB = 1 << 20
@@ -65,13 +64,11 @@ class HandoffSizes:
     handover: tuple[int, ...]  # Prompt lengths of handover_ms_N.
     exposed: int  # Prompt length of exposed_ms_N.
     repeats: int
-    #: Sequences that decode while KV arrives, and their context.
-    rows: int
-    context: int
+    rows: int  # Sequences that decode while KV arrives.
+    context: int  # Their context.
     window_s: float  # Seconds of each of the periods before, while and after KV arrives.
-    #: Length of the prompts whose KV arrives, and how many run concurrently.
-    arriving: int
-    concurrent: int
+    arriving: int  # Length of the prompts with the KV that arrives.
+    concurrent: int  # How many of these prompts run concurrently.
 
     @property
     def pool_blocks(self) -> int:
@@ -131,14 +128,8 @@ class TransferBench:
     greeting: dict[str, str]  # Name and address of the receiver.
     ask: Callable[[object], Awaitable[Any]]
 
-    async def move(
-        self, node: TransferNode, request: str, local: list[int], remote: list[int]
-    ) -> tuple[float, float, TransferReport]:
-        """Runs one transfer.
-
-        Returns the seconds from the push to the end of the last write, the seconds from there to the acknowledged
-        commit, and the report.
-        """
+    async def move(self, node: TransferNode, request: str, local: list[int], remote: list[int]) -> TransferReport:
+        """Runs one transfer."""
         number = await self.ask({"request": request, "blocks": remote})
         transfer_id, fingerprint = TransferId(**number), self.plan.layout.fingerprint
         target = KvTarget(transfer_id, self.greeting["pod"], self.greeting["address"], 0, tuple(remote), fingerprint)
@@ -148,7 +139,7 @@ class TransferBench:
         transfer.finish([1], [None])
         done = await transfer.done()
         assert done.blocks == len(local)
-        return done.parts.written_s, done.exposed_s - done.parts.written_s, done
+        return done
 
     async def payload(self) -> list[dict[str, Any]]:
         """Measures GB/s for each length of runs and each write size."""
@@ -162,10 +153,10 @@ class TransferBench:
                     for repeat in range(plan.repeats + 1):
                         local, remote = (scattered(plan.total_blocks, run, rng) for _ in range(2))
                         request = f"{limits.first_bytes}-{limits.max_bytes}-{run}-{repeat}"
-                        write_s, commit_s, _ = await self.move(sender.node, request, local, remote)
+                        done = await self.move(sender.node, request, local, remote)
                         if repeat:  # the first one connects
-                            times.append(write_s)
-                            exposed.append(commit_s)
+                            times.append(done.parts.written_s)
+                            exposed.append(done.exposed_s - done.parts.written_s)
                     peer = sender.node.stats().peers[0]
                     rows.append(
                         {
@@ -187,22 +178,18 @@ class TransferBench:
         """Measures hand-overs of one block, with the commit as a notification and as a call."""
         rows: list[dict[str, Any]] = []
         for notes in (True, False):
-            reports: list[TransferReport] = []
             async with self._sender(commit_notifications=notes) as sender:
-                for repeat in range(END_REPEATS + 2):
-                    *_, done = await self.move(sender.node, f"end-{notes}-{repeat}", [repeat], [repeat])
-                    reports.append(done)
-            rows.append({"notes": notes, "exposed": spread([r.exposed_s for r in reports[2:]])})
-            rows[-1] |= exposed_parts([asdict(r.parts) for r in reports[2:]])
+                names = [(f"end-{notes}-{number}", [number]) for number in range(END_REPEATS + 2)]
+                reports = [await self.move(sender.node, name, blocks, blocks) for name, blocks in names][2:]
+            rows.append({"notes": notes, "exposed": spread([r.exposed_s for r in reports])})
+            rows[-1] |= exposed_parts([asdict(r.parts) for r in reports])
             print(rows[-1], flush=True)
         return rows
 
     def _sender(self, **options: Any) -> AbstractAsyncContextManager[TransferPeer]:
         """Runs a node that sends."""
-        plan = self.plan
-        return transfer_peer(
-            Role.PREFILL, plan.layout, plan.pool_blocks, self.device, allow_tcp=self.allow_tcp, **options
-        )
+        options |= {"allow_tcp": self.allow_tcp}
+        return transfer_peer(Role.PREFILL, self.plan.layout, self.plan.pool_blocks, self.device, **options)
 
 
 def exposed_parts(parts: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -221,26 +208,24 @@ async def receiving(client: StackClient, shape: str, plan: HandoffSizes) -> dict
     await asyncio.sleep(plan.window_s)
     marks.append(time.perf_counter())
     arriving = iter(prompts(shape, 4096 if shape == "tiny" else 400, plan.arriving, seed=3))
-    moved: list[float] = []
-    until = time.perf_counter() + 2 * plan.window_s
+    moved, until = 0, time.perf_counter() + 2 * plan.window_s
 
     async def feed() -> None:
+        nonlocal moved
         while time.perf_counter() < until:
             try:
                 await client.ask(next(arriving), 1)
+                moved += 1
             except RuntimeError as e:  # on a machine with few cores the pods may be overloaded
                 print(e, flush=True)
                 await asyncio.sleep(0.1)
-            else:
-                moved.append(time.perf_counter())
 
     await asyncio.gather(*(feed() for _ in range(plan.concurrent)))
     marks.append(time.perf_counter())
     await asyncio.sleep(plan.window_s)
     marks.append(time.perf_counter())
     for stream in streams:
-        if not stream.done():
-            stream.cancel()
+        stream.cancel()
     done = await asyncio.gather(*streams, return_exceptions=True)
     answers = [a for a in client.answers if a.due < marks[0] and len(a.at) > 8]
     assert len(answers) >= plan.rows, [repr(d) for d in done if isinstance(d, Exception)]
@@ -248,11 +233,10 @@ async def receiving(client: StackClient, shape: str, plan: HandoffSizes) -> dict
     tails: list[dict[str, float]] = []
     for begin, end in itertools.pairwise(marks):
         inside = [[at for at in a.at if begin <= at < end] for a in answers]
-        times = [b - a for at in inside for a, b in itertools.pairwise(at)]
         means.append(statistics.fmean((at[-1] - at[0]) / (len(at) - 1) for at in inside if len(at) > 1))
-        tails.append(spread(times))
+        tails.append(spread([b - a for at in inside for a, b in itertools.pairwise(at)]))
     before, during, after = means
-    moved_bytes = len(moved) * plan.arriving * plan.layout.block_bytes / plan.layout.block_size
+    moved_bytes = moved * plan.arriving * plan.layout.block_bytes / plan.layout.block_size
     return {
         "rows": plan.rows,
         "before_ms": ms(before),
@@ -326,9 +310,8 @@ async def measure(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = pd_stack.arguments(__doc__, METRICS, PLANS)
-    parser.add_argument(
-        "--only", choices=("pods", "payload"), nargs="+", default=["pods", "payload"], help="parts to run"
-    )
+    parts = ("pods", "payload")
+    parser.add_argument("--only", choices=parts, nargs="+", default=list(parts), help="parts to run")
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     asyncio.run(receive(PLANS[args.shape], args.device) if args.receive else measure(args))

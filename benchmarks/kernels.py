@@ -29,15 +29,12 @@ from benchmarks.support.limits import copy_seconds, device_seconds, median_secon
 from common.kv_layout import FP8_DTYPE, KVLayout
 from common.types import SamplingParams
 from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill, gather_kv
-from engine.kernels.gemm_swiglu import MIN_ROWS, gemm_swiglu
-from engine.kernels.gemv import gemv
+from engine.kernels.gemm import MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm
 from engine.kernels.kv_write import kv_write, rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kernels.paged_decode import concurrent_programs, decode_workspace, paged_decode, plan_decode
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.skinny_gemm import skinny_gemm
-from engine.kv.kv_pool import KVPool
-from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
+from engine.kv.kv_pool import KVPool, LayerKV, dequantize_e4m3, quantize_e4m3
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampleRow
 
@@ -241,14 +238,11 @@ def prefill(report: Report, pool: Pool, new: int, length: int) -> None:
         return paged_prefill(q, pool.layer(i), table, cu_q, lens, max_query=new, scale=SCALE)
 
     shape = f"{new} new of {length}"
-    for name, launch, key in [
-        ("prefill cuDNN", backend, "prefill"),
-        ("prefill own", own, "prefill_own"),
-        ("prefill paged", paged, "prefill_paged"),
-    ]:
+    ways = {"cuDNN": (backend, "prefill"), "own": (own, "prefill_own"), "paged": (paged, "prefill_paged")}
+    for name, (launch, key) in ways.items():
         out = launch(0)
         worst = max(error(out[:64], head), error(out[-64:], tail))
-        report.flops(name, shape, seconds(launch, 4, 9), flop, worst, f"{key}_{new}_of_{length}")
+        report.flops(f"prefill {name}", shape, seconds(launch, 4, 9), flop, worst, f"{key}_{new}_of_{length}")
 
 
 def small(report: Report, pool: Pool, rows: int) -> None:
@@ -270,15 +264,14 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     time_s = seconds(lambda i: silu_mul(gate_up, out))
     report.bytes("SiLU x mul", f"{rows} rows", time_s, rows * INNER * 6, worst, f"silu_{rows}")
 
-    if rows >= MIN_ROWS:
+    if rows >= MIN_SWIGLU_ROWS:
         x, weight = normal(rows, HIDDEN), normal(2 * INNER, HIDDEN) / 64
         worst = error(gemm_swiglu(x, weight)[-256:], product(x[-256:], weight, gated=True))
         flop, shape = 4 * rows * HIDDEN * INNER, f"{rows} rows"
         apart = seconds(lambda i: silu_mul(torch.nn.functional.linear(x, weight)), 4)
         report.flops("cuBLAS, SiLU x mul", shape, apart, flop, None, f"swiglu_apart_{rows}")
-        report.flops(
-            "SwiGLU product", shape, seconds(lambda i: gemm_swiglu(x, weight), 4), flop, worst, f"swiglu_{rows}"
-        )
+        time_s = seconds(lambda i: gemm_swiglu(x, weight), 4)
+        report.flops("SwiGLU product", shape, time_s, flop, worst, f"swiglu_{rows}")
 
     qkv = normal(rows, (HEADS + 2 * KV_HEADS) * DIM)
     keys = qkv.view(rows, -1, DIM)[:, HEADS : HEADS + KV_HEADS].double()
@@ -287,9 +280,8 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     rope_kv_write(qkv, pool.layer(0), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
     written = pool.layer(0).kv[slots[:rows] // BLOCK, 0, :, slots[:rows] % BLOCK]
     worst = error(written, torch.cat([a * c - b * s, b * c + a * s], -1))
-    time_s = seconds(
-        lambda i: rope_kv_write(qkv, pool.layer(i), positions[:rows], slots[:rows], cos, sin, num_heads=HEADS)
-    )
+    args = (positions[:rows], slots[:rows], cos, sin)
+    time_s = seconds(lambda i: rope_kv_write(qkv, pool.layer(i), *args, num_heads=HEADS))
     moved = rows * DIM * 2 * (2 * HEADS + 5 * KV_HEADS)
     report.bytes("RoPE + KV write", f"{rows} rows", time_s, moved, worst, f"rope_{rows}")
 

@@ -30,12 +30,11 @@ import orjson
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
-from benchmarks.support.local_stack import start_script
-from benchmarks.support.timing import ms, percentiles_ms
+from benchmarks.support.local_stack import said, start_script
+from benchmarks.support.report import ms, percentiles_ms
 from cli.commands.loadtest import run_sync
-from loadtest import progress
 from loadtest.config import LoadConfig
-from loadtest.run import LoadRun
+from loadtest.run import LoadRun, show_progress
 
 STREAMS, RATE, TOKENS = 500, 20.0, 400
 STARTS_PER_S = 100
@@ -46,12 +45,11 @@ def timing_server(core: int, *, beat: bool) -> Iterator[tuple[int, dict[str, Any
     """Runs a timing server. Yields its port and a dict that has its recorded times after the block."""
     times: dict[str, Any] = {}
     with start_script("timing_server.py", "--rate", RATE, *(["--beat"] if beat else [])) as server:
-        assert server.stdout is not None
         os.sched_setaffinity(server.pid, {core})
         try:
-            yield orjson.loads(server.stdout.readline())["port"], times
+            yield said(server)["port"], times
             server.send_signal(signal.SIGTERM)
-            times.update(orjson.loads(server.stdout.read()))
+            times |= orjson.loads(server.communicate()[0])
         finally:
             server.kill()
 
@@ -62,7 +60,7 @@ def measure(server_core: int, streams: int, tokens: int, *, beat: bool) -> dict[
     with timing_server(server_core, beat=beat) as (port, times):
         flags = {"url": f"http://127.0.0.1:{port}", "rate": str(STARTS_PER_S), "arrivals": "constant"}
         flags |= {"requests": str(streams), "output_tokens": str(tokens), "input_tokens": "64"}
-        run = run_sync(LoadConfig.of(flags), watch=lambda run: progress.show(run, sys.stderr))
+        run = run_sync(LoadConfig.of(flags), watch=lambda run: show_progress(run, sys.stderr))
     return {"mode": "in step" if beat else "apart", **errors(run, times), "load_average": round(load, 2)}
 
 

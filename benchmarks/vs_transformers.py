@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.support import report
 from benchmarks.support.engine_driver import Prompts
 from benchmarks.support.limits import free_memory
+from benchmarks.support.report import timed
 from benchmarks.support.shapes import SHAPES, config_directory
-from benchmarks.support.timing import timed
 from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import LLM
@@ -41,9 +41,9 @@ Each ratio is the time of transformers over the time of Baton, from the call to 
   early stops; median of --repeats.
 - ratio_continuous256: 256 requests with 128 input tokens and 16 to 512 output tokens (uniform, fixed seed), all queued
   at the start. Baton runs them in one call. transformers runs static batches of 16 in order of arrival, each until its
-  longest request is done. Only requested tokens count; both sides get the same requests.
+  longest request is done.
 
---static-batches N measures the first N static batches only. The time of all batches is then scaled by their steps (a
+--static-batches N measures the first N static batches only. Their time is then scaled by the steps of all batches (a
 batch has as many steps as its longest output), and the result file records this.
 """
 
@@ -109,30 +109,25 @@ class Workload:
             return OfflineBatch(name, prompts.make(len(outputs), args.prompt), outputs)
 
         self.warm_up = batch("warm-up", [4, 4])
-        self.fixed = {
-            size: [batch(f"batch{size}", [args.output] * size) for _ in range(args.repeats)] for size in (1, args.batch)
-        }
+        self.fixed = [
+            [batch(f"batch{size}", [args.output] * size) for _ in range(args.repeats)] for size in (1, args.batch)
+        ]
         mixed = [prompts.rng.randint(min(SHORTEST, args.longest), args.longest) for _ in range(args.requests)]
         self.mixed = batch(f"continuous{args.requests}", mixed)
 
 
 def on_device(work: Callable[[], Any]) -> tuple[float, Any]:
     """Runs the work. Returns the seconds until the device has finished it, and the result."""
-
-    def finished() -> Any:
-        result = work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return result
-
-    return timed(finished)
+    finish = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    seconds, (result, _) = timed(lambda: (work(), finish()))
+    return seconds, result
 
 
 def ours(llm: LLM, batch: OfflineBatch) -> float:
     """Runs a batch with Baton. Returns the seconds."""
     params = [SamplingParams(temperature=0.0, max_tokens=tokens) for tokens in batch.outputs]
-    generate = llm.generate
-    seconds, completions = on_device(lambda: generate(batch.prompts, params, ignore_eos=True, show_progress=False))
+    options = {"ignore_eos": True, "show_progress": False}
+    seconds, completions = on_device(lambda: llm.generate(batch.prompts, params, **options))
     for completion, tokens in zip(completions, batch.outputs, strict=True):
         if len(completion.ids) != tokens:
             raise SystemExit(f"a request of {batch.name} ended early: {completion.error}")
@@ -152,7 +147,7 @@ def theirs(model: Any, batch: OfflineBatch) -> float:
 
 def measure_ours(llm: LLM, work: Workload, result: ComparisonResult) -> None:
     ours(llm, work.warm_up)
-    for batches in work.fixed.values():
+    for batches in work.fixed:
         result.add_ours(batches[0], statistics.median(ours(llm, batch) for batch in batches))
     result.add_ours(work.mixed, ours(llm, work.mixed))
 
@@ -160,13 +155,11 @@ def measure_ours(llm: LLM, work: Workload, result: ComparisonResult) -> None:
 def measure_theirs(model: Any, work: Workload, result: ComparisonResult, args: argparse.Namespace) -> None:
     theirs(model, work.warm_up)
     *fixed, mixed = result.rows
-    for row, batches in zip(fixed, work.fixed.values(), strict=True):
+    for row, batches in zip(fixed, work.fixed, strict=True):
         result.add_theirs(row, statistics.median(theirs(model, batch) for batch in batches))
     prompts, outputs, rows = work.mixed.prompts, work.mixed.outputs, args.rows
-    static = [
-        OfflineBatch(f"static {at}", prompts[at : at + rows], outputs[at : at + rows])
-        for at in range(0, args.requests, rows)
-    ]
+    parts = [slice(at, at + rows) for at in range(0, args.requests, rows)]
+    static = [OfflineBatch(f"static {part.start}", prompts[part], outputs[part]) for part in parts]
     chosen = static[: args.static_batches or len(static)]
     theirs(model, chosen[0])  # warm-up: these outputs are longer than all before, so transformers allocates memory
     measured = 0.0
@@ -196,9 +189,7 @@ def load_theirs(model_dir: Path, dummy: bool, device: torch.device, dtype: torch
 def main(argv: Sequence[str] | None = None) -> None:
     parser = report.arguments(__doc__, METRICS)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument(
-        "--model", type=Path, help="model directory instead of --shape; weights are random if it has none"
-    )
+    parser.add_argument("--model", type=Path, help="model directory instead of --shape (random weights without any)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of both sides; 0: all")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")

@@ -1,9 +1,9 @@
-"""The configuration of a load test: fields, limits of the flags, and the errors that refuse them."""
+"""The configuration of a load test, from flags as typed, and of a sweep over rising rates."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from common.errors import ConfigError
 from loadtest.slo import parse_slo
 from loadtest.workload import arrivals
-from loadtest.workload.lengths import ONE, LengthDistribution
+from loadtest.workload.sessions import ONE, LengthDistribution
 
 OBJECTIVES = ("ttft", "itl", "gap", "e2e")
 DEFAULT_SECONDS = 30.0
@@ -38,8 +38,8 @@ WHOLE_NUMBERS = {
     "seed": (0, 1 << 62),
 }
 
-Protocol = Literal["rest", "grpc"]
-Endpoint = Literal["chat", "completions"]
+SYNTHETIC = ("input_tokens", "output_tokens", "prefix_tokens", "prefixes", "turns")  # Flags of synthetic prompts.
+
 PromptForm = Literal["text", "ids"]
 
 
@@ -48,8 +48,8 @@ class LoadConfig:
     """The configuration of one run. Arrivals come from exactly one source: rate, users, or the times of the trace."""
 
     url: str = "http://127.0.0.1:8000"
-    protocol: Protocol = "rest"
-    endpoint: Endpoint = "chat"
+    protocol: Literal["rest", "grpc"] = "rest"
+    endpoint: Literal["chat", "completions"] = "chat"
     model: str = ""
     api_keys: tuple[str, ...] = ()  # Sessions use the keys in turn.
     stream: bool = True
@@ -90,6 +90,10 @@ class LoadConfig:
     def closed_loop(self) -> bool:
         """Whether users wait for their answers before they send again."""
         return self.users is not None
+
+    def key_of(self, session: int) -> str:
+        """Returns the API key of a session, "" for none."""
+        return self.api_keys[session % len(self.api_keys)] if self.api_keys else ""
 
     def described(self) -> dict[str, Any]:
         """Returns the configuration as JSON values for a report, without secrets."""
@@ -139,11 +143,7 @@ def _check(config: LoadConfig, typed: Mapping[str, Any]) -> None:
         (("on_s", "off_s"), config.arrivals == "onoff", "needs --arrivals onoff"),
         (("ramp_s",), config.closed_loop, "needs --users"),
         (("length_scale", "max_input_tokens", "max_output_tokens"), traced, "needs --trace"),
-        (
-            ("input_tokens", "output_tokens", "prefix_tokens", "prefixes", "turns"),
-            not traced,
-            "does not apply to a trace, which defines its prompts",
-        ),
+        (SYNTHETIC, not traced, "does not apply to a trace, which defines its prompts"),
         (("prefixes",), config.prefix_tokens > 0, "needs --prefix-tokens"),
         (("think_s",), config.closed_loop or config.turns != ONE, "needs --users, or --turns"),
     )
@@ -219,3 +219,33 @@ def _whole(name: str, low: int, high: int, text: str) -> int:
     if not low <= value <= high:
         raise _error(name, f" must be whole, {low} to {high}, not {text!r}")
     return value
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Parses rising rates like `1,2,4`. Raises ConfigError."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < 1e6 for rate in rates) or sorted(set(rates)) != list(rates):
+        raise ConfigError(f"--rates: {text!r} is not a rising list of rates like 1,2,4", field="rates")
+    return rates
+
+
+def sweep(
+    config: LoadConfig, rates: tuple[float, ...], measure: Callable[[LoadConfig], Mapping[str, Any]]
+) -> Iterator[Mapping[str, Any]]:
+    """Yields the result of `measure` for each rate, including the first that fails. config.slo must be set.
+
+    Every rate has its own seed. Equal prompts would be in the server's prefix cache.
+    """
+    for number, rate in enumerate(rates):
+        document = measure(dataclasses.replace(config, rate=rate, seed=config.seed + number))
+        yield document
+        if document["stopped"] or not slo_kept(document, config):
+            return
+
+
+def slo_kept(document: Mapping[str, Any], config: LoadConfig) -> bool:
+    """Returns whether the share of good requests reaches the attainment, 0.9 if it is not set."""
+    return bool(document["goodput"]["share"] >= (config.attainment or 0.9))

@@ -1,13 +1,17 @@
-"""The state of one load run: its configuration, its counters, and a record of each request."""
+"""The state of one load run: its configuration, its counters, a record of each request, and its progress line."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from array import array
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TextIO
 
 from loadtest.config import LoadConfig
-from loadtest.workload.prompts import ModelAnswer
+from loadtest.workload.sessions import ModelAnswer
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class RequestRecord:
 
     @property
     def lag_s(self) -> float:
-        """Seconds between the intended and the real sending."""
+        """From the intended to the real sending."""
         return self.sent_s - self.intended_s
 
     @property
@@ -106,3 +110,38 @@ class RequestRecord:
         """Marks the request as failed. The first failure counts."""
         if not self.error:
             self.error, self.message, self.ended_s = kind, message[:300], at
+
+
+REDRAW_S, REPRINT_S = 0.25, 10.0
+WIDTH = 28
+
+
+def progress_line(run: LoadRun, now: float) -> str:
+    """Returns the line: share of the run and counters."""
+    duration_s, elapsed = run.config.duration_s or math.inf, max(0.0, now - run.began)
+    share = min(1.0, max(elapsed / duration_s, run.done / run.planned if run.planned else 0.0))
+    filled, ending = round(share * WIDTH), elapsed > duration_s
+    return (
+        f"{'█' * filled}{'░' * (WIDTH - filled)} {share:4.0%}  {elapsed:.0f} s{' (ending)' if ending else ''}  "
+        f"{run.sent} sent  {run.running} running  {run.done} done  {run.failed} failed"
+    )
+
+
+async def show_progress(run: LoadRun, out: TextIO) -> None:
+    """Writes the progress line until the task is cancelled: redrawn on a terminal, printed every 10 s elsewhere.
+
+    Drawing costs some tens of microseconds. Progress bars of libraries draw for milliseconds or from a thread, and
+    every stream would wait for them.
+    """
+    terminal = out.isatty()
+    try:
+        while True:
+            await asyncio.sleep(REDRAW_S if terminal else REPRINT_S)
+            if run.began and time.perf_counter() >= run.began:
+                text = progress_line(run, time.perf_counter())
+                out.write(f"\r\x1b[2K{text}" if terminal else f"{text}\n")
+                out.flush()
+    finally:
+        if terminal:
+            out.write("\r\x1b[2K")
+            out.flush()

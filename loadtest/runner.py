@@ -22,11 +22,10 @@ from types import MappingProxyType
 from typing import Any
 
 from loadtest.client.base import LoadClient, RequestDraft
-from loadtest.config import LoadConfig
+from loadtest.config import SYNTHETIC, LoadConfig
 from loadtest.run import LoadRun, RequestRecord
 from loadtest.workload import arrivals
-from loadtest.workload.prompts import ModelAnswer, Session
-from loadtest.workload.sessions import SyntheticWorkload, TraceWorkload, fit_trace
+from loadtest.workload.sessions import ModelAnswer, Session, SyntheticWorkload, TraceWorkload, fit_trace
 from loadtest.workload.trace import WorkloadTrace
 
 SPIN_S = 0.0015  # Event loop timers have a resolution of one millisecond. The last part of a wait polls the clock.
@@ -75,7 +74,7 @@ class LoadRunner:
         self._mark_start()
         self.run.model = await self._client.model()
         with _gc_disabled():
-            work = asyncio.create_task(self._warm_up_and_send())
+            work = asyncio.create_task(self._send_all())
             stopped = asyncio.create_task(self._stopped.wait())
             await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
@@ -94,19 +93,12 @@ class LoadRunner:
     def _sessions(self) -> Iterator[Session]:
         if self._trace is not None:
             return TraceWorkload(self._trace, self._config.seed, self._config.length_scale).sessions()
-        return self._synthetic_workload().sessions()
+        return self._synthetic_sessions("run")
 
-    def _synthetic_workload(self) -> SyntheticWorkload:
+    def _synthetic_sessions(self, kind: str) -> Iterator[Session]:
         config = self._config
-        return SyntheticWorkload(
-            seed=config.seed,
-            input_tokens=config.input_tokens,
-            output_tokens=config.output_tokens,
-            prefix_tokens=config.prefix_tokens,
-            prefixes=config.prefixes,
-            turns=config.turns,
-            pause_s=config.think_s,
-        )
+        lengths = {name: getattr(config, name) for name in SYNTHETIC}
+        return SyntheticWorkload(seed=config.seed, pause_s=config.think_s, **lengths).sessions(kind)
 
     def _arrival_times(self) -> Iterator[float]:
         config = self._config
@@ -129,21 +121,18 @@ class LoadRunner:
         self._taken += 1
         return self._config.requests is None or self._taken <= self._config.requests
 
-    async def _warm_up(self) -> None:
-        """Sends uncounted requests with separate content. They open connections and warm up the server."""
+    async def _send_all(self) -> None:
+        """Sends the uncounted requests of the warm-up, which have separate content, then those of the run."""
         number = self._config.warmup
-        sessions = islice(self._synthetic_workload().sessions("warm-up"), number)
+        sessions = islice(self._synthetic_sessions("warm-up"), number)
 
-        async def work() -> None:
+        async def warm_up() -> None:
             for session in sessions:
                 prepared = await self._prepare(session)
                 prepared.record.abort_after = None
                 await self._client.send(prepared.request, prepared.record)
 
-        await asyncio.gather(*(work() for _ in range(min(number, WARMUP_CONCURRENCY))))
-
-    async def _warm_up_and_send(self) -> None:
-        await self._warm_up()
+        await asyncio.gather(*(warm_up() for _ in range(min(number, WARMUP_CONCURRENCY))))
         await (self._run_closed_loop() if self._config.closed_loop else self._run_open_loop())
 
     async def _run_open_loop(self) -> None:
@@ -171,9 +160,8 @@ class LoadRunner:
         await ready.put(None)
 
     async def _run_closed_loop(self) -> None:
-        sessions = self._sessions()
         self._mark_start()
-        users = self._config.users
+        sessions, users = self._sessions(), self._config.users
         assert users is not None
         async with asyncio.TaskGroup() as group:
             for number in range(users):
@@ -190,8 +178,7 @@ class LoadRunner:
             prepared.record.intended_s = time.perf_counter()
             await self._send_session(prepared)
             due = time.perf_counter() + (think_rng.expovariate(1 / think_s) if think_s else 0.0)
-            if prepared.record.error:
-                due += AFTER_ERROR_S
+            due += AFTER_ERROR_S if prepared.record.error else 0.0
 
     async def _send_session(self, prepared: _PreparedRequest) -> None:
         """Sends the turns of a session in order, until a turn fails or the run has ended."""
@@ -236,11 +223,7 @@ class LoadRunner:
         run.records.append(record)
 
     def _mark_start(self) -> None:
-        """Sets the start of the run to START_DELAY_S from now.
-
-        The first call comes before the warm-up, so that a run that ends there has a start. The second comes when the
-        requests of the test begin.
-        """
+        """Sets the start of the run to START_DELAY_S from now. Called before the warm-up too, where a run may end."""
         self.run.began = time.perf_counter() + START_DELAY_S
         self.run.began_at = time.time() + START_DELAY_S
         self.run.cpu_s = time.process_time()
@@ -261,8 +244,8 @@ class LoadRunner:
             intended_s=0.0,
             abort_after=abort_rng.randrange(turn.output_tokens) if aborts else None,
         )
-        key = config.api_keys[session.number % len(config.api_keys)] if config.api_keys else ""
-        draft = RequestDraft(turn, answers, record.request_id, f"load-{self._tag}-{session.number}", key)
+        affinity, key = f"load-{self._tag}-{session.number}", config.key_of(session.number)
+        draft = RequestDraft(turn, answers, record.request_id, affinity, key)
         return _PreparedRequest(session, record, await self._client.build(draft))
 
 
@@ -276,10 +259,7 @@ async def _wait_until(at: float) -> None:
 
 @contextmanager
 def _gc_disabled() -> Iterator[None]:
-    """Turns the garbage collector off. A collection stops all streams for tens of milliseconds.
-
-    Requests create no reference cycles, so memory does not grow.
-    """
+    """Turns off the garbage collector, which stops all streams for tens of ms. Requests make no reference cycles."""
     gc.collect()
     gc.freeze()
     gc.disable()

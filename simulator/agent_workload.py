@@ -3,9 +3,8 @@
     tenant A:  system prompt --+-- session 1:  turn, answer, turn, answer, ...
                                +-- session 2:  turn, answer, ...
 
-All sessions of a tenant begin with its system prompt. Each prompt of a session is the session so far (prompts and
-answers) and new text of a user or a tool. Many requests share a short
-prefix, few share a long one. Tenants are drawn by Zipf's law.
+Each prompt of a session is the session so far (prompts and answers) and new text of a user or a tool. Many requests
+share a short prefix, few share a long one. Tenants are drawn by Zipf's law.
 """
 
 from __future__ import annotations
@@ -54,19 +53,16 @@ class AgentWorkload:
     def _session(
         self, rng: random.Random, arrival_s: float, session: int, tenant: int, system: int
     ) -> list[WorkloadRequest]:
-        turns = max(1, round(rng.expovariate(1 / self.turns)))
         prompt_tokens, requests = system, []
         block_hashes: list[bytes] = []
-        for _ in range(turns):
+        for _ in range(max(1, round(rng.expovariate(1 / self.turns)))):
             prompt_tokens += _lognormal(rng, self.added_tokens)
             output = _lognormal(rng, self.output_tokens)
             if prompt_tokens + output > self.max_tokens:
                 break
             for i in range(len(block_hashes), prompt_tokens // MOONCAKE_BLOCK_SIZE):
-                shared = (i + 1) * MOONCAKE_BLOCK_SIZE <= system
-                block_hashes.append(
-                    synthetic_block_hash("tenant", tenant, i) if shared else synthetic_block_hash("session", session, i)
-                )
+                owner = ("tenant", tenant) if (i + 1) * MOONCAKE_BLOCK_SIZE <= system else ("session", session)
+                block_hashes.append(synthetic_block_hash(*owner, i))
             requests.append(WorkloadRequest(arrival_s, prompt_tokens, output, tuple(block_hashes)))
             prompt_tokens += output
             arrival_s += rng.expovariate(1 / self.pause_s)

@@ -1,8 +1,4 @@
-"""The event queue of a simulation, with virtual time.
-
-Actions run in order of their time; equal times keep the order in which they were scheduled. Invariant: `now` never
-goes back, and a run depends only on the scheduled actions.
-"""
+"""The virtual time of a simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +7,10 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Runs actions in order of their simulated time."""
+    """Runs actions in order of their simulated time; equal times keep the order in which they were scheduled.
+
+    Invariant: `now` never goes back, and a run depends only on the scheduled actions.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0  # Seconds since the start of the simulation.
@@ -32,9 +31,6 @@ class VirtualClock:
 
     def run(self, until: Callable[[], bool]) -> None:
         """Runs actions until `until()`, evaluated before each action, is true or no action is left."""
-        due = self._due
-        while due and not until():
-            when, _, action = heapq.heappop(due)
-            assert when >= self.now
-            self.now = when
+        while self._due and not until():
+            self.now, _, action = heapq.heappop(self._due)
             action()

@@ -23,8 +23,6 @@ from simulator.spec import ClusterSpec, SimulatedFault
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The result of one run."""
-
     summary: RunSummary
     outcomes: tuple[RequestOutcome, ...]  # In order of arrival.
     busy: dict[str, float]  # Share of the run in which each pod computed, by name.
@@ -34,7 +32,7 @@ class SimulatedCluster:
     """One run of a trace."""
 
     def __init__(self, spec: ClusterSpec, trace: WorkloadTrace, index: SimIndex | None = None) -> None:
-        """index: the cluster uses its clock; None creates an index with a clock of its own."""
+        """The cluster uses the clock of the index. Without an index, it creates one."""
         if trace.block_size != spec.block_size:
             raise ConfigError(f"the trace has blocks of {trace.block_size} tokens", field="block_size")
         self.index = SimIndex(VirtualClock(), lag_s=spec.lag_s) if index is None else index
@@ -70,23 +68,18 @@ class SimulatedCluster:
         self.clock.run(lambda: self._left == 0 or stopped)
         outcomes = tuple(request.outcome for request in self.requests)
         prefills = [pod for pod in self.pods if pod.role is Role.PREFILL]
-        summary = summarise(
-            [outcome for outcome in outcomes if outcome.arrival_s >= self._spec.warm_s],
-            [pod.prompts for pod in prefills],
-            computed_tokens=sum(pod.total_computed_tokens for pod in prefills),
-            sim_s=self.clock.now,
-            cpu_s=time.process_time() - began,
-        )
+        counted = [outcome for outcome in outcomes if outcome.arrival_s >= self._spec.warm_s]
+        computed = sum(pod.computed_before + pod.process.computed_tokens for pod in prefills)
+        own = {"computed_tokens": computed, "cpu_s": time.process_time() - began}
+        summary = summarise(counted, [pod.prompts for pod in prefills], **own)
         busy = {pod.name: pod.process.busy_s / max(self.clock.now, 1e-9) for pod in self.pods}
         return SimulationResult(summary, outcomes, busy)
 
     def check(self) -> None:
         """Checks after a run that no live pod holds blocks of ended requests. Raises an error or asserts."""
-        for pod in self.pods:
-            if pod.alive:
-                pool = pod.process.pool
-                pool.check_integrity()
-                assert pool.counts().leased == 0, f"{pod.name}: {pool.counts()}"
+        for pod in (pod for pod in self.pods if pod.alive):
+            pod.process.pool.check_integrity()
+            assert pod.process.pool.counts().leased == 0, f"{pod.name}: {pod.process.pool.counts()}"
 
     def _schedule_arrivals(self, on_end: Callable[[SimulatedRequest], None]) -> None:
         """Schedules the first arrival. Each arrival schedules the next one, so that the clock's heap stays small."""

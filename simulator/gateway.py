@@ -26,7 +26,7 @@ from gateway.routing.policy import PodOption, PullOffer, RendezvousHash, Routing
 from loadtest.workload.trace import WorkloadRequest
 from prefix_index.store import BookingCandidate
 from simulator.clock import VirtualClock
-from simulator.index import SimIndex, SimReader
+from simulator.index import SimIndex
 from simulator.outcome import RequestOutcome
 from simulator.pod import DecodeSequence, PromptSequence, SimulatedPod
 from simulator.policies import INFORMED, POLICIES
@@ -75,7 +75,7 @@ class SimulatedGateway:
 
     def __init__(self, index: SimIndex, pods: Sequence[SimulatedPod], spec: ClusterSpec, seed: int) -> None:
         self._clock = index.clock
-        self._reader = SimReader(index)
+        self._reader = index.reader()
         self._approx = ApproxIndex(clock=index.clock.time)
         self._spec = spec
         rng = random.Random(seed)
@@ -159,13 +159,11 @@ class SimulatedGateway:
 
     def _offer_pulls(self, request: RoutingRequest) -> dict[str, PullOffer]:
         """Returns the prefixes that prefill pods could pull, from prefill or decode pods."""
-        pods = [known for known in self._known.values() if known.alive]
-        rates = pods[0].pod.rates
-        pair_rates = {known.pod.name: rates.link_byte_s for known in pods}
-        for known in pods:
-            known.view.pulls, known.view.pair_rates = known.pod.role is Role.PREFILL, pair_rates
-            known.view.pull_s = rates.link_latency_s
-        pullers, holders = self._usable[Role.PREFILL], [known.view for known in pods]
+        rates, pullers = self._spec.rates, self._usable[Role.PREFILL]
+        holders = [*pullers, *self._usable[Role.DECODE]]
+        pair_rates = {view.name: rates.link_byte_s for view in holders}
+        for view in holders:
+            view.pulls, view.pair_rates, view.pull_s = view.role is Role.PREFILL, pair_rates, rates.link_latency_s
         block_bytes = int(rates.kv_bytes * self._spec.block_size)
         return offer_pulls(request.device_hits, request.expected_hits(), pullers, holders, block_bytes)
 
@@ -222,15 +220,16 @@ class SimulatedGateway:
             decode.pod.decode.cancel(decode.sequence)
         self.retry(request)
 
-    def _mark_lost(self) -> None:
-        """Marks dead pods as lost after a failed call. They are not used until a poll finds them alive."""
-        for known in self._known.values():
-            known.alive = known.alive and known.pod.alive
+    def _mark_lost(self, pod: SimulatedPod) -> None:
+        """Marks a pod as lost after a failed call. It is not used until a poll finds it alive."""
+        self._known[pod.name].alive = False
         self._refresh()
 
     def retry(self, request: SimulatedRequest) -> None:
         """Routes a request again after one of its pods died."""
-        self._mark_lost()
+        for known in self._known.values():
+            known.alive = known.alive and known.pod.alive
+        self._refresh()
         self._clock.call_after(RETRY_PAUSE_S, lambda: self.route(request))
 
     def _refuse_or_wait(self, request: SimulatedRequest) -> None:
@@ -316,10 +315,9 @@ class SimulatedRequest:
 
     def _pull(self, route: Route, prompt: PromptSequence, holder: SimulatedPod, blocks: int) -> None:
         """Sends the blocks that the holder really has, then queues the prompt on the prefill pod."""
-        pool = route.prefill.prefill.pool
         held = list(self.block_hashes[: holder.process.pool.match_prefix(self.block_hashes[:blocks])])
-        missing = max(0, len(held) - pool.match_prefix(held)) * self._block_size
-        sent_at = holder.send_kv(missing)
+        missing = max(0, len(held) - route.prefill.process.pool.match_prefix(held))
+        sent_at = holder.send_kv(missing * self._block_size)
 
         def on_pulled() -> None:
             if self._route is route:  # otherwise a pod died meanwhile
@@ -405,8 +403,8 @@ class SimulatedRequest:
         """Ends the request after its last token."""
         self._release()
         assert self._first_token_at is not None
-        tokens = self.outcome.output_len
-        if tokens > 1 and self._clock.now > self._first_token_at:
-            self.outcome.mean_itl_s = (self._clock.now - self._first_token_at) / (tokens - 1)
+        gaps, seconds = self.outcome.output_len - 1, self._clock.now - self._first_token_at
+        if gaps and seconds:
+            self.outcome.mean_itl_s = seconds / gaps
         self.outcome.done = True
         self._on_end(self)

@@ -32,14 +32,12 @@ class HardwareRates:
     source: str  # Where the figures come from.
     prefill_tok_s: Points  # (tokens of a step, GEMM tokens per second).
     prefill_overhead_s: float = 0.0  # Fixed seconds of a step.
-    #: FLOPs for each pair of tokens that attend, in all layers, and FLOPs per second.
-    attention_flops: float = 0.0
+    attention_flops: float = 0.0  # FLOPs for each pair of tokens that attend, in all layers.
     attention_flop_s: float = 1.0
     decode_row_s: Points = ((1, 0.0),)  # (sequences of a step, GEMM seconds).
     decode_overhead_s: float = 0.0
-    #: KV bytes of one token in all layers, and bytes per second at which decode attention reads them.
-    kv_bytes: float = 0.0
-    kv_read_byte_s: float = 1.0
+    kv_bytes: float = 0.0  # Of one token in all layers.
+    kv_read_byte_s: float = 1.0  # Bytes per second at which decode attention reads KV.
     link_byte_s: float = 1.0  # Bytes per second and latency of KV transfers.
     link_latency_s: float = 0.0
     kv_pool_bytes: float = 0.0  # Memory for KV.
@@ -188,9 +186,10 @@ def _overridden(raw: Mapping[str, Any], path: Path) -> HardwareRates:
             values[key] = _checked_points(key, value, path)
         elif key == "source":
             values[key] = str(value)
+        elif key == "preset":
+            continue
         elif key not in HardwareRates.__dataclass_fields__ or key == "name":
-            if key != "preset":
-                raise _error(f"{path.name} has an unknown field {key!r}")
+            raise _error(f"{path.name} has an unknown field {key!r}")
         elif not _number(value) or value < 0 or (value == 0 and not key.endswith(("overhead_s", "latency_s"))):
             raise _error(f"{path.name}: {key} must be a positive number, not {value!r}")
         else:
@@ -219,9 +218,7 @@ def _number(value: Any) -> bool:
 
 def _interpolate(points: Points, x: float) -> float:
     i = bisect_left(points, (x,))
-    if i == 0:
-        return points[0][1]
-    if i == len(points):
-        return points[-1][1]
-    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    (x0, y0), (x1, y1) = points[max(0, i - 1)], points[min(i, len(points) - 1)]
+    if x0 == x1:
+        return y0
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

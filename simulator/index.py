@@ -91,20 +91,16 @@ class IndexModel:
 
     def leave(self, pod: str, generation: int) -> None:
         """Forgets a pod. Has no effect for another generation than the registered one."""
-        entry = self._pods.get(pod)
-        if entry is not None and entry.generation == generation:
+        if pod in self._pods and self._pods[pod].generation == generation:
             del self._pods[pod]
 
     def lookup(self, chain: Sequence[bytes], pods: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """Returns how many blocks from the start of the chain each (pod, generation) holds, if it holds any."""
+        names, now = [h[:STORED_HASH_BYTES] for h in chain], self._time()
         matched: dict[tuple[str, int], int] = {}
-        if not chain:
-            return matched
-        names = [h[:STORED_HASH_BYTES] for h in chain]
-        first_name, now = names[0], self._time()
-        for pod, generation in pods:
+        for pod, generation in pods if names else ():
             entry = self._pods.get(pod)
-            if entry is None or first_name not in entry.own or entry.generation != generation:
+            if entry is None or names[0] not in entry.own or entry.generation != generation:
                 continue
             if now < entry.lease_until and now < entry.set_until:
                 matched[pod, generation] = _matched(names, entry.own)
@@ -192,6 +188,12 @@ class SimIndex:
         self.unreachable = False  # True while the index answers neither pods nor gateways.
         self.blocks = IndexModel(clock.time)
         self.bookings = BookingModel(clock.time)
+
+    def publisher(self, pod: str, generation: int) -> SimPublisher:
+        return SimPublisher(self, pod, generation)
+
+    def reader(self) -> SimReader:
+        return SimReader(self)
 
 
 class SimPublisher:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import ConfigError
 from loadtest.slo import parse_slo, percentile
@@ -32,9 +33,8 @@ class RunSummary:
     requests: int
     refused: int
     retried: int
-    #: Share of prompt tokens that were cached, and that gateways expected to be cached.
-    hit_rate: float
-    promised_rate: float
+    hit_rate: float  # Share of prompt tokens that were cached.
+    promised_rate: float  # Share of prompt tokens that gateways expected to be cached.
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -43,19 +43,11 @@ class RunSummary:
     gap_p99_s: float
     computed_tokens: int
     imbalance: float  # Prompts of the pod with the most, over the mean.
-    sim_s: float  # Virtual seconds until the last request ended.
     cpu_s: float  # CPU seconds of the simulation itself.
 
 
-def summarise(
-    outcomes: Sequence[RequestOutcome],
-    prompts_per_pod: Sequence[int],
-    *,
-    computed_tokens: int,
-    sim_s: float,
-    cpu_s: float,
-) -> RunSummary:
-    """Returns the summary of all requests of a run."""
+def summarise(outcomes: Sequence[RequestOutcome], prompts_per_pod: Sequence[int], **more: Any) -> RunSummary:
+    """Returns the summary of the requests. more: fields that come from the run."""
     times = [o.ttft_s for o in outcomes if o.ttft_s is not None]
     gaps = [o.mean_itl_s for o in outcomes if o.mean_itl_s is not None]
     tokens = sum(o.prompt_len for o in outcomes if o.ttft_s is not None)
@@ -72,10 +64,8 @@ def summarise(
         ttft_mean_s=sum(times) / max(1, len(times)),
         gap_p50_s=percentile(gaps, 0.5),
         gap_p99_s=percentile(gaps, 0.99),
-        computed_tokens=computed_tokens,
         imbalance=max(prompts_per_pod, default=0) / mean if mean else 1.0,
-        sim_s=sim_s,
-        cpu_s=cpu_s,
+        **more,
     )
 
 
@@ -93,9 +83,8 @@ class Slo:
 
     def is_met_by(self, outcome: RequestOutcome) -> bool:
         """Returns whether a request was served in time; a refused one was not."""
-        if not outcome.done or outcome.ttft_s is None or outcome.ttft_s > self.ttft_s:
-            return False
-        return outcome.mean_itl_s is None or outcome.mean_itl_s <= self.itl_s
+        in_time = outcome.done and outcome.ttft_s is not None and outcome.ttft_s <= self.ttft_s
+        return in_time and (outcome.mean_itl_s is None or outcome.mean_itl_s <= self.itl_s)
 
     @classmethod
     def parse(cls, text: str, attainment: float = 0.9) -> Slo:

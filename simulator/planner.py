@@ -82,20 +82,14 @@ class CapacityPlanner:
         seed: int = 0,
         on_measured: Callable[[MeasuredSetup], None] = lambda measured: None,
     ) -> None:
-        """Raises ConfigError.
-
-        Args:
-            on_measured: Gets every setup as soon as it is measured.
-        """
+        """on_measured: gets every setup as soon as it is measured. Raises ConfigError."""
         if not rates.decode_row_s[0][1] and not rates.decode_overhead_s:
             raise ConfigError(f"--rates: {rates.name} has no decode times", field="rates")
         pool = rates.pool_blocks(trace.block_size) * trace.block_size
         longest = max(r.prompt_len + r.output_len for r in trace.requests)
         if longest > pool:
-            raise ConfigError(
-                f"--rates: the longest request has {longest} tokens and the KV memory of a pod holds {pool}",
-                field="rates",
-            )
+            fault = f"the longest request has {longest} tokens and the KV memory of a pod holds {pool}"
+            raise ConfigError(f"--rates: {fault}", field="rates")
         self._trace = trace
         self._slo = slo
         self._rates = rates
@@ -138,8 +132,6 @@ class CapacityPlanner:
         return self._climb(ClusterSetup(prefill, total - prefill, chunk), move)
 
     def _climb_chunk(self, setup: ClusterSetup) -> MeasuredSetup:
-        """Climbs over the chunk sizes."""
-
         def move(setup: ClusterSetup, step: int) -> ClusterSetup | None:
             at = self._chunks.index(setup.chunk_tokens) + step
             return replace(setup, chunk_tokens=self._chunks[at]) if 0 <= at < len(self._chunks) else None
@@ -164,8 +156,7 @@ class CapacityPlanner:
         for gpus in range(total, min(MAX_PODS, 2 * total + 8) + 1):
             prefill = min(gpus - 1, max(1, round(gpus * share)))
             setup = ClusterSetup(prefill, gpus - prefill, best.setup.chunk_tokens)
-            measured = self._meets_slo_at(setup, self._trace.rate)
-            if measured is not None:
+            if (measured := self._meets_slo_at(setup, self._trace.rate)) is not None:
                 return measured
         return None
 
@@ -179,8 +170,7 @@ class CapacityPlanner:
         best = MeasuredSetup(setup, 0.0, None)
         for _ in range(_STEPS):
             rate = (low + high) / 2
-            measured = self._meets_slo_at(setup, rate)
-            if measured is not None:
+            if (measured := self._meets_slo_at(setup, rate)) is not None:
                 low, best = rate, measured
             else:
                 high = rate

@@ -57,9 +57,8 @@ class LeastLoaded(_FittingPods):
         hits = request.expected_hits()
         if role is Role.DECODE:
             views = heapq.nsmallest(MIN_OPTIONS, views, key=PodView.num_sequences)
-            return [
-                make_option(request, hits, v, float(v.num_sequences()), load_units=1, unit_cost_s=1.0) for v in views
-            ]
+            loads = [(view, float(view.num_sequences())) for view in views]
+            return [make_option(request, hits, view, n, load_units=1, unit_cost_s=1.0) for view, n in loads]
         views = heapq.nsmallest(MIN_OPTIONS, views, key=lambda view: view.queue_s(now))
         return [make_option(request, hits, v, v.queue_s(now), unit_cost_s=v.prefill_s_per_token) for v in views]
 
@@ -74,18 +73,12 @@ class PrefixOnly(_FittingPods):
         return [make_option(request, hits, view) for view in best]
 
 
-_POLICIES: dict[str, Callable[[random.Random], RoutingPolicy]] = {
+POLICIES: dict[str, Callable[[random.Random], RoutingPolicy]] = {
     "cost": CostPolicy,
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
     "prefix_only": PrefixOnly,
 }
-POLICIES = tuple(_POLICIES)
 #: Policies that need to know which pods hold a prompt. Without an index, rendezvous hashing replaces them for prompts
 #: that the gateway does not know itself.
 INFORMED = ("cost", "prefix_only")
-
-
-def make_policy(name: str, rng: random.Random) -> RoutingPolicy:
-    """Returns a new policy; `name` is one of POLICIES."""
-    return _POLICIES[name](rng)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from common.types import Role
 from simulator.hardware_rates import HardwareRates
+from simulator.pod import PodShape
 from simulator.policies import POLICIES
-from simulator.prefill_pod import PodShape
 
 MAX_PODS = 1024
 
@@ -55,9 +55,7 @@ class ClusterSpec:
             raise ConfigError(f"at most {MAX_PODS} pods can be simulated", field="prefill")
 
     def shape(self, role: Role) -> PodShape:
-        own, seqs = {
-            Role.PREFILL: (self.prefill_blocks, self.prefill_seqs),
-            Role.DECODE: (self.decode_blocks, self.decode_seqs),
-        }[role]
+        prefill, decode = (self.prefill_blocks, self.prefill_seqs), (self.decode_blocks, self.decode_seqs)
+        own, seqs = prefill if role is Role.PREFILL else decode
         blocks = own or self.rates.pool_blocks(self.block_size)
         return PodShape(block_size=self.block_size, num_blocks=blocks, chunk_tokens=self.chunk_tokens, max_seqs=seqs)

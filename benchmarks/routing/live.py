@@ -55,10 +55,7 @@ POLICIES = {"cost": None, "round_robin": Path(__file__).with_name("round_robin_g
 
 
 def chosen(trace: WorkloadTrace, count: int, rate: float, output: int) -> WorkloadTrace:
-    """Selects `count` requests of the trace's conversations, with new arrivals at `rate` per second.
-
-    output: tokens of an answer, scaled.
-    """
+    """Selects `count` requests of the trace's conversations, with new arrivals at `rate` and (scaled) output tokens."""
     # The second block identifies a conversation: the first block is the same in every prompt of the recorded trace.
     conversations: dict[tuple[bytes, ...], list[WorkloadRequest]] = {}
     for r in trace.requests:
@@ -107,29 +104,15 @@ class Counters:
 
 async def measure(policy: str, trace: WorkloadTrace, model_dir: Path) -> dict[str, float]:
     """Measures one policy on its own stack."""
-    config = UpConfig(
-        model=str(model_dir),
-        port=0,
-        prefill=2,
-        decode=2,
-        threads=1,
-        max_model_len=1024,
-        chunk_tokens=128,
-        block_size=BLOCK,
-        log_level="warning",
-    )
+    sizes = {"prefill": 2, "decode": 2, "threads": 1, "max_model_len": 1024, "chunk_tokens": 128, "block_size": BLOCK}
+    config = UpConfig(model=str(model_dir), port=0, log_level="warning", **sizes)
     async with (
         local_stack.running(config, model_dir, start_s=180, gateway=POLICIES[policy]) as stack,
         httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1")) as http,
     ):
-        load = LoadConfig(
-            url=stack.base_url.removesuffix("/v1"),
-            endpoint="completions",
-            form="ids",
-            model=stack.model,
-            vocab=VOCAB,
-            length_scale=1 / SCALE,
-        )
+        url = stack.base_url.removesuffix("/v1")
+        load = LoadConfig(url=url, model=stack.model, endpoint="completions", form="ids", vocab=VOCAB)
+        load = replace(load, length_scale=1 / SCALE)
         client = RestClient(load)
         try:
             row = await replay(LoadRunner(load, client, trace), len(trace.requests) // 3, http)
@@ -187,9 +170,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
     parser.add_argument("--made", action="store_true", help="use the generated trace instead of a recorded one")
     parser.add_argument("--requests", type=int, default=120)
-    parser.add_argument(
-        "--rate", type=float, default=0.7, help="requests per second (default: %(default)s, for two cores)"
-    )
+    parser.add_argument("--rate", type=float, default=0.7, help="per second (default: %(default)s, for two cores)")
     parser.add_argument("--output", type=int, default=4, help="tokens of an answer")
     args = parser.parse_args()
     generate = args.made or not args.trace.is_file()
@@ -200,11 +181,10 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows = {policy: asyncio.run(measure(policy, trace, model_dir)) for policy in POLICIES}
     cost, rr = rows["cost"], rows["round_robin"]
+    ratios = {"ttft_p50": "ttft_p50_s", "ttft_mean": "ttft_mean_s", "computed": "computed_tokens"}
     metrics = {
         "predicted_over_actual": round(cost["predicted_hit_tokens"] / max(1.0, cost["actual_hit_tokens"]), 4),
-        "ttft_p50_ratio_vs_rr": round(cost["ttft_p50_s"] / rr["ttft_p50_s"], 4),
-        "ttft_mean_ratio_vs_rr": round(cost["ttft_mean_s"] / rr["ttft_mean_s"], 4),
-        "computed_ratio_vs_rr": round(cost["computed_tokens"] / rr["computed_tokens"], 4),
+        **{f"{name}_ratio_vs_rr": round(cost[key] / rr[key], 4) for name, key in ratios.items()},
         "hit_rate_cost": cost["hit_rate"],
         "hit_rate_rr": rr["hit_rate"],
         "routing_ms_p50": round(cost["plan_ms_p50"] + cost["place_ms_p50"], 3),

@@ -72,9 +72,8 @@ async def publish(url: str, held: Sequence[list[bytes]]) -> list[IndexPublisher]
     """Publishes the blocks of all pods."""
     publishers = []
     for i, hashes in enumerate(held):
-        record = PodRecord(
-            f"pod-{i}", 1, f"pod-{i}:1", Role.PREFILL, "scale", SCOPE, SCOPE * 4, BLOCK, 1 << 17, len(hashes)
-        )
+        scope = ("scale", SCOPE, SCOPE * 4)
+        record = PodRecord(f"pod-{i}", 1, f"pod-{i}:1", Role.PREFILL, *scope, BLOCK, 1 << 17, len(hashes))
         publishers.append(IndexPublisher(url, record, lambda hashes=hashes: hashes, PodLoad))
         await publishers[-1].start()
         while not publishers[-1].registered:  # noqa: ASYNC110 - there is no event for it

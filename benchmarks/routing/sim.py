@@ -15,14 +15,16 @@ among prompts as the engine's scheduler does, which helps round robin most.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.routing import plot
 from benchmarks.support import report
 from common.errors import ConfigError
 from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, load_trace, synthetic_block_hash
@@ -42,6 +44,14 @@ LARGE = ((256, 90.0), (1024, 30.0))  # Pods, and seconds of the generated trace.
 AGENT_REQUESTS = 0.9
 FLAT_BLOCK = 512
 KINDS = {"fifo": 1, "chunked": 64}  # Sequences that share the steps of a pod.
+
+# The plot.
+PANEL_W, PANEL_H = 400, 300
+LEFT, TOP, GAP, BOTTOM, RIGHT = 70, 92, 90, 66, 150
+INK, SOFT = "#292524", "#57534e"
+COLOURS = {"round_robin": "#c2410c", "least_loaded": "#7c6f9f", "cost": "#0f766e"}
+SHARES = {"ttft_p50_s": ("median", ""), "ttft_p99_s": ("99th percentile", ' stroke-dasharray="5 4"')}
+SUBTITLE = "simulated pods of 8,000 tokens/s and 4,000 cached blocks of 512 tokens; the same load on each pod"
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,67 @@ def faults(bench: Bench) -> list[dict[str, object]]:
     return rows
 
 
+def drawn(rows: Sequence[dict[str, Any]]) -> str:
+    """Draws TTFT by policy for growing numbers of pods, as SVG with one panel per trace."""
+    traces = [name for name in dict.fromkeys(r["trace"] for r in rows) if "," not in name and ":" not in name]
+    width, height = LEFT + len(traces) * (PANEL_W + GAP) - GAP + RIGHT, TOP + PANEL_H + BOTTOM
+    x, y, parts = width - RIGHT + 18, TOP + 14, []
+    for policy, colour in COLOURS.items():
+        name = policy.replace("_", " ") + (" (default)" if policy == "cost" else "")
+        parts += [_line(x, x + 24, y, colour, ' stroke-width="2.5"'), _text(x + 32, y + 4, name)]
+        y += 26
+    for name, dash in SHARES.values():
+        y += 26
+        parts += [_line(x, x + 24, y - 16, SOFT, f' stroke-width="2"{dash}'), _text(x + 32, y - 12, name)]
+    for i, trace in enumerate(traces):
+        shown = [r for r in rows if r["trace"] == trace and r["kind"] == "fifo" and r["policy"] in COLOURS]
+        parts += _panel(LEFT + i * (PANEL_W + GAP), trace, shown)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="13">'
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+        + _text(LEFT - 44, 30, "Time to first token by routing policy, as pods grow", more=' font-size="18"')
+        + f"{_text(LEFT - 44, 52, SUBTITLE, colour=SOFT)}{''.join(parts)}</svg>\n"
+    )
+
+
+def _panel(x: int, trace: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    pods = sorted({r["pods"] for r in rows})
+    values = [r[key] for r in rows for key in SHARES]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    first, last = math.log2(pods[0]), math.log2(pods[-1])
+
+    def px(count: int) -> float:
+        return x + PANEL_W * (math.log2(count) - first) / max(1e-9, last - first)
+
+    def py(seconds: float) -> float:
+        return TOP + PANEL_H * (1 - (math.log10(seconds) - low) / (high - low))
+
+    parts = [_text(x, TOP - 14, f"{trace} trace", more=' font-weight="600"')]
+    for power in range(low, high + 1):
+        for step in range(1, 10 if power < high else 2):
+            parts.append(_line(x, x + PANEL_W, py(10.0**power * step), "#d6d3d1" if step == 1 else "#f0eeec"))
+        parts.append(_text(x - 8, py(10.0**power) + 4, f"{10.0**power:g} s", "end", SOFT))
+    parts += [_text(px(count), TOP + PANEL_H + 20, str(count), "middle", SOFT) for count in pods]
+    parts.append(_text(x + PANEL_W / 2, TOP + PANEL_H + 44, "prefill pods", "middle"))
+    for policy, colour in COLOURS.items():
+        for key, (_, dash) in SHARES.items():
+            points = sorted((r["pods"], r[key]) for r in rows if r["policy"] == policy)
+            line = " ".join(f"{px(count):.1f},{py(seconds):.1f}" for count, seconds in points)
+            parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2.2"{dash}/>')
+            dot = f'r="3.4" fill="{"#ffffff" if dash else colour}" stroke="{colour}" stroke-width="1.8"'
+            parts += [f'<circle cx="{px(count):.1f}" cy="{py(seconds):.1f}" {dot}/>' for count, seconds in points]
+    return parts
+
+
+def _line(x1: float, x2: float, y: float, colour: str, more: str = "") -> str:
+    return f'<line x1="{x1}" x2="{x2}" y1="{y:.1f}" y2="{y:.1f}" stroke="{colour}"{more}/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = INK, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"{more}>{escape(text)}</text>'
+
+
 def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE, help="Mooncake's .jsonl (default: %(default)s)")
@@ -200,7 +271,8 @@ def main() -> None:
     report.show(metrics)
     report.write(args.out, "routing_sim", metrics, rows=bench.rows, faults=fault_rows)
     if args.plot is not None:
-        plot.write(args.plot, bench.rows)
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        args.plot.write_text(drawn(bench.rows))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ from engine.schedule.outputs import StepResult
 T = TypeVar("T")
 WAIT_S = 120.0
 Condition = Callable[[StepResult], bool]
-#: (time at which the results were on the host, results) of each step.
-Steps = list[tuple[float, StepResult]]
+Steps = list[tuple[float, StepResult]]  # (time at which the results were on the host, results) of each step.
 
 
 class Driver:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.support.report import timed
 from benchmarks.support.shapes import BenchmarkShape
-from benchmarks.support.timing import timed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,24 @@
-"""Runs processes of Baton on this machine for the duration of a benchmark: all of `baton up`, a Valkey, a script."""
+"""Runs processes of Baton on this machine during a benchmark: all of `baton up`, bare pods, a Valkey, a script."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cli.stack.process import ChildProcess
+from cli import probes
+from cli.gpus import shared_out, visible_gpus
+from cli.stack.process import ChildProcess, PortLease
 from cli.stack.stack import Stack
 from cli.stack.supervisor import Supervisor
 from cli.stack.valkey import EmbeddedValkey
@@ -18,7 +26,7 @@ from common.process.tether import tether_command
 from common.settings.configs import UpConfig
 from prefix_index import publisher
 
-STOP_S = 20.0
+START_S, STOP_S = 300.0, 20.0
 KEPT_S = 36_000
 
 
@@ -87,3 +95,73 @@ def start_script(name: str, *flags: object) -> subprocess.Popen[str]:
     """Starts a script of this folder, with text pipes at stdin and stdout. It ends with this process at the latest."""
     argv = [sys.executable, str(Path(__file__).with_name(name)), *map(str, flags)]
     return subprocess.Popen(tether_command(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> Any:
+    """Returns the next line of a script, which is JSON."""
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+@dataclass(frozen=True, slots=True)
+class BarePod:
+    """A running pod that is ready."""
+
+    name: str
+    address: str
+    process: ChildProcess
+
+
+def connections(process: ChildProcess) -> list[str]:
+    """Returns the log lines about connections of a pod: `connected to NAME generation G over TRANSPORT ...`."""
+    begin = "connected to"
+    return [line[line.index(begin) :] for line in process.tail(4000) if begin in line]
+
+
+@contextlib.contextmanager
+def running_pods(
+    model: Path, pods: Mapping[str, Mapping[str, str]], *, device: str, start_s: float = START_S
+) -> Iterator[dict[str, BarePod]]:
+    """Runs pods without a gateway for the block, and prints their logs if the block fails. Then kills them.
+
+    Each pod gets its own GPU, in order. If there are more pods than GPUs, pods share GPUs. Call it outside an event
+    loop, in a thread that lives longer than the block. Raises RuntimeError if a pod ends or is not ready in start_s.
+
+    Args:
+        pods: flags of `baton serve` by pod name.
+    """
+    gpus = shared_out(len(pods), () if device == "cpu" else visible_gpus())
+    env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    env["BATON_SECRET"] = secrets.token_hex(16)
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-pods-")))
+        started: dict[str, BarePod] = {}
+        for (name, flags), gpu in zip(pods.items(), gpus, strict=True):
+            port = stack.enter_context(PortLease())
+            common = {"model": str(model), "name": name, "port": str(port.port), "device": device}
+            common |= {"log-level": "info", "log-format": "text"}
+            argv = [f"--{flag}={value}" for flag, value in {**common, **flags}.items()]
+            process = ChildProcess(
+                name,
+                [sys.executable, "-P", "-m", "cli", "serve", *argv],
+                log=logs / f"{name}.log",
+                env=env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": gpu[0].id},
+            )
+            stack.callback(process.kill, STOP_S)
+            started[name] = BarePod(name, port.address, process)
+        with logs_on_failure(pod.process for pod in started.values()):
+            for pod in started.values():
+                pod.process.start()
+            _await_ready(started, start_s)
+            yield started
+
+
+def _await_ready(pods: Mapping[str, BarePod], start_s: float) -> None:
+    until = time.monotonic() + start_s
+    for pod in pods.values():
+        while not asyncio.run(probes.grpc_ready(pod.address)):
+            if not pod.process.alive:
+                raise RuntimeError(f"{pod.name} ended with exit code {pod.process.exit_code}")
+            if time.monotonic() > until:
+                raise RuntimeError(f"{pod.name} is not ready after {start_s:.0f} s")
+            time.sleep(0.1)

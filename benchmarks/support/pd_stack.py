@@ -24,15 +24,13 @@ import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.support import local_stack, report
-from benchmarks.support.bare_pods import connections
+from benchmarks.support.local_stack import connections
 from benchmarks.support.shapes import LLAMA_8B, SHAPES, llama
 from cli.stack.stack import Stack
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.settings.configs import UpConfig
 
 MODEL = "bench"
-START_S = 300.0
-MESSAGE_BYTES = 64 << 20
 FLAGS = {"local-prefill": "off"}  # Flags of the pods: decode pods compute no prompt.
 PACKAGES = ("torch", "triton", "nixl-cu13", "grpcio")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -48,9 +46,8 @@ def arguments(description: str | None, metrics: str, shapes: Iterable[str]) -> a
     parser.add_argument("--shape", choices=shapes, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--allow-tcp", action="store_true", help="accept TCP as transport of the KV")
-    parser.add_argument(
-        "--flags", nargs="+", default=[], metavar="NAME=VALUE", help="flags of the pods, for example chunk-graphs=8192"
-    )
+    flags_help = "flags of the pods, for example chunk-graphs=8192"
+    parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help=flags_help)
     return parser
 
 
@@ -67,12 +64,8 @@ def make_model(directory: Path, shape: str) -> None:
 
 
 def _word(number: int) -> str:
-    letters = ""
-    while True:
-        number, letter = divmod(number, 26)
-        letters += chr(ord("a") + letter)
-        if not number:
-            return letters
+    rest, letter = divmod(number, 26)
+    return chr(ord("a") + letter) + (_word(rest) if rest else "")
 
 
 def prompts(shape: str, count: int, length: int, seed: int | str) -> list[list[int]]:
@@ -111,20 +104,16 @@ class StackClient:
 
     def __init__(self, stack: Stack) -> None:
         self.answers: list[TimedAnswer] = []  # All answers, running ones included.
-        options = [("grpc.max_send_message_length", MESSAGE_BYTES), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
+        options = [(f"grpc.max_{kind}_message_length", 64 << 20) for kind in ("send", "receive")]
         self._channel = grpc.aio.insecure_channel(stack.grpc_address, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._debug = httpx.AsyncClient(base_url=stack.base_url.removesuffix("/v1"))
 
     async def ask(self, prompt: Sequence[int], tokens: int, *, due: float | None = None) -> TimedAnswer:
         """Requests a greedy answer of `tokens` tokens at the time `due` (None: now). RuntimeError if it fails."""
-        request = inference_pb2.GenerateRequest(
-            model=MODEL,
-            tokens=inference_pb2.TokenPrompt(ids=prompt),
-            max_tokens=tokens,
-            temperature=0.0,
-            ignore_eos=True,
-        )
+        ids = inference_pb2.TokenPrompt(ids=prompt)
+        request = inference_pb2.GenerateRequest(model=MODEL, tokens=ids, max_tokens=tokens, temperature=0.0)
+        request.ignore_eos = True
         if due is not None:
             await asyncio.sleep(due - time.perf_counter())
         now = time.perf_counter()
@@ -180,7 +169,7 @@ async def running(
             drain_s=2.0,
         )
         pod_flags = {**(flags or {}), **({"role": "both"} if aggregated else {})}
-        async with local_stack.running(config, directory, start_s=START_S, pod_flags=pod_flags) as stack:
+        async with local_stack.running(config, directory, start_s=300.0, pod_flags=pod_flags) as stack:
             client = StackClient(stack)
             try:
                 yield stack, client

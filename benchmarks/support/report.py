@@ -1,4 +1,4 @@
-"""What every benchmark needs: its command line, its table of metrics, and its result file."""
+"""What every benchmark needs: its command line, measured times, its table of metrics, and its result file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from loadtest.slo import percentile
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Metrics for which more is better begin with one of these names or end with tok_s.
@@ -135,3 +139,38 @@ def write(out: Path | None, name: str, metrics: Mapping[str, object], *packages:
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+
+
+def ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
+def percentiles_ms(seconds: Sequence[float], *names: str) -> dict[str, float]:
+    """Returns the named percentiles (see SHARES) in milliseconds."""
+    return {name: ms(percentile(seconds, SHARES[name])) for name in names}
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns p50, p90, p99, p99.9, mean and maximum in milliseconds, and the count."""
+    more = {"mean": ms(statistics.fmean(seconds)), "max": ms(max(seconds)), "count": len(seconds)}
+    return percentiles_ms(seconds, *SHARES) | more
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Runs the work. Returns the seconds and its result."""
+    began = time.perf_counter()
+    result = work()
+    return time.perf_counter() - began, result
+
+
+async def timed_calls(call: Callable[[], Awaitable[Any]], count: int) -> list[float]:
+    """Awaits `count` calls in turn. Returns the seconds of each."""
+    seconds = []
+    for _ in range(count):
+        began = time.perf_counter()
+        await call()
+        seconds.append(time.perf_counter() - began)
+    return seconds

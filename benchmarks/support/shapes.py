@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from benchmarks.support.report import Goal
 
@@ -104,3 +109,32 @@ GOALS = {
     "offline_out_tok_s": Goal(5800, 6200, 5580),
 }
 HOST_GOALS = {"host_wait_ms": Goal(0.1), "sampling_ratio": Goal(1.03)}
+
+
+#: Layers to drop from SmolLM2. The draft is about as slow as the target, so it measures acceptance only.
+SMOLLM2_LAYERS = (12, 18)
+
+
+def without_layers(source: Path, directory: Path, dropped: tuple[int, ...]) -> Path:
+    """Writes a draft model to `directory`: the model of `source` without the layers `dropped`.
+
+    It agrees with the target on about two of three tokens. `source` must have one safetensors file with Llama's tensor
+    names.
+    """
+    directory.mkdir(parents=True)
+    config = json.loads((source / "config.json").read_text())
+    layers = [i for i in range(config["num_hidden_layers"]) if i not in dropped]
+    config["num_hidden_layers"] = len(layers)
+    (directory / "config.json").write_text(json.dumps(config))
+    shutil.copy(source / "tokenizer.json", directory)
+    kept: dict[str, Tensor] = {}
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            parts = name.split(".")
+            if parts[1] == "layers":
+                if int(parts[2]) in dropped:
+                    continue
+                parts[2] = str(layers.index(int(parts[2])))
+            kept[".".join(parts)] = file.get_tensor(name)
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

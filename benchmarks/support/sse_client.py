@@ -30,19 +30,16 @@ class SseStream(asyncio.Protocol):
     """One request on its own connection."""
 
     def __init__(self, request: bytes) -> None:
-        self._request = request
+        self.request = request
         self.begun = asyncio.Event()
         self.ended = asyncio.Event()
         self.data = bytearray()
         self.at = array("d")  # Arrival time and size of each piece of data.
         self.size = array("q")
-        self._transport: Any = None
+        self.transport: Any = None
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def send(self) -> None:
-        self._transport.write(self._request)
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         self.at.append(time.monotonic())
@@ -56,9 +53,6 @@ class SseStream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.begun.set()
         self.ended.set()
-
-    def close(self) -> None:
-        self._transport.close()
 
     def events(self) -> list[tuple[float, dict[str, Any]]]:
         """Returns all events with the arrival time of their last byte."""
@@ -86,12 +80,9 @@ def request_bytes(path: str, model: str, tokens: int, number: int) -> bytes:
 
 async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
     """Opens one connection per request."""
-    loop = asyncio.get_running_loop()
-
-    async def one(request: bytes) -> SseStream:
-        return (await loop.create_connection(lambda: SseStream(request), "127.0.0.1", port))[1]
-
-    return await asyncio.gather(*[one(request) for request in requests])
+    connect_one, streams = asyncio.get_running_loop().create_connection, [SseStream(request) for request in requests]
+    await asyncio.gather(*[connect_one(lambda stream=stream: stream, "127.0.0.1", port) for stream in streams])
+    return streams
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -101,7 +92,7 @@ async def run(args: argparse.Namespace) -> None:
     for at in range(0, len(requests), args.burst):
         burst = await connect(args.port, requests[at : at + args.burst])
         for stream in burst:
-            stream.send()
+            stream.transport.write(stream.request)
         for stream in burst:
             await stream.begun.wait()
         streams += burst
@@ -115,7 +106,7 @@ async def run(args: argparse.Namespace) -> None:
             await stream.ended.wait()
         args.out.write_bytes(orjson.dumps([_record(stream) for stream in streams]))
     for stream in streams:
-        stream.close()
+        stream.transport.close()
 
 
 def _record(stream: SseStream) -> dict[str, Any]:
@@ -141,12 +132,8 @@ def main() -> None:
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument(
-        "--burst",
-        type=int,
-        default=64,
-        help="requests that are sent together; the next burst follows their first events",
-    )
+    burst_help = "requests that are sent together; the next burst follows their first events"
+    parser.add_argument("--burst", type=int, default=64, help=burst_help)
     parser.add_argument("--idle", action="store_true", help="hold the streams open until stdin ends")
     parser.add_argument("--out", type=Path, help="file for the records of all streams")
     uvloop.run(run(parser.parse_args()))

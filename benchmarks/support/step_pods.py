@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import signal
+import string
 import sys
 import time
 from array import array
@@ -27,29 +28,11 @@ from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.kv_layout import KVLayout
-from common.pb import (
-    decode_pb2,
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    transfer_pb2,
-    transfer_pb2_grpc,
-    types_pb2,
-)
-from common.rpc import RpcServer
+from common.pb import decode_pb2, prefill_pb2, types_pb2
 from common.types import Role
-from common.wire import PROTOCOL_VERSION, layout_to_pb, role_to_pb
+from tests.rigs.pods.fake_pods import LAYOUT, FakeCluster, FakePod
 
-LAYOUT = KVLayout("none", "r0", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 MAX_MODEL_LEN = 1 << 17
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
-def letters(model: Path) -> list[int]:
-    """Returns the ids of the tokens a to z."""
-    raw = Tokenizer.from_file(str(model / "tokenizer.json"))
-    return [raw.token_to_id(letter) for letter in LETTERS]
 
 
 @dataclass
@@ -64,38 +47,7 @@ class StepSequence:
     sent: array[float] = field(default_factory=lambda: array("d"))
 
 
-class _Pod(transfer_pb2_grpc.TransferServicer):
-    """Common part of the pods: a gRPC server that answers Info."""
-
-    def __init__(self, name: str, role: Role) -> None:
-        self.name = name
-        self._role = role
-        self.address = ""
-        self._server = RpcServer("127.0.0.1", 0)
-
-    async def start(self) -> None:
-        self._server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, self, "baton.v1.Transfer")
-        self.address = f"127.0.0.1:{await self._server.start()}"
-
-    async def stop(self) -> None:
-        await self._server.stop(0)
-
-    async def Info(self, request: transfer_pb2.InfoRequest, context: Any) -> transfer_pb2.InfoResponse:  # type: ignore[override]
-        return transfer_pb2.InfoResponse(
-            protocol_version=PROTOCOL_VERSION,
-            pod=self.name,
-            generation=1,
-            role=role_to_pb(self._role),
-            layout=layout_to_pb(LAYOUT),
-            fingerprint=LAYOUT.fingerprint,
-            max_model_len=MAX_MODEL_LEN,
-            num_blocks=1 << 24,
-            vocab_size=49152,
-            ready=True,
-        )
-
-
-class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
+class StepDecode(FakePod):
     """A decode pod.
 
     Args:
@@ -104,20 +56,22 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
         stall: send no tokens.
     """
 
-    def __init__(self, name: str, step_s: float, phase: float, ids: list[int], *, stall: bool) -> None:
-        super().__init__(name, Role.DECODE)
+    def __init__(
+        self, cluster: FakeCluster, name: str, step_s: float, phase: float, ids: list[int], *, stall: bool
+    ) -> None:
+        super().__init__(cluster, name, Role.DECODE)
+        self.max_model_len, self.num_blocks = MAX_MODEL_LEN, 1 << 24
         self._step_s = step_s
         self._phase = phase
         self._ids = ids
         self._stall = stall
         self._reserved: dict[str, StepSequence] = {}
-        self._running: dict[str, StepSequence] = {}
+        self._decoding: dict[str, StepSequence] = {}
         self._streams: dict[str, asyncio.Queue[list[StepSequence]]] = {}
         self._minted = 0
         self.ended: list[StepSequence] = []
-        self._server.add_servicer(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
 
-    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:  # type: ignore[override]
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
         valid = request.request
         self._minted += 1
         self._reserved[valid.request_id] = StepSequence(request.gateway_id, valid.request_id, valid.sampling.max_tokens)
@@ -130,23 +84,21 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
         )
         return decode_pb2.ReserveResponse(target=target)
 
-    async def Abort(  # type: ignore[override]
-        self, request: decode_pb2.DecodeAbortRequest, context: Any
-    ) -> decode_pb2.DecodeAbortResponse:
+    async def Abort(self, request: Any, context: Any) -> decode_pb2.DecodeAbortResponse:
         self._reserved.pop(request.request_id, None)
-        self._running.pop(request.request_id, None)
+        self._decoding.pop(request.request_id, None)
         return decode_pb2.DecodeAbortResponse()
 
-    def commit(self, request_id: str) -> None:
+    def start_decoding(self, request_id: str) -> None:
         """Completes the hand-off: the sequence decodes from the next step on."""
         sequence = self._reserved.pop(request_id, None)
         if sequence is not None and sequence.max_tokens > 1:
-            self._running[request_id] = sequence
+            self._decoding[request_id] = sequence
 
-    async def Tokens(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.TokenBatch]:  # type: ignore[override]
+    async def Tokens(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.TokenBatch]:
         hello = await anext(request_iterator)
         queue = self._streams[hello.gateway_id] = asyncio.Queue()
-        acks = asyncio.create_task(_drop(request_iterator))
+        acks = asyncio.create_task(self._read_acks(request_iterator))
         number = 0
         try:
             await context.send_initial_metadata(())
@@ -169,7 +121,7 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
         delta = decode_pb2.SequenceDelta(request_id=sequence.request_id, tokens=[token])
         if sequence.generated == sequence.max_tokens:
             delta.finish_reason = types_pb2.FINISH_REASON_LENGTH
-            del self._running[sequence.request_id]
+            del self._decoding[sequence.request_id]
             self.ended.append(sequence)
         return delta
 
@@ -183,54 +135,43 @@ class StepDecode(_Pod, decode_pb2_grpc.DecodeServicer):
             if self._stall:
                 continue
             for gateway_id, queue in self._streams.items():
-                batch = [s for s in self._running.values() if s.gateway_id == gateway_id]
+                batch = [s for s in self._decoding.values() if s.gateway_id == gateway_id]
                 if batch and queue.empty():
                     queue.put_nowait(batch)
 
 
-class StepPrefill(_Pod, prefill_pb2_grpc.PrefillServicer):
+class StepPrefill(FakePod):
     """The prefill pod. It sends the first token immediately, and its hand-off moves no KV."""
 
-    def __init__(self, name: str, ids: list[int]) -> None:
-        super().__init__(name, Role.PREFILL)
-        self._ids = ids
-        self.decodes: dict[str, StepDecode] = {}
-        self._server.add_servicer(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
+    def __init__(self, cluster: FakeCluster, first_id: int) -> None:
+        super().__init__(cluster, "prefill-0", Role.PREFILL)
+        self.max_model_len, self.num_blocks = MAX_MODEL_LEN, 1 << 24
+        self._first_id = first_id
 
-    async def Prefill(  # type: ignore[override]
+    async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         valid = request.request
-        first = prefill_pb2.FirstToken(token=types_pb2.Token(index=0, id=self._ids[0]), queue_s=0.001, compute_s=0.01)
+        first = prefill_pb2.FirstToken(token=types_pb2.Token(index=0, id=self._first_id), queue_s=0.001, compute_s=0.01)
         if valid.sampling.max_tokens == 1:
             first.finish_reason = types_pb2.FINISH_REASON_LENGTH
         yield prefill_pb2.PrefillEvent(first_token=first)
-        self.decodes[request.target.address].commit(valid.request_id)
+        decode = self._cluster.pods[request.target.address]
+        assert isinstance(decode, StepDecode)
+        decode.start_decoding(valid.request_id)
         done = prefill_pb2.HandedOff(blocks=len(request.target.blocks), bytes=1, transport="loopback")
         yield prefill_pb2.PrefillEvent(handed_off=done)
-
-    async def Abort(  # type: ignore[override]
-        self, request: prefill_pb2.PrefillAbortRequest, context: Any
-    ) -> prefill_pb2.PrefillAbortResponse:
-        return prefill_pb2.PrefillAbortResponse()
-
-
-async def _drop(messages: Any) -> None:
-    async for _ in messages:
-        pass
 
 
 async def serve(args: argparse.Namespace) -> None:
     """Runs the pods until SIGTERM."""
-    ids = letters(args.model)
-    n, step_s = args.decodes, args.step_ms / 1e3
-    decodes = [StepDecode(f"decode-{i}", step_s, i / n, ids, stall=args.stall) for i in range(n)]
-    prefill = StepPrefill("prefill-0", ids)
-    pods: list[_Pod] = [prefill, *decodes]
-    for pod in pods:
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(letter) for letter in string.ascii_lowercase]
+    cluster, n, step_s = FakeCluster(), args.decodes, args.step_ms / 1e3
+    decodes = [StepDecode(cluster, f"decode-{i}", step_s, i / n, ids, stall=args.stall) for i in range(n)]
+    for pod in (StepPrefill(cluster, ids[0]), *decodes):
         await pod.start()
-    prefill.decodes = {pod.address: pod for pod in decodes}
-    print(json.dumps([pod.address for pod in pods]), flush=True)
+    print(json.dumps(cluster.addresses), flush=True)
     steps = [asyncio.create_task(pod.run()) for pod in decodes]
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -240,8 +181,7 @@ async def serve(args: argparse.Namespace) -> None:
     if args.emitted:  # by the gateway's request id
         times = {s.request_id.split("-", 1)[0]: list(s.sent) for pod in decodes for s in pod.ended}
         args.emitted.write_text(json.dumps(times))
-    for pod in pods:
-        await pod.stop()
+    await cluster.stop()
 
 
 def main() -> None:

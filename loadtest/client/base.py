@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from common.errors import ConfigError, Unavailable
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
-from loadtest.workload.prompts import ModelAnswer, PromptMessage, Turn
+from loadtest.workload.sessions import ModelAnswer, PromptMessage, TextPiece, Turn
 
+T = TypeVar("T")
 BUILD_SLICE_S = 100e-6  # Seconds of work between two yields to the event loop.
 GRACE_S = 5.0  # Seconds after the deadline for the server's own timeout answer.
 RESPONSE_TIMEOUT_S = 660.0  # Limit of a response without a deadline: one minute more than the gateway's own limit.
+CONNECT_S = 10.0
+CACHED_PIECES = 4096  # Pieces with kept text or token ids.
 ABORT_WAIT_S = 0.05  # Seconds that a client waits before it aborts, if it aborts before the first token.
 
 
@@ -60,15 +63,15 @@ def chosen_model(config: LoadConfig, served: Sequence[str]) -> str:
 
 
 class LoopYielder:
-    """Splits long work: `await yielder.yield_if_due()` yields to the event loop every 100 us."""
-
-    __slots__ = ("_until",)
+    """Splits the long work of one request: yields to the event loop every 100 us."""
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + BUILD_SLICE_S
 
-    async def yield_if_due(self) -> None:
-        """Yields if the time slice has ended."""
-        if time.perf_counter() >= self._until:
-            await asyncio.sleep(0)
-            self._until = time.perf_counter() + BUILD_SLICE_S
+    async def each(self, build: Callable[[TextPiece], T], pieces: Iterable[TextPiece]) -> AsyncIterator[T]:
+        """Yields the result for each piece."""
+        for piece in pieces:
+            yield build(piece)
+            if time.perf_counter() >= self._until:
+                await asyncio.sleep(0)
+                self._until = time.perf_counter() + BUILD_SLICE_S

@@ -13,15 +13,22 @@ import grpc
 from common.errors import Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc, types_pb2
 from common.rpc import error_from_rpc, open_channel
-from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft, chosen_model
+from loadtest.client.base import (
+    ABORT_WAIT_S,
+    CACHED_PIECES,
+    CONNECT_S,
+    GRACE_S,
+    RESPONSE_TIMEOUT_S,
+    LoopYielder,
+    RequestDraft,
+    chosen_model,
+)
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
-from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece
+from loadtest.workload.sessions import ModelAnswer, PromptMessage, TextPiece
 
 Metadata = tuple[tuple[str, str], ...]
 
-CONNECT_S = 10.0
-CACHED_PIECES = 4096
 _FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
@@ -44,11 +51,9 @@ class GrpcClient:
         self._text = functools.lru_cache(CACHED_PIECES)(TextPiece.text)
 
     async def model(self) -> str:
-        key = self._config.api_keys[0] if self._config.api_keys else ""
+        call, metadata = inference_pb2.ListModelsRequest(), _metadata(self._config.key_of(0))
         try:
-            response = await self._stub.ListModels(
-                inference_pb2.ListModelsRequest(), timeout=CONNECT_S, metadata=_metadata(key)
-            )
+            response = await self._stub.ListModels(call, timeout=CONNECT_S, metadata=metadata)
         except grpc.aio.AioRpcError as e:
             raise Unavailable(f"{self._config.url}: {error_from_rpc(e).message}") from e
         self._model = chosen_model(self._config, [model.id for model in response.models])
@@ -66,8 +71,8 @@ class GrpcClient:
         )
         if config.endpoint == "chat":
             for message in turn.messages:
-                content = await self._message_text(message, draft, yielder)
-                request.chat.messages.add(role=message.role, content=content)
+                text = await self._message_text(message, draft, yielder)
+                request.chat.messages.add(role=message.role, content=text)
         elif config.form == "text":
             request.text = " ".join([await self._message_text(message, draft, yielder) for message in turn.messages])
         else:
@@ -75,9 +80,8 @@ class GrpcClient:
                 earlier = draft.earlier_answer(message)
                 known = None if earlier is None else earlier.ids
                 request.tokens.ids.extend(known or ())
-                for piece in message.pieces if known is None else ():
-                    request.tokens.ids.extend(self._ids(piece))
-                    await yielder.yield_if_due()
+                async for ids in yielder.each(self._ids, message.pieces if known is None else ()):
+                    request.tokens.ids.extend(ids)
         return request, _metadata(draft.key, draft.affinity)
 
     async def send(self, request: tuple[inference_pb2.GenerateRequest, Metadata], record: RequestRecord) -> None:
@@ -107,11 +111,7 @@ class GrpcClient:
     async def _message_text(self, message: PromptMessage, draft: RequestDraft, yielder: LoopYielder) -> str:
         if (earlier := draft.earlier_answer(message)) is not None:
             return earlier.text
-        parts = []
-        for piece in message.pieces:
-            parts.append(self._text(piece))
-            await yielder.yield_if_due()
-        return " ".join(parts)
+        return " ".join([part async for part in yielder.each(self._text, message.pieces)])
 
 
 async def _read(call: Any, record: RequestRecord) -> None:

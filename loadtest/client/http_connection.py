@@ -1,8 +1,8 @@
 """An HTTP/1.1 connection that records the arrival time of bytes first and parses them later.
 
 Thousands of streams share one event loop. Parsing on arrival would delay the arrival times of other streams, so a
-connection only stores the time and the bytes. On Linux the kernel supplies the time (timestamped_reader.py, not with
-TLS). Elsewhere it is the time of data_received(). One ParseQueue for all connections parses when no more bytes
+connection only stores the time and the bytes. On Linux the kernel supplies the time (TimestampedReader, not
+with TLS). Elsewhere it is the time of data_received(). One ParseQueue for all connections parses when no more bytes
 arrive, in slices of 0.1 ms. The loop polls its sockets between two slices.
 
     connected -> start(exchange) -> exchange.ended() -> idle -> start(next) ... -> closed by either side
@@ -13,16 +13,77 @@ An exchange ends exactly once: with ended() or with lost().
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import httptools
 
-from loadtest.client.timestamped_reader import TimestampedReader
+SO_TIMESTAMPNS = 35  # From asm-generic/socket.h; the ancillary message has the same number.
+READ_BYTES = 1 << 14
+SLICE_S, MAX_WAIT_S = 100e-6, 5e-3
+CLOCK_READINGS, MAX_READING_S = 5, 20e-6
+MAX_AGE_S = 5.0  # An older stamp means that the wall clock was changed.
+_TIMESPEC = struct.Struct("@ll")
 
-SLICE_S = 100e-6
-MAX_WAIT_S = 5e-3
+
+class TimestampedReader:
+    """Reads a TCP connection with the kernel's arrival time of the bytes (SO_TIMESTAMPNS, Linux).
+
+    Calls `received(at, data)` for each read. `at` is in time.perf_counter() seconds, `data` is None at the end. Bytes
+    of one read share the arrival time of the last byte. The kernel takes the time in the interrupt; a time that the
+    process takes is late if the process or the machine is busy.
+
+    The reader replaces the reading side of an asyncio transport: it pauses the transport for good and watches a
+    duplicate of the socket's descriptor. The transport still writes.
+    """
+
+    def __init__(self, transport: Any, received: Callable[[float, bytes | None], None]) -> None:
+        transport.pause_reading()
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        self._received = received
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+
+    def close(self) -> None:
+        """Stops reading. Idempotent."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def _readable(self) -> None:
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(READ_BYTES, 64)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:  # connection reset
+            data, ancillary = b"", []
+        now, wall = _clocks()
+        if not data:
+            self.close()
+            self._received(now, None)
+            return
+        for level, kind, stamp in ancillary:
+            if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
+                seconds, nanoseconds = _TIMESPEC.unpack(stamp)
+                age = wall - seconds - nanoseconds * 1e-9
+                now -= age if 0.0 < age < MAX_AGE_S else 0.0
+        self._received(now, data)
+
+
+def _clocks() -> tuple[float, float]:
+    """Returns time.perf_counter() and time.time() of one moment. Reads again after an interruption."""
+    for _ in range(CLOCK_READINGS):
+        before, wall, after = time.perf_counter(), time.time(), time.perf_counter()
+        if after - before < MAX_READING_S:
+            break
+    return (before + after) / 2, wall
 
 
 class HttpExchange(Protocol):
@@ -69,11 +130,8 @@ class ParseQueue:
         if self._new_bytes and now < self._wait_until:
             self._new_bytes = False
         else:
-            end = now + SLICE_S
-            while waiting:
+            while waiting and time.perf_counter() < now + SLICE_S:
                 waiting.popleft().parse()
-                if time.perf_counter() >= end:
-                    break
         if waiting:
             self._loop.call_soon(self._parse_slice)
         else:
@@ -114,8 +172,6 @@ class HttpConnection(asyncio.Protocol):
             self._reader.close()
         self._transport.abort()
 
-    # -- asyncio.Protocol
-
     def connection_made(self, transport: Any) -> None:
         self._transport, self.open = transport, True
 
@@ -143,8 +199,6 @@ class HttpConnection(asyncio.Protocol):
             self._reader.close()
         self._received(time.perf_counter(), None)
 
-    # -- called by ParseQueue
-
     def parse(self) -> None:
         """Parses the oldest stored bytes."""
         self._parsed_at, data = self._arrived.popleft()
@@ -171,7 +225,7 @@ class HttpConnection(asyncio.Protocol):
         assert exchange is not None
         exchange.lost(why, self._parsed_at)
 
-    # -- called by httptools
+    # Called by httptools.
 
     def on_message_begin(self) -> None:
         self.began = True

@@ -13,14 +13,21 @@ from urllib.parse import urlsplit
 import orjson
 
 from common.errors import ConfigError, Unavailable
-from loadtest.client.base import ABORT_WAIT_S, GRACE_S, RESPONSE_TIMEOUT_S, LoopYielder, RequestDraft, chosen_model
+from loadtest.client.base import (
+    ABORT_WAIT_S,
+    CACHED_PIECES,
+    CONNECT_S,
+    GRACE_S,
+    RESPONSE_TIMEOUT_S,
+    LoopYielder,
+    RequestDraft,
+    chosen_model,
+)
 from loadtest.client.http_connection import HttpConnection, ParseQueue
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
-from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece
+from loadtest.workload.sessions import ModelAnswer, PromptMessage, TextPiece
 
-CONNECT_S = 10.0
-CACHED_PIECES = 4096
 MAX_ERROR_BYTES = 1 << 16
 
 
@@ -46,8 +53,8 @@ class RestClient:
 
     async def model(self) -> str:
         record = RequestRecord("", 0, 0, 0, 0, time.perf_counter())
-        key = self._config.api_keys[0] if self._config.api_keys else ""
-        exchange = await self._exchange(self._head("GET", "/v1/models", key, b""), record, _WholeAnswer)
+        head = self._head("GET", "/v1/models", self._config.key_of(0), b"")
+        exchange = await self._exchange(head, record, _WholeAnswer)
         if record.error:
             raise Unavailable(f"{self._config.url}: {record.message or record.error}")
         try:
@@ -60,12 +67,8 @@ class RestClient:
     async def build(self, draft: RequestDraft) -> bytes:
         """Returns the bytes of the request, head and body."""
         config, turn = self._config, draft.turn
-        fields: dict[str, Any] = {
-            "model": self._model,
-            "max_tokens": turn.output_tokens,
-            "temperature": config.temperature,
-            "stream": config.stream,
-        }
+        fields: dict[str, Any] = {"model": self._model, "max_tokens": turn.output_tokens}
+        fields |= {"temperature": config.temperature, "stream": config.stream}
         if config.ignore_eos:
             fields["ignore_eos"] = True
         if config.stream:
@@ -102,13 +105,11 @@ class RestClient:
         record.sent_s = time.perf_counter()
         while True:
             exchange = kind(record)
-            connection = self._take_idle()
-            if connection is None:
-                try:
-                    connection = await self._connect()
-                except (OSError, TimeoutError) as e:
-                    record.fail("connect", str(e) or f"no connection within {CONNECT_S:g} s", time.perf_counter())
-                    return exchange
+            try:
+                connection = self._take_idle() or await self._connect()
+            except (OSError, TimeoutError) as e:
+                record.fail("connect", str(e) or f"no connection within {CONNECT_S:g} s", time.perf_counter())
+                return exchange
             stale = connection.reused
             await exchange.run(connection, request, self._timeout_s - (time.perf_counter() - record.sent_s))
             if stale and not connection.began and record.error == "disconnected":
@@ -151,11 +152,7 @@ class RestClient:
         """Returns one message as a fragment of JSON."""
         if self._config.form == "text" and (earlier := draft.earlier_answer(message)) is not None:
             return orjson.dumps(earlier.text)[1:-1]
-        parts = []
-        for piece in message.pieces:
-            parts.append(self._cached_piece_json(piece))
-            await yielder.yield_if_due()
-        return separator.join(parts)
+        return separator.join([part async for part in yielder.each(self._cached_piece_json, message.pieces)])
 
     def _piece_json(self, piece: TextPiece) -> bytes:
         if self._config.form == "text":
@@ -177,15 +174,15 @@ class _RestExchange:
         """Sends the request and returns when the record is complete."""
         self._connection = connection
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(max(0.0, timeout_s), self._expire)
-        abort_timer = loop.call_later(ABORT_WAIT_S, self._abort) if self.record.abort_after == 0 else None
+        timers = [loop.call_later(max(0.0, timeout_s), self._expire)]
+        if self.record.abort_after == 0:
+            timers.append(loop.call_later(ABORT_WAIT_S, self._abort))
         connection.start(self, request)
         try:
             await self._done
         finally:
-            timer.cancel()
-            if abort_timer is not None:
-                abort_timer.cancel()
+            for timer in timers:
+                timer.cancel()
             if not self._done.done():  # cancelled from outside
                 connection.close()
 
@@ -318,8 +315,6 @@ def _error(body: bytes) -> tuple[str, str]:
 
 class SseParser:
     """Incremental parser of server-sent events. Drops comments and all fields but `data`."""
-
-    __slots__ = ("_rest",)
 
     def __init__(self) -> None:
         self._rest = b""

@@ -10,7 +10,6 @@ from html import escape
 WIDTH, HEIGHT = 560, 280
 LEFT, TOP = 58, 12
 END, FLOOR = WIDTH - 14, HEIGHT - 42  # The last pixels of the plot.
-X_PIXELS, Y_PIXELS = (LEFT, END), (FLOOR, TOP)
 MAX_POINTS = 2000
 
 
@@ -37,11 +36,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A labelled vertical line at `x`, or a horizontal line at `y`."""
+    """A labelled vertical line at `x`."""
 
     label: str
-    x: float | None = None
-    y: float | None = None
+    x: float
 
 
 def chart(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequence[Mark] = ()) -> str:
@@ -49,10 +47,9 @@ def chart(title: str, series: Sequence[Series], x: Axis, y: Axis, marks: Sequenc
     shown = [s for s in series if s.points]
     if not shown:
         return f"<figure><figcaption>{escape(title)}</figcaption><p class=empty>nothing to show</p></figure>"
-    x_values = [p[0] for s in shown for p in s.points] + [m.x for m in marks if m.x is not None]
-    y_values = [p[1] for s in shown for p in s.points] + [m.y for m in marks if m.y is not None]
-    x_scale, y_scale = _Scale.of(x, x_values, X_PIXELS), _Scale.of(y, y_values, Y_PIXELS)
-    parts = [*_grid(x_scale, y_scale, x, y), *(_mark(mark, x_scale, y_scale) for mark in marks)]
+    x_scale = _Scale.of(x, [p[0] for s in shown for p in s.points] + [m.x for m in marks], (LEFT, END))
+    y_scale = _Scale.of(y, [p[1] for s in shown for p in s.points], (FLOOR, TOP))
+    parts = [*_grid(x_scale, y_scale, x, y), *(_mark(mark, x_scale) for mark in marks)]
     parts += [_line_or_dots(s, x_scale, y_scale) for s in shown]
     legend = "".join(f'<span><i class="key c{s.colour}{" dash" * s.dashed}"></i>{escape(s.name)}</span>' for s in shown)
     legend = f"<div class=legend>{legend}</div>" if len(shown) > 1 else ""
@@ -96,12 +93,8 @@ class _Scale:
         if self.log:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = (1, 2, 5) if len(decades) <= 4 else (1,)
-            return [
-                t
-                for d in decades[:: -(-len(decades) // 10)]
-                for m in steps
-                if self.low <= (t := m * 10.0**d) <= self.high
-            ]
+            ticks = [m * 10.0**d for d in decades[:: -(-len(decades) // 10)] for m in steps]
+            return [tick for tick in ticks if self.low <= tick <= self.high]
         rough = (self.high - self.low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= rough)
@@ -129,15 +122,11 @@ def _grid(x_scale: _Scale, y_scale: _Scale, x: Axis, y: Axis) -> list[str]:
     ]
 
 
-def _mark(mark: Mark, x_scale: _Scale, y_scale: _Scale) -> str:
-    if mark.x is not None:
-        at = x_scale.at(mark.x)
-        anchor, side = ("end", -4) if at > (LEFT + END) / 2 else ("start", 4)
-        text = f'<text x="{at + side:.1f}" y="{FLOOR - 6}" text-anchor="{anchor}">{escape(mark.label)}</text>'
-        return f'<path class=mark d="M{at:.1f} {TOP}V{FLOOR}"/>{text}'
-    at = y_scale.at(mark.y or 0.0)
-    text = f'<text x="{END - 4}" y="{at - 5:.1f}" text-anchor="end">{escape(mark.label)}</text>'
-    return f'<path class=mark d="M{LEFT} {at:.1f}H{END}"/>{text}'
+def _mark(mark: Mark, x_scale: _Scale) -> str:
+    at = x_scale.at(mark.x)
+    anchor, side = ("end", -4) if at > (LEFT + END) / 2 else ("start", 4)
+    text = f'<text x="{at + side:.1f}" y="{FLOOR - 6}" text-anchor="{anchor}">{escape(mark.label)}</text>'
+    return f'<path class=mark d="M{at:.1f} {TOP}V{FLOOR}"/>{text}'
 
 
 def _line_or_dots(series: Series, x_scale: _Scale, y_scale: _Scale) -> str:

@@ -65,8 +65,7 @@ class Comparison:
     """All figures of two runs and their different settings."""
 
     rows: tuple[ComparisonRow, ...]
-    #: (setting, value of A, value of B) for settings with different values.
-    differences: tuple[tuple[str, Any, Any], ...]
+    differences: tuple[tuple[str, Any, Any], ...]  # (setting, value of A, value of B) if the values differ.
 
     def worse(self, tolerance: float) -> list[ComparisonRow]:
         """Returns the figures that are significantly worse, by more than `tolerance`."""
@@ -101,16 +100,12 @@ def confidence_interval(ordered: Sequence[float], share: float) -> tuple[float, 
     n = len(ordered)
     middle, half = n * share, Z * math.sqrt(n * share * (1 - share))
     low, high = math.floor(middle - half), math.ceil(middle + half)
-    if low < 1 or high > n:
-        return None
-    return ordered[low - 1], ordered[high - 1]
+    return (ordered[low - 1], ordered[high - 1]) if low >= 1 and high <= n else None
 
 
 def _disjoint(a: Sequence[float], b: Sequence[float], share: float) -> bool:
     first, second = confidence_interval(a, share), confidence_interval(b, share)
-    if first is None or second is None:
-        return False
-    return first[1] < second[0] or second[1] < first[0]
+    return first is not None and second is not None and (first[1] < second[0] or second[1] < first[0])
 
 
 def _values(document: Mapping[str, Any], columns: Sequence[str]) -> list[float]:

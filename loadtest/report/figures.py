@@ -16,8 +16,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import orjson
+
+from common.errors import ConfigError
 from loadtest.run import LoadRun, RequestRecord
 from loadtest.slo import percentile_of_sorted
 
@@ -97,22 +101,14 @@ def warnings(document: Mapping[str, Any]) -> list[str]:
     """Returns warnings about the validity of the figures, for example a busy generator."""
     requests, config, late_ms = document["requests"], document["config"], document["latencies_ms"]["lag"]["p99"] or 0.0
     busy, short = document["generator"]["cpu_share"], document["tokens"]["short_answers"]
+    left_out, skipped, advice = requests["left_out"], requests["skipped"], "read the rows 'intended'"
     reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
     possible = (
         (document["stopped"], f"Stopped early: {requests['unfinished']} requests were in flight and are not counted."),
-        (
-            requests["left_out"],
-            f"{requests['left_out']} requests of the trace are longer than --max-input-tokens and were not sent.",
-        ),
-        (
-            requests["skipped"],
-            f"{requests['skipped']} later turns were not sent, because their conversation had failed.",
-        ),
+        (left_out, f"{left_out} requests of the trace are longer than --max-input-tokens and were not sent."),
+        (skipped, f"{skipped} later turns were not sent, because their conversation had failed."),
         (busy > BUSY, f"The generator used {busy:.0%} of its core: it may have been the limit."),
-        (
-            late_ms > LATE_MS,
-            f"One request in a hundred left {late_ms:.0f} ms late or more{reason}: read the rows 'intended'.",
-        ),
+        (late_ms > LATE_MS, f"One request in a hundred left {late_ms:.0f} ms late or more{reason}: {advice}."),
         (short and config["ignore_eos"], f"{short} answers have fewer tokens than were asked for."),
     )
     return [message for applies, message in possible if applies]
@@ -207,18 +203,49 @@ def _series(records: Sequence[RequestRecord], zero: float, seconds: float) -> di
 def _columns(records: Sequence[RequestRecord], began: float) -> dict[str, list[Any]]:
     """Returns one list per field with a value per request. Times are seconds since the start, latencies ms."""
 
-    def ms(name: str) -> list[float | None]:
-        seconds = (getattr(r, f"{name}_s") for r in records)
-        return [None if value is None else round(1e3 * value, 4) for value in seconds]
+    def plain(*names: str) -> dict[str, list[Any]]:
+        return {name: [getattr(r, name) for r in records] for name in names}
 
-    def plain(name: str) -> list[Any]:
-        return [getattr(r, name) for r in records]
-
+    times = plain("lag_s", "ttft_s", "tpot_s", "longest_gap_s", "e2e_s")
     return {
-        **{name: plain(name) for name in ("request_id", "session", "turn")},
+        **plain("request_id", "session", "turn"),
         "intended_s": [round(r.intended_s - began, 6) for r in records],
-        **{f"{name}_ms": ms(name) for name in ("lag", "ttft", "tpot", "longest_gap", "e2e")},
-        **{name: plain(name) for name in ("prompt_tokens", "cached_tokens")},
-        "output_tokens": plain("tokens"),
-        **{name: plain(name) for name in ("finish", "error", "aborted")},
+        **{f"{k[:-1]}ms": [None if s is None else round(1e3 * s, 4) for s in times[k]] for k in times},
+        **plain("prompt_tokens", "cached_tokens"),
+        "output_tokens": [r.tokens for r in records],
+        **plain("finish", "error", "aborted"),
     }
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a document. Raises ConfigError if the file cannot be written."""
+    write_text(path, dumps(document) + "\n")
+
+
+def dumps(document: Mapping[str, Any]) -> str:
+    """Returns the document as JSON. NaN becomes null."""
+    return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file and creates its folder. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be written: {e.strerror}") from e
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a document. Raises ConfigError if the file is unreadable, not a document or of another format version."""
+    try:
+        document = orjson.loads(path.read_bytes())
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be read: {e.strerror}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} is not JSON: {e}") from e
+    if not isinstance(document, dict) or document.get("kind") != "baton loadtest":
+        raise ConfigError(f"{path} is not the result of a load test")
+    if (found := document.get("format")) != FORMAT:
+        raise ConfigError(f"{path} has format {found}, expected {FORMAT}: another version of Baton wrote it")
+    return document

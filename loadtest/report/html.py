@@ -170,10 +170,8 @@ def _value(value: float | None, row: ComparisonRow) -> str:
 
 
 def _change(row: ComparisonRow) -> str:
-    if row.change is None:
-        return ABSENT
     tone = "" if row.negligible else "bad" if row.worse_by else "good"
-    return f'<span class="{tone}">{row.change:+.1%}</span>'
+    return ABSENT if row.change is None else f'<span class="{tone}">{row.change:+.1%}</span>'
 
 
 def _charts(runs: Sequence[Document], names: Sequence[str]) -> Iterable[str]:
@@ -186,7 +184,7 @@ def _charts(runs: Sequence[Document], names: Sequence[str]) -> Iterable[str]:
             series.append(Series(name if several else "from sending", _curve(document, key), colour))
             if not several and key != "itl":
                 series.append(Series("from the intended time", _curve(document, f"{key}_intended"), 2, dashed=True))
-        marks = [Mark(f"objective {ms(1e3 * slo[key])}", x=1e3 * slo[key])] if key in slo else []
+        marks = [Mark(f"objective {ms(1e3 * slo[key])}", 1e3 * slo[key])] if key in slo else []
         share = Axis("share of all", low=0.0, high=1.0)
         yield chart(f"{label}: cumulative share", series, Axis("ms", log=True), share, marks)
 
@@ -205,10 +203,7 @@ def _charts(runs: Sequence[Document], names: Sequence[str]) -> Iterable[str]:
         shown = ["sent", "ended", "failed"] if any(runs[0]["series"]["failed"]) else ["sent", "ended"]
         flow = [Series(key, _binned(runs[0], key), colour) for colour, key in enumerate(shown, 1)]
         yield over_time("Requests per second", flow, "requests/s")
-    for title, column in (
-        ("Time to first token over the run", "ttft_ms"),
-        ("How late requests were sent", "lag_ms"),
-    ):
+    for title, column in (("Time to first token over the run", "ttft_ms"), ("How late requests were sent", "lag_ms")):
         dots = [Series(name, _dots(document, column), colour, dots=True) for document, name, colour in numbered]
         yield over_time(title, dots, "ms")
 

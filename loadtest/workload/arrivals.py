@@ -1,10 +1,8 @@
-"""Arrival processes of an open loop. Each yields endless, rising times in seconds with the same mean rate.
-
-They differ in the burstiness of the arrivals.
-"""
+"""Arrival processes of an open loop. Each has endless, rising times in seconds with the same mean rate."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 
@@ -12,31 +10,22 @@ KINDS = ("poisson", "constant", "gamma", "onoff")
 
 
 def constant(rate: float) -> Iterator[float]:
-    """Yields a time every 1 / rate seconds, starting with 0."""
-    number = 0
-    while True:
-        yield number / rate
-        number += 1
+    """Returns a time every 1 / rate seconds, starting with 0."""
+    return (number / rate for number in itertools.count())
 
 
 def poisson(rate: float, rng: random.Random) -> Iterator[float]:
-    """Yields the times of a Poisson process: arrivals of independent users."""
-    at = 0.0
-    while True:
-        at += rng.expovariate(rate)
-        yield at
+    """Returns the times of a Poisson process: arrivals of independent users."""
+    return itertools.accumulate(rng.expovariate(rate) for _ in itertools.count())
 
 
 def gamma(rate: float, burstiness: float, rng: random.Random) -> Iterator[float]:
-    """Yields times with gamma-distributed gaps. `burstiness` is their coefficient of variation; 1 is Poisson.
+    """Returns times with gamma-distributed gaps. `burstiness` is their coefficient of variation; 1 is Poisson.
 
     BurstGPT (Wang et al., 2024) and the benchmarks of vLLM use the same process.
     """
     shape = burstiness**-2
-    at = 0.0
-    while True:
-        at += rng.gammavariate(shape, 1 / (shape * rate))
-        yield at
+    return itertools.accumulate(rng.gammavariate(shape, 1 / (shape * rate)) for _ in itertools.count())
 
 
 def onoff(rate: float, on_s: float, off_s: float, rng: random.Random) -> Iterator[float]:
@@ -46,8 +35,5 @@ def onoff(rate: float, on_s: float, off_s: float, rng: random.Random) -> Iterato
 
 
 def until(times: Iterable[float], end_s: float | None) -> Iterator[float]:
-    """Yields the times below end_s, or all if it is None."""
-    for at in times:
-        if end_s is not None and at >= end_s:
-            return
-        yield at
+    """Returns the times below end_s, or all if it is None."""
+    return itertools.takewhile(lambda at: end_s is None or at < end_s, times)

@@ -32,8 +32,7 @@ class WorkloadRequest:
     prompt_len: int  # Tokens.
     output_len: int  # Tokens, at least 1.
     block_hashes: tuple[bytes, ...]  # Prefix-chained hashes of the prompt's full blocks, in order.
-    #: Hash of the partial last block; b"" if the trace has none. Only prompts that end with this block share it.
-    partial_block_hash: bytes = b""
+    partial_block_hash: bytes = b""  # Of the partial last block, if known. Only prompts that end with it share it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,7 @@ class WorkloadTrace:
 
     def ideal_hit_rate(self) -> float:
         """Returns the share of prompt tokens that a single unlimited prefix cache would hit."""
-        seen: set[bytes] = set()
-        hits = 0
+        seen, hits = set[bytes](), 0
         for r in self.requests:
             usable = r.block_hashes[: matchable_blocks(r.prompt_len, self.block_size)]
             hits += sum(1 for _ in takewhile(seen.__contains__, usable))
@@ -95,9 +93,8 @@ def load_trace(path: Path) -> WorkloadTrace:
     if len(requests) < 2 or requests[0].arrival_s == requests[-1].arrival_s:
         raise _error(f"{path.name} needs two requests at different times")
     start = requests[0].arrival_s
-    return WorkloadTrace(
-        path.stem, MOONCAKE_BLOCK_SIZE, tuple(replace(r, arrival_s=r.arrival_s - start) for r in requests)
-    )
+    shifted = tuple(replace(r, arrival_s=r.arrival_s - start) for r in requests)
+    return WorkloadTrace(path.stem, MOONCAKE_BLOCK_SIZE, shifted)
 
 
 def synthetic_block_hash(*parts: object) -> bytes:

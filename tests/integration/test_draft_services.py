@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.draft_pair import SMOLLM2_LAYERS, without_layers
+from benchmarks.support.shapes import SMOLLM2_LAYERS, without_layers
 from common.errors import BatonError, Overloaded
 from common.grammar import from_regex
 from common.types import ValidRequest
 from engine.llm import LLM
 from engine.speculation.controller import AlwaysDraft
-from engine.speculation.stats import SpeculationStats
+from engine.speculation.speculator import SpeculationStats
 from tests.rigs.engine.draft_models import BYTES, byte_tokenizer, disturbed, draft_settings, eagle_head, tiny_target
 from tests.rigs.pods.harness import MAX_LEN, VOCAB, Answer, Cluster, Pod, oracle, prompt_of, request
 

@@ -20,7 +20,7 @@ from gateway.admission.key_store import KeyFile
 from loadtest.client.grpc_client import GrpcClient
 from loadtest.client.rest_client import RestClient
 from loadtest.config import LoadConfig
-from loadtest.report import files
+from loadtest.report import figures
 from loadtest.report.figures import build_document
 from loadtest.run import LoadRun
 from loadtest.runner import LoadRunner
@@ -191,9 +191,9 @@ async def test_rates_rise_until_the_objective_is_missed(gw: Rig, cluster: FakeCl
     assert (code, err) == (0, "")
     assert "Highest rate that met the objectives: 2 requests/s" in out
     kept, missed, never = (tmp_path / f"s-{rate}.json" for rate in (2, 200, 400))
-    assert [files.read(path)["config"]["seed"] for path in (kept, missed)] == [0, 1]
+    assert [figures.read(path)["config"]["seed"] for path in (kept, missed)] == [0, 1]
     with pytest.raises(ConfigError, match="cannot be read"):
-        files.read(never)
+        figures.read(never)
     code, out, _ = await command(*shared, *limits, "--rates", "300,400")
     assert code == 1
     assert "The first rate already missed" in out

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.support.bare_pods import BarePod, running
+from benchmarks.support.local_stack import BarePod, running_pods
 from benchmarks.support.pd_stack import make_model
 from common.pb import prefill_pb2
 from common.rpc import open_channel
@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processes(model: Path) -> Iterator[dict[str, BarePod]]:
-    with running(model, {name: EVERY | flags for name, flags in PODS.items()}, device=DEVICE) as pods:
+    with running_pods(model, {name: EVERY | flags for name, flags in PODS.items()}, device=DEVICE) as pods:
         yield pods
 
 

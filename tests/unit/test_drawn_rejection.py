@@ -18,22 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.support.draft_pair import SMOLLM2_LAYERS, without_layers
+from benchmarks.support.shapes import SMOLLM2_LAYERS, without_layers
 from common.types import SamplingParams
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 from engine.llm import LLM
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
 from engine.sampling.sampler import Sampled, SampleRow, sample, token_probs
-from engine.schedule.drafts import DraftTokens
-from engine.speculation import rejection
-from engine.speculation.acceptance import accepted_tokens
+from engine.schedule.sequence import DraftTokens
+from engine.speculation import acceptance
+from engine.speculation.acceptance import accepted_tokens, rejection_sample
 from engine.speculation.controller import AlwaysDraft
 from engine.speculation.draft_loop import draw_drafts
-from engine.speculation.rejection import rejection_sample
 from engine.step import step_sampler
 from tests.rigs.engine.comparisons import chi_square_p
 from tests.rigs.engine.draft_models import draft_settings, tiny_target
@@ -197,7 +196,7 @@ BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_a_broken_rule_fails_the_distribution_test(
     broken: str, drawn: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rejection, *BROKEN[broken])
+    monkeypatch.setattr(acceptance, *BROKEN[broken])
     counts, _, _ = run(pair, DRAWS // 5, drawn=drawn)
     assert chi_square_p(counts, expected(pair, drawn=drawn)[0]) < 1e-6
 
@@ -309,7 +308,7 @@ def test_engine_outputs_have_the_target_distribution(
     assert chi_square_p(counts, chances) > 0.01
     assert overlap.chains > 4000
     assert overlap.accepted / overlap.chains == pytest.approx(overlap.expected / overlap.chains, abs=0.02)
-    monkeypatch.setattr(rejection, *BROKEN["always accepts"])
+    monkeypatch.setattr(acceptance, *BROKEN["always accepts"])
     counts, _ = outputs(tiny_dir, drafting[kind], 1000, monkeypatch)
     assert chi_square_p(counts, chances) < 1e-6
 

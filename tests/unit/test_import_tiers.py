@@ -66,7 +66,7 @@ ROOMS = {
     "pod": [
         "gpu index limits rates requests",
         "health metrics services",
-        "transfer_backend rank worker",
+        "rank worker",
         "runtime",
     ],
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],

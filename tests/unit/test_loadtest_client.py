@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, Unavailable
 from loadtest.client.base import RequestDraft
-from loadtest.client.http_connection import HttpConnection
+from loadtest.client.http_connection import SO_TIMESTAMPNS, HttpConnection
 from loadtest.client.rest_client import RestClient, SseParser
-from loadtest.client.timestamped_reader import SO_TIMESTAMPNS
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
-from loadtest.workload.prompts import ModelAnswer, PromptMessage, TextPiece, Turn
+from loadtest.workload.sessions import ModelAnswer, PromptMessage, TextPiece, Turn
 
 # -- server-sent events
 

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError
 from loadtest.config import LoadConfig
-from loadtest.progress import line
-from loadtest.report import files
+from loadtest.report import figures
 from loadtest.report.charts import Axis, Mark, Series, chart
 from loadtest.report.comparison import compare_runs, confidence_interval
 from loadtest.report.figures import build_document, warnings
 from loadtest.report.html import page
-from loadtest.run import LoadRun, RequestRecord
+from loadtest.run import LoadRun, RequestRecord, progress_line
 
 BEGAN = 1000.0
 
@@ -61,7 +60,7 @@ def failed(
 
 def document_of(run: LoadRun) -> dict[str, Any]:
     """The document of a run after a JSON round trip."""
-    found: dict[str, Any] = json.loads(files.dumps(build_document(run, "1.0")))
+    found: dict[str, Any] = json.loads(figures.dumps(build_document(run, "1.0")))
     return found
 
 
@@ -182,11 +181,11 @@ def test_warnings() -> None:
 def test_progress_line_has_share_and_counts() -> None:
     run = run_of(duration_s="20")
     run.sent, run.running, run.done, run.failed = 9, 4, 5, 1
-    assert line(run, BEGAN + 5.0).endswith("25%  5 s  9 sent  4 running  5 done  1 failed")
-    assert "100%  30 s (ending)" in line(run, BEGAN + 30.0)
+    assert progress_line(run, BEGAN + 5.0).endswith("25%  5 s  9 sent  4 running  5 done  1 failed")
+    assert "100%  30 s (ending)" in progress_line(run, BEGAN + 30.0)
     counted = run_of(requests="10")
     counted.planned, counted.done = 10, 5
-    assert " 50% " in line(counted, BEGAN + 1.0)
+    assert " 50% " in progress_line(counted, BEGAN + 1.0)
 
 
 # -- two runs
@@ -234,14 +233,14 @@ def test_intervals_are_order_statistics(n: int, share: float, bounds: tuple[int,
 def test_results_read_back_and_others_are_refused(tmp_path: Path) -> None:
     found = many(0.1, count=3)
     path = tmp_path / "new" / "a.json"
-    files.write(path, found)
-    assert files.read(path) == found
+    figures.write(path, found)
+    assert figures.read(path) == found
     (tmp_path / "x.json").write_text("[")
     (tmp_path / "y.json").write_text('{"kind": "baton loadtest", "format": 99}')
     (tmp_path / "z.json").write_text('{"kind": "else"}')
     for name, says in {"x": "not JSON", "y": "format 99", "z": "not the result", "none": "cannot be read"}.items():
         with pytest.raises(ConfigError, match=says):
-            files.read(tmp_path / f"{name}.json")
+            figures.read(tmp_path / f"{name}.json")
 
 
 # -- the report
@@ -333,7 +332,7 @@ finite = st.floats(-1e7, 1e7, allow_nan=False)
 def test_a_chart_stays_within_its_frame(
     points: list[tuple[float, float]], log: bool, dots: bool, mark: float | None
 ) -> None:
-    marks = [] if mark is None else [Mark("here", x=mark), Mark("there", y=mark)]
+    marks = [] if mark is None else [Mark("here", mark)]
     drawn = chart("t", [Series("a", points, dots=dots)], Axis("x", log=log), Axis("y"), marks)
     if not points:
         assert "nothing to show" in drawn

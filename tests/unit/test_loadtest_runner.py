@@ -13,7 +13,7 @@ from loadtest.client.base import RequestDraft
 from loadtest.config import LoadConfig
 from loadtest.run import RequestRecord
 from loadtest.runner import LoadRunner
-from loadtest.workload.prompts import ModelAnswer
+from loadtest.workload.sessions import ModelAnswer
 
 
 class FakeLoadClient:

@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 
 from cli.commands.loadtest import run
 from common.errors import ConfigError
-from loadtest.config import LoadConfig
-from loadtest.sweep import parse_rates
+from loadtest.config import LoadConfig, parse_rates
 from loadtest.workload import arrivals
-from loadtest.workload.lengths import LengthDistribution
-from loadtest.workload.prompts import WORDS, Session, TextPiece
-from loadtest.workload.sessions import SyntheticWorkload, TraceWorkload, fit_trace
+from loadtest.workload.sessions import (
+    WORDS,
+    LengthDistribution,
+    Session,
+    SyntheticWorkload,
+    TextPiece,
+    TraceWorkload,
+    fit_trace,
+)
 from loadtest.workload.trace import (
     MOONCAKE_BLOCK_SIZE,
     WorkloadRequest,

@@ -11,8 +11,7 @@ CHOSEN = 'namespace=~"$namespace"'
 IN_USE = 'state=~"leased|quarantined"'
 RATE = "$__rate_interval"
 LOOKED_UP, ACCEPTANCE = "baton_prefix_lookup_tokens_total", "baton_speculation_acceptance_length"
-#: Size of a panel on Grafana's grid of 24 columns.
-WIDTH, HEIGHT = 8, 8
+WIDTH, HEIGHT = 8, 8  # Size of a panel on Grafana's grid of 24 columns.
 
 
 @dataclass(frozen=True)
