@@ -14,12 +14,9 @@ from common.settings import kinds
 from common.settings.configs import PodEngineSettings
 from common.settings.table import setting
 
-#: A decode waits for 50 ms at most, with an 8B model.
-GPU_CHUNK_TOKENS = 2048
-#: Larger steps are fewer, and attention of long chunks is faster.
-GPU_PROMPT_STEP_TOKENS = 8192
-#: Bytes on a CPU, if neither num_blocks nor kv_memory is given.
-DEFAULT_KV_MEMORY = 512 << 20
+GPU_CHUNK_TOKENS = 2048  # A decode waits for 50 ms at most, with an 8B model.
+GPU_PROMPT_STEP_TOKENS = 8192  # Larger steps are fewer, and attention of long chunks is faster.
+DEFAULT_KV_MEMORY = 512 << 20  # Bytes on a CPU, if neither num_blocks nor kv_memory is given.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +95,10 @@ class EngineConfig(PodEngineSettings):
 
     def cuda_graph_advice(self, *beside: str) -> str:
         """Returns a remedy for CUDA graphs without memory: it names `beside` and the settings that bound the graphs."""
-        bounds = {
-            "max_seqs": True,
-            "chunk_graphs": self.chunk_graphs > 0,
-            "speculation_tokens": self.speculation != "none",
-        }
-        options = (*beside, *(name for name, counts in bounds.items() if counts))
+        bounds = {"chunk_graphs": self.chunk_graphs > 0, "speculation_tokens": self.speculation != "none"}
+        options = (*beside, "max_seqs", *(name for name, counts in bounds.items() if counts))
         return f"lower {' or '.join(options)}, or do without cuda_graphs"
 
     def resolve_overlap(self, device: torch.device) -> bool:
-        """Returns whether steps overlap.
-
-        On a CPU a launch returns when the step has ended, so overlap only delays the result.
-        """
+        """Returns whether steps overlap. On a CPU, where a launch waits for its step, overlap only delays."""
         return device.type == "cuda" if self.overlap is None else self.overlap

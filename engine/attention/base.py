@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 
 M = TypeVar("M")
 
@@ -31,15 +31,12 @@ class StepShape:
 
 
 class StepLayout(NamedTuple):
-    """The arrays of a step shape, int64: starts [R], num_new [R], tables [R, n], row_of [T] and positions [T].
-
-    tables holds the physical blocks of each row, row_of the row of each token.
-    """
+    """The arrays of a step shape, int64: starts [R], num_new [R], tables [R, n], row_of [T] and positions [T]."""
 
     starts: np.ndarray
     num_new: np.ndarray
-    tables: np.ndarray
-    row_of: np.ndarray
+    tables: np.ndarray  # The physical blocks of each row.
+    row_of: np.ndarray  # The row of each token.
     positions: np.ndarray
 
 

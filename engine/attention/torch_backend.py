@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import StepShape, layout_step
-from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
+from engine.attention.base import StepLayout, StepShape, layout_step
+from engine.kv.kv_pool import LayerKV, dequantize_e4m3, quantize_e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class TorchMetadata:
     """The metadata of one step."""
 
     block: Tensor | None  # int64 [T], the physical block of each new token. None: nothing is written.
-    #: int64 [T], the offset of each new token in its block.
-    offset: Tensor
+    offset: Tensor  # int64 [T], the offset of each new token in its block.
     groups: tuple[RowGroup, ...]
     ends: np.ndarray  # int64 [B], the end of each row in T.
     table: np.ndarray  # int64 [B, n], the physical blocks of each row.
@@ -79,22 +78,15 @@ class TorchAttention:
         self._rows_per_block = kv.stride(0) // row_size if is_matrix else None
 
     def prepare(self, step: StepShape) -> TorchMetadata:
-        starts, num_new, table, row_of, position = layout_step(step, self._block_size, self._pad_block)
-        ends, firsts = starts + num_new, np.cumsum(num_new) - num_new
-        groups: dict[tuple[int, int], list[int]] = {}
-        for row, (new, end) in enumerate(zip(num_new.tolist(), ends.tolist(), strict=True)):
-            groups.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
-        return TorchMetadata(
-            block=self._tensor(table[row_of, position // self._block_size]),
-            offset=self._tensor(position % self._block_size),
-            groups=tuple(
-                self._group(np.asarray(rows), starts, num_new, firsts, table, alone=len(groups) == 1)
-                for rows in groups.values()
-            ),
-            ends=np.cumsum(num_new),
-            table=table,
-            step=step,
-        )
+        layout = layout_step(step, self._block_size, self._pad_block)
+        starts, num_new, table, row_of, position = layout
+        by_size: dict[tuple[int, int], list[int]] = {}
+        for row, (new, end) in enumerate(zip(num_new.tolist(), (starts + num_new).tolist(), strict=True)):
+            by_size.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
+        groups = tuple(self._group(np.array(rows), layout, alone=len(by_size) == 1) for rows in by_size.values())
+        block = self._tensor(table[row_of, position // self._block_size])
+        offset = self._tensor(position % self._block_size)
+        return TorchMetadata(block, offset, groups, np.cumsum(num_new), table, step)
 
     def select_rows(self, metadata: TorchMetadata, rows: Tensor, positions: Tensor) -> TorchMetadata:
         row_of = np.searchsorted(metadata.ends, rows.tolist(), side="right")
@@ -144,8 +136,7 @@ class TorchAttention:
         """Reads the keys and values of a group, [rows, kv_heads, context, head_dim] each."""
         heads, size, dim = self._kv_heads, self._block_size, self._head_dim
         if self._rows_per_block is None:
-            blocks = cache.kv[group.gather].permute(2, 0, 3, 1, 4, 5)
-            both = blocks.reshape(2, group.rows, heads, -1, dim)
+            both = cache.kv[group.gather].permute(2, 0, 3, 1, 4, 5).reshape(2, group.rows, heads, -1, dim)
         else:
             table_rows = (cache.kv.shape[0] - 1) * self._rows_per_block + 2 * heads
             table = cache.kv.as_strided((table_rows, size * dim), (size * dim, 1))
@@ -156,28 +147,19 @@ class TorchAttention:
         keys, values = both.unbind(0)
         return keys, values
 
-    def _group(
-        self,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        num_new: np.ndarray,
-        firsts: np.ndarray,
-        table: np.ndarray,
-        *,
-        alone: bool,
-    ) -> RowGroup:
-        width = int(num_new[rows].max())
-        ends = starts[rows] + num_new[rows]
-        blocks = table[rows, : -(-int(ends.max()) // self._block_size)]
-        offset = np.minimum(np.arange(width)[None, :], num_new[rows][:, None] - 1)
-        padded = bool((num_new[rows] != width).any())
-        position = starts[rows][:, None] + offset
-        valid = np.flatnonzero(np.arange(width)[None, :] < num_new[rows][:, None]) if padded else None
+    def _group(self, rows: np.ndarray, step: StepLayout, *, alone: bool) -> RowGroup:
+        starts, num_new = step.starts[rows], step.num_new[rows]
+        firsts, width = (np.cumsum(step.num_new) - step.num_new)[rows], int(num_new.max())
+        blocks = step.tables[rows, : -(-int((starts + num_new).max()) // self._block_size)]
+        offset = np.minimum(np.arange(width)[None, :], num_new[:, None] - 1)
+        padded = bool((num_new != width).any())
+        position = starts[:, None] + offset
+        valid = np.flatnonzero(np.arange(width)[None, :] < num_new[:, None]) if padded else None
         return RowGroup(
             rows=len(rows),
             width=width,
             gather=self._tensor(self._gather_index(blocks)),
-            tokens=None if alone and not padded else self._tensor((firsts[rows][:, None] + offset).reshape(-1)),
+            tokens=None if alone and not padded else self._tensor((firsts[:, None] + offset).reshape(-1)),
             valid=None if valid is None else self._tensor(valid),
             masks={w: self._mask(position, blocks.shape[1] * self._block_size, w) for w in self._windows},
         )
@@ -191,18 +173,13 @@ class TorchAttention:
         return (blocks[None, :, None, :] * self._rows_per_block + kv + head).reshape(-1)
 
     def _mask(self, position: np.ndarray, context: int, window: int | None) -> Tensor:
-        """Returns the additive mask for queries at position[rows, width].
-
-        The mask is [rows, 1, heads per kv head * width or 1, context].
-        """
+        """Returns the additive mask for position[rows, width]: [rows, 1, heads per kv head * width or 1, context]."""
         query = self._tensor(position)[:, None, :, None]
         key = torch.arange(context, device=self._device)
         hidden = (key > query) | (key < self._first)
         if window is not None:
             hidden |= key <= query - window
-        mask = torch.zeros(hidden.shape, dtype=self._mask_dtype, device=self._device).masked_fill_(
-            hidden, float("-inf")
-        )
+        mask = torch.zeros_like(hidden, dtype=self._mask_dtype).masked_fill_(hidden, float("-inf"))
         return mask if position.shape[1] == 1 else mask.repeat(1, 1, self._heads_per_kv, 1)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -211,9 +188,4 @@ class TorchAttention:
 
 def _bucket(size: int) -> int:
     """Returns the size class: 0 for 1, 1 for 2..8, 2 for 9..32, and one more for each factor of four."""
-    if size == 1:
-        return 0
-    bucket, limit = 1, 8
-    while size > limit:
-        bucket, limit = bucket + 1, limit * 4
-    return bucket
+    return 0 if size == 1 else max(1, (size - 1).bit_length() // 2)

@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.attention.base import StepShape, layout_step
 from engine.device import upload
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
@@ -46,9 +46,8 @@ class RowSpan:
     cu_q: Tensor  # int32 [rows + 1], the first token of each row, counted from first_token.
     seq_lens: Tensor  # int32 [rows], the keys of each row, new tokens included.
     tables: Tensor  # int32 [rows, n], the physical blocks of each row.
-    #: The fields below are for rows over contiguous keys: one row, or several rows of one shape in one cuDNN call.
-    #: Cached tokens before the new ones; 0 if count > 1.
-    start: int = 0
+    # The fields below are for rows over contiguous keys: one row, or several rows of one shape in one cuDNN call.
+    start: int = 0  # Cached tokens before the new ones; 0 if count > 1.
     cudnn_tokens: int = 0  # Leading new tokens of a row that cuDNN computes; all if count > 1.
     count: int = 1  # Number of rows.
 
@@ -109,8 +108,8 @@ class TritonAttention:
         self._num_heads, self._pad_block, self._first = num_heads, pad_block, first_position
         self._windows = tuple(dict.fromkeys(windows))
         self._device, self._itemsize = layer.kv.device, layer.kv.element_size()
-        self._scale = self._head_dim**-0.5 if scale is None else scale
-        self._softcap = softcap or 0.0
+        scale = self._head_dim**-0.5 if scale is None else scale
+        self._score: dict[str, Any] = {"scale": scale, "softcap": softcap or 0.0}
         self._programs = paged_decode.concurrent_programs(self._device)
         self._workspaces: dict[int, DecodeWorkspace] = {}
         hopper = self._device.type == "cuda" and torch.cuda.get_device_capability(self._device) >= (9, 0)
@@ -154,13 +153,10 @@ class TritonAttention:
     def select_rows(self, metadata: TritonMetadata, rows: Tensor, positions: Tensor) -> TritonMetadata:
         row_of = torch.searchsorted(metadata.cu_q[1:], rows.int(), right=True)
         row_of.clamp_(max=len(metadata.tables) - 1)  # padding tokens of a captured step belong to no row
-        return self.decode_metadata(
-            torch.full_like(rows, -1, dtype=torch.int32),
-            torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-            (positions.index_select(0, rows) + 1).int(),
-            metadata.tables.index_select(0, row_of),
-            max_new=1,
-        )
+        slot_mapping = torch.full_like(rows, -1, dtype=torch.int32)
+        cu_q = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        seq_lens, tables = (positions.index_select(0, rows) + 1).int(), metadata.tables.index_select(0, row_of)
+        return self.decode_metadata(slot_mapping, cu_q, seq_lens, tables, max_new=1)
 
     def decode_metadata(
         self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
@@ -227,19 +223,10 @@ class TritonAttention:
             return self._attend_dense(query, kv, cache, metadata.dense_rows[0], window)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if (span := metadata.decode) is not None:
+            rows = span.tables, span.cu_q, span.seq_lens, metadata.plans[window], self._workspace(span.max_new)
+            query_part, out_part = query[span.tokens], out[span.tokens]
             self._decode.paged_decode(
-                query[span.tokens],
-                cache,
-                span.tables,
-                span.cu_q,
-                span.seq_lens,
-                metadata.plans[window],
-                self._workspace(span.max_new),
-                max_query=span.max_new,
-                scale=self._scale,
-                softcap=self._softcap,
-                first=self._first,
-                out=out[span.tokens],
+                query_part, cache, *rows, max_query=span.max_new, first=self._first, out=out_part, **self._score
             )
         for span in metadata.paged:
             self._attend_paged(query[span.tokens], cache, span, window, out[span.tokens])
@@ -250,27 +237,13 @@ class TritonAttention:
     def _attend_paged(
         self, query: Tensor, cache: LayerKV, span: RowSpan, window: int | None, out: Tensor | None
     ) -> Tensor:
+        rows = span.tables, span.cu_q, span.seq_lens
         return self._prefill.paged_prefill(
-            query,
-            cache,
-            span.tables,
-            span.cu_q,
-            span.seq_lens,
-            max_query=span.max_new,
-            scale=self._scale,
-            softcap=self._softcap,
-            window=window or 0,
-            out=out,
+            query, cache, *rows, max_query=span.max_new, window=window or 0, out=out, **self._score
         )
 
     def _attend_dense(
-        self,
-        query: Tensor,
-        kv: Tensor,
-        cache: LayerKV,
-        row: RowSpan,
-        window: int | None,
-        out: Tensor | None = None,
+        self, query: Tensor, kv: Tensor, cache: LayerKV, row: RowSpan, window: int | None, out: Tensor | None = None
     ) -> Tensor:
         length, first = row.start + row.max_new, row.cudnn_tokens
         if (window is not None and window < length) or query.dtype == torch.float32:
@@ -288,13 +261,13 @@ class TritonAttention:
                 keys, values = gathered[0][row.start :], gathered[1][row.start :]
             if row.start:
                 prefix = gathered[0][: row.start], gathered[1][: row.start]
-        attend = functools.partial(self._dense.cudnn_prefill, scale=self._scale, count=row.count)
+        attend = functools.partial(self._dense.cudnn_prefill, scale=self._score["scale"], count=row.count)
         if not remaining:
             return attend(query, keys, values, prefix, out=out)
         out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
         if first:
             attend(query[:first], keys[:first], values[:first], prefix, out=out[:first])
-        self._dense.dense_prefill(query[first:], *gathered, scale=self._scale, softcap=self._softcap, out=out[first:])
+        self._dense.dense_prefill(query[first:], *gathered, **self._score, out=out[first:])
         return out
 
     def _kind(self, start: int, num_new: int) -> str:
@@ -305,7 +278,7 @@ class TritonAttention:
 
     def _cudnn_tokens(self, start: int, num_new: int) -> int:
         """Returns the number of leading new tokens of a dense row that cuDNN computes."""
-        return 0 if start % CUDNN_QUANTUM or self._softcap else num_new // CUDNN_QUANTUM * CUDNN_QUANTUM
+        return 0 if start % CUDNN_QUANTUM or self._score["softcap"] else num_new // CUDNN_QUANTUM * CUDNN_QUANTUM
 
     def _split_rows(self, starts: Sequence[int], num_new: Sequence[int]) -> list[tuple[int, int, str]]:
         """Returns the rows that share a launch as (first, end, kind).
@@ -334,19 +307,12 @@ class TritonAttention:
         return spans
 
     def _plan(self, span: RowSpan, window: int | None) -> DecodePlan:
-        return self._decode.plan_decode(
-            span.cu_q,
-            span.seq_lens,
-            self._workspace(span.max_new),
-            num_kv_heads=self._kv_heads,
-            head_dim=self._head_dim,
-            itemsize=self._itemsize,
-            window=window or 0,
-        )
+        layer = {"num_kv_heads": self._kv_heads, "head_dim": self._head_dim, "itemsize": self._itemsize}
+        workspace = self._workspace(span.max_new)
+        return self._decode.plan_decode(span.cu_q, span.seq_lens, workspace, window=window or 0, **layer)
 
     def _workspace(self, max_new: int) -> DecodeWorkspace:
         if max_new not in self._workspaces:
-            self._workspaces[max_new] = self._decode.decode_workspace(
-                self._programs, self._num_heads, self._kv_heads, max_new, self._head_dim, self._device
-            )
+            sizes = self._programs, self._num_heads, self._kv_heads, max_new, self._head_dim
+            self._workspaces[max_new] = self._decode.decode_workspace(*sizes, self._device)
         return self._workspaces[max_new]

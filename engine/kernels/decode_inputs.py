@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 #: The first words of a packed row. HEADER is their number.
 SLOT, START, FIRST, NUM_NEW, HEADER = range(5)
@@ -105,16 +106,16 @@ class DecodeInputs(NamedTuple):
     The tokens of the rows are concatenated, then padding tokens fill T.
     """
 
-    tokens: torch.Tensor  # int64 [T], the token ids.
-    positions: torch.Tensor  # int32 [T], the position of each token.
-    slot_mapping: torch.Tensor  # int32 [T], block * block_size + offset of each token's KV; -1 for padding tokens.
-    token_slots: torch.Tensor  # int64 [T], the slot of each token's row; the last slot for padding tokens.
-    sample_positions: torch.Tensor  # int32 [T], the position after each token.
-    offsets: torch.Tensor  # int32 [T], the index of each token in its row.
-    row_slots: torch.Tensor  # int64 [B], the slot of each row.
-    seq_lens: torch.Tensor  # int32 [B], keys with the new tokens; 0 for a row without tokens.
-    tables: torch.Tensor  # int32 [B, n], the block table of each row.
-    cu_q: torch.Tensor  # int32 [B + 1], the first token of each row.
+    tokens: Tensor  # int64 [T], the token ids.
+    positions: Tensor  # int32 [T], the position of each token.
+    slot_mapping: Tensor  # int32 [T], block * block_size + offset of each token's KV; -1 for padding tokens.
+    token_slots: Tensor  # int64 [T], the slot of each token's row; the last slot for padding tokens.
+    sample_positions: Tensor  # int32 [T], the position after each token.
+    offsets: Tensor  # int32 [T], the index of each token in its row.
+    row_slots: Tensor  # int64 [B], the slot of each row.
+    seq_lens: Tensor  # int32 [B], keys with the new tokens; 0 for a row without tokens.
+    tables: Tensor  # int32 [B, n], the block table of each row.
+    cu_q: Tensor  # int32 [B + 1], the first token of each row.
 
     @classmethod
     def empty(cls, rows: int, tokens: int, table_width: int, device: torch.device) -> DecodeInputs:
@@ -131,13 +132,7 @@ class DecodeInputs(NamedTuple):
 
 
 def decode_inputs(
-    packed: torch.Tensor,
-    slot_tables: torch.Tensor,
-    last_tokens: torch.Tensor,
-    out: DecodeInputs,
-    *,
-    query: int,
-    block_size: int,
+    packed: Tensor, slot_tables: Tensor, last_tokens: Tensor, out: DecodeInputs, *, query: int, block_size: int
 ) -> None:
     """Fills `out` and updates slot_tables. Rows without tokens must be the last rows.
 
@@ -150,17 +145,6 @@ def decode_inputs(
     rows, width = packed.shape
     assert width == packed_width(query, block_size)
     assert packed.is_contiguous()
-    _decode_inputs_kernel[(rows,)](
-        packed,
-        slot_tables,
-        last_tokens,
-        out,
-        rows,
-        slot_tables.shape[0] - 1,
-        slot_tables.stride(0),
-        out.tables.stride(0),
-        Q=query,
-        WIDTH=width,
-        BS=block_size,
-        num_warps=4,
-    )
+    tensors, pad = (packed, slot_tables, last_tokens, out), slot_tables.shape[0] - 1
+    strides, sizes = (slot_tables.stride(0), out.tables.stride(0)), {"Q": query, "WIDTH": width, "BS": block_size}
+    _decode_inputs_kernel[(rows,)](*tensors, rows, pad, *strides, **sizes, num_warps=4)

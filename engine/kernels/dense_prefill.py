@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.e4m3 import decode, key_scale, value_scale
 from engine.kernels.paged_decode import scaled_tanh, softcap_args
-from engine.kernels.pool_args import pool_args
-from engine.kv.layer_kv import LayerKV
+from engine.kernels.pool import decode, key_scale, pool_args, value_scale
+from engine.kv.kv_pool import LayerKV
 
 DENSE_DIMS = (64, 128)  # Head dims that `dense_prefill` supports.
 BLOCK_M, BLOCK_N = 128, 128  # Number of query rows and number of keys in a tile.
@@ -108,14 +108,8 @@ def _dense_kernel(
 
 
 def dense_prefill(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float = 0.0, out: Tensor | None = None
+) -> Tensor:
     """Computes causal attention in the Triton kernel. Returns out, [S, heads, D].
 
     Args:
@@ -130,36 +124,24 @@ def dense_prefill(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     # TMA reads rows past the end as zeros.
     descriptors = [TensorDescriptor.from_tensor(x.view(length, -1), [BLOCK_N, dim]) for x in (keys, values)]
+    strides, options = (*q.stride()[:2], *out.stride()[:2]), {"GROUP": group, "CAP": softcap > 0}
+    tile = {"BM": BLOCK_M, "D": dim, "BN": BLOCK_N, "STAGES": 3}
     _dense_kernel[(kv_heads, triton.cdiv(q.shape[0] * group, BLOCK_M))](
-        q,
-        *descriptors,
-        out,
-        *q.stride()[:2],
-        *out.stride()[:2],
-        q.shape[0],
-        length,
-        *softcap_args(scale, softcap),
-        GROUP=group,
-        CAP=softcap > 0,
-        BM=BLOCK_M,
-        D=dim,
-        BN=BLOCK_N,
-        STAGES=3,
-        num_warps=8,
+        q, *descriptors, out, *strides, len(q), length, *softcap_args(scale, softcap), **options, **tile, num_warps=8
     )
     return out
 
 
 def cudnn_prefill(
-    q: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    prefix: tuple[torch.Tensor, torch.Tensor] | None,
+    q: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    prefix: tuple[Tensor, Tensor] | None,
     *,
     scale: float,
     count: int = 1,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Computes causal attention in cuDNN. Returns out, [S, heads, D].
 
     Args:
@@ -171,7 +153,7 @@ def cudnn_prefill(
     """
     assert prefix is None or count == 1
 
-    def attend(keys: torch.Tensor, values: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         rows = [x.unflatten(0, (count, -1)).transpose(1, 2) for x in (q, keys, values)]
         result = torch.ops.aten._scaled_dot_product_cudnn_attention(*rows, None, True, 0.0, causal, False, scale=scale)
         return result[0].transpose(1, 2).flatten(0, 1), result[1]
@@ -216,9 +198,7 @@ def _gather_kernel(
     tl.store(values + dst, v, mask=mask)
 
 
-def gather_kv(
-    layer: LayerKV, block_table: torch.Tensor, length: int, *, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_kv(layer: LayerKV, block_table: Tensor, length: int, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Copies the keys and values of a sequence's first `length` tokens, each to a contiguous [length, kv_heads, D].
 
     The token dimension is first, so that strides do not depend on the length: a cuDNN plan is for fixed strides.
@@ -231,18 +211,9 @@ def gather_kv(
     assert length > 0
     assert layer.scales is not None or layer.kv.dtype == dtype
     keys, values = torch.empty(2, length, heads, dim, dtype=dtype, device=layer.kv.device).unbind(0)
+    pool, options = pool_args(layer, torch.int32), {"D": dim, "BS": layer.block_size, "FP8": layer.scales is not None}
     _gather_kernel[(triton.cdiv(length, 64), heads)](
-        pool_args(layer, torch.int32),
-        block_table,
-        keys,
-        values,
-        keys.stride(0),
-        length,
-        D=dim,
-        BS=layer.block_size,
-        BN=64,
-        FP8=layer.scales is not None,
-        num_warps=4,
+        pool, block_table, keys, values, keys.stride(0), length, BN=64, **options, num_warps=4
     )
     return keys, values
 
@@ -284,9 +255,7 @@ def _merge_kernel(
     tl.store(out + (row * out_row + head * out_head)[:, None] + d[None, :], merged.to(out.dtype.element_ty), mask=mask)
 
 
-def merge_attention(
-    a: torch.Tensor, lse_a: torch.Tensor, b: torch.Tensor, lse_b: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
+def merge_attention(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor, out: Tensor) -> Tensor:
     """Merges the results of attention over two disjoint sets of keys into attention over their union.
 
     Args:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from engine.kernels.e4m3 import encode, magnitude, scale_of
 from engine.kernels.pdl import pdl_args, wait_for_previous
-from engine.kernels.pool_args import pool_args
-from engine.kv.layer_kv import LayerKV
+from engine.kernels.pool import encode, magnitude, pool_args, scale_of
+from engine.kv.kv_pool import LayerKV
 
 
 @triton.jit
@@ -46,24 +46,12 @@ def _kv_write_kernel(
             tl.store(cell, x.to(pool.kv.dtype.element_ty), mask=ok)
 
 
-def kv_write(new: torch.Tensor, layer: LayerKV, slot_mapping: torch.Tensor) -> None:
-    """Writes keys and values that are already rotated.
-
-    Args:
-        new: [tokens, 2, kv_heads, D].
-        slot_mapping: integer [tokens], block * block_size + offset of each token; -1 writes nothing.
-    """
+def kv_write(new: Tensor, layer: LayerKV, slot_mapping: Tensor) -> None:
+    """Writes rotated keys and values, new [tokens, 2, kv_heads, D]; `slot_mapping` is that of `rope_kv_write`."""
     assert new.stride(3) == 1
+    sizes, fp8 = {"HEADS": layer.num_kv_heads, "D": layer.head_dim, "BS": layer.block_size}, layer.scales is not None
     _kv_write_kernel[(new.shape[0], 2)](
-        new,
-        pool_args(layer, torch.int16),
-        slot_mapping,
-        *new.stride()[:3],
-        HEADS=layer.num_kv_heads,
-        D=layer.head_dim,
-        BS=layer.block_size,
-        FP8=layer.scales is not None,
-        num_warps=4,
+        new, pool_args(layer, torch.int16), slot_mapping, *new.stride()[:3], **sizes, FP8=fp8, num_warps=4
     )
 
 
@@ -151,16 +139,16 @@ def _rope_kv_kernel(
 
 
 def rope_kv_write(
-    qkv: torch.Tensor,
+    qkv: Tensor,
     layer: LayerKV,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     *,
     num_heads: int,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
     """Rotates q and k in place inside qkv, and writes K and V to the pool.
@@ -179,27 +167,12 @@ def rope_kv_write(
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * dim
     assert cos.shape[1] == dim // 2
     assert (q_norm is None) == (k_norm is None)
-    assert qkv.stride(1) == 1
     assert cos.stride() == sin.stride()
-    assert cos.stride(1) == 1
+    assert qkv.stride(1) == cos.stride(1) == 1
+    norms = cos if q_norm is None else q_norm, cos if k_norm is None else k_norm
+    tensors = qkv, pool_args(layer, torch.int16), positions, slot_mapping, cos, sin, *norms
+    sizes = {"HQ": num_heads, "HKV": num_kv_heads, "D": dim, "BS": layer.block_size}
+    options = {"NORM": q_norm is not None, "FP8": layer.scales is not None, **pdl_args(qkv.device)}
     _rope_kv_kernel[(qkv.shape[0], 2 if num_heads else 1)](
-        qkv,
-        pool_args(layer, torch.int16),
-        positions,
-        slot_mapping,
-        cos,
-        sin,
-        cos if q_norm is None else q_norm,
-        cos if k_norm is None else k_norm,
-        qkv.stride(0),
-        cos.stride(0),
-        eps,
-        HQ=num_heads,
-        HKV=num_kv_heads,
-        D=dim,
-        BS=layer.block_size,
-        NORM=q_norm is not None,
-        FP8=layer.scales is not None,
-        num_warps=4,
-        **pdl_args(qkv.device),
+        *tensors, qkv.stride(0), cos.stride(0), eps, **sizes, **options, num_warps=4
     )

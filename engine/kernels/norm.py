@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
@@ -43,40 +44,20 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Returns the RMSNorm of x. With a residual, returns the RMSNorm of residual + x and stores the sum to residual.
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Returns out, the RMSNorm of x [rows, N]. `out` may be x; None allocates it.
 
-    Args:
-        x: [rows, N].
-        weight: [N].
-        residual: [rows, N].
-        out: result. None allocates it; may be x.
+    With a residual [rows, N], returns the RMSNorm of residual + x and stores the sum to residual.
     """
     rows, n = x.shape
     assert x.stride(1) == 1
     assert residual is None or residual.stride(1) == 1
     out = torch.empty_like(x) if out is None else out
     target = x if residual is None else residual
-    _rms_norm_kernel[(rows,)](
-        x,
-        target,
-        weight,
-        out,
-        x.stride(0),
-        target.stride(0),
-        out.stride(0),
-        eps,
-        ADD=residual is not None,
-        N=n,
-        num_warps=min(16, max(1, triton.next_power_of_2(n) // 512)),
-        **pdl_args(x.device),
-    )
+    strides, warps = (x.stride(0), target.stride(0), out.stride(0)), min(16, max(1, triton.next_power_of_2(n) // 512))
+    options = {"ADD": residual is not None, "N": n, **pdl_args(x.device)}
+    _rms_norm_kernel[(rows,)](x, target, weight, out, *strides, eps, **options, num_warps=warps)
     return out
 
 
@@ -91,13 +72,8 @@ def _silu_mul_kernel(x, out, x_row, out_row, N: tl.constexpr, BN: tl.constexpr, 
     tl.store(out + row * out_row + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
 
 
-def silu_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes silu(gate) * up, [rows, N].
-
-    Args:
-        gate_up: [rows, 2 * N], the gate in the first half.
-        out: result. None allocates it.
-    """
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """Computes silu(gate) * up, [rows, N], from gate_up [rows, 2 * N] with the gate first. None allocates `out`."""
     rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty(rows, n, dtype=gate_up.dtype, device=gate_up.device) if out is None else out

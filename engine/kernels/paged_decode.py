@@ -19,18 +19,17 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from engine.kernels.e4m3 import key_scale, unpack, value_scale
-from engine.kernels.pdl import has_native_e4m3, pdl_args, wait_for_previous
-from engine.kernels.pool_args import pool_args
-from engine.kv.layer_kv import LayerKV
+from engine.kernels.pdl import pdl_args, wait_for_previous
+from engine.kernels.pool import has_native_e4m3, key_scale, pool_args, unpack, value_scale
+from engine.kv.kv_pool import LayerKV
 
 MAX_QUERY = 8  # Largest number of new tokens of a sequence.
 MAX_ROWS = 64  # Largest number of rows in a tile of queries. Head dims above 128 use half of it.
 SHARED_BYTES = 96 * 1024  # Bytes of shared memory of a program for keys and values in flight. Two programs share an SM.
 MERGE_TILE = 2048  # How many numbers of partial results one program of the merge holds at once.
-#: Number of programs of a merge, if its work can be split into this many.
-MERGE_PROGRAMS = 512
+MERGE_PROGRAMS = 512  # Number of programs of a merge, if its work can be split into this many.
 LOG2E = 1.4426950408889634
 EMPTY = tl.constexpr(-1e30)  # Log-sum-exp over an empty set of keys. Finite, so that differences are never NaN.
 
@@ -285,8 +284,8 @@ def _merge_kernel(
 class DecodePlan:
     """The split of one step's decode work into equal shares, for one window."""
 
-    cum: torch.Tensor  # int32 [B + 1], the number of tiles before each sequence.
-    first_seq: torch.Tensor  # int32 [programs], the sequence in which each program's share starts.
+    cum: Tensor  # int32 [B + 1], the number of tiles before each sequence.
+    first_seq: Tensor  # int32 [programs], the sequence in which each program's share starts.
     window: int  # Number of tokens that a query sees, itself included. 0: all.
     block_n: int  # Number of keys in a tile.
     stages: int  # Number of stages of the software pipeline.
@@ -298,8 +297,8 @@ class DecodeWorkspace:
 
     num_programs: int  # Number of shares of a launch.
     row_tile: int  # Number of rows in a tile of queries; divides `rows`.
-    part: torch.Tensor  # fp32 [2 * num_programs, rows, padded head dim], normalised weighted sums of values.
-    part_lse: torch.Tensor  # fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
+    part: Tensor  # fp32 [2 * num_programs, rows, padded head dim], normalised weighted sums of values.
+    part_lse: Tensor  # fp32 [2 * num_programs, rows], log-sum-exp in units of log2.
 
 
 def _padded(head_dim: int) -> int:
@@ -321,20 +320,15 @@ def decode_workspace(
     row_tile = min(max(16, triton.next_power_of_2(rows)), MAX_ROWS if dim <= 128 else MAX_ROWS // 2)
     row_tiles = triton.cdiv(rows, row_tile)
     programs = max(1, num_programs // row_tiles)
-    return DecodeWorkspace(
-        programs,
-        row_tile,
-        torch.empty(2 * programs, row_tiles * row_tile, dim, dtype=torch.float32, device=device),
-        torch.empty(2 * programs, row_tiles * row_tile, dtype=torch.float32, device=device),
-    )
+    part = torch.empty(2 * programs, row_tiles * row_tile, dim, dtype=torch.float32, device=device)
+    part_lse = torch.empty(2 * programs, row_tiles * row_tile, dtype=torch.float32, device=device)
+    return DecodeWorkspace(programs, row_tile, part, part_lse)
 
 
 def tile_shape(rows: int, head_dim: int, itemsize: int) -> tuple[int, int]:
     """Returns keys of a tile and pipeline stages, the fastest on an H100 that fit the shared memory of half an SM.
 
-    Args:
-        rows: number of rows in a tile of queries.
-        itemsize: bytes of a cache element.
+    `rows` are the rows of a tile of queries, `itemsize` the bytes of a cache element.
     """
 
     def tile_bytes(keys: int) -> int:
@@ -357,8 +351,8 @@ def concurrent_programs(device: torch.device) -> int:
 
 
 def plan_decode(
-    cu_q: torch.Tensor,
-    seq_lens: torch.Tensor,
+    cu_q: Tensor,
+    seq_lens: Tensor,
     workspace: DecodeWorkspace,
     *,
     num_kv_heads: int,
@@ -391,11 +385,11 @@ def plan_decode(
 
 
 def paged_decode(
-    q: torch.Tensor,
+    q: Tensor,
     layer: LayerKV,
-    block_tables: torch.Tensor,
-    cu_q: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_tables: Tensor,
+    cu_q: Tensor,
+    seq_lens: Tensor,
     plan: DecodePlan,
     workspace: DecodeWorkspace,
     *,
@@ -403,8 +397,8 @@ def paged_decode(
     scale: float,
     softcap: float = 0.0,
     first: int = 0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """Computes causal attention of the last tokens of each sequence over its paged keys and values.
 
     The keys include the new tokens. Returns out, [rows, heads, D]. Rows that belong to no sequence are not written.

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from engine.kernels.e4m3 import decode, key_scale, value_scale
 from engine.kernels.paged_decode import scaled_tanh, softcap_args
-from engine.kernels.pool_args import pool_args
-from engine.kv.layer_kv import LayerKV
+from engine.kernels.pool import decode, key_scale, pool_args, value_scale
+from engine.kv.kv_pool import LayerKV
 
 
 @triton.jit
@@ -147,19 +147,19 @@ def _tile_shape(rows: int, kv_heads: int, row_bytes: int, block_m: int | None) -
 
 
 def paged_prefill(
-    q: torch.Tensor,
+    q: Tensor,
     layer: LayerKV,
-    block_tables: torch.Tensor,
-    cu_q: torch.Tensor,
-    seq_lens: torch.Tensor,
+    block_tables: Tensor,
+    cu_q: Tensor,
+    seq_lens: Tensor,
     *,
     max_query: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     block_m: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Computes causal attention of the last cu_q[b + 1] - cu_q[b] tokens of each sequence over all its paged keys.
 
     Returns out, [rows, heads, D]. Rows that belong to no sequence are not written. Arguments are those of

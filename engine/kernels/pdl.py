@@ -31,8 +31,3 @@ def wait_for_previous(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-def has_native_e4m3() -> bool:
-    """Returns whether kernels may use the e4m3 conversions of PTX. Returns False in the interpreter."""
-    return torch.version.hip is None and not triton.knobs.runtime.interpret

@@ -10,7 +10,7 @@ top-p needs the mass of the top k, so bisection finds the k-th logit.
 
 The kernels read a row's parameters on the device, from its slot, so a captured graph serves any mix of requests. A
 greedy row costs the maximum of its logits only. The noise is Philox4x32-10 with the same words as
-`engine/sampling/philox.py`; logarithms may differ in the last bits.
+`engine/sampling/sampler.py`; logarithms may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from engine.kernels.pdl import pdl_args, wait_for_previous
 
@@ -46,30 +47,30 @@ class SamplingTensors(NamedTuple):
 
     #: int64 [S, SLOT_WORDS], the parameters. Temperature 0 is greedy; top_k 0 is off; PENALISED is 1 if the slot has
     #: penalties.
-    words: torch.Tensor
+    words: Tensor
     #: int32 [S, 2, MAX_ENTRIES]: tokens in ascending order, and the bits of their float32 biases. -inf bans a token at
     #: positions before BAN_UNTIL.
-    entries: torch.Tensor
+    entries: Tensor
     #: int32 [S, vocab], occurrences of each token in the output, plus IN_PROMPT. Used by slots with penalties only.
-    counts: torch.Tensor
+    counts: Tensor
 
 
 class RowBuffers(NamedTuple):
     """What the first kernel leaves for the second. Only the first three fields are set in a row without cuts."""
 
     #: int32 [R, tiles]: the token with the best score of each tile, and whether all logits of the tile are finite.
-    best_token: torch.Tensor
-    tile_finite: torch.Tensor
+    best_token: Tensor
+    tile_finite: Tensor
     #: float32 [R, tiles]: the best score of each tile, the logit of its token, the largest logit, the mass of the tile
     #: relative to the largest logit.
-    best_score: torch.Tensor
-    best_logit: torch.Tensor
-    tile_max: torch.Tensor
-    tile_sum: torch.Tensor
-    segment_max: torch.Tensor  # float32 [R, tiles * SEGMENTS], the largest logit of each segment.
+    best_score: Tensor
+    best_logit: Tensor
+    tile_max: Tensor
+    tile_sum: Tensor
+    segment_max: Tensor  # float32 [R, tiles * SEGMENTS], the largest logit of each segment.
     #: float32 [R, vocab]: logits after penalties, bias, mask and temperature; the scores, which include the noise.
-    shaped: torch.Tensor
-    scores: torch.Tensor
+    shaped: Tensor
+    scores: Tensor
 
 
 @triton.jit
@@ -326,7 +327,7 @@ class SamplingKernels:
     def __init__(self, max_rows: int, vocab: int, device: torch.device) -> None:
         self._max_rows, self._vocab, self._tiles = max_rows, vocab, triton.cdiv(vocab, TILE)
 
-        def floats(*shape: int) -> torch.Tensor:
+        def floats(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
         ints = torch.empty(2, max_rows, self._tiles, dtype=torch.int32, device=device)
@@ -335,14 +336,14 @@ class SamplingKernels:
 
     def sample(
         self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
         params: SamplingTensors,
-        allowed: torch.Tensor | None = None,
-        drafts: tuple[torch.Tensor, torch.Tensor] | None = None,
-        results: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        allowed: Tensor | None = None,
+        drafts: tuple[Tensor, Tensor] | None = None,
+        results: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Samples one token per row. Returns int64 [R] tokens and bool [R] flags.
 
         A flag is False if a logit of the row is NaN or infinite; the row's token is then meaningless.
@@ -369,43 +370,17 @@ class SamplingKernels:
         finite = torch.empty(rows, dtype=torch.int8, device=logits.device)
         mask = params.words if allowed is None else allowed
         inputs, offsets = drafts or (slots, slots)
-        _score_kernel[(self._tiles, rows)](
-            logits,
-            slots,
-            positions,
-            params,
-            mask,
-            inputs,
-            offsets,
-            self._buffers,
-            logits.stride(0),
-            params.counts.stride(0),
-            mask.stride(0),
-            inputs.stride(0),
-            self._vocab,
-            self._tiles,
-            MASKED=allowed is not None,
-            DRAFTS=drafts is not None,
-            num_warps=4,
-            **pdl_args(logits.device),
-        )
+        counts_row, sizes, pdl = params.counts.stride(0), (self._vocab, self._tiles), pdl_args(logits.device)
+        tensors = logits, slots, positions, params, mask, inputs, offsets, self._buffers
+        strides = logits.stride(0), counts_row, mask.stride(0), inputs.stride(0)
+        options = {"MASKED": allowed is not None, "DRAFTS": drafts is not None, **pdl}
+        _score_kernel[(self._tiles, rows)](*tensors, *strides, *sizes, **options, num_warps=4)
         scan = min(SCAN, triton.next_power_of_2(self._vocab))
+        outputs = tokens, finite, tokens if results is None else results
+        options = {"COUNT": drafts is None, "RESULTS": results is not None, **pdl}
+        tiles = {"TILES": triton.next_power_of_2(self._tiles), "SCAN": scan}
         _select_kernel[(rows,)](
-            slots,
-            params,
-            self._buffers,
-            tokens,
-            finite,
-            tokens if results is None else results,
-            params.counts.stride(0),
-            self._vocab,
-            self._tiles,
-            TILES=triton.next_power_of_2(self._tiles),
-            SCAN=scan,
-            COUNT=drafts is None,
-            RESULTS=results is not None,
-            num_warps=scan // 256 or 1,
-            **pdl_args(logits.device),
+            slots, params, self._buffers, *outputs, counts_row, *sizes, **tiles, **options, num_warps=scan // 256 or 1
         )
         return tokens, finite.view(torch.bool)
 
@@ -422,7 +397,7 @@ def _count_kernel(counts, slots, tokens, counts_row, n, BN: tl.constexpr):
     tl.atomic_or(cell, _IN_PROMPT, mask=ok & (token < 0))
 
 
-def count_tokens(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+def count_tokens(counts: Tensor, slots: Tensor, tokens: Tensor) -> None:
     """Counts tokens[i] as output in counts[slots[i]]. A negative value marks token ~tokens[i] as part of the prompt."""
     n = tokens.shape[0]
     if n:
@@ -461,13 +436,13 @@ def _accept_kernel(
 
 
 def accept_drafts(
-    sampled: torch.Tensor,
-    finite: torch.Tensor,
-    inputs: torch.Tensor,
-    cu_q: torch.Tensor,
-    row_slots: torch.Tensor,
+    sampled: Tensor,
+    finite: Tensor,
+    inputs: Tensor,
+    cu_q: Tensor,
+    row_slots: Tensor,
     params: SamplingTensors,
-    last_tokens: torch.Tensor,
+    last_tokens: Tensor,
     *,
     query: int,
 ) -> None:
@@ -483,16 +458,6 @@ def accept_drafts(
         last_tokens: int64 [slots].
         query: largest number of tokens in a row.
     """
-    _accept_kernel[(row_slots.shape[0],)](
-        sampled,
-        finite.view(torch.int8),
-        inputs,
-        cu_q,
-        row_slots,
-        params,
-        last_tokens,
-        params.counts.stride(0),
-        QP=triton.next_power_of_2(query),
-        num_warps=1,
-        **pdl_args(sampled.device),
-    )
+    tensors = sampled, finite.view(torch.int8), inputs, cu_q, row_slots, params, last_tokens
+    options = {"QP": triton.next_power_of_2(query), **pdl_args(sampled.device)}
+    _accept_kernel[(row_slots.shape[0],)](*tensors, params.counts.stride(0), **options, num_warps=1)

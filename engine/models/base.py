@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 
-#: Function that a forward pass calls with (i, the residual stream [T, hidden] before layer i). After the last layer, i
-#: is the number of layers. The tensor is valid during the call only.
+#: A forward pass calls this with (i, the residual stream [T, hidden] before layer i, valid during the call only). After
+#: the last layer, i is the number of layers.
 LayerHook = Callable[[int, Tensor], None]
 
 
@@ -34,18 +34,17 @@ class ModelShape:
     windows: tuple[int | None, ...]
     scale: float | None = None  # Factor on the attention scores. None: head_dim ** -0.5.
     softcap: float | None = None  # Bound of the scores: softcap * tanh(score / softcap). None: unbounded.
-    #: Longest sequence in tokens that the position embedding supports.
-    max_position: int
+    max_position: int  # Longest sequence in tokens that the position embedding supports.
     eos_token_ids: tuple[int, ...]
 
 
 class ForwardContext(NamedTuple):
     """The KV pool and the attention of a forward pass."""
 
-    #: The layers of the KV pool, in order.
-    cache: Sequence[LayerKV]
+    cache: Sequence[LayerKV]  # The layers of the KV pool, in order.
     backend: AttentionBackend[Any]
     metadata: Any  # The result of `backend.prepare` for this step.
+    layer_hook: LayerHook | None = None  # Called before each layer and after the last. Only `Decoder` supports it.
 
 
 class Model(Protocol):
@@ -55,22 +54,10 @@ class Model(Protocol):
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture `forward` and `logits`: neither waits for the host nor copies from it."""
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None = None,
-        *,
-        layer_hook: LayerHook | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         """Computes hidden states [R, hidden], the input of `logits`, and writes the tokens' keys and values.
 
-        Args:
-            tokens: [T].
-            positions: [T].
-            rows: int64[R], the tokens that need a result. None: all T.
-            layer_hook: called before each layer and after the last. Only `Decoder` supports it.
+        tokens and positions are [T]. rows, int64[R], are the tokens that need a result; None: all T.
         """
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kv.layer_kv import LayerKV
-from engine.models.base import ForwardContext, LayerHook
+from engine.kv.kv_pool import LayerKV
+from engine.models.base import ForwardContext
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
-from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch
-from engine.models.rope import rope_tables
+from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
 
 #: The last layer attends for the requested rows alone if there are at most MAX_SINGLE_ROWS of them and the step has at
@@ -86,59 +85,43 @@ class Decoder(nn.Module):
     def layer_list(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None = None,
-        *,
-        layer_hook: LayerHook | None = None,
-    ) -> Tensor:
-        """Computes hidden states [R, hidden] before the final norm; the arguments are those of `Model.forward`."""
-        cache, attend = context.cache, self._ops.attention_for(positions, context)
-        x = F.embedding(tokens, self.embedding.weight)
-        *body, last = self.layer_list
-        for index, layer in enumerate(body):
-            if layer_hook is not None:
-                layer_hook(index, x)
-            x = layer.forward(x, cache[index], self._ops, attend, None)
-        if layer_hook is not None:
-            layer_hook(len(body), x)
+    def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
+        """Computes hidden states [R, hidden] before the final norm."""
+        attend, hook, last = self._ops.attention_for(positions, context), context.layer_hook, self.layer_list[-1]
+        x, cache = self._run_body(tokens, context, attend), context.cache[len(self.layers) - 1]
         if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
-            last.write_kv(x, cache[len(body)], self._ops, self._ops.kv_write_for(positions, context))
+            last.write_kv(x, cache, self._ops, self._ops.kv_write_for(positions, context))
             context = context._replace(metadata=context.backend.select_rows(context.metadata, rows, positions))
             x, attend, rows = x[rows], self._ops.attention_for(positions[rows], context), None
-        x = last.forward(x, cache[len(body)], self._ops, attend, rows)
-        if layer_hook is not None:
-            layer_hook(len(self.layer_list), x)
+        x = last.forward(x, cache, self._ops, attend, rows)
+        if hook is not None:
+            hook(len(self.layers), x)
         return x
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
-        """Runs `forward` up to the keys and values of the last layer."""
-        cache, attend = context.cache, self._ops.attention_for(positions, context)
-        *body, last = self.layer_list
+        x = self._run_body(tokens, context, self._ops.attention_for(positions, context))
+        write = self._ops.kv_write_for(positions, context)
+        self.layer_list[-1].write_kv(x, context.cache[len(self.layers) - 1], self._ops, write)
+
+    def _run_body(self, tokens: Tensor, context: ForwardContext, attend: AttentionFn) -> Tensor:
+        """Returns the residual stream [T, hidden] before the last layer."""
         x = F.embedding(tokens, self.embedding.weight)
-        for index, layer in enumerate(body):
-            x = layer.forward(x, cache[index], self._ops, attend, None)
-        last.write_kv(x, cache[len(body)], self._ops, self._ops.kv_write_for(positions, context))
+        for index, layer in enumerate(self.layer_list):
+            if context.layer_hook is not None:
+                context.layer_hook(index, x)
+            if index + 1 < len(self.layers):
+                x = layer.forward(x, context.cache[index], self._ops, attend, None)
+        return x
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Applies the norm before the LM head to states of `forward`, [R, hidden] to [R, hidden]."""
         return rms_norm_torch(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits float32[R, vocab] of states [R, hidden] of `forward`."""
         return self._ops.logits(hidden, self.norm, self.head.weight)
 
 
 def make_ops(
-    spec: ModelSpec,
-    max_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    fused: bool,
-    all_reduce: AllReduce | None = None,
+    spec: ModelSpec, max_len: int, device: torch.device, dtype: torch.dtype, fused: bool, all_reduce: AllReduce | None
 ) -> TorchOps:
     """Makes the operations of a decoder's layers; `fused` selects Triton kernels."""
     cos, sin = rope_tables(spec.rope, spec.head_dim, max_len)

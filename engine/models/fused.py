@@ -13,20 +13,17 @@ This module needs triton at import.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
-from engine.kernels.gemm_swiglu import MIN_ROWS, gemm_swiglu, supports_gemm_swiglu
-from engine.kernels.gemv import gemv
+from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm, supports_gemm_swiglu
 from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.skinny_gemm import MAX_ROWS as MAX_SKINNY_ROWS
-from engine.kernels.skinny_gemm import skinny_gemm
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.layers import Attention, LinearSlice, RMSNorm
 from engine.models.ops import AttentionFn, TorchOps, WriteKVFn, float32_product
@@ -59,18 +56,11 @@ class FusedOps(TorchOps):
     ) -> None:
         """Rotates qkv, which has `heads` query heads, in place and writes its keys and values to the pool."""
         q_norm, k_norm = attention.q_norm, attention.k_norm
-        rope_kv_write(
-            qkv,
-            cache,
-            positions,
-            metadata.slot_mapping,
-            self._cos,
-            self._sin,
-            num_heads=heads,
-            q_norm=None if q_norm is None else q_norm.weight,
-            k_norm=None if k_norm is None else k_norm.weight,
-            eps=0.0 if q_norm is None else q_norm.eps,
-        )
+        norms: dict[str, Any] = {"eps": 0.0}
+        if q_norm is not None and k_norm is not None:
+            norms = {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "eps": q_norm.eps}
+        tables = self._cos, self._sin
+        rope_kv_write(qkv, cache, positions, metadata.slot_mapping, *tables, num_heads=heads, **norms)
 
     def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
         if len(x) == 1:
@@ -87,7 +77,7 @@ class FusedOps(TorchOps):
         if len(x) <= MAX_SKINNY_ROWS:
             return skinny_gemm(normed, gate_up.weight, bias=gate_up.bias, gated=True)
         fits = gate_up.weight.dtype == torch.bfloat16 and gate_up.bias is None and gate_up.out_features % 16 == 0
-        if len(x) >= MIN_ROWS and fits and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device):
+        if len(x) >= MIN_SWIGLU_ROWS and fits and gate_up.in_features % 8 == 0 and supports_gemm_swiglu(x.device):
             return gemm_swiglu(normed, gate_up.weight)
         return silu_mul(F.linear(normed, gate_up.weight, gate_up.bias))
 

@@ -17,8 +17,7 @@ from engine.models import weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
 from engine.models.ops import AllReduce
-from engine.models.shard import UNSHARDED, Shard
-from engine.models.spec import ModelSpec, NotNative, eos_token_ids, parse_spec, read_config
+from engine.models.spec import UNSHARDED, ModelSpec, NotNative, Shard, eos_token_ids, parse_spec, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,8 @@ class ModelSource:
         spec = shard.shard_spec(self.spec)
         with require_memory("the weights", "model"):
             if not isinstance(spec, ModelSpec):
-                from engine.models.hf.config import HfSpec
                 from engine.models.hf.model import load_hf_model
+                from engine.models.hf.spec import HfSpec
 
                 assert isinstance(spec, HfSpec)
                 return load_hf_model(spec, self.model_dir, device, dtype, seed=self.seed)
@@ -67,23 +66,18 @@ class ModelSource:
 
 
 def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> ModelSource:
-    """Reads the configuration of a model directory.
+    """Reads a model directory's configuration. Raises ConfigError if it is malformed, or the model is not supported.
 
-    Raises ConfigError if config.json is missing or malformed, or if the model is not supported.
-
-    Args:
-        load_format: "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only.
+    load_format "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only.
     """
     config, generation = read_config(model_dir)
     try:
         spec: ModelShape = parse_spec(config, generation)
     except NotNative as reason:
         try:
-            from engine.models.hf.trace import trace_spec
+            from engine.models.hf.spec import trace_spec
         except ImportError as error:
-            raise ConfigError(
-                f"{reason.message}; other models need transformers: pip install 'baton-serving[hf]' ({error})",
-                field="model",
-            ) from error
+            remedy = "other models need transformers: pip install 'baton-serving[hf]'"
+            raise ConfigError(f"{reason.message}; {remedy} ({error})", field="model") from error
         spec = trace_spec(model_dir, eos_token_ids(config, generation))
     return ModelSource(spec, model_dir, seed if load_format == "dummy" else None)

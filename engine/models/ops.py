@@ -7,16 +7,17 @@ operation is the largest unit that one kernel launch can compute, so `Decoder` d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.layers import Attention, LinearSlice, RMSNorm
-from engine.models.rope import rotate_
+from engine.models.spec import RopeSpec
 
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
 #: Normalises queries and keys, rotates them, writes keys and values to the pool and attends. Overwrites qkv.
@@ -111,3 +112,70 @@ def rms_norm_torch(x: Tensor, norm: RMSNorm) -> Tensor:
     if x.dtype == torch.float32:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
     return norm.weight * F.rms_norm(x.float(), norm.weight.shape, None, norm.eps).to(x.dtype)
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
+    """Returns the angular frequencies per token, float32[head_dim / 2], and the factor on cos and sin (yarn).
+
+    Rotary position embeddings: Su et al. 2021. Scaling kinds: linear (position interpolation, Chen et al. 2023), llama3
+    (wavelength-dependent interpolation of Llama 3.1), yarn (Peng et al. 2023).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    inv_freq = 1.0 / (spec.theta**exponents)
+    if spec.kind == "default":
+        return inv_freq, 1.0
+    if spec.kind == "linear":
+        return inv_freq / spec.factor, 1.0
+    if spec.kind == "llama3":
+        return _llama3_frequencies(spec, inv_freq), 1.0
+    return _yarn_frequencies(spec, inv_freq, head_dim), _yarn_attention_factor(spec)
+
+
+def rope_tables(spec: RopeSpec, head_dim: int, length: int) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin, float32[length, head_dim / 2] each, for positions 0..length-1."""
+    inv_freq, factor = inverse_frequencies(spec, head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotates heads[T, H, D] in place by cos, sin[T, 1, D / 2]: dimension i with i + D / 2, as in HF checkpoints."""
+    low, high = heads.chunk(2, dim=-1)
+    rotated = torch.addcmul(high * cos, low, sin)
+    low.mul_(cos).addcmul_(high, sin, value=-1.0)
+    high.copy_(rotated)
+
+
+def _llama3_frequencies(spec: RopeSpec, inv_freq: Tensor) -> Tensor:
+    wavelength = 2 * math.pi / inv_freq
+    cycles = spec.original_max_position / wavelength
+    smooth = (cycles - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * inv_freq / spec.factor + smooth * inv_freq
+
+
+def _yarn_frequencies(spec: RopeSpec, inv_freq: Tensor, head_dim: int) -> Tensor:
+    def dimension(rotations: float) -> float:
+        """Returns the dimension that makes this many rotations within the original length."""
+        ratio = spec.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return inv_freq / spec.factor * ramp + inv_freq * (1 - ramp)
+
+
+def _yarn_attention_factor(spec: RopeSpec) -> float:
+    def scale(mscale: float) -> float:
+        return 1.0 if spec.factor <= 1 else 0.1 * mscale * math.log(spec.factor) + 1.0
+
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return scale(spec.mscale) / scale(spec.mscale_all_dim)
+    return scale(1.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,7 @@ class ModelSpec(ModelShape):
 
 
 def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads config.json and generation_config.json. The second is {} if the file is missing.
-
-    Raises ConfigError if config.json is missing or one of the files is malformed.
-    """
+    """Reads config.json and generation_config.json ({} if it is missing). Raises ConfigError like `read_json`."""
     config = read_json(model_dir / "config.json", required=True)
     return config, read_json(model_dir / "generation_config.json", required=False)
 
@@ -182,18 +179,11 @@ def _rope_of(raw: Any, config: Mapping[str, Any], max_position: int) -> RopeSpec
         raise ConfigError(f"rope scaling {kind!r} lacks {', '.join(missing)}")
     key = "original_max_position_embeddings"
     original = _int(config, key, _int(raw, key, max_position))
-    positive = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    numbers = {name: _number(raw, name, 0.0) for name in positive if raw.get(name) is not None}
-    signed = ("attention_factor", "mscale", "mscale_all_dim")
-    numbers |= {name: _number(raw, name, 0.0, above=-math.inf) for name in signed if raw.get(name) is not None}
-    return RopeSpec(
-        kind,
-        theta,
-        factor=_number(raw, "factor", max_position / original),
-        original_max_position=original,
-        truncate=_flag(raw, "truncate", True),
-        **numbers,
-    )
+    lowest = dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), 0.0)
+    lowest |= dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), -math.inf)
+    numbers = {name: _number(raw, name, 0.0, above=low) for name, low in lowest.items() if raw.get(name) is not None}
+    factor, truncate = _number(raw, "factor", max_position / original), _flag(raw, "truncate", True)
+    return RopeSpec(kind, theta, factor, original, truncate=truncate, **numbers)
 
 
 def _scaled_max_position(rope: RopeSpec, max_position: int) -> int:
@@ -234,10 +224,7 @@ def _int(config: Mapping[str, Any], key: str, default: int | None = None, *, lea
 
 
 def read_json(path: Path, *, required: bool) -> dict[str, Any]:
-    """Reads a JSON object from a file. Returns {} if the file is missing and not required.
-
-    Raises ConfigError for every other failure.
-    """
+    """Reads a JSON object; {} if the file is missing and not required. Raises ConfigError for every other failure."""
     if not path.is_file():
         if required:
             raise ConfigError(f"{path} does not exist: {path.parent} is not a model directory", field="model")
@@ -249,3 +236,35 @@ def read_json(path: Path, *, required: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", field="model")
     return value
+
+
+def shard_error(text: str) -> ConfigError:
+    """Returns the error of a model that cannot be split as configured."""
+    return ConfigError(f"tensor_parallel_size: {text}", field="tensor_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of rank `rank` in a group of `size`; 1: the whole model. `layers.Linear` says how weights are split."""
+
+    rank: int = 0
+    size: int = 1
+
+    def shard_spec(self, spec: ModelShape) -> ModelShape:
+        """Returns the shape of this rank's part. Raises ConfigError if the model cannot be split into `size` parts."""
+        if self.size == 1:
+            return spec
+        if not isinstance(spec, ModelSpec):
+            raise shard_error(f"{spec.architecture} is computed by transformers, on one device only")
+        names = {"num_kv_heads": "num_key_value_heads", "num_heads": "num_attention_heads"}
+        parts: dict[str, Any] = {}
+        for field in ("num_kv_heads", "num_heads", "intermediate_size"):
+            parts[field], rest = divmod(getattr(spec, field), self.size)
+            if rest:
+                name = names.get(field, field)
+                raise shard_error(f"{self.size} does not divide the model's {name}, {getattr(spec, field)}")
+        # Only rank 0 computes logits. With a tied embedding the other ranks allocate no LM head.
+        return replace(spec, **parts, tie_word_embeddings=spec.tie_word_embeddings or self.rank > 0)
+
+
+UNSHARDED = Shard()

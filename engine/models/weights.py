@@ -23,8 +23,7 @@ from common.errors import ConfigError
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.layers import Embedding, Linear, RMSNorm
-from engine.models.shard import UNSHARDED, Shard
-from engine.models.spec import ModelSpec
+from engine.models.spec import UNSHARDED, ModelSpec, Shard
 from engine.progress import progress
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -52,12 +51,9 @@ def checkpoint_targets(root: nn.Module, prefix: str = "") -> dict[str, Target]:
 
 
 def _decoder_targets(model: Decoder) -> dict[str, Target]:
-    targets: dict[str, Target] = {}
-    for module in (model.embedding, model.norm, model.head):
-        targets |= checkpoint_targets(module)
-    for index, layer in enumerate(model.layer_list):
-        targets |= checkpoint_targets(layer, f"model.layers.{index}.")
-    return targets
+    parts: list[tuple[nn.Module, str]] = [(module, "") for module in (model.embedding, model.norm, model.head)]
+    parts += [(layer, f"model.layers.{index}.") for index, layer in enumerate(model.layer_list)]
+    return {name: target for part in parts for name, target in checkpoint_targets(*part).items()}
 
 
 def _split_dim(module: nn.Module, kind: str) -> int | None:
@@ -132,12 +128,7 @@ def randomize(model: nn.Module, seed: int, shard: Shard = UNSHARDED) -> None:
 
 
 def rank_part(module: nn.Module, kind: str, whole: Tensor, shard: Shard) -> Tensor:
-    """Returns this rank's part of a parameter of the whole model.
-
-    Args:
-        module: the module of this rank.
-        kind: name of the parameter in the module.
-    """
+    """Returns the part of the whole model's parameter `kind` that belongs to `module`, the module of this rank."""
     split = _split_dim(module, kind)
     if split is None:
         return whole

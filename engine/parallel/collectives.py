@@ -1,4 +1,4 @@
-"""All-reduce and broadcast between the devices of a group: gloo between CPUs, NCCL between GPUs.
+"""What the ranks of a group exchange: all-reduce and broadcast (gloo between CPUs, NCCL between GPUs), and step shapes.
 
 The process group is a plain object and not the global one of torch.distributed, so one process may be in several
 groups. On a GPU no call waits for the device. A collective fails if a peer has ended: at once with gloo; with NCCL
@@ -11,14 +11,16 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from engine.attention.base import StepShape
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
-from engine.models.shard import Shard
+from engine.models.spec import Shard
 
 TIMEOUT_S = 300.0  # Longest wait of a collective for a rank that is late.
 
@@ -37,11 +39,9 @@ def join_store(host: str, port: int) -> TCPStore:
 
 
 class Collectives:
-    """The collectives of one rank. All ranks construct theirs at the same time, with `device` as the current device.
+    """The collectives of one of `size` ranks. The other ranks reach this machine at `host`.
 
-    Args:
-        size: number of ranks.
-        host: an address of this machine that the other ranks can reach.
+    All ranks construct theirs at the same time, with `device` as the current device.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
@@ -73,14 +73,27 @@ class Collectives:
 
 
 def load_shard(
-    source: ModelSource,
-    shard: Shard,
-    collectives: Collectives,
-    max_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    source: ModelSource, shard: Shard, collectives: Collectives, max_len: int, device: torch.device, dtype: torch.dtype
 ) -> Decoder:
     """Loads one rank's part of the model. Raises ConfigError if the model cannot be sharded this way."""
     model = source.load(max_len, device, dtype, shard, collectives.all_reduce)
     assert isinstance(model, Decoder)
     return model
+
+
+def pack_step(shape: StepShape, block_size: int) -> bytes:
+    """Packs a shape as int32: R | starts [R] | num_new [R] | numbers of blocks [R] | blocks of all rows."""
+    starts, num_new = np.asarray(shape.starts, dtype=np.int32), np.asarray(shape.num_new, dtype=np.int32)
+    counts = -(-(starts + num_new) // block_size)
+    blocks = [np.asarray(row, dtype=np.int32)[:count] for row, count in zip(shape.blocks, counts, strict=True)]
+    head = np.array([len(starts)], dtype=np.int32)
+    return np.concatenate([head, starts, num_new, counts, *blocks]).tobytes()
+
+
+def unpack_step(packed: bytes) -> StepShape:
+    """Returns the shape that `pack_step` packed. It has only the blocks that its tokens need."""
+    numbers = np.frombuffer(packed, dtype=np.int32)
+    rows = int(numbers[0])
+    starts, num_new, counts = numbers[1 : 1 + 3 * rows].reshape(3, rows)
+    blocks = np.split(numbers[1 + 3 * rows :], np.cumsum(counts)[:-1])
+    return StepShape(starts.tolist(), num_new.tolist(), blocks)

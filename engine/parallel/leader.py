@@ -1,9 +1,8 @@
-"""Rank 0 of a tensor-parallel engine: a model and a KV pool that the other ranks mirror.
+"""Builds model and KV pool: on one device, or on rank 0 of a tensor-parallel engine, where the other ranks mirror them.
 
-The engine uses them like a model and a pool on one device. Runner, scheduler and sampler know of no other
-rank. Each call is sent to the other ranks before it runs here. All calls come from the engine thread, so all ranks run
-the same calls in the same order. Hidden states are equal on every rank after an all-reduce. Only rank 0 computes
-logits.
+The engine uses both alike. Runner, scheduler and sampler know of no other rank. Each call is sent to the other ranks
+before it runs here. All calls come from the engine thread, so all ranks run the same calls in the same order. Hidden
+states are equal on every rank after an all-reduce. Only rank 0 computes logits.
 
 A step that fails here after it was sent leaves the ranks in different steps, so it ends the group (`RankGroup.fail`).
 """
@@ -23,14 +22,30 @@ from common.kv_layout import KVLayout
 from engine.config import EngineConfig
 from engine.kv.blocks import BlockCopy
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
-from engine.models.base import ForwardContext, LayerHook, Model
+from engine.models.base import ForwardContext, Model
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource
-from engine.models.shard import Shard, shard_error
-from engine.parallel import step_messages
-from engine.parallel.builder import EngineBuilder
-from engine.parallel.collectives import Collectives, load_shard, open_store
+from engine.models.spec import UNSHARDED, Shard, shard_error
+from engine.parallel.collectives import Collectives, load_shard, open_store, pack_step
 from engine.parallel.rank_group import RankGroup
+
+
+class EngineBuilder:
+    """Builds the parts of an engine that differ between one and several devices: here all of them on one device."""
+
+    shard: Shard = UNSHARDED  # The part of the model in this process.
+
+    def __init__(self, source: ModelSource, device: torch.device) -> None:
+        self._source, self._device = source, device
+
+    def load(self, max_len: int, dtype: str) -> Model:
+        """Loads the model for sequences of up to `max_len` tokens."""
+        return self._source.load(max_len, self._device, TORCH_DTYPES[dtype])
+
+    def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
+        """Makes a KV pool on every device."""
+        return KVPool(layout, num_blocks, device)
+
 
 _log = logging.getLogger(__name__)
 
@@ -44,25 +59,13 @@ class MirroredModel:
         self._local, self._rank_group, self._collectives = local, rank_group, collectives
         self.final_norm, self.logits = local.final_norm, local.logits
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None = None,
-        *,
-        layer_hook: LayerHook | None = None,
-    ) -> Tensor:
-        self._rank_group.send(
-            "step",
-            step_messages.pack_step(context.metadata.step, context.cache[0].block_size),
-            tokens=len(tokens),
-            rows=None if rows is None else len(rows),
-        )
+    def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
+        packed = pack_step(context.metadata.step, context.cache[0].block_size)
+        self._rank_group.send("step", packed, tokens=len(tokens), rows=None if rows is None else len(rows))
         try:
             ids = [tokens, positions] if rows is None else [tokens, positions, rows]
             self._collectives.broadcast(torch.cat(ids))
-            return self._local.forward(tokens, positions, context, rows, layer_hook=layer_hook)
+            return self._local.forward(tokens, positions, context, rows)
         except Exception as error:
             raise self._rank_group.fail(f"a step failed on rank 0: {error}") from error
 
@@ -99,22 +102,14 @@ class TensorParallelBuilder(EngineBuilder):
 
     @staticmethod
     def check(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
-        """Checks the configuration before a rank is started.
-
-        Raises:
-            ConfigError: the model cannot be sharded like this, or this machine has too few devices.
-        """
+        """Raises ConfigError if the model cannot be sharded like this, or if this machine has too few devices."""
         Shard(0, config.tensor_parallel_size).shard_spec(source.spec)
         devices = torch.cuda.device_count() - device.index if device.type == "cuda" else config.local_ranks
         if devices < config.local_ranks:
             raise shard_error(f"{config.local_ranks} devices of this machine are needed, but only {devices} exist")
 
     def load(self, max_len: int, dtype: str) -> Model:
-        """Loads the shard of this rank while the other ranks load theirs.
-
-        Raises:
-            InternalError: another rank failed to load.
-        """
+        """Loads the shard of this rank while the other ranks load theirs. Raises InternalError if one of them fails."""
         rank_group, config, device = self._rank_group, self._config, self._device
         revision = self._source.revision(device)
         for rank, channel in enumerate(rank_group.channels(), 1):

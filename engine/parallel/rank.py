@@ -30,28 +30,20 @@ from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import make_current
 from engine.kv.blocks import BlockCopy
-from engine.kv.kv_pool import TORCH_DTYPES, KVPool
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import TORCH_DTYPES, KVPool, LayerKV
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
 from engine.models.loader import ModelSource, open_model
-from engine.models.shard import Shard
-from engine.parallel import step_messages
-from engine.parallel.collectives import Collectives, join_store, load_shard
+from engine.models.spec import Shard
+from engine.parallel.collectives import Collectives, join_store, load_shard, unpack_step
 from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_S, POLL_S, SECRET_VARIABLE, STOP_S, split_address
 
 _log = logging.getLogger(__name__)
-
 EXIT_FAILED, EXIT_ABANDONED = 1, 5
 
 
 class Rank:
-    """One rank other than rank 0.
-
-    Args:
-        channel: channel to rank 0.
-        on_pool: called with each new KV pool.
-    """
+    """One rank other than rank 0, which `channel` leads to. `on_pool` is called with each new KV pool."""
 
     def __init__(self, rank: int, channel: RankChannel, on_pool: Callable[[KVPool], None] = lambda _: None) -> None:
         self._rank, self._channel, self._on_pool = rank, channel, on_pool
@@ -64,11 +56,9 @@ class Rank:
         self._attention: AttentionBackend[Any] | None = None
 
     def run(self) -> None:
-        """Runs the messages of rank 0 until it sends "stop".
+        """Runs the messages of rank 0 until it sends "stop". Raises Unavailable if rank 0 has ended.
 
-        Raises:
-            Unavailable: rank 0 has ended.
-            Exception: an error of this rank; it is sent to rank 0 first.
+        An error of this rank is sent to rank 0 and then raised.
         """
         answered = {"open": self._open, "load": self._load, "pool": self._create_pool}
         unanswered = {"step": self._step, "zero": self._zero, "copy": self._copy}
@@ -96,11 +86,9 @@ class Rank:
         self._source = open_model(Path(fields["model_dir"]), fields["load_format"], fields["weights_seed"])
         revision = self._source.revision(self._device)
         if revision != fields["revision"]:
-            raise ConfigError(
-                f"rank {self._rank} has another model than rank 0 in {fields['model_dir']}: revision {revision} "
-                f"instead of {fields['revision']}",
-                field="model",
-            )
+            difference = f"revision {revision} instead of {fields['revision']}"
+            text = f"rank {self._rank} has another model than rank 0 in {fields['model_dir']}: {difference}"
+            raise ConfigError(text, field="model")
 
     @torch.inference_mode()
     def _load(self, message: RankMessage) -> None:
@@ -118,9 +106,8 @@ class Rank:
         self._kv = kv = KVPool(KVLayout(**message.fields["layout"]), message.fields["num_blocks"], self._device)
         spec, self._cache = self._model.spec, kv.layers()
         kind = TritonAttention if self._device.type == "cuda" else TorchAttention
-        self._attention = kind(
-            self._cache, spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
-        )
+        score: dict[str, Any] = {"scale": spec.scale, "softcap": spec.softcap}
+        self._attention = kind(self._cache, spec.num_heads, spec.windows, kv.dummy_block, **score)
         self._on_pool(kv)
 
     @torch.inference_mode()
@@ -131,7 +118,7 @@ class Rank:
         tokens, rows = message.fields["tokens"], message.fields["rows"]
         joined = torch.empty(2 * tokens + (rows or 0), dtype=torch.int64, device=self._device)
         self._collectives.broadcast(joined)
-        metadata = self._attention.prepare(step_messages.unpack_step(message.payload))
+        metadata = self._attention.prepare(unpack_step(message.payload))
         ids, positions, row_indices = torch.split(joined, [tokens, tokens, rows or 0])
         context = ForwardContext(self._cache, self._attention, metadata)
         self._model.forward(ids, positions, context, None if rows is None else row_indices)

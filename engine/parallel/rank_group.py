@@ -31,13 +31,10 @@ _log = logging.getLogger(__name__)
 
 JOIN_S = 120.0  # Longest wait for ranks of this machine, which import torch first.
 JOIN_NODES_S = 1800.0  # Longest wait for ranks of other machines, which may be started later.
-#: Longest wait for an answer. A rank loads its weights before its first answer.
-ANSWER_S = 1800.0
+ANSWER_S = 1800.0  # Longest wait for an answer. A rank loads its weights before its first answer.
 POLL_S = 0.2
-#: A rank that does not end within this time is killed.
-STOP_S = 5.0
+STOP_S = 5.0  # A rank that does not end within this time is killed.
 SECRET_VARIABLE = "BATON_SECRET"
-
 ENGINE_CHANNEL = "engine"  # Kind of the channel that carries steps.
 
 #: Function that returns the command line of a rank for (its number, the address of rank 0).
@@ -83,25 +80,20 @@ class RankGroup:
         Args:
             secret: secret of the group. None: a new secret, which only the child processes get.
             command: command line of the ranks of this machine.
-            kinds: kinds of channels that each rank opens.
 
         Raises:
             ConfigError: the configuration allows no group.
             InternalError: a rank did not start or did not join in time.
         """
         if config.tensor_parallel_nodes > 1 and secret is None:
-            raise ConfigError(
-                "tensor_parallel_nodes: an engine without a pod runs on one machine, since only pods share a secret",
-                field="tensor_parallel_nodes",
-            )
+            text = "tensor_parallel_nodes: an engine without a pod runs on one machine: only pods share a secret"
+            raise ConfigError(text, field="tensor_parallel_nodes")
         host, port = split_address(config.tensor_parallel_master or "127.0.0.1:0")
         try:
             listener = socket.create_server((host, port), family=socket.AF_INET)
         except OSError as error:
-            raise ConfigError(
-                f"tensor_parallel_master: cannot listen on {host}:{port} of this machine: {error}",
-                field="tensor_parallel_master",
-            ) from error
+            text = f"tensor_parallel_master: cannot listen on {host}:{port} of this machine: {error}"
+            raise ConfigError(text, field="tensor_parallel_master") from error
         group = cls(config.tensor_parallel_size, kinds)
         group_secret = secret or secrets.token_hex(16)
         with listener:
@@ -167,9 +159,9 @@ class RankGroup:
             raise InternalError(self.failure)
 
     def fail(self, reason: str) -> InternalError:
-        """Marks the group as failed and closes its channels, which ends the ranks.
+        """Marks the group as failed and closes its channels, which ends the ranks. Returns the error to raise.
 
-        Returns the error to raise. The error names the lost rank; if no rank is lost, it has the text `reason`.
+        The error names the lost rank; if no rank is lost, it has the text `reason`.
         """
         if self.failure is None:
             self._set_failed(self._find_failed(STOP_S / 10) or reason)
@@ -206,12 +198,8 @@ class RankGroup:
             channel, hello = accepted
             rank, joined = hello.fields.get("rank"), self._channels.get(hello.kind)
             if joined is None or not isinstance(rank, int) or not 0 < rank < self.size or rank in joined:
-                _log.warning(
-                    "refused %s: the group has no rank like this, or it has joined already: kind %s, rank %s",
-                    channel.name,
-                    hello.kind,
-                    rank,
-                )
+                reason = "the group has no rank like this, or it has joined already"
+                _log.warning("refused %s: %s: kind %s, rank %s", channel.name, reason, hello.kind, rank)
                 channel.close()
                 continue
             channel.name = f"tensor-parallel rank {rank}"
@@ -223,12 +211,8 @@ class RankGroup:
         def run() -> None:
             try:
                 for rank, command in commands.items():
-                    self._children[rank] = subprocess.Popen(
-                        tether_command(command),
-                        stdin=subprocess.DEVNULL,
-                        env={**os.environ, **env},
-                        start_new_session=True,
-                    )
+                    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+                    self._children[rank] = subprocess.Popen(tether_command(command), env=os.environ | env, **options)
             except OSError as error:
                 self._start_error = error
             self._started.set()

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.schedule.drafts import DraftState
+from engine.schedule.sequence import DraftState
 
 SEQ_DECAY = 0.9  # Factor on the weight of older measurements: acceptance of one sequence, per verify step.
 ALL_DECAY = 0.98  # Factor on older measurements of the acceptance of all sequences, per verified sequence.
@@ -103,10 +103,7 @@ class DraftController:
         self._time_budget, self._accepted_in_step = FIRST_TIME_BUDGET, 0
 
     def new_state(self, proposer_state: object) -> DraftState:
-        """Returns the state of a new sequence.
-
-        It starts with the acceptance rate of all sequences at a low weight, so it adapts quickly.
-        """
+        """Returns the state of a new sequence: the acceptance rate of all sequences at a low weight, to adapt fast."""
         rate = max(self._accepted / self._tested, MIN_START_RATE)
         return DraftState(proposer_state, rate * START_WEIGHT, START_WEIGHT)
 
@@ -124,11 +121,8 @@ class DraftController:
             # The draft model takes as many steps as the longest draft of the batch, which is close to the mean.
             cost = extra / max(1.0, times.drafts / len(states))
             return [self._limit(state, output, self._best_count(state, cost)) for state, output in states]
-        share = extra / max(1.0, times.drafts / self.max_drafts)
-        return [
-            self._limit(state, output, self.max_drafts * (self._expected_accepted(state) > share))
-            for state, output in states
-        ]
+        share, most = extra / max(1.0, times.drafts / self.max_drafts), self.max_drafts
+        return [self._limit(state, output, most * (self._expected_accepted(state) > share)) for state, output in states]
 
     def _best_count(self, state: DraftState, cost: float) -> int:
         """Returns the number of drafts with the most tokens per time, if each draft costs `cost` plain steps."""
@@ -189,20 +183,14 @@ class DraftController:
             state.hit_rate = 1.0
         elif state.probe_interval:
             # One accepted draft of a draft model is no sign of a change: its acceptance rate enters every decision.
-            promising = accepted and not self._has_model
-            state.probe_interval = (
-                FIRST_PROBE_INTERVAL if promising else min(MAX_PROBE_INTERVAL, 2 * state.probe_interval)
-            )
+            promising, longer = accepted and not self._has_model, min(MAX_PROBE_INTERVAL, 2 * state.probe_interval)
+            state.probe_interval = FIRST_PROBE_INTERVAL if promising else longer
             state.probe_at = output + state.probe_interval
 
     def on_step(self, rows: int, drafts: int, seconds: float, *, waited: bool = False) -> None:
-        """Records the end of a step.
+        """Records the end of a step with this many decoding sequences (0 if it also had prompts) and drafts.
 
-        Args:
-            rows: number of decoding sequences; 0 if the step also had prompts.
-            drafts: number of drafts in the step.
-            seconds: duration of the step.
-            waited: the step was launched after the result of the step before, so that it could have drafts.
+        waited: the step was launched after the result of the step before, so that it could have drafts.
         """
         self._steps += 1
         gained, self._accepted_in_step = self._accepted_in_step, 0

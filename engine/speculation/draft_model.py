@@ -30,8 +30,7 @@ from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
-from engine.kv.kv_pool import KVPool
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import KVPool, LayerKV
 from engine.models.base import ForwardContext, Model, ModelShape
 from engine.models.decoder import Decoder
 from engine.models.eagle import UNKNOWN_LOGIT, EagleHead
@@ -57,12 +56,9 @@ class StateLinks:
 
 
 class SeparateDraftModel:
-    """A whole second model with the tokenizer of the target.
+    """A whole second model with the tokenizer of the target, of shape `shape`.
 
-    Args:
-        shape: the shape of the second model.
-        vocab: vocabulary size of the target; the vocabulary of the second model may be padded to another size.
-        attention: class of the attention backend.
+    `vocab` is the vocabulary size of the target; the vocabulary of the second model may be padded to another size.
     """
 
     name = "draft_model"  # Name in metric labels.
@@ -106,8 +102,7 @@ class EagleDraftModel:
     """An EAGLE head of a target that is a Decoder."""
 
     name = "eagle"
-    #: `forward_with_target` computes the layers in every step, and `store_states` ends the step.
-    lags: Literal[False] = False
+    lags: Literal[False] = False  # `forward_with_target` computes the layers in every step, `store_states` ends it.
 
     def __init__(self, head: EagleHead, target: Decoder, kv: KVPool, attention: AttentionClass) -> None:
         self.capturable = head.capturable
@@ -146,14 +141,14 @@ class EagleDraftModel:
 
         # EAGLE reads the state after the last layer, of all tokens. EAGLE-3 may read it too.
         needs_all_tokens = not self._aux_layers or self._target_layers in self._aux_layers
-        context = ForwardContext(target.cache, target.backend, metadata)
-        hidden = model.forward(tokens, positions, context, None if needs_all_tokens else rows, layer_hook=hook)
+        context = ForwardContext(target.cache, target.backend, metadata, hook)
+        hidden = model.forward(tokens, positions, context, None if needs_all_tokens else rows)
         states = self._head.fuse(aux_states) if self._aux_layers else model.final_norm(hidden)
         if needs_all_tokens and rows is not None:
             hidden = hidden[rows]
         prev_states = torch.cat([states[:1], states[:-1]])
         prev_states.index_copy_(0, links.firsts, self.initial_states(links.blocks_before))
-        self._head.write_kv(tokens, prev_states, positions, context._replace(cache=self._cache))
+        self._head.write_kv(tokens, prev_states, positions, context._replace(cache=self._cache, layer_hook=None))
         return hidden, states
 
     def store_states(self, states: Tensor, indices: Tensor, blocks: Tensor) -> None:
@@ -182,10 +177,8 @@ BuildDraftModel = Callable[[KVPool, AttentionClass], DraftModel]
 def state_links_of(shape: StepShape, kv: KVPool) -> StateLinks:
     """Returns the state links of the rows of a step. A row that begins its sequence links to the dummy block."""
     size, ends = kv.layout.block_size, np.cumsum(shape.num_new)
-    blocks_before = [
-        int(blocks[(start - 1) // size]) if start else kv.dummy_block
-        for start, blocks in zip(shape.starts, shape.blocks, strict=True)
-    ]
+    rows = zip(shape.starts, shape.blocks, strict=True)
+    blocks_before = [int(blocks[(start - 1) // size]) if start else kv.dummy_block for start, blocks in rows]
     return StateLinks(*upload([ends - np.array(shape.num_new), np.array(blocks_before)], kv.data.device))
 
 
@@ -220,14 +213,12 @@ def store_step_states(
     places = zip(rows.tolist(), (positions[stored] // size).tolist(), strict=True)
     blocks = np.array([int(shape.blocks[row][place]) for row, place in places])
     offsets = np.arange(len(logits_indices)) - np.repeat(np.cumsum(num_results) - num_results, num_results)
-    indices, target_blocks, device_offsets, device_ends_block = upload(
-        [stored, blocks, offsets, ends_block], kv.data.device
-    )
-    if len(logits_indices) > len(num_results):
-        accepted, is_last = accepted_mask(
-            sampled, ids.index_select(0, indices[: len(logits_indices)]), device_offsets, query
-        )
+    arrays, results = [stored, blocks, offsets, ends_block], len(logits_indices)
+    indices, target_blocks, device_offsets, device_ends_block = upload(arrays, kv.data.device)
+    if results > len(num_results):
+        inputs = ids.index_select(0, indices[:results])
+        accepted, is_last = accepted_mask(sampled, inputs, device_offsets, query)
         keeps = is_last | (accepted & (device_ends_block > 0))
-        checked = target_blocks[: len(logits_indices)].masked_fill(~keeps, kv.dummy_block)
-        target_blocks = torch.cat([checked, target_blocks[len(logits_indices) :]])
+        checked = target_blocks[:results].masked_fill(~keeps, kv.dummy_block)
+        target_blocks = torch.cat([checked, target_blocks[results:]])
     draft.store_states(states, indices, target_blocks)

@@ -16,18 +16,22 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
-from engine.models import eagle_weights, weights
+from engine.models import eagle, weights
 from engine.models.base import Model, ModelShape
 from engine.models.decoder import Decoder
-from engine.models.eagle_spec import EagleSpec, draft_error, load_eagle_spec
+from engine.models.eagle import EagleSpec, draft_error
 from engine.models.loader import ModelSource, open_model
 from engine.models.spec import ModelSpec
 from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, SeparateDraftModel
 
 _log = logging.getLogger(__name__)
 
-#: Largest difference between the vocabulary sizes of one model family. The additional tokens are unused.
-MAX_VOCAB_PADDING = 1024
+MAX_VOCAB_PADDING = 1024  # Largest difference of vocabulary sizes in a model family. The additional tokens are unused.
+
+
+def _layout_fields(draft: ModelShape, revision: str) -> dict[str, Any]:
+    sizes = {"draft_kv_heads": draft.num_kv_heads, "draft_head_dim": draft.head_dim}
+    return {"draft_layers": draft.num_layers, **sizes, "draft_revision": revision}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +43,7 @@ class SeparateDraftSource:
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
         """Returns the fields that the draft sets in KVLayout."""
-        shape = self.source.spec
-        return {
-            "draft_layers": shape.num_layers,
-            "draft_kv_heads": shape.num_kv_heads,
-            "draft_head_dim": shape.head_dim,
-            "draft_revision": self.source.revision(device),
-        }
+        return _layout_fields(self.source.spec, self.source.revision(device))
 
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
         """Loads the weights, or makes random ones. Raises ConfigError if they do not fit the target."""
@@ -63,26 +61,19 @@ class EagleSource:
     seed: int | None  # Seed of random weights; None: the weights of `model_dir`.
 
     def layout_fields(self, device: torch.device) -> dict[str, Any]:
-        layer = self.spec.layer
         if self.seed is None:
-            revision = eagle_weights.eagle_revision(self.spec, self.model_dir)
+            revision = eagle.eagle_revision(self.spec, self.model_dir)
         else:
             revision = weights.digest(f"eagle dummy {self.seed} {device.type} {self.spec!r}")
-        return {
-            "draft_layers": 1,
-            "draft_kv_heads": layer.num_kv_heads,
-            "draft_head_dim": layer.head_dim,
-            "draft_state": layer.hidden_size,
-            "draft_revision": revision,
-        }
+        return {**_layout_fields(self.spec.layer, revision), "draft_state": self.spec.layer.hidden_size}
 
     @torch.inference_mode()
     def load(self, target: Model, max_len: int, device: torch.device, dtype: torch.dtype) -> BuildDraftModel:
         assert isinstance(target, Decoder)
         if self.seed is None:
-            head = eagle_weights.load_eagle_head(self.spec, self.model_dir, target, max_len, device)
+            head = eagle.load_eagle_head(self.spec, self.model_dir, target, max_len, device)
         else:
-            head = eagle_weights.random_eagle_head(self.spec, self.seed, target, max_len, device)
+            head = eagle.random_eagle_head(self.spec, self.seed, target, max_len, device)
         return lambda kv, attention: EagleDraftModel(head, target, kv, attention)
 
 
@@ -92,14 +83,9 @@ DraftSource = SeparateDraftSource | EagleSource
 def open_draft(
     kind: str, model_dir: Path, target: ModelShape, target_dir: Path, *, load_format: str, seed: int, max_len: int
 ) -> DraftSource:
-    """Opens a draft model or EAGLE head.
-
-    Args:
-        kind: "draft_model" or "eagle".
-        max_len: longest sequence in tokens.
-    """
+    """Opens a draft model (kind "draft_model") or EAGLE head ("eagle") for sequences of up to max_len tokens."""
     if kind == "eagle":
-        spec = load_eagle_spec(model_dir)
+        spec = eagle.load_eagle_spec(model_dir)
         _check_eagle(spec, target)
         return EagleSource(spec, model_dir, seed if load_format == "dummy" else None)
     try:
@@ -115,31 +101,22 @@ def open_draft(
     if shape.max_position < max_len:
         if not isinstance(shape, ModelSpec):
             raise draft_error(f"the draft model supports {shape.max_position} tokens, but max_model_len is {max_len}")
-        _log.warning(
-            "the draft model was trained for %d tokens: drafts at later positions are poor", shape.max_position
-        )
+        _log.warning("the draft model was trained for %d tokens: later drafts are poor", shape.max_position)
     return SeparateDraftSource(source, target)
 
 
 def _check_eagle(spec: EagleSpec, target: ModelShape) -> None:
     """Raises ConfigError if the head is for another model."""
     if not isinstance(target, ModelSpec):
-        raise draft_error(
-            f"EAGLE heads need a model that Baton computes itself; {target.architecture} is computed by transformers"
-        )
+        raise draft_error(f"EAGLE heads need a model of Baton's own code; transformers computes {target.architecture}")
     spec.aux_layers_of(target.num_layers)
     hidden, vocab = target.hidden_size, target.vocab_size
     if spec.target_hidden != hidden:
-        raise draft_error(
-            f"the EAGLE head is for a model with hidden size {spec.target_hidden}, this model has {hidden}"
-        )
+        raise draft_error(f"the EAGLE head is for a model of hidden size {spec.target_hidden}, this model has {hidden}")
     if not spec.is_eagle3 and spec.layer.hidden_size != hidden:
         raise draft_error(f"the EAGLE head has hidden size {spec.layer.hidden_size}, its model has {hidden}")
     if spec.layer.vocab_size != vocab:
-        raise draft_error(
-            f"the EAGLE head is for a model with {spec.layer.vocab_size} tokens in its vocabulary, this model has "
-            f"{vocab} tokens"
-        )
+        raise draft_error(f"the EAGLE head has a vocabulary of {spec.layer.vocab_size} tokens, this model has {vocab}")
 
 
 def _same_tokens(first_dir: Path, second_dir: Path) -> bool:
@@ -148,10 +125,7 @@ def _same_tokens(first_dir: Path, second_dir: Path) -> bool:
     if not all(file.is_file() for file in files):
         return True
     first, second = (file.read_bytes() for file in files)
-    if first == second:
-        return True
     try:
-        vocabularies = [json.loads(content)["model"]["vocab"] for content in (first, second)]
+        return first == second or bool(json.loads(first)["model"]["vocab"] == json.loads(second)["model"]["vocab"])
     except (ValueError, KeyError, TypeError):
         return True  # unknown kind of tokenizer: only the sizes are compared
-    return bool(vocabularies[0] == vocabularies[1])

@@ -20,8 +20,7 @@ import numpy as np
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.proposer import DraftBatch
 
-#: The values of n, in the order they are tried: a longer match is a better guess.
-LENGTHS = (5, 3, 2)
+LENGTHS = (5, 3, 2)  # The values of n, in the order they are tried: a longer match is a better guess.
 MAX_LENGTH = LENGTHS[0]
 FACTOR = 0x9E3779B97F4A7C15  # Factor of a polynomial hash modulo 2**64; odd.
 #: uint64 [MAX_LENGTH, n-gram lengths]. The product of MAX_LENGTH tokens and this matrix is the hash of the n-gram at
@@ -96,10 +95,9 @@ class NgramIndex:
         return end if np.array_equal(tokens[end - n : end], tokens[self.count - n :]) else None
 
     def _codes(self, first: int) -> np.ndarray:
-        """Returns the hashes of the n-grams that end before each position first ... count.
+        """Returns the hashes of the n-grams that end before positions first ... count, uint64 [positions, lengths].
 
-        The result is uint64 [count - first + 1, n-gram lengths]. A hash is meaningless at a position with fewer than n
-        tokens before it.
+        A hash is meaningless at a position with fewer than n tokens before it.
         """
         positions = np.arange(first, self.count + 1)[:, None] + np.arange(MAX_LENGTH)
         codes: np.ndarray = (self._padded[positions] + 1).astype(np.uint64) @ POWERS

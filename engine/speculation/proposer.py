@@ -59,11 +59,7 @@ class Proposer(Protocol):
         """
 
     def expects_drafts(self, seq: EngineSequence, state: Any) -> bool:
-        """Returns whether drafts are likely once the next token is known.
-
-        Called for some sequences while the device computes the next token, so there is time to read the tokens before
-        it.
-        """
+        """Returns whether drafts are likely once the next token is known, which the device computes during the call."""
 
     def on_verified(self, seq: EngineSequence, state: Any, drafts: int, accepted: int) -> None:
         """Records that a step verified `drafts` drafts, and appended the accepted drafts and one more token."""

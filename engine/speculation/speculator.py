@@ -15,14 +15,52 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from engine.schedule.drafts import DraftState, DraftTokens
 from engine.schedule.scheduler import NO_DRAFTS, ScheduledSequence
+from engine.schedule.sequence import DraftState, DraftTokens
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.controller import DraftController
 from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.proposer import DraftBatch, Proposer
-from engine.speculation.stats import SpeculationStats
+
+USELESS_AFTER = 50  # A proposer is useless after this many verified proposals in a row without an accepted draft.
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counts of drafts, for the metrics. A chain is the drafts of one sequence that one step verified."""
+
+    proposer: str  # Name of the proposer.
+    max_drafts: int  # Largest number of drafts in a chain.
+    chains: int = 0  # Verified chains.
+    proposed: int = 0  # Drafts of all chains.
+    accepted: int = 0  # Accepted drafts of all chains.
+    proposed_at: list[int] = field(default_factory=list)  # Drafts by their place in the chain.
+    accepted_at: list[int] = field(default_factory=list)  # Accepted drafts by their place in the chain.
+    rejected_in_a_row: int = 0  # Number of the newest chains in a row that had no accepted draft.
+    failures: int = 0  # Calls of the proposer that raised.
+
+    def __post_init__(self) -> None:
+        self.proposed_at = [0] * self.max_drafts
+        self.accepted_at = [0] * self.max_drafts
+
+    def add(self, proposed: int, accepted: int) -> None:
+        """Counts one chain."""
+        self.chains += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        for place in range(proposed):
+            self.proposed_at[place] += 1
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+        self.rejected_in_a_row = 0 if accepted else self.rejected_in_a_row + 1
+
+    @property
+    def is_useless(self) -> bool:
+        """Whether the newest USELESS_AFTER chains had no accepted draft. Drafts then cost time and gain nothing."""
+        return self.rejected_in_a_row >= USELESS_AFTER
+
 
 _log = logging.getLogger(__name__)
 
@@ -33,18 +71,11 @@ NO_STATE = object()  # Proposer state of a sequence for which `Proposer.new_stat
 
 
 class Speculator:
-    """The speculation of an engine: proposes drafts and counts their acceptance.
-
-    Args:
-        controller: decides how many drafts each sequence gets.
-        max_seqs: no sequence drafts while more than this many decode.
-    """
+    """The speculation of an engine: proposes and counts drafts, none while more than `max_seqs` sequences decode."""
 
     def __init__(self, proposer: Proposer, controller: DraftController, *, max_seqs: int) -> None:
         self.stats = SpeculationStats(proposer.name, controller.max_drafts)
-        self._proposer = proposer
-        self._controller = controller
-        self._max_seqs = max_seqs
+        self._proposer, self._controller, self._max_seqs = proposer, controller, max_seqs
         self._steps = 0
 
     def draft(self, seqs: Sequence[EngineSequence]) -> Mapping[EngineSequence, DraftTokens]:
@@ -82,10 +113,8 @@ class Speculator:
             return True
         limits = self._limits(decoding)
         self._observe(decoding)
-        states = [seq.draft_state for seq in decoding]
-        return any(
-            limit and state is not None and state.waits_left for limit, state in zip(limits, states, strict=True)
-        )
+        states = zip(limits, (seq.draft_state for seq in decoding), strict=True)
+        return any(limit and state is not None and state.waits_left for limit, state in states)
 
     def _observe(self, seqs: Sequence[EngineSequence]) -> None:
         """Lets the proposer read the new tokens of a few sequences, which costs no time while the device computes.
@@ -111,12 +140,7 @@ class Speculator:
             self._proposer.on_verified(seq, seq.draft_state.proposer_state, drafts, accepted)
 
     def on_step(self, scheduled: Sequence[ScheduledSequence], seconds: float, *, waited: bool = False) -> None:
-        """Records the end of a step.
-
-        Args:
-            seconds: duration of the step.
-            waited: the step was launched after the result of the step before.
-        """
+        """Records the end of a step. `waited`: the step was launched after the result of the step before."""
         self._steps += 1
         decodes = len(scheduled) if all(entry.is_decode for entry in scheduled) else 0
         self._controller.on_step(decodes, sum(len(entry.drafts) for entry in scheduled), seconds, waited=waited)
@@ -126,10 +150,8 @@ class Speculator:
         if len(seqs) > self._max_seqs:
             return [0] * len(seqs)
         states = [(seq.draft_state or self._new_state(seq), seq.num_output) for seq in seqs]
-        limits = self._controller.limits(states)
-        return [
-            0 if state.proposer_state is NO_STATE else limit for (state, _), limit in zip(states, limits, strict=True)
-        ]
+        limits = zip(states, self._controller.limits(states), strict=True)
+        return [0 if state.proposer_state is NO_STATE else limit for (state, _), limit in limits]
 
     def _new_state(self, seq: EngineSequence) -> DraftState:
         proposer_state: object = NO_STATE

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.llm import LLM
-from engine.models.hf import trace
+from engine.models.hf import spec as hf_spec
 from engine.models.hf.model import HfModel
 from engine.models.loader import open_model
 
@@ -152,12 +152,12 @@ def test_a_window_is_read_from_the_mask_or_the_mask_is_refused(
     def mask(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         return visible(query, key)
 
-    call = trace._Call(torch.nn.Identity(), 1, 1, 8, 1.0, None, said, mask)
+    call = hf_spec._Call(torch.nn.Identity(), 1, 1, 8, 1.0, None, said, mask)
     if isinstance(window, str):
         with pytest.raises(ConfigError, match=window):
-            trace._window(call, 100)
+            hf_spec._window(call, 100)
     else:
-        assert trace._window(call, 100) == window
+        assert hf_spec._window(call, 100) == window
 
 
 def test_long_rope_ends_at_its_original_length(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, m
 def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, "gpt2")
     assert open_model(tmp_path).load(64, CPU, torch.float32).capturable
-    build = trace.build_model
+    build = hf_spec.build_model
 
     def with_a_copy(*args: Any) -> Any:
         model = build(*args)
@@ -243,7 +243,7 @@ def test_a_forward_pass_that_needs_the_host_is_not_captured(tmp_path: Path, monk
         )
         return model
 
-    monkeypatch.setattr(trace, "build_model", with_a_copy)
+    monkeypatch.setattr(hf_spec, "build_model", with_a_copy)
     assert not open_model(tmp_path).load(64, CPU, torch.float32).capturable
 
 

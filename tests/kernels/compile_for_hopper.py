@@ -16,15 +16,14 @@ from common.types import SamplingParams
 from engine.kernels import (
     decode_inputs,
     dense_prefill,
-    gemv,
+    gemm,
     kv_write,
     norm,
     paged_decode,
     paged_prefill,
     pdl,
-    skinny_gemm,
 )
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.sampler import SampleRow
 
@@ -69,13 +68,13 @@ def half(*shape: int) -> torch.Tensor:
 
 def products() -> None:
     x, scale = half(1, HIDDEN), half(HIDDEN)
-    gemv.gemv(x, half(6144, HIDDEN), norm=scale)
-    gemv.gemv(x, half(HIDDEN, HIDDEN), residual=x, bias=half(HIDDEN))
-    gemv.gemv(x, half(2 * INNER, HIDDEN), norm=scale, gated=True)
+    gemm.gemv(x, half(6144, HIDDEN), norm=scale)
+    gemm.gemv(x, half(HIDDEN, HIDDEN), residual=x, bias=half(HIDDEN))
+    gemm.gemv(x, half(2 * INNER, HIDDEN), norm=scale, gated=True)
     rows = half(16, HIDDEN)
-    skinny_gemm.skinny_gemm(rows, half(6144, HIDDEN), bias=half(6144))
-    skinny_gemm.skinny_gemm(rows, half(HIDDEN, HIDDEN), residual=rows, out=rows)
-    skinny_gemm.skinny_gemm(rows, half(2 * INNER, HIDDEN), gated=True)
+    gemm.skinny_gemm(rows, half(6144, HIDDEN), bias=half(6144))
+    gemm.skinny_gemm(rows, half(HIDDEN, HIDDEN), residual=rows, out=rows)
+    gemm.skinny_gemm(rows, half(2 * INNER, HIDDEN), gated=True)
     norm.rms_norm(rows, scale, 1e-5)
     norm.rms_norm(rows, scale, 1e-5, residual=rows)
     norm.silu_mul(half(16, 2 * INNER))

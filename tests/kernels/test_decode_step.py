@@ -18,14 +18,13 @@ from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
 from engine.kernels.decode_inputs import DecodeInputs, blocks_touched, decode_inputs, packed_width
-from engine.kv.block_tables import BlockTables
 from engine.kv.blocks import BlockPool
 from engine.kv.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.spec import parse_spec
 from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import Scheduler, SchedulerConfig
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import BlockTables, Sequence
 from engine.schedule.stepper import Stepper
 from engine.speculation.controller import AlwaysDraft
 from engine.speculation.draft_loop import ModelProposer

@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 
 from common.types import SamplingParams
 from engine.models.decoder import Decoder
-from engine.models.eagle import EagleHead
-from engine.models.eagle_spec import parse_eagle_spec
+from engine.models.eagle import EagleHead, parse_eagle_spec
 from engine.speculation.draft_model import BuildDraftModel, EagleDraftModel, SeparateDraftModel
 
 from .test_attention_kernels import PagedCase, decode

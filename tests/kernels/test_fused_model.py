@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 from engine.models import decoder
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder

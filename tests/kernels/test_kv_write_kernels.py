@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine.kernels import e4m3
 from engine.kernels.kv_write import kv_write, rope_kv_write
-from engine.kv.layer_kv import LayerKV, quantize_e4m3
+from engine.kernels.pool import decode
+from engine.kv.kv_pool import LayerKV, quantize_e4m3
 from tests.rigs.engine.paged import NAN_BYTE, poisoned_layer
 
 FP8 = torch.uint8
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy in th
 @triton.jit
 def _decode_all(codes, out, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(out + i, e4m3.decode(tl.load(codes + i), tl.float32))
+    tl.store(out + i, decode(tl.load(codes + i), tl.float32))
 
 
 def test_decode_reads_every_byte(device):

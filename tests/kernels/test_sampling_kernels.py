@@ -1,4 +1,4 @@
-"""Sampling kernels against sampling by sorting in float64, with the noise of engine/sampling/philox.py."""
+"""Sampling kernels against sampling by sorting in float64, with the noise of engine/sampling/sampler.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.kernels.sampling import (
     SamplingTensors,
     count_tokens,
 )
-from engine.sampling.philox import gumbel
+from engine.sampling.sampler import gumbel
 
 VOCAB = 3001
 OFF = (1.0, 1.0, 0.0, 1.0, 0.0, 0.0)

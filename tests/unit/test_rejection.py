@@ -14,10 +14,9 @@ from torch import Tensor
 
 from common.types import SamplingParams
 from engine.sampling.sampler import SampleRow, sample, token_probs
-from engine.schedule.drafts import DraftTokens
-from engine.speculation import rejection
-from engine.speculation.acceptance import accepted_tokens
-from engine.speculation.rejection import rejection_sample
+from engine.schedule.sequence import DraftTokens
+from engine.speculation import acceptance
+from engine.speculation.acceptance import accepted_tokens, rejection_sample
 from tests.rigs.engine.comparisons import chi_square_p
 
 VOCAB, DRAWS, DRAFTS = 10, 20_000, 2
@@ -145,7 +144,7 @@ def test_a_step_in_parts_samples_the_same(
     rows = [SampleRow(SamplingParams(seed=i), CONTEXT, 2, drafts=tokens) for i, tokens in enumerate(before)]
     whole = rejection_sample(raw, rows, some)
     for most in (1, 4, 7):
-        monkeypatch.setattr(rejection, "LOGITS_AT_ONCE", most * VOCAB)
+        monkeypatch.setattr(acceptance, "LOGITS_AT_ONCE", most * VOCAB)
         assert torch.equal(rejection_sample(raw, rows, some).tokens, whole.tokens)
 
 
@@ -157,11 +156,11 @@ def test_a_broken_rule_fails_the_distribution_test(
 ) -> None:
     params = SamplingParams(**PARAMS["plain"])  # type: ignore[arg-type]
     if broken == "always accepts":
-        monkeypatch.setattr(rejection, "uniform", lambda seed, child, position, stream: torch.zeros(len(seed)))
+        monkeypatch.setattr(acceptance, "uniform", lambda seed, child, position, stream: torch.zeros(len(seed)))
     elif broken == "ignores q":
-        monkeypatch.setattr(rejection, "_draft_probs", lambda chain, like: torch.ones(len(chain.tokens), VOCAB))
+        monkeypatch.setattr(acceptance, "_draft_probs", lambda chain, like: torch.ones(len(chain.tokens), VOCAB))
     else:
-        monkeypatch.setattr(rejection, "_residual", lambda target, proposed: target)
+        monkeypatch.setattr(acceptance, "_residual", lambda target, proposed: target)
     counts, _ = draw(chains["drawn"], params)
     assert chi_square_p(counts, pairs(params)) < 1e-6
 

@@ -22,8 +22,7 @@ from engine.speculation.controller import (
     DraftController,
 )
 from engine.speculation.ngram import LENGTHS, NgramIndex, NgramProposer
-from engine.speculation.speculator import Speculator
-from engine.speculation.stats import USELESS_AFTER, SpeculationStats
+from engine.speculation.speculator import USELESS_AFTER, SpeculationStats, Speculator
 from engine.speculation.suffix import SuffixProposer, SuffixTable
 
 

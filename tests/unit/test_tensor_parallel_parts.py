@@ -21,13 +21,11 @@ from engine.attention.base import StepShape
 from engine.models import weights
 from engine.models.decoder import Decoder
 from engine.models.loader import open_model
-from engine.models.shard import Shard
-from engine.models.spec import ModelSpec
-from engine.parallel import step_messages
+from engine.models.spec import ModelSpec, Shard
+from engine.parallel.collectives import pack_step, unpack_step
 from kv_transfer.backend.interface import Notification, WriteState
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric, LoopbackFault
-from kv_transfer.backend.rank_backend import RankBackendClient, RankBackendServer
-from kv_transfer.backend.sharded import ShardedBackend
+from kv_transfer.backend.sharded import RankBackendClient, RankBackendServer, ShardedBackend
 from kv_transfer.memory import PeerMemory, PoolMemory, host_pool
 from tests.rigs.waiting import Clock
 
@@ -93,7 +91,7 @@ def test_an_unpacked_step_equals_the_packed_one(rows: list[tuple[int, int]], blo
     needed = [-(-(start + new) // block_size) for start, new in rows]
     blocks = [np.arange(count + 3, dtype=np.int32) * 7 + i for i, count in enumerate(needed)]
     shape = StepShape([start for start, _ in rows], [new for _, new in rows], blocks)
-    unpacked = step_messages.unpack_step(step_messages.pack_step(shape, block_size))
+    unpacked = unpack_step(pack_step(shape, block_size))
     assert (list(unpacked.starts), list(unpacked.num_new)) == (list(shape.starts), list(shape.num_new))
     assert [list(b) for b in unpacked.blocks] == [list(b[:n]) for b, n in zip(blocks, needed, strict=True)]
 

@@ -1,6 +1,6 @@
 """Runs a decoder of transformers over our paged KV pool: our attention function replaces the model's attention.
 
-`engine.models.hf.trace` has found the shape of the layers. `load_hf_model` reads the weights, connects each attention
+`engine.models.hf.spec` has found the shape of the layers. `load_hf_model` reads the weights, connects each attention
 module to its layer of the pool, and verifies the result: two interleaved sequences of a few tokens, computed in chunks,
 must give the same states as transformers' own attention. The check refuses models with state other than keys and
 values, and models that do not take positions from `position_ids`.
@@ -25,13 +25,12 @@ from transformers.utils import logging as hf_logging
 from common.errors import ConfigError
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
-from engine.kv.layer_kv import LayerKV
-from engine.models.base import ForwardContext, LayerHook
-from engine.models.hf.config import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
+from engine.kv.kv_pool import LayerKV
+from engine.models.base import ForwardContext
+from engine.models.hf.spec import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
 from engine.progress import progress
 
-#: Name of our attention function in transformers' registry.
-ATTENTION_NAME = "baton"
+ATTENTION_NAME = "baton"  # Name of our attention function in transformers' registry.
 VERIFY_TOKENS, VERIFY_BLOCK_SIZE = 24, 4
 #: Largest median over the tokens of the relative error of a token's state, by dtype.
 VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
@@ -57,11 +56,9 @@ class _PagedLayer:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
 ) -> tuple[Tensor, None]:
-    """Computes attention over the KV pool. transformers calls this function. Returns [1, T, heads, D].
+    """Computes attention over the KV pool, [1, T, heads, D], as transformers calls it.
 
-    Args:
-        query: [1, heads, T, D].
-        key, value: [1, kv_heads, T, D].
+    query is [1, heads, T, D]; key and value are [1, kv_heads, T, D].
     """
     layer: _PagedLayer = module.paged
     context = layer.running.context
@@ -84,22 +81,13 @@ class HfModel:
         # In other dtypes than bf16 transformers computes experts one by one and reads their sizes on the host.
         self.capturable = not spec.host_traffic and not (spec.grouped and dtype != torch.bfloat16)
         self._running = _Running()
-        self._decoder: Any = causal.get_submodule(spec.decoder_path)
-        self._causal: Any = causal
+        self._causal, self._decoder = causal, causal.get_submodule(spec.decoder_path)
         for index, path in enumerate(spec.attention_paths):
-            module: Any = causal.get_submodule(path)
-            module.paged = _PagedLayer(self._running, index, spec.windows[index], spec.query_scales[index])
+            paged = _PagedLayer(self._running, index, spec.windows[index], spec.query_scales[index])
+            causal.get_submodule(path).paged = paged
         replace_decoder(causal, spec.decoder_path, spec.output_class)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None = None,
-        *,
-        layer_hook: LayerHook | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         self._running.context = context
         out = self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         states: Tensor = out.last_hidden_state[0]
@@ -143,16 +131,10 @@ def load_hf_model(
 def _read(config: Any, model_dir: Path, device: torch.device, dtype: torch.dtype) -> Any:
     total = sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) / 1e9
     with progress(f"loading {model_dir.name}", total, "GB") as loaded, _quiet():
-        causal, report = AutoModelForCausalLM.from_pretrained(
-            model_dir,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            device_map=None if device.type == "cpu" else device,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        options: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
+        options |= dict.fromkeys(("local_files_only", "use_safetensors", "output_loading_info"), True)
+        target = None if device.type == "cpu" else device
+        causal, report = AutoModelForCausalLM.from_pretrained(model_dir, device_map=target, **options)
         loaded.advance(total)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report.get(kind):
@@ -182,10 +164,7 @@ def _random(config: Any, device: torch.device, dtype: torch.dtype, seed: int) ->
 
 @torch.inference_mode()
 def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Compares two interleaved sequences, computed in chunks, with transformers' own attention.
-
-    Raises ConfigError if the states differ by more than VERIFY_TOLERANCE.
-    """
+    """Raises ConfigError if two interleaved sequences in chunks and transformers' own attention give other states."""
     spec = model.spec
     length = min(VERIFY_TOKENS, spec.max_position)
     blocks = -(-length // VERIFY_BLOCK_SIZE)
@@ -207,10 +186,8 @@ def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
         errors.append((states.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20))
     error = float(torch.cat(errors).median())
     if not error < VERIFY_TOLERANCE[dtype]:
-        raise ConfigError(
-            f"a prompt in chunks gives other states than a whole prompt (relative error {error:.2g}): its layers keep "
-            f"state other than keys and values, or do not take positions from position_ids"
-        )
+        cause = "its layers keep state other than keys and values, or do not take positions from position_ids"
+        raise ConfigError(f"a prompt in chunks gives other states than a whole prompt (error {error:.2g}): {cause}")
 
 
 def _verify_steps(length: int) -> list[list[tuple[int, int]]]:

@@ -1,18 +1,57 @@
-"""Encodes and decodes the 8-bit KV cache (e4m3 with scales) inside kernels.
+"""One layer of the KV pool in kernels: its tensors and strides as one argument, and the 8-bit format (e4m3, scales).
 
-`engine/kv/layer_kv.py` defines the format and computes the same bits in torch. Encoding is integer arithmetic, so it
+`engine/kv/kv_pool.py` defines the format and computes the same bits in torch. Encoding is integer arithmetic, so it
 rounds to nearest even on every device and in the interpreter. Decoding is the hardware's conversion without the scale;
 callers apply the scale to scores or probabilities.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from engine.kv.layer_kv import NAN_BITS
+from engine.kv.kv_pool import NAN_BITS, LayerKV
+
+
+class PoolArgs(NamedTuple):
+    """The tensors of a layer and their strides in elements."""
+
+    kv: Tensor  # [num_blocks, 2 (K, V), kv_heads, block_size, head_dim].
+    #: 8-bit cache: the bfloat16 scales of K and V of a token, as int32 pairs or as int16 bits. Else a placeholder.
+    scales: Tensor
+    kv_block: int
+    kv_which: int
+    kv_head: int
+    kv_token: int
+    scale_block: int
+    scale_head: int
+    scale_token: int
+
+
+def pool_args(layer: LayerKV, scale_dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> PoolArgs:
+    """Returns the layer as a kernel's argument.
+
+    Args:
+        scale_dtype: int32 to read both scales of a token at once, int16 to write them one by one.
+        kv_dtype: views an 8-bit cache as this dtype.
+    """
+    if layer.scales is None:
+        return PoolArgs._make((layer.kv, layer.kv, *layer.kv.stride()[:4], 0, 0, 0))
+    kv = layer.kv if kv_dtype is None else layer.kv.view(kv_dtype)
+    scales = layer.scales.view(scale_dtype)
+    return PoolArgs._make((kv, scales, *kv.stride()[:4], *scales.stride()[:3]))
+
 
 NAN = tl.constexpr(NAN_BITS)
+
+
+def has_native_e4m3() -> bool:
+    """Returns whether kernels may use the e4m3 conversions of PTX. Returns False in the interpreter."""
+    return torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
 @triton.jit
