@@ -39,18 +39,10 @@ from gateway.serving.gateway import Gateway
 from gateway.serving.models import TextProcessor
 from prefix_index.reader import IndexReader
 
-#: Longest time of `GatewayServer.stop`.
-STOP_S = 15.0
-
-#: After GOAWAY, gRPC calls that were on their way are served for this long.
-GRPC_DRAIN_DELAY_S = 0.25
-
-#: Aborted gRPC calls have this long to send their error.
-GRPC_STOP_S = 0.5
-
-#: New objects after which Python's garbage collector examines the youngest generation.
-GC_THRESHOLD = 20_000
-
+STOP_S = 15.0  #: Longest time of `GatewayServer.stop`.
+GRPC_DRAIN_DELAY_S = 0.25  #: After GOAWAY, gRPC calls that were on their way are served for this long.
+GRPC_STOP_S = 0.5  #: Aborted gRPC calls have this long to send their error.
+GC_THRESHOLD = 20_000  #: New objects after which Python's garbage collector examines the youngest generation.
 _log = logging.getLogger(__name__)
 
 
@@ -103,11 +95,8 @@ def make_gateway(config: GatewayConfig) -> Gateway:
     Raises ConfigError, also if the configuration names no source of pods: that gateway would never be ready.
     """
     if config.redis is None and not config.pods and config.discovery != "k8s":
-        raise ConfigError(
-            "pods: no source of pods; expected --redis URL (the prefix index), --pods HOST:PORT,..., or "
-            "--discovery k8s inside a cluster",
-            field="pods",
-        )
+        expected = "--redis URL (the prefix index), --pods HOST:PORT,..., or --discovery k8s inside a cluster"
+        raise ConfigError(f"pods: no source of pods; expected {expected}", field="pods")
     texts = []
     for name, model in config.served_models().items():
         model_dir = resolve_model(model, weights=False)
@@ -127,18 +116,16 @@ class GatewayServer:
         self._config = config
         self.gateway = gateway
         self.metrics_history = MetricsHistory.of_gateway(gateway)
-        #: Bound ports; grpc_port is None if gRPC is off.
         self.port = 0
-        self.grpc_port: int | None = None
+        self.grpc_port: int | None = None  #: None if gRPC is off.
         self._http: _UvicornServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._grpc: RpcServer | None = None
         self._grpc_leaving: asyncio.Task[None] | None = None
         self._endpoints: EndpointSliceWatcher | None = None
         if config.discovery == "k8s":
-            self._endpoints = EndpointSliceWatcher(
-                api or KubernetesApi.in_cluster(), config.k8s_services, self._set_endpoints
-            )
+            api = api or KubernetesApi.in_cluster()
+            self._endpoints = EndpointSliceWatcher(api, config.k8s_services, self._set_endpoints)
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
             self._responses = ResponseStore(
@@ -152,11 +139,8 @@ class GatewayServer:
         try:
             if config.grpc_port:
                 self._grpc = RpcServer(config.host, config.grpc_port, config.max_body_bytes)
-                self._grpc.add_servicer(
-                    inference_pb2_grpc.add_InferenceServicer_to_server,
-                    InferenceServicer(self.gateway),
-                    "baton.v1.Inference",
-                )
+                add = inference_pb2_grpc.add_InferenceServicer_to_server
+                self._grpc.add_servicer(add, InferenceServicer(self.gateway), "baton.v1.Inference")
                 self.grpc_port = await self._grpc.start()
         except ConfigError:
             sock.close()
@@ -199,7 +183,7 @@ class GatewayServer:
     async def drain(self) -> None:
         """Announces the end to clients for drain_delay_s, then refuses new requests and waits for the running ones."""
         if self._config.drain_delay_s:
-            self.gateway.mark_not_ready()
+            self.gateway.leaving = True
             self._on_change()
             if self._http is not None:
                 self._http.close_after_responses()
@@ -245,10 +229,8 @@ class GatewayServer:
 
 
 def _tune_gc() -> None:
-    """Tunes Python's garbage collector, the defaults of which take 5% of the time.
-
-    Objects loaded at the start are never garbage, and streams leave no reference cycles.
-    """
+    # With its defaults, Python's garbage collector takes 5% of the time. Objects loaded at the start are never garbage,
+    # and streams leave no reference cycles.
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 20)

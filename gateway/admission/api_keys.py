@@ -12,7 +12,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from hashlib import blake2b
@@ -64,22 +64,9 @@ class ApiKey(BaseModel):
     @cached_property
     def caller(self) -> Caller:
         """The caller that the key identifies."""
-        limits = KeyLimits(
-            requests_per_minute=self.requests_per_minute,
-            tokens_per_minute=self.tokens_per_minute,
-            tokens_per_day=self.tokens_per_day,
-            concurrent=self.concurrent,
-        )
-        return Caller(
-            tenant=self.tenant,
-            key_id=self.id,
-            limits=limits,
-            weight=self.weight,
-            priority=self.priority,
-            models=self.models,
-            isolated=self.isolated,
-            admin=self.admin,
-        )
+        limits = KeyLimits(**self.model_dump(include={field.name for field in fields(KeyLimits)}))
+        shared = self.model_dump(include={"tenant", "weight", "priority", "models", "isolated", "admin"})
+        return Caller(key_id=self.id, limits=limits, **shared)
 
     def is_secret(self, secret: str) -> bool:
         """Compares with the key's secret, in constant time."""
@@ -87,9 +74,8 @@ class ApiKey(BaseModel):
 
     def expired(self, now: datetime) -> bool:
         """The key has expired. A time without a zone is UTC."""
-        if self.expires is None:
-            return False
-        return now >= (self.expires if self.expires.tzinfo else self.expires.replace(tzinfo=UTC))
+        expires = self.expires
+        return expires is not None and now >= (expires if expires.tzinfo else expires.replace(tzinfo=UTC))
 
 
 def create_key(tenant: str, **fields: Any) -> tuple[str, ApiKey]:
@@ -166,8 +152,7 @@ class Caller:
     key_id: str = ""  #: Empty for the anonymous caller.
     limits: KeyLimits = field(default_factory=KeyLimits)
     weight: float = 1.0  # share of the tenant relative to the others
-    #: The highest priority of a request, and the priority of a request that names none; None allows any.
-    priority: int | None = None
+    priority: int | None = None  #: Highest priority of its requests, and their default; None allows any.
     models: tuple[str, ...] = ()  # names of the models that may be used; empty for all
     isolated: bool = False  # the tenant shares its prefix cache with no other tenant
     admin: bool = False  # administrative routes and the requests of all tenants may be used

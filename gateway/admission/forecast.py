@@ -6,7 +6,6 @@ Times are seconds. Only rates that pods have measured count.
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from gateway.pods.table import PodTable
 from gateway.pods.view import PodView
@@ -15,29 +14,8 @@ SPEED_WINDOW_S = 10.0  #: Window of the queue's measured speed, and the measured
 MIN_MEASURED_S = 1.0
 
 
-class QueueForecast(Protocol):
-    """Predicts how soon the pods of a model can start a prompt."""
-
-    @property
-    def measured(self) -> bool:
-        """At least one pod has measured its prefill rate."""
-
-    def queue_s(self, unreported_tokens: int) -> float:
-        """Returns the seconds until a pod can start one more prompt.
-
-        Args:
-            unreported_tokens: Prompt tokens that were sent to the pods and are not in their reports.
-        """
-
-    def compute_s(self, tokens: int) -> float:
-        """Returns the seconds that the fastest pod takes to compute so many prompt tokens."""
-
-    def tokens_per_s(self) -> float:
-        """Returns the prompt tokens per second of all pods together."""
-
-
-class PodQueueForecast:
-    """The QueueForecast of the pods in a table. Without pods it forecasts no wait; then routing raises the error."""
+class QueueForecast:
+    """Predicts how soon the pods in a table can start a prompt; without pods, at once: routing then fails."""
 
     def __init__(self, table: PodTable) -> None:
         self._table = table
@@ -49,9 +27,14 @@ class PodQueueForecast:
 
     @property
     def measured(self) -> bool:
+        """At least one pod has measured its prefill rate."""
         return any(view.rate_known for view in self._views())
 
     def queue_s(self, unreported_tokens: int) -> float:
+        """Returns the seconds until a pod can start one more prompt.
+
+        `unreported_tokens` are prompt tokens that were sent to the pods and are not in their reports.
+        """
         views, now = self._views(), time.monotonic()
         if not views:
             return 0.0
@@ -59,9 +42,11 @@ class PodQueueForecast:
         return best.queue_s(now) + unreported_tokens * best.prefill_s_per_token / len(views)
 
     def compute_s(self, tokens: int) -> float:
+        """Returns the seconds that the fastest pod takes to compute so many prompt tokens."""
         return min((view.prefill_overhead_s + tokens * view.prefill_s_per_token for view in self._views()), default=0.0)
 
     def tokens_per_s(self) -> float:
+        """Returns the prompt tokens per second of all pods together."""
         return sum(1 / view.prefill_s_per_token for view in self._views())
 
 

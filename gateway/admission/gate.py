@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from common.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
@@ -32,12 +34,9 @@ REPORT_DELAY_S = 0.1  #: A request that passed this recently may not be in the p
 TOLERATED_WAIT_S = 0.5  #: No request is rejected for a shorter wait.
 TICK_S = (0.01, 0.25)  #: Shortest and longest pause between two looks at the pods' queues while requests wait.
 
-#: A first token may come later than forecast by this factor: the forecast does not see the time between two reports, or
-#: the running step of a pod.
+#: A first token may come this much later than forecast, which sees neither the time between reports nor a running step.
 FORECAST_TOLERANCE = 1.05
-
 MAX_RETRY_S = 60.0
-
 AGING_TURNS = 4  #: Every so many turns of the queue, priorities are ignored.
 MAX_IDLE_TENANTS = 4096  #: Tenants without waiting requests the counters of which are kept.
 
@@ -62,8 +61,7 @@ class _Tenant:
     weight: float = 1.0
     expected_tokens: int = 0  #: Tokens of all its waiting requests.
     prompt_tokens: int = 0
-    #: Waiting requests by priority, oldest first.
-    levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)
+    levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)  #: By priority, oldest first.
 
     def oldest(self) -> QueueEntry:
         return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.arrival)
@@ -174,7 +172,7 @@ class FairQueue:
         """
         own = self._waiting.get(entry.tenant)
         counter = self._counter(entry.tenant) if own is None else own.counter
-        own_expected, own_prompt = _tokens_from(own, entry.priority) if own is not None else (0, 0)
+        own_expected, own_prompt = (0, 0) if own is None else _tokens_from(own, entry.priority)
         turn_counter = counter + own_expected / entry.weight
         expected, prompt = float(own_expected), float(own_prompt)
         for name, tenant in self._waiting.items():
@@ -198,14 +196,10 @@ class FairQueue:
         name, tenant = max(self._waiting.items(), key=lambda item: item[1].expected_tokens / item[1].weight)
         if name == entry.tenant or tenant.expected_tokens / tenant.weight <= own_share:
             return None
-        lowest = min(tenant.levels)
-        return next(reversed(tenant.levels[lowest]))
+        return next(reversed(tenant.levels[min(tenant.levels)]))
 
     def _counter(self, tenant: str) -> float:
-        """Returns the counter of a tenant that becomes active again: its old one, raised to the lowest active counter.
-
-        This is the counter lift of VTC, section 4.
-        """
+        """Returns the counter of a tenant that becomes active again, lifted to the lowest active (VTC, section 4)."""
         floor = min((t.counter for t in self._waiting.values()), default=self._min_counter)
         return max(self._idle_counters.get(tenant, floor), floor)
 
@@ -213,8 +207,8 @@ class FairQueue:
         self._idle_counters[tenant] = counter
         if len(self._idle_counters) > MAX_IDLE_TENANTS:
             self._idle_counters = {name: c for name, c in self._idle_counters.items() if c > self._min_counter}
-            while len(self._idle_counters) > MAX_IDLE_TENANTS:
-                self._idle_counters.pop(next(iter(self._idle_counters)))
+            for name in list(self._idle_counters)[:-MAX_IDLE_TENANTS]:
+                del self._idle_counters[name]
 
 
 def _tokens_from(tenant: _Tenant, priority: int) -> tuple[int, int]:
@@ -247,11 +241,9 @@ class Gate:
         self._metrics = metrics
         self._clock = clock
         self._queue = FairQueue()
-        #: Resolved when the entry passes; an exception if it is evicted from the queue.
-        self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}
+        self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}  #: Set when the entry passes or is evicted.
         self._running = 0  # requests that passed and were not released
-        #: Times and prompt tokens of requests that passed within REPORT_DELAY_S.
-        self._recently_passed: deque[tuple[float, int]] = deque()
+        self._recently_passed: deque[tuple[float, int]] = deque()  #: Time and prompt tokens, of REPORT_DELAY_S.
         self._speed = QueueSpeed()
         self._changed = asyncio.Event()  # set when a request was released
         self._pump: asyncio.Task[None] | None = None  # runs `_serve_queue` while requests wait
@@ -296,7 +288,12 @@ class Gate:
             if not waiter.done():  # else the victim's client is gone, and it leaves by itself
                 waiter.set_exception(self._queue_full_error(victim))
         began = self._clock()
-        self._enqueue(entry)
+        if not self._queue:
+            self._speed.begin(began)
+        self._queue.add(entry)
+        self._waiters[entry] = asyncio.get_running_loop().create_future()
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._serve_queue())
         try:
             async with asyncio.timeout(max(0.0, deadline - self._clock())):
                 await self._waiters[entry]
@@ -356,20 +353,11 @@ class Gate:
 
     # -- waiting
 
-    def _enqueue(self, entry: QueueEntry) -> None:
-        if not self._queue:
-            self._speed.begin(self._clock())
-        self._queue.add(entry)
-        self._waiters[entry] = asyncio.get_running_loop().create_future()
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.get_running_loop().create_task(self._serve_queue())
-
     def _give_up(self, entry: QueueEntry) -> None:
         """Removes a waiting request. If it has just passed, it is released."""
         waiter = self._waiters[entry]
-        if self._queue.remove(entry) or not waiter.done() or waiter.cancelled() or waiter.exception() is not None:
-            return
-        self.release(entry, 0)
+        if not self._queue.remove(entry) and waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            self.release(entry, 0)
 
     async def _serve_queue(self) -> None:
         """Lets waiting requests pass, until the queue is empty."""
@@ -386,19 +374,15 @@ class Gate:
                 else:
                     waiter.set_result(None)
             excess_s = self._forecast.queue_s(self._unreported_tokens()) - TARGET_POD_QUEUE_S
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], excess_s))):
                     await self._changed.wait()
-            except TimeoutError:
-                continue
 
     # -- rejecting
 
     def _require_in_time(self, entry: QueueEntry, deadline: float) -> None:
         """Raises if the first token is forecast too late."""
-        limit_s = deadline - self._clock()
-        if self._limits.max_ttft_s:
-            limit_s = min(limit_s, self._limits.max_ttft_s)
+        limit_s = min(deadline - self._clock(), self._limits.max_ttft_s or math.inf)
         wait_s = self._wait_s(entry)
         compute_s = self._forecast.compute_s(entry.prompt_tokens) if self._forecast.measured else 0.0
         ttft_s = FORECAST_TOLERANCE * (wait_s + compute_s)

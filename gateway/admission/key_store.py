@@ -23,8 +23,7 @@ from common.process.atomic_file import write_file_atomically
 from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
 from gateway.admission.api_keys import ApiKey, KeySet
 
-#: HASH id -> JSON. The name begins like those of the index, so that the same Redis user may use it.
-KEYS_KEY = "kv:api-keys"
+KEYS_KEY = "kv:api-keys"  #: HASH id -> JSON. Named like the index's keys, so that one Redis user may use all.
 REDIS_TIMEOUT_S = 2.0
 FILE_PERIOD_S, REDIS_PERIOD_S = 0.5, 1.0
 REDIS_SOURCE = "redis"  #: Key source: a hash in the Redis of the prefix index.
@@ -59,14 +58,16 @@ class KeyFile:
         """Appends a record. A new file is readable only by its owner. Raises ConfigError."""
         with self._locked(make=True):
             text = self._text() if self.path.exists() else ""
-            self._replace(self._with(text, record))
+            records = [*self._parse(text), record]
+            longer = f"{text.rstrip()}\n\n{_toml_table(record)}".lstrip()
+            self._replace(_json_text(records) if self._json else longer)
 
     def remove(self, key_id: str) -> bool:
         """Removes a record. Returns False if there is none. Raises ConfigError, also if there is no file."""
         with self._locked():
-            text = self._text()
-            kept = [record for record in self._parse(text) if record.id != key_id]
-            if len(kept) == len(self._parse(text)):
+            records = self._parse(text := self._text())
+            kept = [record for record in records if record.id != key_id]
+            if len(kept) == len(records):
                 return False
             shorter = _json_text(kept) if self._json else _without(text, key_id)
             if self._parse(shorter) != kept:  # not our layout: rewrites the file, without its comments
@@ -81,12 +82,6 @@ class KeyFile:
             raise ConfigError(f"api_keys: cannot read {self.path}: {e.strerror}", field="api_keys") from e
         except UnicodeDecodeError as e:
             raise ConfigError(f"api_keys: {self.path} is not UTF-8 text: {e}", field="api_keys") from e
-
-    def _with(self, text: str, record: ApiKey) -> str:
-        known = self._parse(text)
-        if self._json:
-            return _json_text([*known, record])
-        return f"{text.rstrip()}\n\n{_toml_table(record)}".lstrip()
 
     def _parse(self, text: str) -> list[ApiKey]:
         try:

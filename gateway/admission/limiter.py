@@ -58,9 +58,6 @@ class _TokenBucket:
             return float(per_minute)
         return min(per_minute, self.level + max(0, now - self.at) * per_minute / MINUTE_MS)
 
-    def put(self, level: float, now: int) -> None:
-        self.level, self.at = level, now
-
 
 @dataclass(slots=True)
 class KeyBuckets:
@@ -98,8 +95,7 @@ class KeyBuckets:
                 refused, wait_ms = "concurrent", CONCURRENT_WAIT_MS
             if not refused:
                 requests_left, tokens_left = requests_left - 1, tokens_left - tokens
-                self._requests.put(requests_left, now)
-                self._tokens.put(tokens_left, now)
+                self._requests, self._tokens = _TokenBucket(requests_left, now), _TokenBucket(tokens_left, now)
                 self.day, self.spent_today = today, spent + tokens
                 self._running.add(request_id)
         return LimitDecision(
@@ -119,9 +115,9 @@ class KeyBuckets:
         if request_id not in self._running:
             return False
         self._running.remove(request_id)
-        tpm = limits.tokens_per_minute
-        if tpm:
-            self._tokens.put(min(tpm, self._tokens.level_at(now, tpm) + reserved_tokens - used_tokens), now)
+        if tpm := limits.tokens_per_minute:
+            left = self._tokens.level_at(now, tpm) + reserved_tokens - used_tokens
+            self._tokens = _TokenBucket(min(tpm, left), now)
         if day == self.day:
             self.spent_today = max(0, self.spent_today - reserved_tokens + used_tokens)
         return True
@@ -145,9 +141,7 @@ class Limiter:
         self._timeout_s = timeout_s
         self._breaker = CircuitBreaker()
         self._slots = asyncio.Semaphore(MAX_CALLS)
-        self._take = LuaScript("take", directory=_LUA)
-        self._settle = LuaScript("settle", directory=_LUA)
-        self._renew = LuaScript("renew", directory=_LUA)
+        self._take, self._settle, self._renew = (LuaScript(n, directory=_LUA) for n in ("take", "settle", "renew"))
         self._local: dict[str, KeyBuckets] = {}  # this process's own counts by key id
         self._running: dict[str, dict[str, Caller]] = {}  #: Callers of running requests by key id and request id.
         self._tasks: set[asyncio.Task[None]] = set()

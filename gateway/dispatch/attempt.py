@@ -52,10 +52,8 @@ from gateway.routing.router import RoutingPlan
 from gateway.telemetry.timeline import AttemptTrace, Timeline
 
 RESERVE_TIMEOUT_S = 5.0  #: A decode pod answers Reserve at once. One that takes longer is skipped.
-#: Wait after the prefill pod vanished behind the first token: the decode pod may have all KV already and go on.
-HAND_OFF_GRACE_S = 2.0
-#: Tokens, their alternatives counted too, that may wait for a client before its request is ended.
-MAX_PENDING_TOKENS = 8192
+HAND_OFF_GRACE_S = 2.0  #: Wait when a prefill pod vanishes after the first token: decode may have all KV.
+MAX_PENDING_TOKENS = 8192  #: Tokens and alternatives that may wait for a client before its request is ended.
 DEADLINE_MESSAGE = "the request's time is over"  #: Error text after the deadline of a request.
 
 _log = logging.getLogger(__name__)
@@ -69,8 +67,7 @@ class _Prefill:
     placement: Placement
     prefill_pod: Pod
     decode_pod: Pod
-    #: The blocks on the decode pod that the KV goes to. Cancelled if Reserve gave no KvTarget.
-    kv_target: asyncio.Future[types_pb2.KvTarget]
+    kv_target: asyncio.Future[types_pb2.KvTarget]  #: Blocks for the KV. Cancelled if Reserve gave none.
     task: asyncio.Task[None] = dataclasses.field(init=False)
     first_token_received: bool = False
     handed_off: bool = False  # the prefill pod reported that the decode pod has all KV
@@ -107,11 +104,9 @@ class Attempt:
         max_pending = MAX_PENDING_TOKENS // (1 + (sampling.logprobs or 0))
         self.token_queue = TokenQueue(sampling.n, max_pending, request.output_ids)  # the tokens in order, by sample
         self.blamed_pods: set[str] = set()  # addresses that the next attempt should avoid
-        #: KV layout fingerprint of the pods that took the attempt; None before.
-        self.layout_fingerprint: str | None = None
+        self.layout_fingerprint: str | None = None  #: KV layout of the pods that took the attempt; None before.
         self.cached_tokens = 0  # prompt tokens that were in a cache; known with the first token
-        #: Draft tokens that the decode pod verified, and those of them that were right.
-        self.drafts_proposed = self.drafts_accepted = 0
+        self.drafts_proposed = self.drafts_accepted = 0  #: Draft tokens verified, and those that were right.
         self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt; complete with the first token
 
         self._plan = plan
@@ -123,12 +118,10 @@ class Attempt:
         self._timeline = timeline
         self._trace = AttemptTrace(timeline.trace, number)
         self._request: ValidRequest = request  # under the id of the current reservation
-        #: The current reservation: its bookings and its decode pod. None when released.
-        self._placement: Placement | None = None
+        self._placement: Placement | None = None  #: Bookings and decode pod of the reservation; None if released.
         self._decode: Pod | None = None
         self._prefill: _Prefill | None = None
-        #: A Prefill call ended without a confirmed hand-off, and the decode pod has sent nothing.
-        self._hand_off_failed = False
+        self._hand_off_failed = False  #: Prefill ended without a confirmed hand-off, and decode sent nothing.
         self._decode_responded = False  # the decode pod has sent something for this request, so it has the KV
         self._computing_since = timeline.start  # when the prefill pod began to compute the prompt; time.monotonic()
         #: Each token has nothing but its id, and there is one sequence, number 0.
@@ -279,8 +272,7 @@ class Attempt:
                 target_task.cancel()
             if kv_target.done() and not kv_target.cancelled():
                 self._hand_off_failed = not prefill.handed_off and not self._decode_responded
-                closed = self._decode is None
-                if self._hand_off_failed and self.token_queue.complete and closed:
+                if self._hand_off_failed and self.token_queue.complete and self._decode is None:  # closed
                     prefill.decode_pod.abort(prefill.placement.request_id, self._deadline)
         if error is not None and not prefill.handed_off:
             # The error counts only if Reserve answers with a KvTarget. With another outcome `_cancel_prefill` cancels
@@ -326,10 +318,9 @@ class Attempt:
         target, pod = await asyncio.shield(prefill.kv_target), prefill.prefill_pod
         message = prefill_pb2.SetTargetRequest(request_id=prefill.request.request_id, target=target)
         try:
+            timeout_s = timeout_until(self._deadline)
             with translate_rpc_errors():
-                await pod.prefill.SetTarget(
-                    message, timeout=timeout_until(self._deadline), metadata=self._trace.metadata
-                )
+                await pod.prefill.SetTarget(message, timeout=timeout_s, metadata=self._trace.metadata)
         except BatonError as e:  # also if the deadline passed before the call was sent
             self._prefill_failed(pod, e)
 
@@ -429,9 +420,8 @@ class Attempt:
     def _put_tokens(self, child: int, tokens: Sequence[Token], finish: FinishReason | None) -> None:
         """Puts tokens of a sequence, `child` on the wire, into the token queue."""
         first = self._request.child
-        sample = child - first
-        if not 0 <= sample < self.token_queue.num_samples:
-            last = first + self.token_queue.num_samples - 1
+        sample, last = child - first, first + self.token_queue.num_samples - 1
+        if not first <= child <= last:
             self.token_queue.fail(InternalError(f"a pod sent tokens of sequence {child}; expected {first} to {last}"))
         elif not self.token_queue.put(sample, tokens, finish):
             # The reader is stuck in a write to the client, maybe for long. So the pod and its memory are freed now.

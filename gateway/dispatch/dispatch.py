@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from common.errors import (
@@ -58,23 +58,20 @@ class Dispatch:
             deadline: time.monotonic() at which the request fails.
             affinity: Requests of equal affinity prefer the same pods; a hint for routing.
         """
-        #: Dispatches of samples that continue on their own, by sample number. Once there are any, `next` gives nothing.
-        self.resumed_samples: dict[int, Dispatch] = {}
+        self.resumed_samples: dict[int, Dispatch] = {}  #: Samples that continue alone; `next` then gives nothing.
         self._router = router
         self._metrics = router.metrics
-        self._request = request
+        self.request = request
         self._deadline = deadline
         self._timeline = timeline
         self._affinity = affinity
         self._plan: RoutingPlan | None = None
-        #: Fingerprint of the pods that gave the first tokens; the next attempt needs the same.
-        self._layout_fingerprint: str | None = None
+        self._layout_fingerprint: str | None = None  #: Of the pods of the first tokens; all attempts need it.
         self._attempt: Attempt | None = None  #: The current attempt and its number, from 1.
         self._attempt_number = 0
         self._avoided_pods: frozenset[str] = frozenset()  # addresses of pods that earlier attempts blame
         self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
-        #: The error that interrupted the answer. None before, and once a later attempt has continued it.
-        self._lost_error: BatonError | None = None
+        self._lost_error: BatonError | None = None  #: Interrupted the answer, and no attempt has continued it.
         self._stopped_samples: set[int] = set()
 
     # -- reading
@@ -131,7 +128,7 @@ class Dispatch:
         """Plans the request if it has changed, and starts the next attempt."""
         if self._plan is None:
             with self._metrics.routing.labels("plan").time():
-                self._plan = await self._router.plan(self._request, self._affinity, self._layout_fingerprint)
+                self._plan = await self._router.plan(self.request, self._affinity, self._layout_fingerprint)
         self._attempt_number += 1
         self._attempt = attempt = Attempt(
             self._plan,
@@ -162,7 +159,7 @@ class Dispatch:
         if attempt is None:
             raise error  # planning failed
         self.close()
-        unfinished, max_tokens = attempt.token_queue.unfinished(), self._request.sampling.max_tokens
+        unfinished, max_tokens = attempt.token_queue.unfinished(), self.request.sampling.max_tokens
         retryable, pause_s = error.retryable or isinstance(error, _POD_ERRORS), RETRY_PAUSE_S
         if isinstance(error, Overloaded) and not attempt.blamed_pods:
             # All pods are full. Only a client that has a part of its answer waits for room.
@@ -187,16 +184,11 @@ class Dispatch:
 
     def _resume(self, attempt: Attempt, unfinished: dict[int, Sequence[int]], error: BatonError) -> None:
         """Continues each unfinished sample after the tokens that it has."""
-        output_tokens = sum(map(len, unfinished.values()))
-        _log.info(
-            "attempt %d failed, resuming after %d output tokens on other pods: %s",
-            self._attempt_number,
-            output_tokens,
-            error,
-        )
+        number, output_tokens = self._attempt_number, sum(map(len, unfinished.values()))
+        _log.info("attempt %d failed, resuming after %d output tokens on other pods: %s", number, output_tokens, error)
         self._timeline.mark("resume", error=str(error), sequences=len(unfinished), output_tokens=output_tokens)
-        if self._request.sampling.n == 1:
-            self._resume_after(self._request.child, unfinished[0], attempt, error)
+        if self.request.sampling.n == 1:
+            self._resume_after(self.request.child, unfinished[0], attempt, error)
         else:
             self.resumed_samples = {
                 sample: self._resume_sample(sample, output, attempt, error) for sample, output in unfinished.items()
@@ -204,7 +196,7 @@ class Dispatch:
 
     def _resume_after(self, child: int, output_ids: Sequence[int], attempt: Attempt, error: BatonError) -> None:
         """Makes the next attempt continue sequence `child` after these tokens, on pods of the same layout."""
-        self._request, self._plan = self._request.resumed(child, output_ids), None
+        self.request, self._plan = self.request.resumed(child, output_ids), None
         self._layout_fingerprint = attempt.layout_fingerprint or self._layout_fingerprint
         self._lost_error = self._lost_error or error
 
@@ -212,7 +204,7 @@ class Dispatch:
         """Returns a dispatch for the rest of one sample. It continues the count of attempts."""
         resumed = Dispatch(
             self._router,
-            replace(self._request, request_id=f"{self._request.request_id}.{sample}"),
+            replace(self.request, request_id=f"{self.request.request_id}.{sample}"),
             deadline=self._deadline,
             timeline=self._timeline,
             affinity=self._affinity,
@@ -278,29 +270,17 @@ class Sample:
 
 
 class SampleGroup:
-    """The n samples of one prompt. The first `start` creates their dispatch; the last closed sample closes it.
+    """The n samples of one prompt. The last closed sample closes their dispatch.
 
     No task runs for the group. The first sample that waits for tokens reads the dispatch for all samples. Each of the
     others waits until its tokens have come, or until the reading sample has enough and it is its turn to read.
     """
 
-    def __init__(self, n: int) -> None:
-        self.dispatch_or_none: Dispatch | None = None
-        self.samples = tuple(Sample(self, index) for index in range(n))
+    def __init__(self, dispatch: Dispatch) -> None:
+        self.dispatch = dispatch
+        self.samples = tuple(Sample(self, index) for index in range(dispatch.request.sampling.n))
         self._fetching = False  # a sample reads the dispatch now
         self._error: BatonError | None = None  # the error that ended the dispatch
-
-    @property
-    def dispatch(self) -> Dispatch:
-        """The shared dispatch. A sample must have been started."""
-        assert self.dispatch_or_none is not None
-        return self.dispatch_or_none
-
-    def start(self, index: int, new_dispatch: Callable[[], Dispatch]) -> Sample:
-        """Returns the sample. The first call creates the dispatch for all."""
-        if self.dispatch_or_none is None:
-            self.dispatch_or_none = new_dispatch()
-        return self.samples[index]
 
     async def fetch(self, sample: Sample) -> None:
         """Returns when there may be tokens for the sample. Raises the error that ended the dispatch."""
@@ -345,9 +325,7 @@ class SampleGroup:
 
     def on_sample_closed(self, index: int) -> None:
         """Ends the sample, or the dispatch if it was the last."""
-        if self.dispatch_or_none is None:
-            return
         if all(sample.closed for sample in self.samples):
-            self.dispatch_or_none.close()
+            self.dispatch.close()
         else:
-            self.dispatch_or_none.stop_sample(index)
+            self.dispatch.stop_sample(index)

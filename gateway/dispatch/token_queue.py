@@ -31,10 +31,9 @@ class TokenDelta(NamedTuple):
     sample: int = 0
 
 
-#: Callback of a relaying reader for the tokens and the finish reason of a delta. It returns False to end the relay.
+#: Callbacks of a relaying reader, for a delta and for one token that has nothing but its id and is not the last. They
+#: return False to end the relay.
 OnTokens = Callable[[Sequence[Token], FinishReason | None], bool]
-
-#: Callback for one token that has nothing but its id and is not the last. It returns False to end the relay.
 OnTokenId = Callable[[int], bool]
 
 
@@ -54,8 +53,7 @@ class TokenQueue:
         self._max_pending = max_pending
         self._orders = [TokenOrder(output_ids) for _ in range(num_samples)]
         self._unfinished = set(range(num_samples))  # samples that have not ended for the reader
-        #: Samples that got tokens since `next` last looked at them; each at most once.
-        self._ready_samples: deque[int] = deque()
+        self._ready_samples: deque[int] = deque()  #: Samples with tokens that `next` has not seen; each once.
         self._on_tokens: OnTokens | None = None  #: Callbacks of the reader; set only while `relay` runs.
         self._on_token_id: OnTokenId | None = None
         self._waiter: asyncio.Future[None] | None = None  # the reader's future while it waits in `next` or `relay`
@@ -194,8 +192,7 @@ class TokenOrder:
     """
 
     def __init__(self, output_ids: Sequence[int] = ()) -> None:
-        #: Ids of all tokens in order without a gap: those of earlier attempts, the taken ones and the ready ones.
-        self.ids = array("I", output_ids)
+        self.ids = array("I", output_ids)  #: Ids of all tokens without a gap, from earlier attempts too.
         self.num_duplicates = 0  #: Tokens dropped because they arrived twice.
         self._ready: list[Token] = []
         self._early: dict[int, Token] = {}  # by index; a token before them is missing

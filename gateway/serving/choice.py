@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
+from common.types import FinishReason, PromptLogprobs, Token
 from gateway.dispatch.dispatch import Dispatch, Sample, SampleGroup
 from gateway.dispatch.token_queue import OnTokenId
 from gateway.serving.models import ServedModel
@@ -36,10 +36,8 @@ class CompleteAnswer:
     text: str
     reported: tuple[ReportedToken, ...]  #: Tokens with log-probabilities; empty if the client asked for none.
     finish: FinishReason
-    #: The parsed text: content, reasoning and tool calls. None if all of the text is content.
-    message: ParsedMessage | None = None
-    #: The prompt's tokens with log-probabilities, None if the client asked for none.
-    prompt_tokens: tuple[PromptToken, ...] | None = None
+    message: ParsedMessage | None = None  #: Content, reasoning and calls; None if all of the text is content.
+    prompt_tokens: tuple[PromptToken, ...] | None = None  #: With log-probabilities, None if not asked for.
     tokens: tuple[Token, ...] = ()  # all generated tokens, also the tokens of a stop string
     deltas: tuple[MessageDelta, ...] | None = None  # the deltas of all pieces, None if all of the text is content
 
@@ -52,7 +50,7 @@ class Choice:
         context: RequestContext,
         model: ServedModel,
         spec: GenerationSpec,
-        request: ValidRequest,
+        dispatch: Dispatch,
         parser_config: OutputParserConfig | None = None,
         *,
         group: SampleGroup | None = None,
@@ -61,21 +59,18 @@ class Choice:
         self.context = context
         self.model = model
         self.spec = spec
-        self.request = request
+        self.request = dispatch.request  # the client's own; a dispatch that resumes goes on with another
         self.parser_config = parser_config  # how the text is parsed, None if all of it is content
-        #: Index of this choice among the samples of its prompt; 0 if the prompt has no other.
-        self.sample_index = sample_index
+        self.sample_index = sample_index  #: Among the samples of its prompt; 0 if there is no other.
         self._group = group
         self._metrics = model.router.metrics
         self._output = self.new_output()
-        #: The way through the pods, which samples of one prompt share, and what gives this choice's tokens.
-        self._dispatch: Dispatch | None = None
-        self._reader: Dispatch | Sample | None = None
+        self._dispatch = dispatch  # the way through the pods, which samples of one prompt share
+        self._reader: Dispatch | Sample = dispatch if group is None else group.samples[sample_index]
         self._last_tokens_at: float | None = None
         self._echoed_chars: int | None = None  #: Characters of the echoed prompt; None before it was shown.
         self._prompt_logprobs_taken = False
-        #: Usage of a beam search, which uses neither `_output` nor `_dispatch`.
-        self._search_usage: Usage | None = None
+        self._search_usage: Usage | None = None  #: Of a beam search, which uses no `_output` and no `_dispatch`.
         self._generated = 0
 
     # -- reading
@@ -87,7 +82,7 @@ class Choice:
         """Returns the text and tokens since the last piece; the last piece has a finish reason. Raises BatonError."""
         if self._output.finish is not None:
             raise StopAsyncIteration
-        delta = await (self._reader or self._start()).next()
+        delta = await self._reader.next()
         return self._piece(delta.tokens, delta.finish)
 
     async def relay(
@@ -100,7 +95,7 @@ class Choice:
         iteration continues from there. It raises what `on_piece` raises. `on_text`, if given, is called instead of
         `on_piece` for most pieces that are the text of one token and nothing else.
         """
-        if self._dispatch is None or self._group is not None or self._output.finish is not None:
+        if self._group is not None or self._output.finish is not None:
             return
 
         def on_tokens(tokens: Sequence[Token], finish: FinishReason | None) -> bool:
@@ -148,10 +143,7 @@ class Choice:
 
     def close(self) -> None:
         """Ends the choice and aborts incomplete work on the pods; idempotent."""
-        if self._reader is not None:
-            self._reader.close()
-        elif self._group is not None:
-            self._group.samples[self.sample_index].close()
+        self._reader.close()
 
     # -- tokens
 
@@ -161,10 +153,7 @@ class Choice:
         if self._search_usage is not None:
             return self._search_usage
         output, dispatch = self._output, self._dispatch
-        usage = Usage(self.request.prompt_len, output.num_tokens, reasoning=output.reasoning_tokens)
-        if dispatch is None:
-            return usage
-        usage = replace(usage, cached=dispatch.cached_tokens)
+        usage = Usage(self.request.prompt_len, output.num_tokens, dispatch.cached_tokens, output.reasoning_tokens)
         if self.sample_index:  # the first sample of a prompt reports the drafts of all
             return usage
         accepted = dispatch.drafts_accepted
@@ -181,11 +170,8 @@ class Choice:
         return self.usage_share if self._search_usage is None else replace(self.usage_share, completion=self._generated)
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """Returns the prompt's log-probabilities once, after the first piece.
-
-        Returns None at every other call, and if they are not requested.
-        """
-        if self._prompt_logprobs_taken or self.spec.prompt_logprobs is None or self._dispatch is None:
+        """Returns the prompt's log-probabilities once, after the first piece; else, and if not requested, None."""
+        if self._prompt_logprobs_taken or self.spec.prompt_logprobs is None:
             return None
         parts = self._dispatch.prompt_logprobs
         self._prompt_logprobs_taken = bool(parts)
@@ -193,8 +179,7 @@ class Choice:
 
     def _prompt_tokens(self, num_top: int) -> tuple[PromptToken, ...]:
         """Returns the prompt's tokens with `num_top` alternatives each, once the first token was generated."""
-        parts = () if self._dispatch is None else self._dispatch.prompt_logprobs
-        return prompt_tokens_with_logprobs(self.request.prompt_ids, parts, num_top)
+        return prompt_tokens_with_logprobs(self.request.prompt_ids, self._dispatch.prompt_logprobs, num_top)
 
     # -- pieces
 
@@ -206,24 +191,6 @@ class Choice:
             logprobs=self.spec.logprobs is not None,
             parser_config=self.parser_config,
             include_stop=self.spec.include_stop,
-        )
-
-    def _start(self) -> Dispatch | Sample:
-        if self._group is None:
-            self._dispatch = self._reader = self._new_dispatch()
-            return self._dispatch
-        self._reader = self._group.start(self.sample_index, self._new_dispatch)
-        self._dispatch = self._group.dispatch
-        return self._reader
-
-    def _new_dispatch(self) -> Dispatch:
-        context = self.context
-        return Dispatch(
-            self.model.router,
-            self.request,
-            deadline=context.deadline,
-            timeline=context.timeline,
-            affinity=context.affinity,
         )
 
     def _piece(self, tokens: Sequence[Token], finish: FinishReason | None) -> OutputPiece:

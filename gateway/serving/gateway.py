@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from common.errors import (
     BatonError,
@@ -32,11 +33,11 @@ from common.errors import (
 from common.settings.configs import GatewayConfig
 from common.tracing.tracer import TraceContext, Tracer
 from gateway.admission.api_keys import Caller
-from gateway.admission.forecast import PodQueueForecast
+from gateway.admission.forecast import QueueForecast
 from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_store import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter
-from gateway.dispatch.dispatch import SampleGroup
+from gateway.dispatch.dispatch import Dispatch, SampleGroup
 from gateway.pods.info import ModelLimits
 from gateway.pods.pod import Pod
 from gateway.pods.table import CacheResetResult, PodTable, reset_prefix_caches
@@ -92,7 +93,7 @@ class Gateway:
         def served_model(text: TextProcessor) -> ServedModel:
             only_model = len(processors) == 1
             table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, only_model=only_model)
-            gate = Gate(gate_limits, PodQueueForecast(table), self.metrics)
+            gate = Gate(gate_limits, QueueForecast(table), self.metrics)
             return ServedModel(text.name, text.tokenizer, text.chat_format, table, Router(table, self.metrics), gate)
 
         self.models = ModelRegistry([served_model(text) for text in processors], settings.aliases())
@@ -121,10 +122,6 @@ class Gateway:
         await self._limiter.start()
         for model in self.models:
             await model.pod_table.start()
-
-    def mark_not_ready(self) -> None:
-        """Turns readiness false; requests that arrive are still served."""
-        self.leaving = True
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the running ones."""
@@ -282,9 +279,8 @@ class Gateway:
         """Returns the model with this name or alias. Raises ModelNotFound, PermissionDenied."""
         model = self.models.by_name.get(name)
         if model is None:
-            raise ModelNotFound(
-                f"the model {name[:200]!r} does not exist; /v1/models lists those that do", field="model"
-            )
+            text = f"the model {name[:200]!r} does not exist; /v1/models lists those that do"
+            raise ModelNotFound(text, field="model")
         if not caller.may_use(name, model.name):
             raise PermissionDenied(f"this API key may not use the model {name!r}", field="model")
         return model
@@ -306,14 +302,9 @@ class Gateway:
         if texts:  # a body has either texts or token ids
             prompts = await model.tokenizer.encode_all(texts, add_special_tokens=True)
         parser_config = None if spec.skip_special_tokens else model.chat_format.special_tokens_config()
+        limit = COMPLETION_MAX_TOKENS
         return await self._choices(
-            context,
-            model,
-            spec,
-            prompts,
-            parser_config,
-            prompt_field="prompt",
-            default_max_tokens=COMPLETION_MAX_TOKENS,
+            context, model, spec, prompts, parser_config, prompt_field="prompt", default_max_tokens=limit
         )
 
     async def chat(self, context: RequestContext, body: ChatBody) -> list[Choice]:
@@ -353,6 +344,7 @@ class Gateway:
             priority=caller.effective_priority(spec.priority),
             cache_salt=caller.effective_salt(spec.cache_salt),
         )
+        way: dict[str, Any] = {"timeline": context.timeline, "deadline": context.deadline, "affinity": context.affinity}
         choices: list[Choice] = []
         for number, ids in enumerate(prompts):
             if number % PROMPTS_PER_LOOP_TURN == PROMPTS_PER_LOOP_TURN - 1:
@@ -368,10 +360,11 @@ class Gateway:
                 bad_words=bad_words,
             )
             context.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
+            dispatch = Dispatch(model.router, request, **way)
             n = request.sampling.n
-            group = SampleGroup(n) if n > 1 else None
+            group = SampleGroup(dispatch) if n > 1 else None
             choices += [
-                Choice(context, model, spec, request, parser_config, group=group, sample_index=index)
+                Choice(context, model, spec, dispatch, parser_config, group=group, sample_index=index)
                 for index in range(n)
             ]
         await self._pass_gate(context, model, choices)
@@ -421,7 +414,5 @@ def _log_request(timeline: Timeline) -> None:
 def _reject_too_long(text: str, model: ServedModel, limits: ModelLimits, field: str) -> None:
     """Rejects a text that is too long for any tokenization, before it is tokenized."""
     if len(text) > limits.max_model_len * model.tokenizer.max_chars_per_token:
-        raise InvalidRequest(
-            f"the prompt has {len(text)} characters, far beyond this model's context of {limits.max_model_len} tokens",
-            field=field,
-        )
+        context = f"this model's context of {limits.max_model_len} tokens"
+        raise InvalidRequest(f"the prompt has {len(text)} characters, far beyond {context}", field=field)
