@@ -21,12 +21,9 @@ from torch import Tensor
 from engine.device import format_bytes, out_of_memory_message
 
 log = logging.getLogger(__name__)
-
 Shape = TypeVar("Shape", bound=Hashable)
 Output = TypeVar("Output")
-
-#: NumPy has no bfloat16.
-ARRAY_TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}
+ARRAY_TYPES = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<i2"}  # NumPy has no bfloat16
 
 
 class CudaGraphs(Generic[Shape, Output]):
@@ -34,28 +31,22 @@ class CudaGraphs(Generic[Shape, Output]):
 
     def __init__(
         self,
-        name: str,
-        device: torch.device,
+        name: str,  # Name of the computation in messages
+        device: torch.device,  # A CUDA device
         compute: Callable[[Shape], Output],
         *,
-        keep: Callable[[Output], Output],
-        describe: Callable[[Shape], str],
+        keep: Callable[[Output], Output],  # Removes ownership of memory (`unowned_view`): smaller graphs then reuse it
+        describe: Callable[[Shape], str],  # Returns a shape as text
     ) -> None:
         """Makes an object without graphs.
 
-        Args:
-            name: Name of the computation in messages.
-            device: A CUDA device.
-            compute: Queues the computation of a shape from static buffers. A bound method of the owner; only a weak
-                reference is kept, because a cycle would keep an engine's memory: its objects are frozen (`gc.freeze`).
-            keep: Removes the ownership of memory from an output (`unowned_view`), so that smaller graphs reuse it.
-            describe: Returns a shape as text.
+        `compute`, a bound method of the owner, queues the computation of a shape from static buffers. Only a weak
+        reference is kept: a cycle would keep an engine's memory, because its objects are frozen (`gc.freeze`).
         """
         self._name, self._device, self._keep, self._describe = name, device, keep, describe
         self._method = weakref.WeakMethod(compute)
         self._pool: Any = None  # The memory of the graphs; None before the first capture
-        #: The stream that graphs are captured on; None before the first capture.
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None  # Of the captures; None before the first one
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Output]] = {}
 
     def _compute(self, shape: Shape) -> Output:
@@ -134,11 +125,7 @@ def _no_gc() -> Iterator[None]:
 def unowned_view(tensor: Tensor) -> Tensor:
     """Returns a view of the tensor's memory without ownership; valid as long as the graph that allocated the memory."""
     assert tensor.is_contiguous()
-    interface = {
-        "shape": tuple(tensor.shape),
-        "typestr": ARRAY_TYPES[tensor.dtype],
-        "data": (tensor.data_ptr(), False),
-        "version": 3,
-    }
+    data = (tensor.data_ptr(), False)
+    interface = {"shape": tuple(tensor.shape), "typestr": ARRAY_TYPES[tensor.dtype], "data": data, "version": 3}
     memory = SimpleNamespace(__cuda_array_interface__=interface)  # has no owner
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)

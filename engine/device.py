@@ -19,10 +19,11 @@ from torch import Tensor
 from common.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-#: Longest wait for other engines that start on the same GPU.
-START_LOCK_S = 600.0
+START_LOCK_S = 600.0  # Longest wait for other engines that start on the same GPU
 LOCK_POLL_S = 0.1
+ALIGNMENT = 16  # Bytes. Triton compiles a kernel again for pointers with a smaller alignment.
+#: Texts of out-of-memory errors of the CUDA driver, cuBLAS and the CPU allocator, which have no class of their own.
+OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 def make_current(device: torch.device) -> None:
@@ -34,19 +35,16 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-@contextmanager
-def gpu_start_lock(device: torch.device, limit_s: float = START_LOCK_S) -> Iterator[None]:
+def gpu_start_lock(device: torch.device, limit_s: float = START_LOCK_S) -> contextlib.AbstractContextManager[None]:
     """Lets one process of this host at a time run the block, for each GPU.
 
     An engine measures the size of its graphs by the GPU's free memory, so no other process may allocate meanwhile.
     After limit_s the block runs without the lock, with a warning. Processes must share the host's temporary directory.
     """
     if device.type != "cuda":
-        yield
-        return
+        return contextlib.nullcontext()
     path = Path(tempfile.gettempdir()) / f"baton-{torch.cuda.get_device_properties(device).uuid}.turn"
-    with file_lock(path, limit_s):
-        yield
+    return file_lock(path, limit_s)
 
 
 @contextmanager
@@ -60,9 +58,7 @@ def file_lock(path: Path, limit_s: float) -> Iterator[None]:
                 log.info("waiting for another process to start on this GPU")
             while not _locked(file):
                 if time.monotonic() > until:
-                    log.warning(
-                        "another process has been starting on this GPU for %.0f s: starting without the lock", limit_s
-                    )
+                    log.warning("another process kept this GPU's lock for %.0f s: starting without the lock", limit_s)
                     break
                 time.sleep(LOCK_POLL_S)
         except OSError as error:  # another user's file, a missing directory, or a file system without locks
@@ -76,10 +72,6 @@ def _locked(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-#: Texts of out-of-memory errors of the CUDA driver, cuBLAS and the CPU allocator, which have no class of their own.
-OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
 def out_of_memory_message(error: RuntimeError) -> str | None:
@@ -109,15 +101,8 @@ def format_bytes(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB" if size >= 10 << 20 else f"{size / (1 << 20):.3g} MiB"
 
 
-#: Bytes. Triton compiles a kernel again for pointers with a smaller alignment.
-ALIGNMENT = 16
-
-
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copies arrays of one dtype to contiguous tensors on the device, in the order of the current stream.
-
-    torch's allocator keeps the pinned copy until the transfer has ended.
-    """
+    """Copies arrays of one dtype to contiguous tensors on the device, in the order of the current stream."""
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     step = ALIGNMENT // arrays[0].itemsize
@@ -131,7 +116,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     host = packed.numpy()
     for start, array in zip(starts, arrays, strict=True):
         host[start : start + array.size] = array.reshape(-1)
-    uploaded = packed.to(device, non_blocking=True)
+    uploaded = packed.to(device, non_blocking=True)  # torch's allocator keeps `packed` until the transfer has ended
     return [uploaded[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]
 
 

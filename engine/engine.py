@@ -35,8 +35,7 @@ from engine.kv.host_copier import HostCopier, HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.models.base import Model
 from engine.models.loader import open_model
-from engine.parallel.builder import EngineBuilder
-from engine.parallel.leader import TensorParallelBuilder
+from engine.parallel.leader import EngineBuilder, TensorParallelBuilder
 from engine.parallel.rank_group import RankGroup
 from engine.sampling.constraint import Constraint, needs_constraint
 from engine.schedule.outputs import Inbox, OnStep, StepResult
@@ -51,19 +50,15 @@ from engine.speculation.ngram import NgramProposer
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculator import Speculator
 from engine.speculation.suffix import SuffixProposer
-from engine.step.memory import EXTRA_BLOCKS, blocks_that_fit, measure_memory
+from engine.step import warm_up
 from engine.step.runner import ModelRunner
-from engine.step.warm_up import chunk_graph_shapes, cudnn_plan_steps, kernel_steps, largest_step
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
 log = logging.getLogger(__name__)
-
-#: Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.
-HOST_COPY_BYTES = 32 << 20
-#: Most sequences that verify drafts in one step on a GPU. Larger steps are compute-bound, so drafts cost time there.
-MAX_DRAFTING_SEQS = 128
+HOST_COPY_BYTES = 32 << 20  # Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.
+MAX_DRAFTING_SEQS = 128  # Verify drafts in one step on a GPU; larger steps are compute-bound, so drafts cost time
 
 assert HASH_BYTES == 16, "the pool's hashes are 128 bits"
 
@@ -80,9 +75,7 @@ class Engine:
     ) -> None:
         """Loads the model and allocates the KV pool. ConfigError if the model or the machine does not fit the config.
 
-        Args:
-            start_ranks: Starts the other ranks if tensor_parallel_size is above 1; the engine closes them.
-            callbacks: See CacheCallbacks.
+        `start_ranks` starts the other ranks if tensor_parallel_size is above 1; the engine closes them.
         """
         self.config = config
         source = open_model(config.model_dir, config.load_format, config.weights_seed)
@@ -135,9 +128,8 @@ class Engine:
         self._fingerprint = self.layout.fingerprint
         self.vocab_size = spec.vocab_size
         self.eos_token_ids = spec.eos_token_ids
-        self.grammar_compiler = GrammarCompiler(
-            GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
-        )
+        tokenizer = GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
+        self.grammar_compiler = GrammarCompiler(tokenizer)
         with gpu_start_lock(device):
             self._allocate(limits, draft, callbacks)
         self._stepper = Stepper(
@@ -149,8 +141,7 @@ class Engine:
             draft_model_lags=self.runner.draft_model_lags,
         )
         self.counters = self._stepper.counters
-        #: Proposes drafts and has their statistics; None without speculation.
-        self.speculator: Speculator | None = None
+        self.speculator: Speculator | None = None  # Proposes drafts and has their statistics; None without speculation
         if config.speculation != "none":
             self.set_proposer(self.configured_proposer())
         self.host_memory: HostKVPool | None = None
@@ -208,10 +199,10 @@ class Engine:
         return NgramProposer() if kind == "ngram" else SuffixProposer()
 
     def set_proposer(self, proposer: Proposer | None, controller: DraftController | None = None) -> None:
-        """Replaces the proposer of drafts; None for no drafts.
+        """Replaces the proposer of drafts (None for no drafts) while no sequence is in the engine.
 
-        Only while no sequence is in the engine, and only if the configuration names a proposer: graphs and buffers are
-        made for drafts then. The default `controller` lets the sequences draft that gain time by it.
+        The configuration must name a proposer: graphs and buffers are made for drafts then. The default `controller`
+        lets the sequences draft that gain time by it.
         """
         drafts = self._max_seq_drafts
         assert drafts
@@ -279,16 +270,13 @@ class Engine:
     def step(self, on_step: OnStep | None = None, inbox: Inbox | None = None) -> StepResult:
         """Runs one step and returns its result, which is empty if nothing can run now.
 
-        With overlap, the next step is launched before the result is read.
-
         `on_step` gets the result before the leases of ended sequences finish, so it may pin their blocks. `inbox` runs
-        messages while the device computes; sequences that it adds are in the next step if that is not launched yet.
+        messages while the device computes; with overlap, sequences that it adds are in the step that is launched next.
         An error of the step ends the step's sequences and is not raised; an error of `on_step` is raised.
         """
         return self._stepper.step(on_step, inbox)
 
     def finish_in_flight(self, on_step: OnStep | None = None) -> None:
-        """Waits for the step on the device, if there is one; launches nothing."""
         self._stepper.finish_in_flight(on_step)
 
     def _check_ids(self, request: ValidRequest, output: abc.Sequence[int]) -> None:
@@ -305,19 +293,12 @@ class Engine:
                 raise InvalidRequest(f"{name} has token ids outside 0..{self.vocab_size - 1}", field=name)
 
     def warm_up(self) -> None:
-        """Builds the cuDNN plans of long prompts. Does nothing on a CPU.
-
-        Call it before the first request, on the thread that will run the steps: plans belong to a thread.
-        """
+        """Builds the cuDNN plans of long prompts, on the thread that will run the steps. Does nothing on a CPU."""
         if self.device.type == "cuda":
             limits = self.scheduler.config
-            steps = cudnn_plan_steps(
-                limits.max_step_tokens,
-                limits.prompt_step_tokens or limits.chunk_tokens,
-                limits.max_seqs,
-                limits.max_model_len,
-                last_tokens=limits.chunk_tokens,
-            )
+            most_tokens, max_seqs, max_len = limits.step_limits
+            shared_tokens = limits.prompt_step_tokens or limits.chunk_tokens
+            steps = warm_up.cudnn_plan_steps(most_tokens, shared_tokens, max_seqs, max_len, limits.chunk_tokens)
             for rows in steps:
                 self.runner.warm_up_attention(rows, self.kv.dummy_block)
             torch.cuda.synchronize(self.device)
@@ -325,10 +306,9 @@ class Engine:
     def _compile_kernels(self) -> None:
         """Compiles kernels and captures graphs, so that the first requests do not wait for it."""
         began = time.monotonic()
-        limits, pool = self.scheduler.config, self.config.kv_pool_setting
-        steps = kernel_steps(limits.max_step_tokens, limits.max_seqs, limits.max_model_len, self._max_seq_drafts)
+        pool = self.config.kv_pool_setting
         with require_memory("the first steps", pool, f"lower {pool}"):
-            for rows in steps:
+            for rows in warm_up.kernel_steps(*self.scheduler.config.step_limits, self._max_seq_drafts):
                 self.runner.warm_up(rows, self.kv.dummy_block)
             torch.cuda.synchronize(self.device)
         log.info("kernels are ready after %.0f s", time.monotonic() - began)
@@ -339,38 +319,27 @@ class Engine:
         gc.freeze()
 
     def _num_blocks(self, build: Callable[[KVPool], ModelRunner], limits: SchedulerConfig, *, graphs: bool) -> int:
-        """Returns the number of blocks of the pool. Called after the weights are loaded.
-
-        `build` makes a runner, to measure memory.
-        """
+        """Returns the number of blocks of the pool, after the weights are loaded; `build` makes a runner to measure."""
         config, layout = self.config, self.layout
         if config.num_blocks:
             return config.num_blocks
         if not config.kv_memory and self.device.type == "cuda":
-            use = measure_memory(
+            use = warm_up.measure_memory(
                 build,
                 functools.partial(self._builder.pool, layout, 1, self.device),
                 self.device,
                 share=config.gpu_memory_utilization,
                 graphs=config.cuda_graph_advice() if graphs else None,
-                step=largest_step(
-                    limits.max_step_tokens,
-                    limits.max_seqs,
-                    limits.max_model_len,
-                    self._max_seq_drafts,
-                    self._max_drafts,
-                ),
+                step=warm_up.largest_step(*limits.step_limits, self._max_seq_drafts, self._max_drafts),
             )
-            blocks = blocks_that_fit(use, layout)
+            blocks = warm_up.blocks_that_fit(use, layout)
             log.info("%d KV blocks of %d tokens: %s", blocks, layout.block_size, use.summary())
             return blocks
         memory = config.kv_memory or DEFAULT_KV_MEMORY
-        blocks = memory // layout.block_bytes - EXTRA_BLOCKS
+        blocks = memory // layout.block_bytes - warm_up.EXTRA_BLOCKS
         if blocks < 2:
-            raise ConfigError(
-                f"kv_memory: {memory} bytes hold fewer than 4 KV blocks of {layout.block_bytes} bytes",
-                field="kv_memory",
-            )
+            text = f"kv_memory: {memory} bytes hold fewer than 4 KV blocks of {layout.block_bytes} bytes"
+            raise ConfigError(text, field="kv_memory")
         return blocks
 
     def _build_runner(
@@ -382,6 +351,7 @@ class Engine:
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
         draft = None if make_draft is None else make_draft(kv, attention)
+        graph_len = min(self.config.chunk_graphs, limits.max_model_len)
         return ModelRunner(
             model,
             kv,
@@ -395,5 +365,5 @@ class Engine:
             max_drafts=self._max_drafts,
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
-            chunk_graphs=chunk_graph_shapes(min(self.config.chunk_graphs, limits.max_model_len), limits.chunk_tokens),
+            chunk_graphs=warm_up.chunk_graph_shapes(graph_len, limits.chunk_tokens),
         )

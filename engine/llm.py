@@ -33,10 +33,8 @@ from engine.schedule.sequence import Sequence as EngineSequence
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: Time between two checks that the loop's thread is alive.
-LIVENESS_POLL_S = 1.0
-#: Longest wait for the end of the loop's thread.
-STOP_S = 60.0
+LIVENESS_POLL_S = 1.0  # Time between two checks that the loop's thread is alive
+STOP_S = 60.0  # Longest wait for the end of the loop's thread
 
 
 @dataclass(slots=True)
@@ -46,8 +44,7 @@ class Completion:
     prompt: str | None  # Text of the prompt; None if it was given as token ids
     prompt_ids: tuple[int, ...]
     decode: Callable[[list[int]], str] = field(repr=False)  # Returns the text of token ids
-    #: Output tokens, with log-probabilities if the params ask for them.
-    tokens: list[Token] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)  # Output tokens, with log-probabilities if the params ask for it
     finish: FinishReason | None = None  # Why the output ended
     cached_tokens: int = 0  # Prompt tokens that the prefix cache supplied
     error: BatonError | None = None  # Set if `finish` is ERROR
@@ -74,8 +71,7 @@ class LLM:
             config: Fields of EngineConfig. On a GPU chunk_tokens defaults to prompt_step_tokens, so that prompts take
                 the fewest steps; a longer step delays the decodes, which matters less without streaming.
 
-        Raises:
-            ConfigError: The model is not supported on this machine, or a field has a wrong value.
+        Raises ConfigError if this machine does not support the model, or a field has a wrong value.
         """
         weights = config.get("load_format", "auto") == "auto"
         self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights)
@@ -108,8 +104,7 @@ class LLM:
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of token ids, without special tokens."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def generate(
         self,
@@ -132,11 +127,8 @@ class LLM:
             cache_salt: Prompts share prefix cache entries only with prompts of the same salt.
             show_progress: Show a bar on a terminal, else log lines.
 
-        Returns:
-            The completions in the order of the prompts; n in a row for params with n > 1, which share one prefill.
-
-        Raises:
-            InvalidRequest: A prompt can never run; no prompt has run then.
+        Returns the completions in the order of the prompts; n in a row for params with n > 1, which share one prefill.
+        Raises InvalidRequest if a prompt can never run; no prompt has run then.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if any(isinstance(p, int) for p in texts):
@@ -173,8 +165,7 @@ class LLM:
         cache_salt: str,
         show_progress: bool,
     ) -> list[Completion]:
-        if params is None:
-            params = SamplingParams(temperature=0.0)
+        params = SamplingParams(temperature=0.0) if params is None else params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         grammars = [grammar] * len(prompts) if grammar is None or isinstance(grammar, Grammar) else list(grammar)
         if len(each) != len(prompts):
@@ -231,14 +222,12 @@ class _GenerateCall:
             loop.stop(STOP_S)
 
     def _add(self, engine: Engine) -> None:
-        added: list[str] = []
         try:
             for seq in self.seqs:
                 engine.add(seq)
-                added.append(seq.request_id)
         except Exception:
-            for request_id in added:
-                engine.abort(request_id)
+            for seq in self.seqs:
+                engine.abort(seq.request_id)
             raise
 
     def _collect(self, shown: Progress, result: StepResult) -> None:

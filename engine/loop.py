@@ -25,14 +25,9 @@ from engine.schedule.outputs import OnStep, SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-#: Longest sleep without a message.
-IDLE_S = 1.0
-#: Sleep while all sequences wait for blocks that are leased or pinned elsewhere.
-NO_BLOCKS_SLEEP_S = 0.002
-
-
+IDLE_S = 1.0  # Longest sleep without a message
+NO_BLOCKS_SLEEP_S = 0.002  # Sleep while all sequences wait for blocks that are leased or pinned elsewhere
 #: A message to the engine's thread: `run` is called there, or `refuse` if the loop has ended before.
 Message = tuple[Callable[[], None], Callable[[BatonError], None]]
 
@@ -41,12 +36,10 @@ class EngineLoop:
     """Runs `engine` on a thread of its own, and calls on_step there after each step and each abort."""
 
     def __init__(self, engine: Engine, on_step: OnStep) -> None:
-        self._engine = engine
-        self._on_step = on_step
+        self._engine, self._on_step = engine, on_step
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._wake = threading.Event()
-        self._stopping = False
-        self._closed = False
+        self._stopping = self._closed = False
         self._send_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 

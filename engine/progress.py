@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 log = logging.getLogger(__name__)
-
 LOG_EVERY_S = 10.0
 
 

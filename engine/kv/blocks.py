@@ -16,7 +16,9 @@ Leases, pins and fences are made by the pool and change its counts under its loc
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypedDict, Unpack
 
@@ -25,16 +27,14 @@ from common.types import PoolCounts
 from engine.kv.host_tier import HostLoad, HostTier, HostTierStats, SavedPartialBlock
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
-#: With a host tier one block of this many is kept free or evictable, by copies to the host ahead of time.
-AVAILABLE_SHARE = 8
+AVAILABLE_SHARE = 8  # With a host tier, copies to the host keep one block of this many free or evictable
 
 
 class CacheCallbacks(TypedDict, total=False):
     """Callbacks of a pool. They run under its lock, so they may only enqueue, and must not raise."""
 
     on_stored: HashesCallback  # Gets hashes that a match can find from now on, parents before children
-    #: Gets hashes that a match no longer finds, children first, before their blocks are reused.
-    on_evicted: HashesCallback
+    on_evicted: HashesCallback  # Gets hashes that a match no longer finds, children first, before blocks are reused
     on_host_stored: HashesCallback  # Gets hashes that the host tier gained
     on_host_evicted: HashesCallback  # Gets hashes that the host tier lost
 
@@ -51,31 +51,21 @@ class BlockCopy(NamedTuple):
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens each, with a prefix cache and, on request, a host tier. Thread-safe.
-
-    The methods of this class with a leading underscore expect the lock to be held.
-    """
+    """The blocks, a prefix cache and, on request, a host tier. Thread-safe; methods with `_` need the lock."""
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
         *,
-        host_blocks: int = 0,
-        host_batch: int = 64,
+        host_blocks: int = 0,  # Blocks of the host tier; 0 for no host tier
+        host_batch: int = 64,  # Most blocks of one copy to the host
         **callbacks: Unpack[CacheCallbacks],
     ) -> None:
-        """Makes a pool of free blocks.
-
-        Args:
-            host_blocks: Blocks of the host tier; 0 for no host tier.
-            host_batch: Most blocks of one copy to the host.
-        """
         assert num_blocks > 0
         assert block_size > 0
         assert callbacks.keys() <= CacheCallbacks.__annotations__.keys()
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.lock = threading.Lock()  # Guards the pool, its leases and pins, the prefix cache and the host tier
         self._cache = PrefixCache(num_blocks, has_host_tier=host_blocks > 0)
         self._requests = [0] * num_blocks  # Leases and step fences on each block
@@ -86,8 +76,7 @@ class BlockPool:
         self._leases: set[Lease] = set()
         self._pins: set[BlockPin] = set()
         self._fences: list[StepFence] = []  # Open step fences, oldest first
-        #: Blocks that the step being planned copies from, with a request on each; its fence takes them over.
-        self._copy_sources: list[int] = []
+        self._copy_sources: list[int] = []  # What the step being planned copies from, with a request on each block
         self._on_stored = callbacks.get("on_stored", _no_callback)
         self._on_evicted = callbacks.get("on_evicted", _no_callback)
         self.host_tier: HostTier | None = None
@@ -105,23 +94,17 @@ class BlockPool:
 
     def lease(
         self,
-        hashes: Sequence[bytes],
+        hashes: Sequence[bytes],  # Hashes of the blocks that a cache may supply, in order
         total_blocks: int,
         *,
-        keep_free: int = 0,
+        keep_free: int = 0,  # Blocks that must stay available
         host: bool = False,
-        saved_partial: SavedPartialBlock | None = None,
+        saved_partial: SavedPartialBlock | None = None,  # To restore if all blocks before it are cached, none after it
     ) -> Lease | None:
         """Leases total_blocks blocks: the longest cached prefix of `hashes`, then empty blocks.
 
-        Args:
-            hashes: Hashes of the blocks that a cache may supply, in order.
-            keep_free: Blocks that must stay available.
-            host: The prefix may go on in the host tier; `Lease.host_load` must then be done before the lease is used.
-            saved_partial: A partial block to restore, if all blocks before it are cached and none after it is.
-
-        Returns:
-            The lease, or None, and no change, if too few blocks are available.
+        With `host` the prefix may go on in the host tier; `Lease.host_load` must then be done before the lease is used.
+        Returns None, and changes nothing, if too few blocks are available.
         """
         host_tier = self.host_tier if host else None
         with self.lock:
@@ -154,10 +137,7 @@ class BlockPool:
             return count if self.host_tier is None else count + self.host_tier.match(hashes[count:])
 
     def pin_prefix(self, hashes: Sequence[bytes], first: int) -> BlockPin | None:
-        """Pins for a reader the blocks of the longest prefix of `hashes` in the pool, from index `first` on.
-
-        Returns None if there are none.
-        """
+        """Pins for a reader the longest prefix of `hashes` in the pool, from block `first` on; None without blocks."""
         with self.lock:
             matched = self._cache.match(hashes)[first:]
             return BlockPin(self, matched, is_writer=False) if matched else None
@@ -167,8 +147,7 @@ class BlockPool:
 
         Returns None if the block is full, if blocks before it are not published, or without a host tier.
         """
-        host_tier = self.host_tier
-        index, tokens = divmod(computed, self.block_size)
+        host_tier, (index, tokens) = self.host_tier, divmod(computed, self.block_size)
         with self.lock:
             if host_tier is None or host_tier.closed or not tokens or lease.num_published < index:
                 return None
@@ -314,10 +293,7 @@ class BlockPool:
             self._release(blocks, self._requests)
 
     def _is_shared(self, block: int) -> bool:
-        """Returns whether a second lease or a reader uses a leased block.
-
-        Steps that copy from the block do not count.
-        """
+        """Returns whether a second lease or a reader uses a leased block; steps that copy from it do not count."""
         step_users = self._copy_sources.count(block) + sum(fence.blocks.count(block) for fence in self._fences)
         return self._requests[block] - step_users > 1 or self._readers[block] > 0
 
@@ -329,23 +305,16 @@ class BlockPool:
     def _inconsistencies(self) -> list[str]:
         """Returns the defects, one sentence each."""
         defects = self._cache.inconsistencies()
-        if self.host_tier is not None:
-            defects += self.host_tier.inconsistencies()
+        defects += [] if self.host_tier is None else self.host_tier.inconsistencies()
         users = [*(lease.blocks for lease in self._leases), *(fence.blocks for fence in self._fences)]
         for kind, actual, holders in (
             ("request", self._requests, [*users, self._copy_sources]),
             ("writer", self._writers, [pin.pinned for pin in self._pins if pin.is_writer]),
             ("reader", self._readers, [pin.pinned for pin in self._pins if not pin.is_writer]),
         ):
-            expected = [0] * self.num_blocks
-            for blocks in holders:
-                for b in blocks:
-                    expected[b] += 1
-            defects += [
-                f"block {b} has a {kind} count of {n}, not {expected[b]}"
-                for b, n in enumerate(actual)
-                if n != expected[b]
-            ]
+            expected = Counter(itertools.chain.from_iterable(holders))
+            wrong = [(b, n) for b, n in enumerate(actual) if n != expected[b]]
+            defects += [f"block {b} has a {kind} count of {n}, not {expected[b]}" for b, n in wrong]
         states = [0, 0, 0, 0]
         free = set(self._free)
         for b in range(self.num_blocks):
@@ -397,20 +366,18 @@ class BlockPin:
 
 
 class StepFence:
-    """Keeps blocks that leases release during a step until the step has ended on the device.
+    """Keeps blocks that leases release during a step, and those that the step copies from, until the step has ended.
 
     A step may read and write the blocks that it was launched with, whatever an abort or a preemption does to their
     leases meanwhile. This is the epoch scheme of Fraser (Practical lock-freedom, 2004): the cost does not depend on the
-    number of blocks that the step uses. The fence also keeps the blocks that the step copies from
-    (`Lease.copy_on_write`).
+    number of blocks that the step uses.
     """
 
     __slots__ = ("_pool", "blocks")
 
     def __init__(self, pool: BlockPool) -> None:
         """Made by the pool, under the lock."""
-        #: Blocks to release when the step ends.
-        self.blocks, pool._copy_sources = pool._copy_sources, []
+        self.blocks, pool._copy_sources = pool._copy_sources, []  # Blocks to release when the step ends
         self._pool = pool
         pool._fences.append(self)
 
@@ -444,11 +411,9 @@ class Lease:
     def __init__(self, pool: BlockPool, blocks: list[int], num_registered: int, *, host_blocks: int = 0) -> None:
         """Made by the pool or by `fork`, under the lock, with a request on each block; lead ones are registered."""
         self.blocks = blocks  # Physical blocks in logical order; empty once the lease has finished
-        #: Lead blocks that came with their KV, from the pool or from the host.
-        self.cached_blocks = num_registered + host_blocks
+        self.cached_blocks = num_registered + host_blocks  # Lead blocks that came with their KV, from pool or host
         self.host_blocks = host_blocks  # The last blocks of `cached_blocks`, which came from the host
-        #: Index of the last block shared by a fork, which must not be written before `copy_on_write`; -1 for none.
-        self.cow_index = -1
+        self.cow_index = -1  # Last block shared by a fork, not to be written before `copy_on_write`; -1 for none
         #: The copy from the host. No block of the lease may be used before it is done; the scheduler removes it then.
         self.host_load: HostLoad | None = None
         self.restored_partial = False  # A saved partial block follows the cached ones

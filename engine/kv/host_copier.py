@@ -1,8 +1,6 @@
 """The memory of the host tier, and the thread that makes its copies.
 
-    start -> copying -> stop or a failed copy -> the host tier is closed, the host memory is unlocked
-
-After that the pool works without a host tier.
+After `stop` or a failed copy the tier is closed and the memory is unlocked; the pool works without a host tier then.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from engine.kv.host_tier import HostCopy, HostTier
 from engine.kv.kv_pool import KVPool
 
 log = logging.getLogger(__name__)
-
-#: Longest wait of `stop` for the copy under way.
-STOP_S = 10.0
+STOP_S = 10.0  # Longest wait of `stop` for the copy under way
 
 
 class HostCopier:
@@ -32,10 +28,8 @@ class HostCopier:
 
     def __init__(self, host_tier: HostTier, memory: HostKVPool, *, checksums: bool = False) -> None:
         """Starts the thread. With `checksums` it compares a CRC-32 of each block before and after its time there."""
-        self._host_tier = host_tier
-        self._memory = memory
-        #: CRC-32 of each host block in use; None without checksums.
-        self._checksums: dict[int, int] | None = {} if checksums else None
+        self._host_tier, self._memory = host_tier, memory
+        self._checksums: dict[int, int] | None = {} if checksums else None  # CRC-32 of each host block in use
         self._thread = threading.Thread(target=self._run, name="host-tier", daemon=True)
         self._thread.start()
 
@@ -100,10 +94,8 @@ class HostKVPool:
             error = cudart.cudaHostRegister(self.data.data_ptr(), self.data.nbytes, 0)
             size = self.data.nbytes / (1 << 30)
             if int(error) != 0:
-                raise ConfigError(
-                    f"{size:.1f} GiB of host memory cannot be page-locked ({error}); lower host_cache",
-                    field="host_cache",
-                )
+                text = f"{size:.1f} GiB of host memory cannot be page-locked ({error}); lower host_cache"
+                raise ConfigError(text, field="host_cache")
             self._locked = True
             log.info("%.1f GiB of host memory page-locked in %.1f s", size, time.monotonic() - began)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -133,9 +125,8 @@ class HostKVPool:
     def _copy(self, source: torch.Tensor, sources: Sequence[int], target: torch.Tensor, targets: Sequence[int]) -> None:
         with torch.cuda.stream(self._stream):  # None on a CPU
             for first_source, first_target, count in _contiguous_ranges(sources, targets):
-                target[first_target : first_target + count].copy_(
-                    source[first_source : first_source + count], non_blocking=True
-                )
+                content = source[first_source : first_source + count]
+                target[first_target : first_target + count].copy_(content, non_blocking=True)
 
 
 def _contiguous_ranges(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:

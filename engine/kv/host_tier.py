@@ -1,7 +1,6 @@
 """The second tier of the prefix cache: which blocks have a copy in host memory, and which copies have to be made.
 
-This is policy only. The lock of the block pool guards it, and a copier (host_copier.py) makes the copies in the order
-in which they are queued.
+This is policy only. The lock of the block pool guards it, and host_copier.py makes the copies in the queued order.
 
 Idle blocks are copied to the host, oldest first, while the pool has too few available blocks. A block is evicted from
 the pool only after its copy exists, so an allocation waits for a copy only if no other block is available, and no
@@ -28,8 +27,7 @@ from common.errors import BatonError
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
 NO_PARENT = b""
-#: Longest wait of `clear` for the copy under way.
-CLEAR_S = 1.0
+CLEAR_S = 1.0  # Longest wait of `clear` for the copy under way
 
 
 @dataclass(slots=True)
@@ -59,80 +57,58 @@ class HostCopy:
     keys: Sequence[bytes]  # Keys of the contents, in the order of the blocks
     blocks: Sequence[int]
     host_blocks: Sequence[int]
-    #: Ends the pin on the blocks; None for registered blocks, which have none. Called under the lock.
-    release: Callable[[], None] | None = None
+    release: Callable[[], None] | None = None  # Ends the pin, under the lock; None for registered blocks without pin
     host_load: HostLoad | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPartialBlock:
-    """The last, partial block of a preempted sequence, kept in host memory.
-
-    No prompt matches its key.
-    """
+    """The last, partial block of a preempted sequence, kept in host memory. No prompt matches its key."""
 
     key: bytes
     computed: int  # Tokens of the sequence up to the end of the block's KV
 
 
 class HostTier:
-    """Decides which blocks are copied to host memory, loaded from it and forgotten.
-
-    Methods that take the lock themselves say so; all others expect the caller to hold it.
-    """
+    """Decides which blocks are copied, loaded and forgotten. The caller holds the lock, unless the method takes it."""
 
     def __init__(
         self,
-        lock: threading.Lock,
+        lock: threading.Lock,  # The lock of the block pool
         cache: PrefixCache,
-        num_available: Callable[[], int],
+        num_available: Callable[[], int],  # Returns the number of blocks that the pool can allocate now
         *,
         num_host_blocks: int,
-        min_available: int,
-        batch: int,
+        min_available: int,  # Blocks of the pool to keep available by copies ahead of time
+        batch: int,  # Most blocks of one copy to the host; a load may have to wait for one copy
         on_stored: HashesCallback,
         on_evicted: HashesCallback,
     ) -> None:
-        """Makes an empty tier.
-
-        Args:
-            lock: The lock of the block pool.
-            num_available: Returns the number of blocks that the pool can allocate now.
-            min_available: Blocks of the pool to keep available by copies ahead of time.
-            batch: Most blocks of one copy to the host; a load may have to wait for one copy.
-        """
         self.num_host_blocks = num_host_blocks
         self._stats = HostTierStats(num_host_blocks)
-        self._cache = cache
-        self._num_available = num_available
+        self._cache, self._num_available, self._batch = cache, num_available, batch
         self._min_available = min(min_available, num_host_blocks // 2)
-        self._batch = batch
-        self._on_stored = on_stored
-        self._on_evicted = on_evicted
+        self._on_stored, self._on_evicted = on_stored, on_evicted
         self._index: OrderedDict[bytes, int] = OrderedDict()  # Host block of each key, the least recently used first
         self._parents: dict[bytes, bytes] = {}
-        #: Keys in the host by their parent, which is in the host or in the pool.
-        self._children: dict[bytes, set[bytes]] = {}
+        self._children: dict[bytes, set[bytes]] = {}  # Keys by their parent, which is in the host or in the pool
         self._free = list(range(num_host_blocks - 1, -1, -1))
         self._queue: deque[HostCopy] = deque()
         self._copying: HostCopy | None = None  # The copy under way
         self._requested_free = 0  # Blocks that an allocation lacked
         self._partial_numbers = itertools.count()
         self._changed = threading.Condition(lock)
-        self._copier_waits = False
-        self._stopping = False
+        self._copier_waits = self._stopping = False
         self.closed = False  # The tier has ended: no copies are made any more
 
     # -- called by the block pool -------------------------------------------------------------------------------------
 
     def mark_used(self, block_hash: bytes) -> bool:
         """Records that a block of the pool became idle. Returns whether it needs no copy before eviction."""
-        if self.closed:
+        if block_hash in self._index:
+            self._index.move_to_end(block_hash)
             return True
-        if block_hash not in self._index:
-            return False
-        self._index.move_to_end(block_hash)
-        return True
+        return self.closed
 
     def on_evicted_from_pool(self, block_hash: bytes) -> None:
         """Called when the pool evicts a block; it has evicted all blocks that continue it before."""
@@ -159,10 +135,7 @@ class HostTier:
         return sum(1 for _ in itertools.takewhile(self._index.__contains__, hashes))
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int], release: Callable[[], None]) -> HostLoad:
-        """Queues a copy of the host blocks under `keys`, parents first, into leased blocks.
-
-        A writer has pinned `blocks`; `release` ends this pin.
-        """
+        """Queues a copy of host blocks, parents first, into leased `blocks`; `release` ends the writer's pin on it."""
         for key in reversed(keys):
             self._index.move_to_end(key)
         load = HostLoad()
@@ -170,10 +143,7 @@ class HostTier:
         return load
 
     def save_partial_block(self, parent: bytes | None, block: int, release: Callable[[], None]) -> bytes:
-        """Queues a copy of a partial block to the host and returns its key there.
-
-        A reader has pinned `block`; `release` ends this pin.
-        """
+        """Queues a copy of a partial block to the host; returns its key. `release` ends the reader's pin on `block`."""
         key = b"partial-" + next(self._partial_numbers).to_bytes(HASH_BYTES, "little")  # longer than a hash
         host_blocks = self._allocate(1)
         self._insert(key, parent or NO_PARENT, host_blocks[0])
@@ -182,8 +152,7 @@ class HostTier:
 
     def drop_partial_block(self, key: bytes) -> None:
         """Forgets a saved partial block, if it is in the host."""
-        if key in self._index:
-            self._drop([key])
+        self._drop([key])
 
     # -- called by the copier -----------------------------------------------------------------------------------------
 
@@ -207,10 +176,7 @@ class HostTier:
         return self._copying
 
     def finish_copy(self, copy: HostCopy, error: BatonError | None = None) -> None:
-        """Records that the copy was made. Takes the lock.
-
-        With `error` the blocks of the copy are damaged, and the host forgets them.
-        """
+        """Records that the copy was made. With `error` the host forgets its damaged blocks. Takes the lock."""
         with self._changed:
             assert copy is self._copying
             self._copying = None
@@ -247,12 +213,12 @@ class HostTier:
         Called by the copier once it touches no memory any more. Idempotent. Takes the lock.
         """
         with self._changed:
-            unfinished = [copy for copy in (self._copying, *self._queue) if copy is not None]
+            unfinished = (self._copying, *self._queue)
             self._queue.clear()
-            self._copying = None
-            self.closed = True
+            self._copying, self.closed = None, True
             for copy in unfinished:
-                self._finish(copy, error)
+                if copy is not None:
+                    self._finish(copy, error)
             self.clear()
             self._changed.notify_all()
 
@@ -267,14 +233,12 @@ class HostTier:
         """Returns the hashes of all full blocks in the host."""
         return [key for key in self._index if len(key) == HASH_BYTES]
 
-    def clear(self) -> int:
-        """Forgets all blocks, and lets the pool evict idle blocks without copies. Returns the former number in use."""
+    def clear(self) -> None:
+        """Forgets all blocks, and lets the pool evict idle blocks without copies."""
         self._cache.skip_unsaved()
         self._changed.wait_for(lambda: not self._cache.saving, CLEAR_S)
-        count = len(self._index)
+        self._stats.dropped -= len(self._index)
         self._drop(tuple(self._index))
-        self._stats.dropped -= count
-        return count
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until the tier is not `busy`; False after the timeout. Takes the lock."""

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-#: Gets hashes that became available or ceased to be.
-HashesCallback = Callable[[list[bytes]], None]
+HashesCallback = Callable[[list[bytes]], None]  # Gets hashes that became available or ceased to be
 
 
 class PrefixCache:
@@ -36,8 +35,7 @@ class PrefixCache:
         self._has_host_tier = has_host_tier
         self._saved = bytearray(num_blocks)  # 1 for blocks that need no copy to the host before eviction
         self.saving: set[int] = set()  # Blocks that are being copied to the host now
-        #: Idle blocks that are neither saved nor being copied, oldest first.
-        self.unsaved: OrderedDict[int, None] = OrderedDict()
+        self.unsaved: OrderedDict[int, None] = OrderedDict()  # Idle, neither saved nor being copied, oldest first
 
     def parent_hash(self, block: int) -> bytes | None:
         """Returns the hash of the block before a registered block; None for the first block of a prompt."""

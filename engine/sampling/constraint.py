@@ -24,8 +24,7 @@ from common.errors import InvalidRequest
 from common.grammar import CompiledGrammar
 from common.types import ValidRequest
 
-#: int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i.
-Mask = np.ndarray
+Mask = np.ndarray  # int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i.
 
 
 def needs_constraint(request: ValidRequest) -> bool:
@@ -35,15 +34,9 @@ def needs_constraint(request: ValidRequest) -> bool:
 
 
 class Constraint:
-    """The constraint of one sequence.
+    """The constraint of one sequence with the given output so far, which must follow it (else InvalidRequest).
 
-    Args:
-        vocab_size: Vocabulary size of the logits.
-        grammar: The compiled grammar of the request; None if it has none.
-        output: Output of the sequence so far.
-
-    Raises:
-        InvalidRequest: The output does not follow the constraint.
+    `vocab_size` is the size of the logits; `grammar` is the request's grammar, compiled.
     """
 
     def __init__(
@@ -78,10 +71,7 @@ class Constraint:
         return other
 
     def mask(self) -> Mask:
-        """Returns the mask of the next token; the caller does not write to it.
-
-        Never raises. If the matcher failed or no token is allowed, the next `advance` raises.
-        """
+        """Returns the read-only mask of the next token. Never raises; after a failure the next `advance` raises."""
         if self._mask is None:
             self._mask, self._complete = self._compute(self._recent, self._num_output)
         return self._mask
@@ -95,11 +85,7 @@ class Constraint:
         return self._complete
 
     def advance(self, token: int) -> None:
-        """Appends the next token.
-
-        Raises:
-            InvalidRequest: The mask forbids the token, because no token is allowed, or the matcher failed.
-        """
+        """Appends the next token. InvalidRequest if the mask forbids it (no token is allowed) or the matcher failed."""
         if not _allows(self.mask(), token):
             raise self._error()
         if self._matcher is not None and token not in self._stop_tokens and not self._matcher.consume_token(token):

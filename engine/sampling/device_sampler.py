@@ -1,10 +1,8 @@
 """Sampling on the device, also inside CUDA graphs, with the semantics of engine/sampling/sampler.py.
 
-A running request has a slot from `stage` to `clear_slot`. `flush` uploads its sampling state once; a step uploads
-nothing. Each row of a step names its slot and the position of its token. The kernels count the tokens that they sample,
-for penalties. Slot `pad_slot` is greedy and has no state; padding rows of graphs use it.
-
-All device work goes to the current stream: a `flush` affects the runs after it and none before. Needs triton at import.
+A running request has a slot from `stage` to `clear_slot`. `flush` uploads its sampling state once, for the runs after
+it; a step uploads nothing. Each row of a step names its slot and the position of its token. The kernels count sampled
+tokens for penalties. Slot `pad_slot` is greedy and has no state; padding rows of graphs use it.
 """
 
 from __future__ import annotations
@@ -17,34 +15,18 @@ from common.errors import InvalidRequest
 from common.types import SamplingParams
 from engine.device import pinned_copy
 from engine.kernels import sampling
-from engine.kernels.sampling import (
-    MAX_ENTRIES,
-    NUM_FLOATS,
-    SLOT_WORDS,
-    SamplingKernels,
-    SamplingTensors,
-    accept_drafts,
-    count_tokens,
-)
+from engine.kernels.sampling import MAX_ENTRIES, NUM_FLOATS, SLOT_WORDS, SamplingKernels, SamplingTensors
 from engine.sampling.sampler import Sampled, SampleRow, has_penalties
 
-#: Biases of clients stay finite: -inf marks a stop token that is banned before min_tokens.
-_MAX_BIAS = 3e38
+_MAX_BIAS = 3e38  # Biases of clients stay finite: -inf marks a stop token that is banned before min_tokens
 
 
 class DeviceSampler:
-    """Samples on one device, on one stream.
-
-    Args:
-        max_rows: Number of slots, 0 ... max_rows - 1, and most sequences of a run.
-        vocab: Vocabulary size of the logits.
-        max_drafts: Most drafts of a run.
-    """
+    """Samples on one device and stream, in slots 0 ... max_rows - 1, at most max_rows + max_drafts tokens in a run."""
 
     def __init__(self, max_rows: int, vocab: int, device: torch.device, *, max_drafts: int = 0) -> None:
         slots = max_rows + 1
-        self.pad_slot = max_rows
-        self._device = device
+        self.pad_slot, self._device = max_rows, device
         self._words = np.zeros((slots, SLOT_WORDS), dtype=np.int64)
         self._floats = self._words.view(np.float32)[:, :NUM_FLOATS]
         self._ints = self._words[:, NUM_FLOATS // 2 :]
@@ -62,9 +44,8 @@ class DeviceSampler:
     def validate(params: SamplingParams) -> None:
         """Raises InvalidRequest if a request names more tokens than a slot holds."""
         if len(params.logit_bias) + len(params.stop_token_ids) > MAX_ENTRIES:
-            raise InvalidRequest(
-                f"logit_bias and stop_token_ids may have {MAX_ENTRIES} entries together", field="logit_bias"
-            )
+            text = f"logit_bias and stop_token_ids may have {MAX_ENTRIES} entries together"
+            raise InvalidRequest(text, field="logit_bias")
 
     def stage(self, slot: int, row: SampleRow) -> None:
         """Gives the slot to a request with its tokens so far. Raises InvalidRequest like `validate`."""
@@ -85,13 +66,12 @@ class DeviceSampler:
         ints[sampling.CHILD] = row.child
         ints[sampling.BAN_UNTIL] = row.prompt_len + params.min_tokens
         banned = params.stop_token_ids if len(row.tokens) < row.prompt_len + params.min_tokens else ()
-        entries = sorted(
-            [(t, max(-_MAX_BIAS, min(_MAX_BIAS, b))) for t, b in params.logit_bias] + [(t, -np.inf) for t in banned]
-        )
+        biases = [(t, max(-_MAX_BIAS, min(_MAX_BIAS, b))) for t, b in params.logit_bias]
+        entries = sorted(biases + [(t, -np.inf) for t in banned])
         ints[sampling.NUM_ENTRIES] = len(entries)
         if entries:
-            tokens, biases = zip(*entries, strict=True)
-            self._entries[slot] = np.array(tokens, dtype=np.int32), np.array(biases, dtype=np.float32)
+            tokens, values = zip(*entries, strict=True)
+            self._entries[slot] = np.array(tokens, dtype=np.int32), np.array(values, dtype=np.float32)
         ints[sampling.PENALISED] = has_penalties(params)
         if has_penalties(params):
             history = np.array(row.tokens, dtype=np.int32)
@@ -122,7 +102,7 @@ class DeviceSampler:
             self._tensors.counts.index_fill_(0, self._upload(slots), 0)
             tokens = np.concatenate(list(self._history.values()))
             slot_of = np.repeat(slots, [len(h) for h in self._history.values()]).astype(np.int32)
-            count_tokens(self._tensors.counts, *self._upload(np.stack([slot_of, tokens])).unbind(0))
+            sampling.count_tokens(self._tensors.counts, *self._upload(np.stack([slot_of, tokens])).unbind(0))
         self._entries.clear()
         self._history.clear()
         self._changed = False
@@ -154,8 +134,8 @@ class DeviceSampler:
         *,
         query: int,
     ) -> None:
-        """Accepts the drafts of a run, see engine.kernels.sampling.accept_drafts."""
-        accept_drafts(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
+        """See engine.kernels.sampling.accept_drafts."""
+        sampling.accept_drafts(sampled, finite, inputs, cu_q, row_slots, self._tensors, last_tokens, query=query)
 
     def uncount_tokens(self, slots: Tensor, tokens: Tensor) -> None:
         """Removes tokens that `sample` counted; both are int64 [B], with token -1 where none was sampled."""

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from common.types import SamplingParams
-from engine.sampling.philox import gumbel, gumbel_at
 
-#: Most likely tokens to try before the whole vocabulary of a row is sorted.
-CANDIDATES = 1024
-#: Lower values overflow the division, and sampling is greedy here already.
-MIN_TEMPERATURE = 1e-5
+CANDIDATES = 1024  # Most likely tokens to try before the whole vocabulary of a row is sorted
+MIN_TEMPERATURE = 1e-5  # Lower values overflow the division, and sampling is greedy here already
 NEG_INF = float("-inf")
+_WORD = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LARGEST = 1.0 - 2.0**-24  # The largest float32 below 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,7 @@ class SampleRow:
     prompt_len: int
     child: int = 0  # Number of the child among the n samples of the request
     drafts: Sequence[int] = ()  # Drafts that are assumed to follow `tokens`
-    #: int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i. None: all tokens are allowed.
-    allowed_mask: np.ndarray | None = None
+    allowed_mask: np.ndarray | None = None  # See constraint.Mask; None: all tokens are allowed
 
     @property
     def position(self) -> int:
@@ -54,8 +54,7 @@ class Sampled(NamedTuple):
     finite: Tensor  # bool [R]; False where the logits had NaN or infinity, and the token is meaningless
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseKeys:
+class NoiseKeys(NamedTuple):
     """Keys of the noise of R rows, int64 [R] each."""
 
     seed: Tensor
@@ -72,12 +71,6 @@ class NoiseKeys:
 
     def rows(self, rows: Sequence[int]) -> NoiseKeys:
         return NoiseKeys(self.seed[rows], self.child[rows], self.position[rows])
-
-    def for_vocab(self, vocab_size: int, *, stream: int = 0) -> Tensor:
-        return gumbel(self.seed, self.child, self.position, vocab_size, stream=stream)
-
-    def at(self, indices: Tensor) -> Tensor:
-        return gumbel_at(self.seed, self.child, self.position, indices)
 
 
 def sample(raw: Tensor, rows: Sequence[SampleRow]) -> Sampled:
@@ -113,10 +106,7 @@ def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns log-probabilities of the rows' tokens, and values and ids of the num_top most likely tokens, best first.
-
-    Values and ids are None for num_top 0.
-    """
+    """Returns log-probabilities of the tokens, and values and ids (None for 0) of the num_top best tokens."""
     logprobs = raw.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     top = logprobs.topk(min(num_top, raw.shape[1]), dim=-1) if num_top else None
@@ -184,14 +174,14 @@ def _gumbel_max(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     logits = logits / temperature[:, None]
     cut = [r for r, row in enumerate(rows) if _truncates(row.params)]
     if not cut:
-        return (logits + noise.for_vocab(logits.shape[1])).argmax(dim=-1)
+        return (logits + gumbel(*noise, logits.shape[1])).argmax(dim=-1)
     params = [rows[r].params for r in cut]
     if len(cut) == len(rows):
         return _draw_cut(logits, params, noise)
     cut_set = set(cut)
     whole = [r for r in range(len(rows)) if r not in cut_set]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    tokens[whole] = (logits[whole] + noise.rows(whole).for_vocab(logits.shape[1])).argmax(dim=-1)
+    tokens[whole] = (logits[whole] + gumbel(*noise.rows(whole), logits.shape[1])).argmax(dim=-1)
     tokens[cut] = _draw_cut(logits[cut], params, noise.rows(cut))
     return tokens
 
@@ -214,7 +204,7 @@ def _draw_among(values: Tensor, indices: Tensor, threshold: Tensor, noise: Noise
     """Samples by Gumbel-max among the candidates [R, K], descending by value, at or above the threshold of the row."""
     kept = max(int((values >= threshold).sum(dim=-1).max()), 1)
     values, indices = values[:, :kept], indices[:, :kept]
-    best = (_cut(values, threshold) + noise.at(indices)).argmax(dim=-1)
+    best = (_cut(values, threshold) + gumbel_at(*noise, indices)).argmax(dim=-1)
     return indices.gather(1, best[:, None]).squeeze(1)
 
 
@@ -269,3 +259,56 @@ def _longs(values: Sequence[int], like: Tensor) -> Tensor:
 
 def _floats(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Returns the four output words as int64 tensors of 32-bit words. Counter and key words broadcast.
+
+    Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3; SC 2011) in int64 arithmetic.
+
+        key        seed of the request: low word, high word
+        counter    vocabulary index // 4, position, child, stream
+        output     four words; word `index % 4` belongs to vocabulary index `index`
+
+    Stream 0 draws the tokens. A kernel that follows this layout gives the same bits.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The products wrap in int64, but their low and high words are correct.
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c2 = (p1 >> 32).bitwise_and_(_WORD) ^ (c1 ^ k0), (p0 >> 32).bitwise_and_(_WORD) ^ (c3 ^ k1)
+        c1, c3 = p1.bitwise_and_(_WORD), p0.bitwise_and_(_WORD)
+        k0, k1 = (k0 + _W0) & _WORD, (k1 + _W1) & _WORD
+    return c0, c1, c2, c3
+
+
+def _words(seed: Tensor, child: Tensor, position: Tensor, group: Tensor, stream: int = 0) -> Tensor:
+    """Returns the output words, int64 [R, G, 4], for counter words `group` [R or 1, G]."""
+    counter = (group, position[:, None], child[:, None], torch.full_like(position, stream)[:, None])
+    key = ((seed & _WORD)[:, None], ((seed >> 32) & _WORD)[:, None])
+    return torch.stack(philox(counter, key), dim=-1)
+
+
+def _gumbel(word: Tensor) -> Tensor:
+    """Returns standard Gumbel noise from 32-bit words."""
+    uniform = (word.to(torch.float32) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.clamp_(max=_LARGEST)))
+
+
+def uniform(seed: Tensor, child: Tensor, position: Tensor, *, stream: int) -> Tensor:
+    """Returns one number in [0, 1) per row, float32 [R]."""
+    words = _words(seed, child, position, torch.zeros(1, 1, dtype=torch.int64, device=seed.device), stream)
+    return (words[:, 0, 0] >> 8).to(torch.float32) * 2.0**-24
+
+
+def gumbel(seed: Tensor, child: Tensor, position: Tensor, vocab_size: int, *, stream: int = 0) -> Tensor:
+    """Returns standard Gumbel noise, float32 [R, vocab_size], for int64 [R] seeds, children and positions."""
+    group = torch.arange(-(-vocab_size // 4), device=seed.device)[None]
+    return _gumbel(_words(seed, child, position, group, stream).flatten(1)[:, :vocab_size])
+
+
+def gumbel_at(seed: Tensor, child: Tensor, position: Tensor, index: Tensor) -> Tensor:
+    """Returns `gumbel(...).gather(1, index)` for vocabulary indices [R, K]; computes no other noise."""
+    words = _words(seed, child, position, index // 4)
+    return _gumbel(words.gather(2, (index % 4)[..., None]).squeeze(2))

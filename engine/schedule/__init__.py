@@ -1,4 +1,1 @@
-"""Which sequences compute how many tokens in each step, and the life of a step from its plan to its result.
-
-No module imports torch at run time: the simulator uses them too.
-"""
+"""The plan of each step and its life until its result. The simulator uses it too, so no module imports torch."""

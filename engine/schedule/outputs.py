@@ -19,12 +19,11 @@ class SequenceOutput:
     chunk_done: bool = False  # The step computed tokens below `Sequence.prefill_len`
     tokens: tuple[Token, ...] = ()  # New tokens; several if drafts were accepted
     finish_reason: FinishReason | None = None  # Why the request has ended; None before its end
-    #: A `hand_off` sequence ended with its first token. Another pod continues it unless `finish_reason` is set too.
-    handed_off: bool = False
-    error: BatonError | None = None  # Set if `finish_reason` is ERROR
+    handed_off: bool = False  # It ended with its first token; another pod continues it unless `finish_reason` is set
     num_drafts: int = 0  # Drafts that the step verified; the accepted ones are the first of `tokens`
     num_accepted: int = 0
     prompt_logprobs: PromptLogprobs | None = None  # Log-probabilities of prompt tokens that the step computed
+    error: BatonError | None = None  # Set if `finish_reason` is ERROR
 
     @property
     def ended(self) -> bool:
@@ -57,7 +56,5 @@ class EngineCounters:
     seconds: float = 0.0
 
 
-#: Gets the result of each step.
-OnStep = Callable[[StepResult], None]
-#: Runs the messages to the engine that arrive until a time of `time.perf_counter()`; True if there were any.
-Inbox = Callable[[float], bool]
+OnStep = Callable[[StepResult], None]  # Gets the result of each step
+Inbox = Callable[[float], bool]  # Runs the messages that arrive until a `time.perf_counter()`; True if there were any

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -28,14 +28,12 @@ from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.types import MAX_N, FinishReason
 from engine.kv.blocks import BlockCopy, BlockPool, Lease
 from engine.schedule.chunks import ChunkPolicy
-from engine.schedule.drafts import DraftTokens
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import DraftTokens, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NO_DRAFTS: Mapping[Sequence, DraftTokens] = MappingProxyType({})
-
 T = TypeVar("T")
 
 
@@ -55,15 +53,18 @@ class SchedulerConfig:
             if (value := getattr(self, field)) < 1:
                 raise ConfigError(f"{field} must be at least 1, is {value}", field=field)
         if self.prompt_step_tokens is not None and self.prompt_step_tokens < self.chunk_tokens:
-            raise ConfigError(
-                f"prompt_step_tokens {self.prompt_step_tokens} is less than chunk_tokens {self.chunk_tokens}",
-                field="prompt_step_tokens",
-            )
+            text = f"prompt_step_tokens {self.prompt_step_tokens} is less than chunk_tokens {self.chunk_tokens}"
+            raise ConfigError(text, field="prompt_step_tokens")
 
     @property
     def max_step_tokens(self) -> int:
         """Most tokens of any step."""
         return self.chunk_tokens if self.prompt_step_tokens is None else 2 * self.prompt_step_tokens
+
+    @property
+    def step_limits(self) -> tuple[int, int, int]:
+        """Most tokens of any step, most sequences of a step, and most tokens of a sequence."""
+        return self.max_step_tokens, self.max_seqs, self.max_model_len
 
 
 class ScheduledSequence(NamedTuple):
@@ -80,17 +81,16 @@ class ScheduledSequence(NamedTuple):
     block_copy: BlockCopy | None = None  # A copy to make before anything of the step is written
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerStats:
     """Numbers of sequences and tokens; `preemptions` and the fields below it count since the start."""
 
-    running: int
-    waiting: int
-    num_preempted: int  # Preempted sequences that wait for blocks; included in `waiting`
-    #: Prompt tokens of waiting and running sequences that are not computed, including those to compute again.
-    queued_tokens: int
-    preemptions: int
-    recomputed_tokens: int
+    running: int = 0
+    waiting: int = 0
+    num_preempted: int = 0  # Preempted sequences that wait for blocks; included in `waiting`
+    queued_tokens: int = 0  # Prompt tokens of all sequences that are not computed, including those to compute again
+    preemptions: int = 0
+    recomputed_tokens: int = 0
     fully_restored: int = 0  # Preempted sequences that got back all KV that they had
     partly_recomputed: int = 0  # Preempted sequences that lost a part of their KV
 
@@ -121,11 +121,9 @@ class Scheduler:
         self._running: list[Sequence] = []  # Sequences with a slot, in rank
         self._waiting: list[Sequence] = []  # Sequences without a slot, in the order of admission
         self._slots = list(range(config.max_seqs))  # Free slots, a heap
-        #: Sequences with leases that grew for drafts since the last step.
-        self._reserved_for_drafts: list[Sequence] = []
+        self._reserved_for_drafts: list[Sequence] = []  # Their leases grew for drafts since the last step
         self._failed: list[tuple[Sequence, BatonError]] = []
-        self._arrivals = self._preemptions = self._recomputed_tokens = 0
-        self._fully_restored = self._partly_recomputed = 0
+        self._arrivals, self._stats = 0, SchedulerStats()
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
@@ -192,11 +190,8 @@ class Scheduler:
 
         A child cannot be aborted before the prompt is computed, when one sequence stands for all children.
         """
-        aborted = [
-            seq
-            for seq in self.sequences_of(request_id)
-            if child is None or (seq.child == child and seq.num_samples == 1)
-        ]
+        seqs = self.sequences_of(request_id)
+        aborted = [seq for seq in seqs if child is None or (seq.child == child and seq.num_samples == 1)]
         for seq in aborted:
             self.finish(seq, FinishReason.ABORT)
         return aborted
@@ -211,10 +206,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence wants to run.
-
-        The next step may still be empty while blocks are leased or pinned elsewhere.
-        """
+        """Whether a sequence wants to run. The next step may be empty while blocks are leased or pinned elsewhere."""
         return any(not seq.paused for seq in (*self._running, *self._waiting))
 
     @property
@@ -224,16 +216,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         running, waiting = tuple(self._running), tuple(self._waiting)
-        return SchedulerStats(
-            running=len(running),
-            waiting=len(waiting),
-            num_preempted=sum(seq.preemptions > 0 and seq.lease is None for seq in waiting),
-            queued_tokens=sum(seq.remaining for seq in (*running, *waiting) if not seq.decoding),
-            preemptions=self._preemptions,
-            recomputed_tokens=self._recomputed_tokens,
-            fully_restored=self._fully_restored,
-            partly_recomputed=self._partly_recomputed,
-        )
+        stats = replace(self._stats, running=len(running), waiting=len(waiting))
+        stats.num_preempted = sum(seq.preemptions > 0 and seq.lease is None for seq in waiting)
+        stats.queued_tokens = sum(seq.remaining for seq in (*running, *waiting) if not seq.decoding)
+        return stats
 
     # -- the plan of a step -------------------------------------------------------------------------------------------
 
@@ -264,15 +250,12 @@ class Scheduler:
         return failed
 
     def draft_candidates(self) -> list[Sequence]:
-        """Returns the running sequences that decode in the next step and have all their tokens on the host.
-
-        Admits sequences that wait with their blocks first.
-        """
+        """Admits what waits with its blocks; returns the sequences that decode next with all tokens on the host."""
         self._admit(new=False)
         return [seq for seq in self._running if seq.decoding and not (seq.paused or seq.launched or seq.pending)]
 
     def reserve_for_drafts(self, seq: Sequence, end: int) -> int:
-        """Grows the lease of a draft candidate to `end` tokens if the pool can spare the blocks.
+        """Grows the lease of a draft candidate towards `end` tokens if the pool can spare the blocks.
 
         Returns the tokens that fit. The next `schedule` releases the blocks that it does not use.
         """
@@ -365,7 +348,7 @@ class Scheduler:
             start, end = seq.start, seq.start + num_new
             assert end <= seq.allocated
             recomputed = max(0, min(end, seq.recompute_until) - start)
-            self._recomputed_tokens += recomputed
+            self._stats.recomputed_tokens += recomputed
             chunks.append(ScheduledSequence(seq, start, num_new, samples=end == seq.length, num_recomputed=recomputed))
         return chunks
 
@@ -410,8 +393,8 @@ class Scheduler:
         else:
             seq.draft_lag = 0
         if seq.preemptions:
-            self._fully_restored += not seq.recomputing
-            self._partly_recomputed += seq.recomputing
+            self._stats.fully_restored += not seq.recomputing
+            self._stats.partly_recomputed += seq.recomputing
         return True
 
     def _start_from(self, seq: Sequence, cached_blocks: int) -> None:
@@ -455,11 +438,8 @@ class Scheduler:
 
     def _blocks_will_be_freed(self) -> bool:
         """Returns whether blocks become available when a step in flight or a copy to the host ends."""
-        return (
-            self._pool.num_deferred() > 0
-            or self._pool.copies_pending()
-            or any(seq.reaches_limit for seq in self._running)
-        )
+        pool = self._pool
+        return pool.num_deferred() > 0 or pool.copies_pending() or any(seq.reaches_limit for seq in self._running)
 
     def _victim(self, seq: Sequence) -> Sequence | None:
         """Returns the last sequence in rank below `seq`, else the last one that is paused or waits for a slot."""
@@ -487,7 +467,7 @@ class Scheduler:
             self._drop_partial_block(seq)
             seq.saved_partial = self._pool.save_partial_block(seq.lease, seq.computed)
         seq.preempt()
-        self._preemptions += 1
+        self._stats.preemptions += 1
         insort(self._waiting, seq, key=_admission_key)
 
     def _drop_partial_block(self, seq: Sequence) -> None:

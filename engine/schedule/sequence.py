@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
@@ -26,22 +28,42 @@ from engine.sampling.constraint import Constraint
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.schedule.drafts import DraftState
+
+class DraftTokens(NamedTuple):
+    """Guesses of the tokens that follow a sequence; each assumes that all guesses before it are right."""
+
+    tokens: tuple[int, ...]
+    probs: Tensor | None = None  # float32 [len(tokens) or more, vocab] that a model drew them from; None without one
+
+
+@dataclass(slots=True)
+class DraftState:
+    """The speculator's state of one sequence between two steps."""
+
+    proposer_state: Any  # Made and read by the proposer
+    accepted: float  # Accepted drafts; older ones have less weight
+    tested: float  # Verified drafts; older ones have less weight
+    probe_at: int = 0  # Number of output tokens from which the sequence drafts again, although drafts did not pay
+    probe_interval: int = 0  # Output tokens between two of these tries
+    waits_left: int = 0  # Empty proposals in a row for which steps still wait
+    hit_rate: float = 1.0  # Share of recent proposals that were not empty
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafts that are right if all drafts before them are right."""
+        return self.accepted / self.tested
 
 
 @dataclass(init=False, repr=False, eq=False, slots=True)
 class Sequence:
     """A request, or one of its n samples from the moment its prompt has been computed.
 
-    A request for n sequences is one sequence until its prompt is computed. The last step of the prompt samples n first
-    tokens from the same logits, and `fork` makes the other children. They share the prompt's blocks and nothing else.
-
-    The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on admission, `computed`. The stepper calls
-    `launch`, `finish_step` and `append`.
+    The last step of the prompt samples n first tokens from the same logits, and `fork` makes the other children. They
+    share the prompt's blocks and nothing else. The scheduler sets `arrival`, `lease`, `preemptions`, `slot` and, on
+    admission, `computed`. The stepper calls `launch`, `finish_step` and `append`.
     """
 
     CHECKS: ClassVar[bool] = False  # Scheduler and stepper call `check` in every step; set by tests
-
     request: ValidRequest
     request_id: str
     priority: int
@@ -49,13 +71,11 @@ class Sequence:
     child: int  # Number among the request's n sequences; the noise of sampling depends on it
     tokens: list[int]  # Prompt and output
     prompt_len: int
-    #: Tokens computed in chunks before the sequence decodes: the prompt; with `hand_off` also the given output.
-    prefill_len: int
+    prefill_len: int  # Tokens computed in chunks before it decodes: the prompt; with `hand_off` also the given output
     hand_off: bool  # It ends after its first token, and another pod continues it
     constraint: Constraint | None  # Follows the tokens of the output; None if any token may come
     paused: bool  # Not scheduled until its reader catches up
     finish_reason: FinishReason | None  # Why the sequence ended; None while it is in the engine
-
     block_size: int
     lease: Lease | None
     slot: int  # Number below the scheduler's max_seqs while the sequence runs, else -1
@@ -64,22 +84,15 @@ class Sequence:
     pending: int  # Sampled tokens that only the device knows
     cached_tokens: int  # Prompt tokens that the prefix cache supplied
     host_tokens: int  # Prompt tokens in `cached_tokens` that came from host memory
-
     preemptions: int
-    #: Position up to which the tokens had KV that was lost in a preemption or with another pod.
-    recompute_until: int
+    recompute_until: int  # Position up to which the tokens had KV that was lost in a preemption or with another pod
     saved_partial: SavedPartialBlock | None  # Copy of its last, partial block in host memory while it is preempted
-
     num_drafted: int  # Drafts in a launched step
     draft_lag: int  # Newest of the computed tokens that have no KV of the draft model
     draft_state: DraftState | None  # State of the speculator; None until the speculator has seen the sequence
-
-    #: First prompt token without a returned log-probability; prompt_len if none is wanted.
-    next_prompt_logprob: int
+    next_prompt_logprob: int  # First prompt token without a returned log-probability; prompt_len if none is wanted
     wants_embedding: bool
-    #: Hidden state of the last prompt token before the LM head; on the device, set with the first token.
-    embedding: Tensor | None
-
+    embedding: Tensor | None  # Hidden state of the last prompt token before the LM head; set with the first token
     _fingerprint: str
     _hasher: BlockHasher
 
@@ -87,26 +100,17 @@ class Sequence:
         self,
         request: ValidRequest,
         *,
-        fingerprint: str,
+        fingerprint: str,  # Fingerprint of the KV layout; the block hashes depend on it
         block_size: int,
-        lease: Lease | None = None,
+        lease: Lease | None = None,  # Blocks with the KV of `computed` tokens, if the KV came from another pod
         computed: int = 0,
-        output: abc.Sequence[int] = (),
+        output: abc.Sequence[int] = (),  # Tokens that a pod has generated before; generation continues after them
         hand_off: bool = False,
         constraint: Constraint | None = None,
-        wants_embedding: bool = False,
+        wants_embedding: bool = False,  # The request asks for `embedding`
         child: int = 0,
-        hashes: abc.Sequence[bytes] = (),
+        hashes: abc.Sequence[bytes] = (),  # Hashes of lead blocks, if the caller has computed them
     ) -> None:
-        """Makes a sequence.
-
-        Args:
-            fingerprint: Fingerprint of the KV layout; the block hashes depend on it.
-            lease: Blocks with the KV of `computed` tokens, if the KV came from another pod.
-            output: Tokens that this pod or another has generated before; generation continues after them.
-            wants_embedding: The request asks for `embedding`.
-            hashes: Hashes of lead blocks, if the caller has computed them.
-        """
         assert computed == 0 or lease is not None
         self.request, self.request_id, self.priority = request, request.request_id, request.priority
         self.child, self.hand_off, self.constraint = child, hand_off, constraint
@@ -151,10 +155,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether its next step is one token.
-
-        Then all tokens but the newest have KV or are being computed, and the newest is an output.
-        """
+        """Whether its next step is one token: all tokens but the newest, which is an output, are in launched steps."""
         start = self.computed + self.launched
         return start >= self.prefill_len and start == len(self.tokens) + self.pending - 1
 
@@ -194,9 +195,7 @@ class Sequence:
         return self.computed < self.recompute_until
 
     def launch(self, num_new: int, *, sample: bool, drafts: int = 0) -> None:
-        """Records the launch of a step that computes num_new tokens from `start` on.
-
-        With `sample` it samples the next one.
+        """Records the launch of a step that computes num_new tokens from `start` on; with `sample` it samples the next.
 
         The last `drafts` of the tokens are drafts; no further step is launched while there are any.
         """
@@ -278,3 +277,35 @@ class Sequence:
         elif not self.lease.finished:
             assert self.start + self.num_drafted <= self.allocated, "launched steps write to blocks of the lease"
             assert self.lease.num_published * self.block_size <= self.complete_len, "published blocks have their KV"
+
+
+class BlockTables:
+    """One row of block numbers for each slot; a row is updated from the lease when it is read.
+
+    Only new blocks are copied, unless the slot has another lease or the lease has replaced blocks. Blocks behind the
+    sequence's tokens were for drafts and may have been exchanged, so these are copied each time.
+    """
+
+    def __init__(self, slots: int, width: int) -> None:
+        self.blocks = np.zeros((slots, width), dtype=np.int32)  # int32 [slots, width]
+        #: Lead entries of each row that are equal on the device. `row` lowers it, the copies to the device raise it.
+        self.num_on_device = np.zeros(slots, dtype=np.int64)
+        self._leases: list[Lease | None] = [None] * slots
+        self._num_replaced = [0] * slots
+        self._num_current = [0] * slots  # Lead entries of each row that are up to date while the lease is the same
+
+    def row(self, seq: Sequence) -> np.ndarray:
+        """Returns the blocks of a running sequence's lease, int32."""
+        slot, lease = seq.slot, seq.lease
+        assert lease is not None
+        count = len(lease.blocks)
+        row: np.ndarray = self.blocks[slot]
+        if self._leases[slot] is not lease or self._num_replaced[slot] != lease.num_replaced:
+            row[:count] = lease.blocks
+            self._leases[slot], self._num_replaced[slot] = lease, lease.num_replaced
+            self.num_on_device[slot] = 0
+        elif count > self._num_current[slot]:
+            row[self._num_current[slot] : count] = lease.blocks[self._num_current[slot] :]
+            self.num_on_device[slot] = min(self.num_on_device[slot], self._num_current[slot])
+        self._num_current[slot] = min(count, -(-seq.length // seq.block_size))
+        return row[:count]

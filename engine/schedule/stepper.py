@@ -28,20 +28,14 @@ from typing import Generic, Protocol, TypeVar
 from common.errors import BatonError, InternalError
 from common.types import FinishReason, PromptLogprobs, Token
 from engine.kv.blocks import BlockPool, Lease, StepFence
-from engine.schedule.drafts import DraftTokens
 from engine.schedule.outputs import EngineCounters, Inbox, OnStep, SequenceOutput, StepResult
 from engine.schedule.scheduler import NO_DRAFTS, ScheduledSequence, Scheduler
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import DraftTokens, Sequence
 
 log = logging.getLogger(__name__)
-
-#: A step is launched this long before the device is free, beside the time of the launch.
-LAUNCH_LEAD_S = 0.001
-#: Between two looks at the device.
-POLL_S = 0.0003
-#: The stepper keeps the times of this many steps.
-TIMED_STEPS = 8
-
+LAUNCH_LEAD_S = 0.001  # A step is launched this long before the device is free, beside the time of the launch
+POLL_S = 0.0003  # Between two looks at the device
+TIMED_STEPS = 8  # The stepper keeps the times of this many steps
 L = TypeVar("L")
 
 
@@ -50,15 +44,12 @@ class RunnerOutput:
     """The runner's output for one scheduled sequence."""
 
     finite: bool  # The logits have no NaN and no infinity
-    #: The sampled token, and one more for each accepted draft; empty if none was to be sampled.
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[Token, ...] = ()  # The sampled token, if there is one, and one more for each accepted draft
     prompt_logprobs: PromptLogprobs | None = None  # Log-probabilities of prompt tokens, if wanted
-    #: The first tokens of the other children; set with the first token of a request.
-    child_tokens: tuple[Token, ...] = ()
+    child_tokens: tuple[Token, ...] = ()  # First tokens of the other children; set with the first token of a request
 
 
-#: The runner calls it now and then during a long launch.
-LaunchCallback = Callable[[], None]
+LaunchCallback = Callable[[], None]  # The runner calls it now and then during a long launch
 
 
 class StepRunner(Protocol[L]):
@@ -72,10 +63,7 @@ class StepRunner(Protocol[L]):
         """
 
     def sample_deferred(self, launched: L, /) -> L:
-        """Ends the launch of a step after the step before it has been collected.
-
-        Before that, the tokens that the constraints of the sequences allow are unknown.
-        """
+        """Ends the launch of a step once the step before it is collected: the masks of constraints are known then."""
 
     def is_done(self, launched: L, /) -> bool:
         """Returns whether `collect` would return without waiting."""
@@ -129,18 +117,11 @@ class Stepper(Generic[L]):
         pool: BlockPool,
         runner: StepRunner[L],
         *,
-        max_model_len: int,
+        max_model_len: int,  # A sequence ends at this length, also if its max_tokens allows more
         overlap: bool,
-        speculator: StepSpeculator | None = None,
-        draft_model_lags: bool = False,
+        speculator: StepSpeculator | None = None,  # Proposes drafts; None for no drafts
+        draft_model_lags: bool = False,  # Steps without drafts compute no KV of the draft model for the decodes
     ) -> None:
-        """Makes a stepper.
-
-        Args:
-            max_model_len: A sequence ends at this length, also if its max_tokens allows more.
-            speculator: Proposes drafts; None for no drafts.
-            draft_model_lags: Steps in which a sequence decodes without drafts compute no KV of the draft model.
-        """
         self.counters = EngineCounters()
         self.speculator = speculator
         self._scheduler, self._pool, self._runner = scheduler, pool, runner
@@ -187,10 +168,7 @@ class Stepper(Generic[L]):
     # -- launch -------------------------------------------------------------------------------------------------------
 
     def _launch(self, current: InFlightStep[L] | None = None, on_step: OnStep | None = None) -> InFlightStep[L] | None:
-        """Plans and launches a step; None if nothing can run. Errors are kept and reported as the result of the step.
-
-        `current` is the step on the device; drafts are only proposed without one.
-        """
+        """Plans and launches a step after `current`, if any; None if nothing can run. Errors are the step's result."""
         began = time.perf_counter()
         scheduled: list[ScheduledSequence] = []
         failed: list[SequenceOutput] = []
@@ -231,10 +209,7 @@ class Stepper(Generic[L]):
     def _launch_ahead(
         self, current: InFlightStep[L], on_step: OnStep | None, inbox: Inbox | None
     ) -> InFlightStep[L] | None:
-        """Launches the step after `current`, with an inbox as late as possible and with all that arrives until then.
-
-        Returns None if there is nothing to launch until `current` has ended.
-        """
+        """Launches the step after `current`, with an inbox as late as possible; None if nothing can run until then."""
         if inbox is None:
             return self._launch(current, on_step)
         self._in_flight = current  # `has_work` may be asked meanwhile
@@ -337,10 +312,7 @@ class Stepper(Generic[L]):
                     output.seq.lease.finish("handed off" if output.finish_reason is None else str(output.finish_reason))
 
     def _apply_output(self, entry: ScheduledSequence, result: RunnerOutput | InternalError) -> list[SequenceOutput]:
-        """Advances one sequence by the step's result, and starts the other children if it has their first tokens.
-
-        An error ends this request only.
-        """
+        """Advances a sequence, and starts the children that have first tokens. An error ends this request only."""
         seq = entry.seq
         if isinstance(result, InternalError):
             # The KV that this step wrote is unreliable, so none of it is published.
@@ -361,8 +333,8 @@ class Stepper(Generic[L]):
             return [self._fail(child, error) for child in dict.fromkeys(failed)]
 
     def _advance_sequence(self, entry: ScheduledSequence, result: RunnerOutput) -> SequenceOutput:
-        seq = entry.seq
-        seq.finish_step(entry.num_new, sample=entry.samples, drafts=len(entry.drafts))
+        seq, num_drafts = entry.seq, len(entry.drafts)
+        seq.finish_step(entry.num_new, sample=entry.samples, drafts=num_drafts)
         seq.draft_lag += self._draft_model_lags and entry.is_decode and not entry.drafts
         finish: FinishReason | None = None
         num_tokens = 0
@@ -384,18 +356,9 @@ class Stepper(Generic[L]):
             if seq.finish_reason is None and seq.lease is not None and blocks < len(seq.lease.blocks):
                 seq.lease.trim(blocks)  # only rejected drafts needed the others
             if self.speculator is not None:
-                self.speculator.on_verified(seq, len(entry.drafts), accepted)
-        return SequenceOutput(
-            seq,
-            seq.computed,
-            entry.start < seq.prefill_len,
-            result.tokens[:num_tokens],
-            finish,
-            handed_off,
-            num_drafts=len(entry.drafts),
-            num_accepted=accepted,
-            prompt_logprobs=logprobs,
-        )
+                self.speculator.on_verified(seq, num_drafts, accepted)
+        chunk_done, tokens = entry.start < seq.prefill_len, result.tokens[:num_tokens]
+        return SequenceOutput(seq, seq.computed, chunk_done, tokens, finish, handed_off, num_drafts, accepted, logprobs)
 
     def _start_child(self, seq: Sequence, child: Sequence, token: Token) -> SequenceOutput:
         """Starts another child of a request with its first token; `seq` is the child that computed the prompt."""

@@ -1,15 +1,12 @@
 """Decode steps in static buffers: from the last sampled tokens to the next ones in one launch of a CUDA graph.
 
 `stage` copies a few numbers for each row to the device. `run` computes the inputs, all layers, the LM head, sampling,
-and writes the sampled tokens to `last_tokens`, where the next step reads them. `capture` records `run` once for each
-batch bucket and query length, and `run` replays from then on. A step with fewer rows than its bucket is padded with
-rows that have no tokens.
+and writes the sampled tokens to `last_tokens`, where the next step reads them, maybe before the host knows the results.
+`capture` records `run` once for each batch bucket and query length. A step with fewer rows than its bucket is padded
+with rows that have no tokens.
 
 Query length 1 is a plain decode step. The other query length, 1 + max_seq_drafts, is for rows with drafts: the step
 samples after every token of a row as if all drafts before it were right, and the samples after accepted drafts count.
-
-Everything goes to the current stream, so a step may be staged and run before the host knows the results of the one
-before.
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention, Trit
 from engine.cuda_graphs import CudaGraphs, unowned_view
 from engine.device import pinned_copy, upload
 from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, decode_inputs, packed_width
-from engine.kv.block_tables import BlockTables
-from engine.kv.layer_kv import LayerKV
+from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext, Model
 from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import BlockTables
 from engine.speculation.acceptance import accepted_mask
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
 
@@ -40,14 +37,7 @@ def batch_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 class DecodeStep:
-    """Steps in which every sequence decodes.
-
-    Args:
-        last_tokens: int64 [slots + 1], the token that was sampled last in each slot; shared with all other steps.
-        max_rows: Most sequences of a step.
-        max_drafts: Most drafts of a step. It bounds the number of sequences of a step with drafts.
-        draft_model: The layers of an EAGLE head are part of every step, the layers of a draft model that lags are not.
-    """
+    """Steps in which every sequence decodes."""
 
     def __init__(
         self,
@@ -56,12 +46,12 @@ class DecodeStep:
         backend: TritonAttention,
         sampler: DeviceSampler,
         tables: BlockTables,
-        last_tokens: Tensor,
+        last_tokens: Tensor,  # int64 [slots + 1], the token sampled last in each slot; shared with all other steps
         *,
-        max_rows: int,
+        max_rows: int,  # Most sequences of a step
         max_seq_drafts: int = 0,
-        max_drafts: int = 0,
-        draft_model: DraftModel | None = None,
+        max_drafts: int = 0,  # Most drafts of a step. It bounds the number of sequences of a step with drafts
+        draft_model: DraftModel | None = None,  # Layers of an EAGLE head are in every step, those of others in none
     ) -> None:
         assert 0 <= max_seq_drafts < DECODE_TOKENS
         assert max_seq_drafts <= max_drafts
@@ -75,11 +65,8 @@ class DecodeStep:
         self._buckets = {1: buckets}
         if max_seq_drafts:
             self._buckets[self._max_query] = tuple(rows for rows in buckets if rows * max_seq_drafts <= max_drafts)
-        self.shapes = sorted(
-            ((rows, query) for query, sizes in self._buckets.items() for rows in sizes),
-            key=lambda shape: (shape[0] * shape[1], shape),
-            reverse=True,
-        )
+        shapes = [(rows, query) for query, sizes in self._buckets.items() for rows in sizes]
+        self.shapes = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)
         most_tokens = max(rows * query for rows, query in self.shapes)
         # One line more than slots: the padding rows have a slot of their own, in the sampler too.
         table_shape = (sampler.pad_slot + 1, tables.blocks.shape[1])
@@ -96,10 +83,7 @@ class DecodeStep:
         return self._buckets[self._max_query]
 
     def fits(self, scheduled: Sequence[ScheduledSequence]) -> bool:
-        """Returns whether the step can run here.
-
-        Every sequence must have one new token beside its drafts and sample after each token.
-        """
+        """Returns whether the step fits: each sequence has one token beside its drafts and samples after each token."""
         query = self._query(scheduled)
         return (
             query in self._buckets
@@ -224,14 +208,9 @@ def _token(tokens: Sequence[int], index: int) -> int:
 
 
 def _describe(shape: tuple[int, int]) -> str:
-    rows, query = shape
-    return f"{rows} rows of {query} tokens"
+    return f"{shape[0]} rows of {shape[1]} tokens"
 
 
 def _without_ownership(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the output without ownership of the graph's memory.
-
-    The results are in a buffer of DecodeStep, not of the graph.
-    """
-    results, logits = output
-    return results, unowned_view(logits)
+    """Returns the output without ownership of the graph's memory; the results are in a buffer of DecodeStep."""
+    return output[0], unowned_view(output[1])

@@ -29,12 +29,9 @@ from engine.kv.kv_pool import KVPool
 from engine.models.base import ForwardContext, Model
 from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel, state_links_of
 
-#: Numbers of tokens of the captured small steps.
-TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-#: Most rows of a step, and most tokens with requested hidden states.
-MAX_ROWS = 8
-#: New tokens x keys of a step; above it the dense kernels save more time than the launches take.
-MAX_SCORES = 2 << 20
+TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # Tokens of captured small steps
+MAX_ROWS = 8  # Most rows of a step, and most tokens with requested hidden states
+MAX_SCORES = 2 << 20  # New tokens x keys of a step; above it the dense kernels save more time than the launches take
 
 
 class PromptBucket(NamedTuple):
@@ -52,13 +49,7 @@ class PromptBucket(NamedTuple):
 
 
 class PromptStep:
-    """The layers of steps with prompt tokens.
-
-    Args:
-        draft_model: A draft model, whose layers are computed in the same graph.
-        chunk_graphs: Cached and new tokens of the chunks to capture. Chunks without a cuDNN plan are left out; with a
-            draft model all chunks are.
-    """
+    """The layers of steps with prompt tokens."""
 
     def __init__(
         self,
@@ -68,32 +59,24 @@ class PromptStep:
         *,
         max_step_tokens: int,
         max_blocks: int,
-        draft_model: DraftModel | None = None,
-        chunk_graphs: Sequence[tuple[int, int]] = (),
+        draft_model: DraftModel | None = None,  # A draft model, whose layers are computed in the same graph
+        chunk_graphs: Sequence[tuple[int, int]] = (),  # Cached and new tokens; those without a cuDNN plan are left out
     ) -> None:
         self._target, self._kv, self._draft = TargetModel(model, kv.layers(), backend), kv, draft_model
         self._backend, self._block_size, self._device = backend, kv.layout.block_size, kv.data.device
         self._sizes = tuple(sorted({min(size, max_step_tokens) for size in TOKEN_BUCKETS}))
-        self._chunks = {
-            PromptBucket(new, start)
-            for start, new in chunk_graphs
-            if draft_model is None and backend.has_cudnn_plan(start, new)
-        }
+        chunks = chunk_graphs if draft_model is None else ()
+        self._chunks = {PromptBucket(new, start) for start, new in chunks if backend.has_cudnn_plan(start, new)}
         self.shapes = tuple(sorted((*map(PromptBucket, self._sizes), *self._chunks), reverse=True))
         max_tokens = self.shapes[0].tokens
-        self._tokens, self._positions, self._rows = (
-            self._zeros(max_tokens),
-            self._zeros(max_tokens),
-            self._zeros(MAX_ROWS),
-        )
+        self._tokens, self._positions = self._zeros(max_tokens), self._zeros(max_tokens)
+        self._rows = self._zeros(MAX_ROWS)
         self._slots = self._zeros(max_tokens, dtype=torch.int32)
         self._cu_q = self._zeros(MAX_ROWS + 1, dtype=torch.int32)
         self._seq_lens = self._zeros(MAX_ROWS, dtype=torch.int32)
         self._tables = self._zeros(MAX_ROWS, max_blocks, dtype=torch.int32)
-        #: The slots that a draft model that lags writes to.
-        self._draft_slots = self._zeros(max_tokens, dtype=torch.int32)
-        #: The states that an EAGLE head continues from.
-        self._state_links = StateLinks(self._zeros(MAX_ROWS), self._zeros(MAX_ROWS))
+        self._draft_slots = self._zeros(max_tokens, dtype=torch.int32)  # Written to by a draft model that lags
+        self._state_links = StateLinks(self._zeros(MAX_ROWS), self._zeros(MAX_ROWS))  # An EAGLE head continues from it
         self._graphs = CudaGraphs("prompt", self._device, self._compute, keep=_without_ownership, describe=str)
 
     def fits(self, shape: StepShape, rows: int) -> bool:
@@ -114,12 +97,8 @@ class PromptStep:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns hidden states of the tokens `rows`, and states of all tokens for an EAGLE head, if there is one.
 
-        The next step overwrites both.
-
-        Args:
-            tokens, positions: int64 [T]
-            rows: int64 [R], indices of tokens.
-            prompts: Rows of the step that do not decode.
+        The next step overwrites both. Tokens and positions are int64 [T], `rows` is int64 [R]. `prompts` are the
+        rows of the step that do not decode.
         """
         count, num_rows = len(tokens), len(shape.num_new)
         bucket = self._bucket(shape, len(rows))
@@ -158,10 +137,8 @@ class PromptStep:
         self._rows[len(rows) :].zero_()  # an index of a larger step may lie beyond this step's end
         if self._draft is not None and not self._draft.lags:
             links = state_links_of(shape, self._kv)
-            for buffer, values in (
-                (self._state_links.firsts, links.firsts),
-                (self._state_links.blocks_before, links.blocks_before),
-            ):
+            buffers = self._state_links
+            for buffer, values in (buffers.firsts, links.firsts), (buffers.blocks_before, links.blocks_before):
                 buffer[:num_rows].copy_(values)
                 buffer[num_rows:].copy_(values[:1].expand(MAX_ROWS - num_rows))  # padding repeats the first row
         hidden, states = self._graphs.run(bucket)

@@ -4,9 +4,8 @@
     host    ------|---------------|---------------|----------------|---------------|------->
     device        [== step 1 ================][== step 2 =================][== step 3 ====
 
-`launch` queues a whole step and returns. `collect` waits for it and brings the results to the host. In between, the
-sampled tokens exist on the device only: the next step reads them from `last_tokens`. Steps run in launch order. On a
-CPU `launch` computes.
+`launch` queues a whole step and returns (on a CPU it computes); `collect` waits for it. In between, the sampled tokens
+exist on the device only: the next step reads them from `last_tokens`. Steps run in launch order.
 
 A sequence with a constraint may need a mask that depends on a token which only the device knows. Its token is sampled
 without the mask at launch. `sample_deferred` samples it again from the same logits once the step before has been
@@ -25,40 +24,27 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, StepShape
 from engine.attention.triton_backend import TritonAttention
 from engine.device import upload
-from engine.kv.block_tables import BlockTables
 from engine.kv.kv_pool import KVPool
 from engine.models.base import ForwardContext, LayerHook, Model
 from engine.sampling.sampler import token_logprobs
 from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import BlockTables
 from engine.schedule.stepper import LaunchCallback, RunnerOutput
-from engine.speculation.draft_graphs import DraftGraphs
-from engine.speculation.draft_loop import DraftLoop
-from engine.speculation.draft_model import (
-    DraftModel,
-    EagleDraftModel,
-    TargetModel,
-    state_links_of,
-    store_step_states,
-)
-from engine.step.inputs import StepInputs, prepare_inputs, token_positions
-from engine.step.launched_step import LaunchedStep
+from engine.speculation.draft_loop import DraftGraphs, DraftLoop
+from engine.speculation.draft_model import DraftModel, EagleDraftModel, TargetModel, state_links_of, store_step_states
 from engine.step.step_sampler import StepSampler, mask_unknown
-from engine.step.warm_up import StepRows
+from engine.step.step_tensors import LaunchedStep, StepInputs, StepRows, prepare_inputs, token_positions
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
     from engine.step.decode_step import DecodeStep
     from engine.step.prompt_step import PromptStep
 
-#: Most prompt tokens with logits in memory at one time.
-LOGPROB_CHUNK = 64
+LOGPROB_CHUNK = 64  # Most prompt tokens with logits in memory at one time
 
 
 class ModelRunner:
-    """Runs steps of one model over one KV pool. Implements `StepRunner`.
-
-    It writes KV only to blocks of the leases of the scheduled sequences.
-    """
+    """Implements `StepRunner` for one model over one KV pool. Writes only to blocks of the scheduled sequences."""
 
     def __init__(
         self,
@@ -66,39 +52,25 @@ class ModelRunner:
         kv: KVPool,
         backend: AttentionBackend[Any],
         *,
-        max_seqs: int,
-        max_blocks: int,
+        max_seqs: int,  # Number of slots of the scheduler
+        max_blocks: int,  # Most blocks of a lease
         max_step_tokens: int,
-        sampler: DeviceSampler | None = None,
-        use_cuda_graphs: bool = False,
-        max_seq_drafts: int = 0,
+        sampler: DeviceSampler | None = None,  # Samples on the device; None for sampling with torch
+        use_cuda_graphs: bool = False,  # Make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend
+        max_seq_drafts: int = 0,  # Most drafts of a sequence; `max_drafts` of a step
         max_drafts: int = 0,
-        rejection: bool = False,
-        draft_model: DraftModel | None = None,
-        chunk_graphs: Sequence[tuple[int, int]] = (),
+        rejection: bool = False,  # Accept drafts by rejection sampling
+        draft_model: DraftModel | None = None,  # A draft model with its KV in the same pool
+        chunk_graphs: Sequence[tuple[int, int]] = (),  # Cached and new tokens of the chunks to capture
     ) -> None:
-        """Makes the steps and buffers.
-
-        Args:
-            max_seqs: Number of slots of the scheduler.
-            max_blocks: Most blocks of a lease.
-            sampler: Samples on the device; None for sampling with torch.
-            use_cuda_graphs: Make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend.
-            max_seq_drafts: Most drafts of a sequence; `max_drafts` of a step.
-            rejection: Accept drafts by rejection sampling.
-            draft_model: A draft model with its KV in the same pool.
-            chunk_graphs: Cached and new tokens of the chunks to capture.
-        """
         self._model, self._kv, self._backend = model, kv, backend
-        self._cache = kv.layers()
-        self._device = kv.data.device
+        self._cache, self._device = kv.layers(), kv.data.device
         self._tables = BlockTables(max_seqs, max_blocks)
         self._last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self._device)
         self._sampling = StepSampler(
             sampler, self._last_tokens, slots=max_seqs, max_seq_drafts=max_seq_drafts, rejection=rejection
         )
-        #: Bucket of the last launched step, if that was a DecodeStep.
-        self._last_bucket: tuple[int, int] | None = None
+        self._last_bucket: tuple[int, int] | None = None  # Bucket of the last launched step, if that was a DecodeStep
         self._max_seq_drafts, self._draft = max_seq_drafts, draft_model
         self._target_model = TargetModel(model, self._cache, backend)
         self.decode_step: DecodeStep | None = None
@@ -159,15 +131,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None = None) -> LaunchedStep:
-        """Queues the forward pass and the sampling of a step. See StepRunner.launch.
-
-        A step takes one of three paths:
+        """Queues the forward pass and the sampling of a step, on one of three paths. See StepRunner.launch.
 
         - all sequences decode: `DecodeStep`, one CUDA graph for layers and sampling;
         - few prompt tokens, or a chunk of a captured length: `PromptStep`, one CUDA graph for the layers;
         - anything else: layer by layer, with tensors of the step's own size.
-
-        The layers of a draft model are computed in the same step (engine/speculation/draft_model.py).
         """
         self._sampling.stage([entry.seq for entry in scheduled if entry.samples])
         self._kv.copy([entry.block_copy for entry in scheduled if entry.block_copy is not None])
@@ -183,10 +151,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_deferred(self, step: LaunchedStep) -> LaunchedStep:
-        """Samples the unmasked tokens of a step under their masks, and sends all results to the host.
-
-        Called once the steps before it are collected. Does nothing if the results are sent already, as in most steps.
-        """
+        """Samples unmasked tokens under their masks, and sends the results to the host if they are not sent yet."""
         if step.logits is not None:
             if step.unmasked:
                 self._sampling.resample(step)
@@ -195,18 +160,15 @@ class ModelRunner:
         return step
 
     def is_done(self, step: LaunchedStep) -> bool:
-        """Returns whether `collect` would return without waiting."""
         return step.copy_event is None or bool(step.copy_event.query())  # type: ignore[no-untyped-call]
 
     def collect(self, step: LaunchedStep) -> list[RunnerOutput]:
-        """Returns the output of each scheduled sequence, in order. Waits for the device."""
         return step.collect()
 
     def time_replay(self, count: int) -> float | None:
-        """Returns seconds of the last launched step when its graph is replayed `count` times back to back.
+        """Returns seconds of the last step, replayed `count` times; None if it was not a `DecodeStep` on a GPU.
 
-        None if that step was not a `DecodeStep` on a GPU. For measurements only: the replays overwrite KV and sampling
-        state of the step's sequences.
+        For measurements only: the replays overwrite KV and sampling state of the step's sequences.
         """
         if self._last_bucket is None or self.decode_step is None or self._device.type != "cuda":
             return None
@@ -247,9 +209,8 @@ class ModelRunner:
     def _warm_up_shape(self, rows: StepRows, block: int) -> StepShape:
         size = self._kv.layout.block_size
         starts, num_new = zip(*rows, strict=True)
-        return StepShape(
-            starts, num_new, [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
-        )
+        blocks = [np.full(-(-(start + new) // size), block, dtype=np.int32) for start, new in rows]
+        return StepShape(starts, num_new, blocks)
 
     def _is_plain(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """Returns whether no sequence needs what `DecodeStep` cannot do."""
@@ -318,14 +279,13 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layers; calls `on_layer` before each one.
 
-        Returns hidden states of the tokens `rows` (None for all), and states of all tokens for an EAGLE head, if there
-        is one.
+        Returns hidden states of the tokens `rows` (None for all), and states of all tokens for an EAGLE head.
         """
         metadata = self._backend.prepare(shape)
         if self._draft is None or self._draft.lags:
             hook: LayerHook | None = None if on_layer is None else lambda _layer, _stream: on_layer()
-            context = ForwardContext(self._cache, self._backend, metadata)
-            return self._model.forward(ids, positions, context, rows, layer_hook=hook), None
+            context = ForwardContext(self._cache, self._backend, metadata, hook)
+            return self._model.forward(ids, positions, context, rows), None
         links = state_links_of(shape, self._kv)
         return self._draft.forward_with_target(self._target_model, ids, positions, metadata, rows=rows, links=links)
 
@@ -335,9 +295,8 @@ class ModelRunner:
             return
         if len(rows) < len(shape.num_new):
             ends = np.cumsum(shape.num_new)
-            (indices,) = upload(
-                [np.concatenate([np.arange(ends[r] - shape.num_new[r], ends[r]) for r in rows])], self._device
-            )
+            tokens = [np.arange(ends[r] - shape.num_new[r], ends[r]) for r in rows]
+            (indices,) = upload([np.concatenate(tokens)], self._device)
             ids, positions = ids.index_select(0, indices), positions.index_select(0, indices)
             shape = StepShape(
                 [shape.starts[r] for r in rows], [shape.num_new[r] for r in rows], [shape.blocks[r] for r in rows]

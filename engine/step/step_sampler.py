@@ -1,8 +1,7 @@
 """Sampling of a step: from logits to tokens, with each sequence's parameters, noise, masks and drafts.
 
-On a GPU `DeviceSampler` keeps the sampling state of a running sequence in the sequence's slot, from `stage` on. On a
-CPU, and for rejection sampling, torch samples and keeps no state. Both write the sampled token to `last_tokens`, where
-the next step reads it before the host has seen it.
+On a GPU `DeviceSampler` keeps the sampling state of a running sequence in its slot, from `stage` on. On a CPU, and for
+rejection sampling, torch samples and keeps no state. Both write the sampled token to `last_tokens` for the next step.
 """
 
 from __future__ import annotations
@@ -17,27 +16,24 @@ from torch import Tensor
 from engine.device import upload
 from engine.kv.blocks import Lease
 from engine.sampling.sampler import Sampled, SampleRow, sample, token_logprobs
-from engine.schedule.drafts import DraftTokens
 from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import DraftTokens
 from engine.schedule.sequence import Sequence as EngineSequence
-from engine.speculation.rejection import rejection_sample
-from engine.step.launched_step import LaunchedStep, Logprobs
+from engine.speculation.acceptance import rejection_sample
+from engine.step.step_tensors import LaunchedStep, Logprobs
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
-#: Most alternatives that SamplingParams allows.
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # Most alternatives that SamplingParams allows
 
 
 class StepSampler:
-    """Samples the tokens of all steps of a runner.
+    """Samples the tokens of all steps of a runner; without `sampler` in torch, which waits for the device.
 
-    Args:
-        sampler: Samples on the device; None for sampling with torch, which waits for the device.
-        last_tokens: int64 [slots + 1], the token that was sampled last in each slot.
-        rejection: Accept drafts by rejection sampling, in torch. On a GPU this holds only for drafts with
-            probabilities: for other drafts coupled acceptance has the same distribution.
+    `last_tokens`, int64 [slots + 1], has the token that was sampled last in each slot. With `rejection` drafts are
+    accepted by rejection sampling, in torch. On a GPU this holds only for drafts with probabilities: for other drafts
+    coupled acceptance has the same distribution.
     """
 
     def __init__(
@@ -46,13 +42,11 @@ class StepSampler:
         self._sampler, self._last_tokens = sampler, last_tokens
         self._max_seq_drafts, self._rejection = max_seq_drafts, rejection
         self._device = last_tokens.device
-        #: Lease of the sequence with its state in each slot of the device sampler.
-        self._staged: list[Lease | None] = [None] * slots
+        self._staged: list[Lease | None] = [None] * slots  # Lease of the sequence with its state in each slot
 
     def stage(self, seqs: Sequence[EngineSequence]) -> None:
         """Stages the sampling state of the sequences that sample for the first time with their lease."""
-        sampler = self._sampler
-        if sampler is None:
+        if (sampler := self._sampler) is None:
             return
         for seq in seqs:
             if self._staged[seq.slot] is not seq.lease:
@@ -69,19 +63,12 @@ class StepSampler:
     def sample(
         self,
         scheduled: Sequence[ScheduledSequence],
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        previous: Tensor | None,
+        logits: Tensor,  # Float32 [R, vocab], `1 + drafts` rows of each sequence
+        slots: Tensor,  # Int64 [R], the slot of the sequence of each row
+        positions: Tensor,  # Int64 [R], the position of the token that is sampled
+        previous: Tensor | None,  # Int64 [R], the token before the sampled one; None if no sequence has drafts
     ) -> Sampled:
-        """Samples all results of these sequences. A mask applies to a sequence with no token in flight.
-
-        Args:
-            logits: float32 [R, vocab], `1 + drafts` rows of each sequence.
-            slots: int64 [R], the slot of the sequence of each row.
-            positions: int64 [R], the position of the token that is sampled.
-            previous: int64 [R], the token before the sampled one; None if no sequence has drafts.
-        """
+        """Samples all results of these sequences. A mask applies to a sequence with no token in flight."""
         if self._sampler is None or self.uses_rejection(scheduled):
             return self._sample_with_torch(scheduled, logits, slots)
         allowed = self._allowed(scheduled)
@@ -100,7 +87,7 @@ class StepSampler:
             tokens = seq.tokens if len(seq.tokens) == num_tokens else [*seq.tokens, int(self._last_tokens[seq.slot])]
             masks = _masks(entry) if seq.constraint is not None and not seq.pending else None
             for num_taken in range(1 + len(entry.drafts)):
-                rows.append(_row(entry, tokens, entry.drafts[:num_taken], None if masks is None else masks[num_taken]))
+                rows.append(_row(seq, tokens, entry.drafts[:num_taken], None if masks is None else masks[num_taken]))
         if self.uses_rejection(scheduled):
             drafts = [DraftTokens(entry.drafts, entry.draft_probs) for entry in scheduled]
             sampled = rejection_sample(logits, rows, drafts)
@@ -116,25 +103,21 @@ class StepSampler:
 
     def _sample_drafts(
         self,
-        entry_slots: Sequence[int],
-        num_results: np.ndarray,
+        entry_slots: Sequence[int],  # The slot of each sequence
+        num_results: np.ndarray,  # The number of rows of each sequence
         logits: Tensor,
         slots: Tensor,
         positions: Tensor,
         previous: Tensor,
         allowed: Tensor | None = None,
     ) -> Sampled:
-        """Samples after the known token and after each draft of each sequence, and accepts drafts; see `sample`.
-
-        `entry_slots` and `num_results` are the slot and the number of rows of each sequence.
-        """
+        """Samples after the known token and each draft of each sequence, and accepts drafts; see `sample`."""
         sampler = self._sampler
         assert sampler is not None
         ends = np.cumsum(num_results)
         offsets = np.arange(ends[-1]) - np.repeat(ends - num_results, num_results)
-        device_offsets, cu_q, row_slots = upload(
-            [offsets, np.concatenate([[0], ends]), np.array(entry_slots)], self._device
-        )
+        arrays = [offsets, np.concatenate([[0], ends]), np.array(entry_slots)]
+        device_offsets, cu_q, row_slots = upload(arrays, self._device)
         sampled = sampler.sample(logits, slots, positions, allowed, drafts=(previous, device_offsets))
         sampler.accept_drafts(*sampled, previous, cu_q, row_slots, self._last_tokens, query=1 + self._max_seq_drafts)
         return sampled
@@ -158,13 +141,7 @@ class StepSampler:
         return allowed.index_copy_(0, index.long(), device_words)
 
     def warm_up(self, num_results: np.ndarray, logits: Tensor, positions: np.ndarray) -> None:
-        """Runs `sample` and computes log-probabilities in the padding slot. Does nothing if torch samples.
-
-        Args:
-            num_results: Number of rows of each sequence.
-            logits: float32 [R, vocab]
-            positions: int64 [R], host: the position of each row.
-        """
+        """Runs `sample` and log-probabilities in the padding slot, with `num_results` rows of each sequence."""
         if self._sampler is None:
             return
         pad = [self._sampler.pad_slot] * len(num_results)
@@ -196,7 +173,7 @@ class StepSampler:
         )
         logits = step.logits.index_select(0, logit_rows)
         if self._sampler is None:
-            sampled = sample(logits, [_row(e, e.seq.tokens, (), m) for e, m in zip(scheduled, masks, strict=True)])
+            sampled = sample(logits, [_row(e.seq, e.seq.tokens, (), m) for e, m in zip(scheduled, masks, strict=True)])
         else:
             self._sampler.uncount_tokens(slots, step.results.index_select(0, indices))
             (allowed,) = upload([masks], self._device)
@@ -215,10 +192,8 @@ class StepSampler:
                 continue
             assert step.logits is not None
             mask = None if seq.constraint is None else _masks(entry)[0]
-            rows = [
-                SampleRow(params, seq.tokens, seq.prompt_len, child, allowed_mask=mask)
-                for child in range(1, seq.num_samples)
-            ]
+            children = range(1, seq.num_samples)
+            rows = [SampleRow(params, seq.tokens, seq.prompt_len, child, allowed_mask=mask) for child in children]
             row = int(step.logit_rows[step.first_results()[index]])
             logits = step.logits[row : row + 1]
             same = logits.expand(len(rows), -1)
@@ -252,8 +227,5 @@ def _masks(entry: ScheduledSequence) -> np.ndarray:
     return np.concatenate([masks, np.zeros((missing, masks.shape[1]), dtype=np.int32)]) if missing else masks
 
 
-def _row(
-    entry: ScheduledSequence, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None
-) -> SampleRow:
-    seq = entry.seq
+def _row(seq: EngineSequence, tokens: Sequence[int], drafts: Sequence[int], allowed: np.ndarray | None) -> SampleRow:
     return SampleRow(seq.request.sampling, tokens, seq.prompt_len, seq.child, drafts=drafts, allowed_mask=allowed)

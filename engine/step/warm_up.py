@@ -1,34 +1,48 @@
-"""Steps that a GPU runs before the first request.
+"""Before the first request: the steps that a GPU runs, and how many KV blocks fit beside them.
 
-The largest step measures memory. One step of each kind compiles kernels and builds cuDNN plans, so that no request
-waits for that. Kernels are compiled once for the process; cuDNN plans are built once for each thread.
+One step of each kind compiles kernels and builds cuDNN plans, so that no request waits for that. Kernels are compiled
+once for the process; cuDNN plans are built once for each thread. The largest step measures memory.
+
+    +----------+-------------+--------+---------------------+---------------------------+
+    | weights  | activations | graphs |      KV blocks      |  other processes, driver  |
+    +----------+-------------+--------+---------------------+---------------------------+
+    |<------- gpu_memory_utilization x total -------------->|
+
+The largest step is run and its graphs are captured over a pool of one block. The KV pool gets the rest of this process'
+share of the GPU, but never memory that is not free: other processes keep theirs. Part of a graph's memory belongs to
+the driver and shows only in the free memory of the GPU, so engines that start on one GPU measure one after the other
+(`device.gpu_start_lock`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-#: Cached and new tokens of each row of a step.
-StepRows = Sequence[tuple[int, int]]
+import torch
 
-#: Longest prompt with plans: one for each chunk length and prefix length.
-MAX_PLAN_TOKENS = 16384
-#: Lengths with plans are multiples of this.
-PLAN_QUANTUM = 1024
-#: 2, 4, ... up to this many whole prompts of one length have a plan.
-MAX_EQUAL_PROMPTS = 8
+from common.errors import ConfigError
+from common.kv_layout import KVLayout
+from engine.device import format_bytes, require_memory
+from engine.kv.kv_pool import KVPool
+from engine.step.runner import ModelRunner
+from engine.step.step_tensors import StepRows
+
+S = TypeVar("S")
+MAX_PLAN_TOKENS = 16384  # Longest prompt with plans: one for each chunk length and prefix length
+PLAN_QUANTUM = 1024  # Lengths with plans are multiples of this
+MAX_EQUAL_PROMPTS = 8  # 2, 4, ... up to this many whole prompts of one length have a plan.
+RESERVED_BYTES = 256 << 20  # Stays free for later allocations of the driver and for fragmentation
+EXTRA_BLOCKS = 2  # Blocks of a pool that hold no sequence, see KVPool
 
 
 def largest_step(most_tokens: int, max_seqs: int, max_len: int, drafts: int = 0, max_drafts: int = 0) -> StepRows:
-    """Returns the step with the largest activations: all slots sample, and as many as possible have drafts.
+    """Returns the step of `most_tokens` with the largest activations: all slots sample, and most have `drafts` drafts.
 
-    The remaining tokens are a chunk that ends the longest sequence, and then prompts in the other slots.
-
-    Args:
-        most_tokens: Most tokens of a step.
-        max_len: Most tokens of a sequence.
-        drafts: Most drafts of a sequence.
-        max_drafts: Most drafts of a step.
+    The remaining tokens are a chunk that ends the longest sequence, of `max_len`, and then prompts in the other slots.
     """
     rows, drafting = min(max_seqs, most_tokens), 0
     if 0 < drafts < max_len:
@@ -67,12 +81,8 @@ def cudnn_plan_steps(
 ) -> list[StepRows]:
     """Returns the steps within the limits that build all cuDNN plans when they run.
 
-    They are long prompts, chunks of longer prompts, and equal prompts side by side.
-
-    Args:
-        most_tokens: Most tokens of a step with a single prompt.
-        shared_tokens: Most tokens of a step with several prompts.
-        last_tokens: Most tokens of the last chunk of a prompt that is handed off.
+    They are prompts of up to `most_tokens`, chunks of longer prompts, equal prompts of together up to `shared_tokens`,
+    and last chunks of up to `last_tokens` of prompts that are handed off.
     """
     lengths = range(PLAN_QUANTUM, min(most_tokens, MAX_PLAN_TOKENS) + 1, PLAN_QUANTUM)
     steps: list[StepRows] = [[(0, length)] for length in lengths]
@@ -93,11 +103,7 @@ def cudnn_plan_steps(
 
 
 def chunk_graph_shapes(within: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Returns cached and new tokens of the chunks to capture.
-
-    They are chunks of `chunk_tokens` tokens and of the shortest length with a plan. Each ends within the first `within`
-    tokens of a prompt.
-    """
+    """Returns cached and new tokens of chunks to capture: chunk_tokens or the shortest with a plan, up to `within`."""
     lengths = {PLAN_QUANTUM, chunk_tokens} if chunk_tokens % PLAN_QUANTUM == 0 else set[int]()
     return [(start, new) for new in sorted(lengths) for start in range(0, within - new + 1, PLAN_QUANTUM)]
 
@@ -110,3 +116,102 @@ def _within_limits(steps: list[StepRows], most_tokens: int, max_seqs: int, max_l
         and sum(new for _, new in rows) <= most_tokens
         and max(start + new for start, new in rows) <= max_len
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes on one GPU."""
+
+    total: int
+    other_processes: int  # Held by other processes and the driver
+    share: float  # Part of `total` that this process may take, 0 to 1
+    weights: int  # Weights and all buffers of the engine beside them
+    activations: int  # Peak of the largest step
+    graphs: int  # All captured graphs
+
+    @property
+    def available(self) -> int:
+        """Bytes for the KV pool; negative if nothing is left."""
+        used = self.weights + self.activations + self.graphs
+        return min(int(self.total * self.share), self.total - self.other_processes - RESERVED_BYTES) - used
+
+    def summary(self) -> str:
+        parts = {
+            "weights and buffers": self.weights,
+            "activations of the largest step": self.activations,
+            "CUDA graphs": self.graphs,
+            "other processes and the driver": self.other_processes,
+        }
+        taken = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        return f"gpu_memory_utilization {self.share:g} of {format_bytes(self.total)}; {taken}"
+
+
+def measure_memory(
+    build: Callable[[KVPool], ModelRunner],  # Makes a runner over a pool
+    trial_pool: Callable[[], KVPool],  # Makes a pool of one block
+    device: torch.device,
+    *,
+    share: float,
+    graphs: str | None,  # Advice for the error if graphs do not fit; None if the engine captures none
+    step: StepRows,  # The largest step
+) -> MemoryUse:
+    """Measures the memory of an engine with loaded weights on a CUDA device; ConfigError if it does not fit."""
+    trial = trial_pool()
+    runner = build(trial)
+    torch.cuda.synchronize(device)
+    weights = torch.cuda.memory_allocated(device) - trial.data.nbytes
+    torch.cuda.reset_peak_memory_stats(device)
+    with require_memory("the activations of the largest step", "gpu_memory_utilization"):
+        runner.warm_up(step, 0)
+        torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - trial.data.nbytes - weights
+    captured = 0
+    if graphs is not None:
+        with require_memory("CUDA graphs", "max_seqs", graphs):
+            steps: tuple[Any, ...] = (runner.decode_step, runner.prompt_step, runner.draft_graphs)
+            captured = sum(_graph_bytes(step.shapes, step.capture, device) for step in steps if step is not None)
+    del runner, trial
+    free = _free(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    return MemoryUse(
+        total=total,
+        other_processes=total - free - torch.cuda.memory_reserved(device),
+        share=share,
+        weights=weights,
+        activations=activations,
+        graphs=captured,
+    )
+
+
+def blocks_that_fit(use: MemoryUse, layout: KVLayout) -> int:
+    """Returns the number of blocks of the KV pool; ConfigError with the use of the memory if fewer than two fit."""
+    blocks = use.available // layout.block_bytes - EXTRA_BLOCKS
+    if blocks < 2:
+        balance = f"{format_bytes(abs(use.available))} {'left' if use.available > 0 else 'too much'}"
+        raise ConfigError(
+            f"no room for KV blocks ({format_bytes(layout.block_bytes)} each): {use.summary()}; {balance}",
+            field="gpu_memory_utilization",
+        )
+    return blocks
+
+
+def _graph_bytes(shapes: Sequence[S], capture: Callable[[Sequence[S]], None], device: torch.device) -> int:
+    """Estimates the bytes of all graphs from three captures.
+
+    The first graph, the largest, allocates the memory that all share. Each later one adds a little: the smaller of the
+    next two measurements, because another process may allocate memory during one of them.
+    """
+    free = [_free(device)]
+    for shape in (*shapes, shapes[-1], shapes[-1])[:3]:
+        capture([shape])
+        free.append(_free(device))
+    took = [max(0, before - after) for before, after in itertools.pairwise(free)]
+    return took[0] + min(took[1:]) * (len(shapes) - 1)
+
+
+def _free(device: torch.device) -> int:
+    """Returns free bytes of the GPU, after this process has returned all unused memory to the driver."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

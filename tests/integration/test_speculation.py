@@ -23,7 +23,7 @@ from engine.schedule.stepper import LaunchCallback
 from engine.speculation import draft_loop
 from engine.speculation.controller import AlwaysDraft
 from engine.speculation.proposer import DraftBatch, Proposer
-from engine.step.launched_step import LaunchedStep
+from engine.step.step_tensors import LaunchedStep
 from tests.rigs.engine.draft_models import BYTES, byte_tokenizer, draft_settings, tiny_target
 from tests.rigs.engine.known_answer_proposer import Guesses
 

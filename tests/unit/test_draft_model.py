@@ -14,7 +14,7 @@ from common.types import SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM
 from engine.sampling.sampler import SampleRow, sample
-from engine.schedule.drafts import DraftState
+from engine.schedule.sequence import DraftState
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.speculation.controller import AlwaysDraft, DraftController
 from engine.speculation.draft_loop import ModelProposer

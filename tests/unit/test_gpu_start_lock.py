@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.device import file_lock, gpu_start_lock
-from engine.step.memory import _graph_bytes
+from engine.step.warm_up import _graph_bytes
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_memory_that_another_process_takes_meanwhile_is_not_counted_for_each_gra
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = iter([1000, 900, 400, 390])  # the second graph took 10, another process 490
-    monkeypatch.setattr("engine.step.memory._free", lambda _: next(free))
+    monkeypatch.setattr("engine.step.warm_up._free", lambda _: next(free))
     captured: list[int] = []
     assert _graph_bytes([8, 4, 2, 1], captured.extend, torch.device("cuda:0")) == 100 + 3 * 10
     assert captured == [8, 4, 2]

@@ -11,8 +11,7 @@ from common.errors import LayoutMismatch
 from common.kv_layout import FP8_DTYPE, SEGMENT_ALIGN, KVLayout
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
-from engine.kv.kv_pool import KVPool
-from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
+from engine.kv.kv_pool import KVPool, LayerKV, dequantize_e4m3, quantize_e4m3
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,16 @@ from common.kv_layout import KVLayout
 from engine.config import EngineConfig
 from engine.cuda_graphs import CudaGraphs
 from engine.engine import Engine
-from engine.step.memory import EXTRA_BLOCKS, RESERVED_BYTES, MemoryUse, blocks_that_fit, measure_memory
-from engine.step.warm_up import cudnn_plan_steps, kernel_steps, largest_step
+from engine.step.warm_up import (
+    EXTRA_BLOCKS,
+    RESERVED_BYTES,
+    MemoryUse,
+    blocks_that_fit,
+    cudnn_plan_steps,
+    kernel_steps,
+    largest_step,
+    measure_memory,
+)
 
 GIB = 1 << 30
 LAYOUT = KVLayout("m", "r", 32, 8, 128, 16, "bfloat16")  # 2 MiB a block

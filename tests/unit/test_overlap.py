@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.types import FinishReason, SamplingParams
-from engine.schedule.drafts import DraftTokens
 from engine.schedule.outputs import StepResult
 from engine.schedule.scheduler import ScheduledSequence
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import DraftTokens, Sequence
 from engine.schedule.stepper import LaunchCallback
 from tests.rigs.engine.late_device import Step, World, answer
 

@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from common.types import SamplingParams
-from engine.sampling.philox import gumbel, gumbel_at, philox
-from engine.sampling.sampler import SampleRow, sample, token_logprobs, token_probs
+from engine.sampling.sampler import SampleRow, gumbel, gumbel_at, philox, sample, token_logprobs, token_probs
 
 torch.set_num_threads(1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kv.layer_kv import LayerKV, dequantize_e4m3, quantize_e4m3
+from engine.kv.kv_pool import LayerKV, dequantize_e4m3, quantize_e4m3
 
 #: NaN as e4m3. Two such bytes are NaN as the bfloat16 of a scale.
 NAN_BYTE = 0xFF

@@ -1,9 +1,9 @@
-"""A step on the device, and its results on the host.
+"""The tensors of a step: its inputs, and its results until the host has them.
 
-    ModelRunner.launch  ->  LaunchedStep  ->  send_to_host  ->  collect  ->  one RunnerOutput per scheduled sequence
+    prepare_inputs  ->  ModelRunner.launch  ->  LaunchedStep  ->  send_to_host  ->  collect  ->  RunnerOutputs
 
-The results of a step form one flat dimension R: each scheduled sequence has one result for its newest token and one
-more for each of its drafts.
+A step has T tokens and R results. Each scheduled sequence has one result for its newest token and one more for each of
+its drafts. `DecodeStep` builds its inputs on the device instead, from a few numbers for each row.
 """
 
 from __future__ import annotations
@@ -17,31 +17,116 @@ import torch
 from torch import Tensor
 
 from common.types import PromptLogprobs, Token, TokenLogprob
+from engine.attention.base import StepShape
 from engine.device import upload
 from engine.sampling.sampler import token_logprobs
 from engine.schedule.scheduler import ScheduledSequence
+from engine.schedule.sequence import BlockTables
 from engine.schedule.sequence import Sequence as EngineSequence
 from engine.schedule.stepper import RunnerOutput
 from engine.speculation.acceptance import accepted_tokens
 
-#: Log-probabilities of n tokens: float32 [n] of the tokens, float32 and int64 [n, N] of the N most likely tokens. Empty
-#: if none are wanted; the last two are None for N = 0.
+#: float32 [n] of n tokens, float32 and int64 [n, N] of the N most likely ones (None for N = 0). Empty if not wanted.
 Logprobs = tuple[Tensor | None, ...]
+StepRows = Sequence[tuple[int, int]]  # Cached and new tokens of each row of a step
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step as device tensors, and as host arrays where the host needs them.
+
+    T tokens, R results, of which S are sampled, and H = R + prompt log-probabilities. An inner chunk of a prompt
+    samples nothing; it has one result, that of its last token.
+    """
+
+    shape: StepShape
+    num_results: np.ndarray  # Number of results of each sequence
+    logits_indices: np.ndarray  # int64 [R], host: for each result, the index (in T) of the token before it
+    samples: np.ndarray  # bool [R], host: the result is sampled
+    prefill_rows: list[int]  # Indices of the sequences that do not decode
+    logprob_ranges: list[tuple[int, int, int]]  # Prompt log-probabilities: index of the sequence, first position, end
+    ids: Tensor  # int64 [T], the tokens of the step
+    positions: Tensor  # int64 [T], the position of each token in its sequence
+    hidden_indices: Tensor  # int64 [H]: `logits_indices`, then those of the tokens before those of `logprob_ranges`
+    sampled_results: Tensor  # int64 [S], the results (in R) that are sampled
+    sampled_slots: Tensor  # int64 [S], the slot of the sequence of each sampled result
+    sampled_positions: Tensor  # int64 [S], the position of the token that is sampled
+
+
+def prepare_inputs(scheduled: Sequence[ScheduledSequence], tables: BlockTables, last_tokens: Tensor) -> StepInputs:
+    """Builds the inputs of a step. Waits for nothing.
+
+    The step takes the tokens that the host does not know yet from `last_tokens`, int64 [slots + 1] on the device.
+    """
+    shape = StepShape(
+        starts=[entry.start for entry in scheduled],
+        num_new=[entry.num_new for entry in scheduled],
+        blocks=[tables.row(entry.seq) for entry in scheduled],
+    )
+    slots = np.array([entry.seq.slot for entry in scheduled])
+    # Tokens: known ones, drafts, and those that only the device knows.
+    ends = np.cumsum(shape.num_new)
+    positions = token_positions(shape)
+    tokens: list[int] = []
+    device_only: list[int] = []  # sequences with a last token that only the device knows
+    for index, entry in enumerate(scheduled):
+        tokens += entry.seq.tokens[entry.start : entry.start + entry.num_new - len(entry.drafts)]
+        tokens += entry.drafts
+        if len(tokens) < ends[index]:
+            tokens.append(0)
+            device_only.append(index)
+    # Results: the last `1 + drafts` tokens of each sequence.
+    num_results = np.array([1 + len(entry.drafts) for entry in scheduled])
+    sequence_of = np.repeat(np.arange(len(scheduled)), num_results)
+    results_after = np.cumsum(num_results)[sequence_of] - 1 - np.arange(len(sequence_of))
+    logits_indices = ends[sequence_of] - 1 - results_after
+    samples = np.array([entry.samples for entry in scheduled])[sequence_of]
+    # Log-probabilities of prompt tokens: each comes from the token before.
+    logprob_ranges: list[tuple[int, int, int]] = []
+    hidden_indices = [logits_indices]
+    for index, entry in enumerate(scheduled):
+        step_end = entry.start + entry.num_new
+        first = max(entry.seq.next_prompt_logprob, entry.start + 1)
+        end = min(step_end + 1, entry.seq.prompt_len)
+        if first < end:
+            logprob_ranges.append((index, first, end))
+            hidden_indices.append(np.arange(first, end) + ends[index] - step_end - 1)
+    ids, *uploaded, missing, missing_slots = upload(
+        [
+            np.array(tokens),
+            positions,
+            np.concatenate(hidden_indices),
+            np.flatnonzero(samples),
+            slots[sequence_of[samples]],
+            positions[logits_indices[samples]] + 1,
+            ends[device_only] - 1,
+            slots[device_only],
+        ],
+        last_tokens.device,
+    )
+    if device_only:
+        ids.index_copy_(0, missing, last_tokens.index_select(0, missing_slots))
+    prefill_rows = [index for index, entry in enumerate(scheduled) if not entry.is_decode]
+    return StepInputs(shape, num_results, logits_indices, samples, prefill_rows, logprob_ranges, ids, *uploaded)
+
+
+def token_positions(shape: StepShape) -> np.ndarray:
+    """Returns int64 [T], the position of each token of the step in its sequence."""
+    num_new = np.asarray(shape.num_new)
+    ends = np.cumsum(num_new)
+    positions: np.ndarray = np.arange(int(ends[-1])) + np.repeat(np.asarray(shape.starts) - (ends - num_new), num_new)
+    return positions
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on the device; after `send_to_host` its results are on their way to the host."""
+    """A step on the device; after `send_to_host` its results are in host memory, or on their way there."""
 
     scheduled: Sequence[ScheduledSequence]
-    #: int64 [R]: the sampled token, 0 where the sequence does not sample, -1 where the logits were not finite.
-    #: On the device until they are sent, in host memory afterwards.
-    results: Tensor
+    results: Tensor  # int64 [R]: the sampled token, 0 where none is sampled, -1 where the logits were not finite
     logits: Tensor | None  # float32 [rows, vocab]; None once the results are sent
     logit_rows: np.ndarray  # int64 [R], host: the row of `logits` of each result that is sampled
-    #: Indices of the sequences that were sampled without their masks. They are sampled again before the results are
-    #: sent, and have no drafts.
-    unmasked: Sequence[int] = ()
+    unmasked: Sequence[int] = ()  # Indices of sequences without drafts that are still to be sampled under their masks
     #: By index of the sequence: the position of the first of n prompt tokens, and chosen float32 [n], ranks int64 [n]
     #: (the most likely token has rank 1), top_ids int64 [n, N] and top float32 [n, N].
     prompt_logprobs: dict[int, tuple[int, tuple[Tensor, ...]]] = field(default_factory=dict)
@@ -75,9 +160,7 @@ class LaunchedStep:
         self.prompt_logprobs = {
             i: (first, tuple(map(_on_host, tensors))) for i, (first, tensors) in self.prompt_logprobs.items()
         }
-        self.child_tokens = {
-            i: (_on_host(tokens), _to_host(logprobs)) for i, (tokens, logprobs) in self.child_tokens.items()
-        }
+        self.child_tokens = {i: (_on_host(ids), _to_host(logprobs)) for i, (ids, logprobs) in self.child_tokens.items()}
         self.results = _on_host(self.results)
         if logits.device.type == "cuda":
             self.copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
