@@ -18,7 +18,7 @@ from starlette.routing import Route
 from common.errors import BatonError, InvalidRequest, Unavailable
 from gateway.api.docs.document import openapi_document
 from gateway.api.http.endpoint import AuthMiddleware, Endpoint, RequestHandler, caller_of
-from gateway.api.http.errors import error_body, error_headers
+from gateway.api.http.json import error_body, error_headers
 from gateway.api.openai.embeddings import EmbeddingsHandler
 from gateway.api.openai.generate import GenerateHandler
 from gateway.api.openai.responses.endpoint import ResponsesHandler
@@ -62,12 +62,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | None = None) -> Starlette:
-    """Returns the HTTP application of one gateway; the caller starts and stops the gateway.
-
-    Args:
-        history: Metrics samples that the dashboard shows.
-        store: Where responses are kept; None keeps none.
-    """
+    """Returns the HTTP application of a gateway, which the caller starts and stops. No store: no response is kept."""
 
     def post(path: str, name: str, serve: RequestHandler) -> Route:
         return Route(path, Endpoint(gateway, name, serve), methods=["POST"])

@@ -92,13 +92,6 @@ def _inlined(node: Any, definitions: Json) -> Any:
     }
 
 
-def body_schema(model: type[RequestModel]) -> Json:
-    """Returns the schema of a body."""
-    shown = [p for p in parameters(model) if "." not in p.name]
-    properties = {p.name: p.nullable for p in shown}
-    return {"type": "object", "properties": properties, "required": [p.name for p in shown if p.required]}
-
-
 def openapi_document(version: str, models: Sequence[str]) -> Json:
     """Returns the document of a gateway that serves models of these names."""
     paths: dict[str, Json] = {}
@@ -128,9 +121,11 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
             {"name": name, "in": "header", "description": meaning, "schema": schema}
             for name, meaning, schema in HEADERS
         ]
-        schema = body_schema(operation.body)
-        if models and "model" in schema["properties"]:
-            schema["properties"]["model"] = {**schema["properties"]["model"], "examples": list(models)}
+        shown = [p for p in parameters(operation.body) if "." not in p.name]
+        properties = {p.name: p.nullable for p in shown}
+        if models and "model" in properties:
+            properties["model"] = {**properties["model"], "examples": list(models)}
+        schema = {"type": "object", "properties": properties, "required": [p.name for p in shown if p.required]}
         out["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     content: Json = {"text/plain": {"schema": {"type": "string"}}}
     if operation.answer:

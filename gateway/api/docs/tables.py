@@ -35,9 +35,10 @@ CHAT, COMPLETION = (
 
 def tables() -> str:
     """Returns all tables as Markdown."""
+    endpoints = ((f"`{o.method} {o.path}`", o.summary, ", ".join(map(str, sorted(o.errors)))) for o in OPERATIONS)
     others = [o for o in OPERATIONS if o.body is not None and o.body not in (ChatRequest, CompletionRequest)]
     parts = [
-        "## Endpoints\n\n" + _table(("endpoint", "what it does", "errors"), map(_operation_row, OPERATIONS)),
+        "## Endpoints\n\n" + _table(("endpoint", "what it does", "errors"), endpoints),
         "## Headers\n\n" + _table(("header", "meaning"), ((f"`{name}`", meaning) for name, meaning, _ in HEADERS)),
         "## Parameters of chat and completions\n\n" + _parameters(COMMON, grpc=True),
         "## Parameters of /v1/chat/completions only\n\n" + _parameters(CHAT, grpc=True),
@@ -107,10 +108,6 @@ def _plural(items: Mapping[str, Any]) -> str:
     if kind == "array":
         return f"arrays of {_plural(items['items'])}"
     return {"string": "strings", "integer": "integers", "object": "objects", "number": "numbers"}.get(kind, "values")
-
-
-def _operation_row(operation: Any) -> tuple[str, ...]:
-    return f"`{operation.method} {operation.path}`", operation.summary, ", ".join(map(str, sorted(operation.errors)))
 
 
 def _grpc_row(field: str) -> tuple[str, str]:

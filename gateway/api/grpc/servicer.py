@@ -22,7 +22,7 @@ from common.pb import inference_pb2_grpc
 from common.rpc import CALLER_DISCONNECTED, trace_context_of
 from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.api_keys import Caller
-from gateway.api.http.endpoint import SESSION_AFFINITY, parse_affinity
+from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, parse_affinity
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
 from gateway.api.openai.tokenize import TokenizeHandler
@@ -36,31 +36,25 @@ from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelt
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 REQUEST_ID = "x-request-id"
-#: Characters of a client's own request id that are kept.
-MAX_CLIENT_ID = 128
-#: Seconds beyond the request's deadline that sending the end of the answer may take.
-SEND_GRACE_S = 5.0
-
-#: Fields with the same name and meaning in a REST body.
-_SAME_FIELDS = frozenset(
-    field.name
-    for field in pb.GenerateRequest.DESCRIPTOR.fields
-    if field.name in CompletionRequest.model_fields and field.message_type is None and field.enum_type is None
-) - {"logprobs"}
-#: Parts that a message counts for, because it costs more than a plain entry.
-MESSAGE_PARTS = 8
+MAX_CLIENT_ID = 128  #: Characters of a client's own request id that are kept.
+MESSAGE_PARTS = 8  #: Parts that a message counts for, because it costs more than a plain entry.
 _MODES: dict[int, str] = {
     pb.ToolChoice.MODE_UNSPECIFIED: "auto",
     pb.ToolChoice.MODE_NONE: "none",
     pb.ToolChoice.MODE_REQUIRED: "required",
 }
-
 _EARLY_STOPPING: dict[int, bool | str] = {
     pb.EARLY_STOPPING_UNSPECIFIED: False,
     pb.EARLY_STOPPING_FIRST: True,
     pb.EARLY_STOPPING_NEVER: "never",
 }
 _CHAT_ONLY = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs")
+#: Fields with the same name and meaning in a REST body.
+_SAME_FIELDS = frozenset(
+    field.name
+    for field in pb.GenerateRequest.DESCRIPTOR.fields
+    if field.name in CompletionRequest.model_fields and field.message_type is None and field.enum_type is None
+) - {"logprobs"}
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -100,12 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         value = dict(context.invocation_metadata() or ()).get("authorization")
         return self._gateway.keys.current.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
 
-    async def _generate(
-        self,
-        request: pb.GenerateRequest,
-        context: _Context,
-        request_context: RequestContext,
-    ) -> None:
+    async def _generate(self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext) -> None:
         # A task of its own, so that Abort can cancel it, and its error differs from a cancelled call.
         tokenizing = asyncio.get_running_loop().create_task(self._choices(request_context, request))
         request_context.set_task(tokenizing)

@@ -20,8 +20,7 @@ from common.errors import (
     Unavailable,
 )
 
-#: Levels of nested arrays and objects that a body may have; orjson writes at most 254.
-MAX_DEPTH = 200
+MAX_DEPTH = 200  #: Levels of nested arrays and objects that a body may have; orjson writes at most 254.
 Json = dict[str, Any]  #: A JSON object.
 _TYPE_NAMES = {dict: "object", list: "array", str: "string", int: "integer", float: "number", bool: "boolean"}
 _CODES = {

@@ -22,8 +22,8 @@ from common.rpc import error_from_rpc, timeout_until
 from common.types import Role, SamplingParams, ValidRequest
 from common.wire import request_to_pb
 from gateway.api.http.endpoint import HttpResponse
-from gateway.api.openai.fields import param, validated
-from gateway.api.openai.requests import ModelRequest, TextsOrIds
+from gateway.api.openai.fields import TextsOrIds, param, validated
+from gateway.api.openai.requests import ModelRequest
 from gateway.pods.pod import Pod
 from gateway.serving.answers import gather_or_cancel
 from gateway.serving.gateway import Gateway

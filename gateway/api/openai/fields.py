@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     Strict,
     Tag,
     ValidationError,
@@ -29,9 +30,11 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 from common.errors import InvalidRequest
 from gateway.api.http.json import Json, type_name
+from gateway.serving.request import PromptInput
 
 INT32_MAX = 2**31 - 1
 MAX_IDS = 1 << 20  #: Token ids in one array.
+MAX_LOGIT_BIAS = 1024
 _UNSUPPORTED = "unsupported"
 _UNKNOWN_TYPE = "unknown_type"
 
@@ -113,6 +116,66 @@ def by_type(kind: Callable[[Any], str | None], served: str) -> Discriminator:
     return Discriminator(kind, custom_error_type=_UNKNOWN_TYPE, custom_error_message=served)
 
 
+class TextsOrIds:
+    """The type of prompts: a text, texts, token ids, or arrays of token ids; each but the first at most `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def array(entry: CoreSchema, most: int) -> CoreSchema:
+            bounds: Any = {"min_length": 1, "max_length": most}
+            return core_schema.tuple_schema([entry], variadic_item_index=0, strict=False, fail_fast=True, **bounds)
+
+        text = core_schema.str_schema(min_length=1)
+        ids = array(core_schema.int_schema(ge=0, le=INT32_MAX), MAX_IDS)
+        kinds = {"<text>": text, "<texts>": array(text, self._most), "<ids>": ids, "<arrays>": array(ids, self._most)}
+        problem = "must be a string, an array of strings, or token ids"
+        either = core_schema.tagged_union_schema(
+            kinds, _kind_of_prompts, custom_error_type="prompts", custom_error_message=problem
+        )
+        return core_schema.no_info_after_validator_function(_prompts, either)
+
+
+def _kind_of_prompts(value: Any) -> str | None:
+    if isinstance(value, list):
+        first = type_name(value[0]) if value else "string"
+        return {"string": "<texts>", "array": "<arrays>", "integer": "<ids>", "boolean": "<ids>"}.get(first)
+    return "<text>" if isinstance(value, str) else None
+
+
+def _prompts(value: Any) -> tuple[PromptInput, ...]:
+    return (value,) if isinstance(value, str) or type(value[0]) is int else value
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """Returns the pairs of token id and bias. null counts as absent."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"logit_bias must be an object, not {type_name(value)}", field="logit_bias")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries", field="logit_bias")
+    out: dict[int, float] = {}
+    for key, bias in without_nulls(value).items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise InvalidRequest(f"logit_bias: the key {key[:40]!r} is not a token id", field="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise InvalidRequest(f"logit_bias.{key} must be a number, not {type_name(bias)}", field=f"logit_bias.{key}")
+        if not -100 <= bias <= 100:
+            text = f"logit_bias.{key} must be at least -100 and at most 100, not {bias}"
+            raise InvalidRequest(text, field=f"logit_bias.{key}")
+        out[int(key)] = float(bias)
+    return tuple(out.items())
+
+
+_BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": MAX_LOGIT_BIAS,
+}
+LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIASES)]
+
+
 _M = TypeVar("_M", bound=RequestModel)
 
 _KINDS = {"string": "a string", "array": "an array", "object": "an object", "boolean": "a boolean"}
@@ -181,15 +244,10 @@ def _problem(kind: str, value: Any, text: str, ctx: Json, metadata: Sequence[obj
         tags = ctx["expected_tags"].translate(_NO_MARKS).split(", ")
         return f"must be {' or '.join(_KINDS[tag] for tag in tags)}, not {type_name(value)}"
     if kind in ("literal_error", _UNKNOWN_TYPE):
-        return unsupported_value(value, ctx["expected"].translate(_NO_MARKS) if ctx else text)
+        given = repr(value[:60]) if isinstance(value, str) else f"of type {type_name(value)}"
+        return f"{given} is not supported, only {ctx['expected'].translate(_NO_MARKS) if ctx else text}"
     bounds = {bound: getattr(m, bound) for m in metadata for bound in _BOUNDS if hasattr(m, bound)}
     bounds = bounds or {bound: ctx[bound] for bound in _BOUNDS if bound in ctx}
     if bounds:
         return f"must be {' and '.join(_BOUNDS[bound].format(limit) for bound, limit in bounds.items())}, not {value}"
     return text
-
-
-def unsupported_value(value: object, served: str) -> str:
-    """Returns what is wrong with a value that asks for something that is not served."""
-    given = repr(value[:60]) if isinstance(value, str) else f"of type {type_name(value)}"
-    return f"{given} is not supported, only {served}"

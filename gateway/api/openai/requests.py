@@ -10,24 +10,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Required
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainValidator,
-    Strict,
-    WithJsonSchema,
-    with_config,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, with_config
 from typing_extensions import TypedDict
 
 from common import grammar as g
 from common.errors import InvalidRequest
 from common.types import MAX_N, Grammar, SamplingParams
-from gateway.api.http.json import type_name
 from gateway.api.openai.conversation import (
     FunctionChoice,
     Functions,
@@ -44,13 +32,14 @@ from gateway.api.openai.fields import (
     BOOLEAN,
     BY_KIND,
     INT32_MAX,
-    MAX_IDS,
     OBJECT,
     STRING,
     Ignored,
+    LogitBias,
     Only,
     Refused,
     RequestModel,
+    TextsOrIds,
     TokenIds,
     param,
     told_by,
@@ -61,68 +50,7 @@ from gateway.serving.request import BeamSearchParams, ChatBody, CompletionBody, 
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  #: Sequences of all prompts of a body together.
-MAX_LOGIT_BIAS = 1024
 MAX_BEAM_WIDTH = 10
-
-
-class TextsOrIds:
-    """The type of prompts: a text, texts, token ids, or arrays of token ids; each but the first at most `most`."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def array(entry: CoreSchema, most: int) -> CoreSchema:
-            bounds: Any = {"min_length": 1, "max_length": most}
-            return core_schema.tuple_schema([entry], variadic_item_index=0, strict=False, fail_fast=True, **bounds)
-
-        text = core_schema.str_schema(min_length=1)
-        ids = array(core_schema.int_schema(ge=0, le=INT32_MAX), MAX_IDS)
-        kinds = {"<text>": text, "<texts>": array(text, self._most), "<ids>": ids, "<arrays>": array(ids, self._most)}
-        problem = "must be a string, an array of strings, or token ids"
-        either = core_schema.tagged_union_schema(
-            kinds, _kind_of_prompts, custom_error_type="prompts", custom_error_message=problem
-        )
-        return core_schema.no_info_after_validator_function(_prompts, either)
-
-
-def _kind_of_prompts(value: Any) -> str | None:
-    if isinstance(value, list):
-        first = type_name(value[0]) if value else "string"
-        return {"string": "<texts>", "array": "<arrays>", "integer": "<ids>", "boolean": "<ids>"}.get(first)
-    return "<text>" if isinstance(value, str) else None
-
-
-def _prompts(value: Any) -> tuple[PromptInput, ...]:
-    return (value,) if isinstance(value, str) or type(value[0]) is int else value
-
-
-def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """Returns the pairs of token id and bias. null counts as absent."""
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"logit_bias must be an object, not {type_name(value)}", field="logit_bias")
-    if len(value) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"logit_bias may have at most {MAX_LOGIT_BIAS} entries", field="logit_bias")
-    out: dict[int, float] = {}
-    for key, bias in without_nulls(value).items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise InvalidRequest(f"logit_bias: the key {key[:40]!r} is not a token id", field="logit_bias")
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise InvalidRequest(f"logit_bias.{key} must be a number, not {type_name(bias)}", field=f"logit_bias.{key}")
-        if not -100 <= bias <= 100:
-            text = f"logit_bias.{key} must be at least -100 and at most 100, not {bias}"
-            raise InvalidRequest(text, field=f"logit_bias.{key}")
-        out[int(key)] = float(bias)
-    return tuple(out.items())
-
-
-_BIASES = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-    "maxProperties": MAX_LOGIT_BIAS,
-}
-LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIASES)]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[

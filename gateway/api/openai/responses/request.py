@@ -250,14 +250,8 @@ def new_item_id(kind: str) -> str:
     return f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}"
 
 
-def parse_input(value: str | Sequence[Mapping[str, Any]]) -> list[ResponseItem]:
-    """Returns a checked `input` as items in one form, each with an id."""
-    if isinstance(value, str):
-        value = [{"role": "user", "content": value}]
-    return [_item(item) for item in value]
-
-
 def _item(given: Mapping[str, Any]) -> ResponseItem:
+    """Returns a checked item of `input` in one form, with an id."""
     kind = given.get("type") or "message"
     item: ResponseItem = {"id": given.get("id") or new_item_id(kind), "type": kind, "status": "completed"}
     match kind:
@@ -283,7 +277,7 @@ def _text(parts: Sequence[ResponseItem]) -> str:
     return "\n".join(part["text"] for part in parts)
 
 
-def to_messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[ResponseItem]:
+def _messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[ResponseItem]:
     """Returns the chat messages that the items stand for.
 
     Instructions, and system messages directly after them, become one system message. An assistant's turn is several
@@ -348,7 +342,7 @@ class ResponseBody:
 
     def chat(self, previous_items: Sequence[ResponseItem] = ()) -> ChatBody:
         """Returns the chat to answer after the items of a previous response. Raises InvalidRequest."""
-        messages = to_messages(self.echoed_fields["instructions"], [*previous_items, *self.input])
+        messages = _messages(self.echoed_fields["instructions"], [*previous_items, *self.input])
         return ChatBody(self.spec, chat_messages(messages), self.template_kwargs, self.tools)
 
 
@@ -361,12 +355,13 @@ _ECHOED = (
 def parse_response(body: object) -> ResponseBody:
     """Checks a /v1/responses body. Raises InvalidRequest, which names the field."""
     r = validated(ResponseRequest, body)
+    items = [{"role": "user", "content": r.input}] if isinstance(r.input, str) else r.input
     output_format = _output_format(r.text)
     effort = None if r.reasoning is None else r.reasoning.effort
     members = ("type", "name", "description", "parameters")
     tools = [{**{k: tool.get(k) for k in members}, "strict": tool.get("strict") or False} for tool in r.tools]
     response = ResponseBody(
-        input=tuple(parse_input(r.input)),
+        input=tuple(_item(item) for item in items),
         previous_response_id=r.previous_response_id,
         store=r.store,
         echoed_fields={
