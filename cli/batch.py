@@ -138,16 +138,16 @@ def _request(line: bytes) -> Request:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     custom_id, body = raw.get("custom_id"), raw.get("body")
-    rules = (
-        (isinstance(custom_id, str) and custom_id, "custom_id must be a non-empty string"),
-        (raw.get("method", "POST") == "POST", "method must be POST"),
-        (raw.get("url") in URLS, f"url must be one of {', '.join(URLS)}"),
-        (isinstance(body, dict), "body must be a JSON object"),
-        (not (isinstance(body, dict) and body.get("stream")), "stream must not be true"),
-    )
-    for kept, rule in rules:
-        if not kept:
-            raise ValueError(rule)
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError("custom_id must be a non-empty string")
+    if raw.get("method", "POST") != "POST":
+        raise ValueError("method must be POST")
+    if raw.get("url") not in URLS:
+        raise ValueError(f"url must be one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise ValueError("body must be a JSON object")
+    if body.get("stream"):
+        raise ValueError("stream must not be true")
     try:
         return Request(custom_id, raw["url"], orjson.dumps(body))
     except orjson.JSONEncodeError as e:

@@ -280,13 +280,11 @@ async def _indexed(redis_url: str | None) -> list[str]:
 
 
 async def _ask(address: str) -> transfer_pb2.InfoResponse | str:
-    connection = open_channel(address)
-    try:
-        return await transfer_pb2_grpc.TransferStub(connection).Info(transfer_pb2.InfoRequest(), timeout=INFO_S)
-    except grpc.aio.AioRpcError as e:
-        return e.details() or e.code().name
-    finally:
-        await connection.close(None)
+    async with open_channel(address) as peer:
+        try:
+            return await transfer_pb2_grpc.TransferStub(peer).Info(transfer_pb2.InfoRequest(), timeout=INFO_S)
+        except grpc.aio.AioRpcError as e:
+            return e.details() or e.code().name
 
 
 def _of_pod(address: str, answer: transfer_pb2.InfoResponse | str) -> list[Finding]:

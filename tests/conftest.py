@@ -90,7 +90,7 @@ def smollm2_dir() -> Path:
 @pytest.fixture
 def unused_tcp_port() -> Iterator[int]:
     """A port that a server can bind with SO_REUSEADDR and that the kernel assigns to no other process."""
-    from cli.stack.process import PortLease
+    from cli.stack.supervisor import PortLease
 
     with PortLease() as lease:
         yield lease.port

@@ -26,20 +26,8 @@ if TYPE_CHECKING:  # only imported when the command runs
     from cli.stack.up import Board
 
 #: Settings of a stack of its own.
-STACK_SETTINGS = frozenset(
-    (
-        "model",
-        "served_name",
-        "prefill",
-        "decode",
-        "device",
-        "dtype",
-        "max_model_len",
-        "kv_memory",
-        "threads",
-        "log_level",
-    )
-)
+_POD_SETTINGS = ("device", "dtype", "max_model_len", "kv_memory", "threads")
+STACK_SETTINGS = frozenset({"model", "served_name", "prefill", "decode", "log_level", *_POD_SETTINGS})
 SYNC_S = 1.0  # Interval of fsync: the answers that a crash of the machine may lose.
 MOST_REASONS = 5  # Most reasons of failures that the summary lists.
 REASON_CHARS = 300

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import exits
+from cli.commands.services import fast_loop
 from cli.options import opt, takes_text
-from cli.service import fast_loop
 from common.errors import ConfigError
 
 if TYPE_CHECKING:  # imported only when the command runs
@@ -115,21 +115,12 @@ def loadtest(
     raise typer.Exit(run(compared=compare, quiet=quiet, as_json=as_json, **flags))
 
 
-def run(
-    *,
-    out: str | None,
-    html: str | None,
-    rates: str | None,
-    compared: tuple[str, str] | None,
-    tolerance: str | None,
-    max_failed: str | None,
-    quiet: bool,
-    as_json: bool,
-    **flags: Any,
-) -> int:
+def run(*, compared: tuple[str, str] | None, quiet: bool, as_json: bool, **flags: Any) -> int:
     """Runs the command with the flags as typed; returns the exit code. Raises ConfigError, Unavailable."""
     from loadtest.config import LoadConfig, parse_rates
 
+    names = ("out", "html", "rates", "tolerance", "max_failed")
+    out, html, rates, tolerance, max_failed = (flags.pop(name) for name in names)
     shown = Output(None if out is None else Path(out), None if html is None else Path(html), quiet, as_json)
     if compared is not None:
         others = {"out": out, "rates": rates, "max_failed": max_failed, **flags}

@@ -16,8 +16,8 @@ from common.errors import ConfigError
 if TYPE_CHECKING:  # imported only when the command runs
     from loadtest.workload.trace import WorkloadTrace
     from simulator.hardware_rates import HardwareRates
-    from simulator.outcome import Slo
     from simulator.planner import CapacityPlan, MeasuredSetup
+    from simulator.spec import Slo
 
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
@@ -49,26 +49,16 @@ def plan(
     raise typer.Exit(run(**flags, as_json=as_json))
 
 
-def run(
-    *,
-    trace: str | None,
-    slo: str | None,
-    rates: str | None,
-    gpus: str | None,
-    attainment: str | None,
-    requests: str | None,
-    chunks: str | None,
-    as_json: bool,
-) -> int:
+def run(*, as_json: bool, **flags: str | None) -> int:
     """Runs the command with the flags as typed; returns 0, or 1 if no setup keeps the SLO. Raises ConfigError."""
     from rich.console import Console
 
     from loadtest.workload.trace import load_trace
     from simulator.hardware_rates import load_rates
-    from simulator.outcome import Slo
     from simulator.planner import CHUNKS, CapacityPlanner
-    from simulator.spec import MAX_PODS
+    from simulator.spec import MAX_PODS, Slo
 
+    trace, slo, rates, gpus, attainment, requests, chunks = (flags[name] for name, *_ in OPTIONS)
     if trace is None or slo is None:
         raise ConfigError("--trace FILE and --slo ttft=TIME,itl=TIME are needed", field="trace" if slo else "slo")
     wanted = Slo.parse(slo, _number("attainment", attainment, 0.9))
@@ -111,11 +101,8 @@ def assumptions(
 
     pool, count = rates.pool_blocks(used.block_size), len(used.requests)
     moments = len({request.arrival_s for request in used.requests})
-    together = (
-        [f"The {count} requests arrive at {moments} times: a recorded burst remains a burst at any speed."]
-        if moments <= count * (1 - BURSTS)
-        else []
-    )
+    bursts = f"The {count} requests arrive at {moments} times: a recorded burst remains a burst at any speed."
+    together = [bursts] if moments <= count * (1 - BURSTS) else []
     return [
         f"Trace {recorded.name}: the first {count} of {len(recorded.requests)} requests, "
         f"{used.prompt_tokens / count:.0f} prompt and {used.output_tokens / count:.0f} output tokens in the mean, "

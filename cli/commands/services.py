@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
+import os
 import re
-from typing import Annotated, Any
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from cli import service
+from cli import exits
+from cli.gpus import run_on
 from cli.options import Config, load, opt, takes_settings
 from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 from common.types import Role
 
+_Settings = TypeVar("_Settings", PodConfig, WorkerConfig, GatewayConfig)
 _say = functools.partial(typer.echo, err=True)
 
 
@@ -37,7 +44,7 @@ def up(
 @takes_settings(PodConfig)
 def serve(flags: dict[str, Any], config: Config = None) -> None:
     """Runs one pod: --role prefill, decode or both."""
-    service.run(load(PodConfig, config, flags), _serve_pod)
+    run_service(load(PodConfig, config, flags), _serve_pod)
 
 
 @takes_settings(WorkerConfig)
@@ -46,7 +53,7 @@ def worker(flags: dict[str, Any], config: Config = None) -> None:
 
     For tensor parallelism over several machines.
     """
-    service.run(load(WorkerConfig, config, flags), _serve_ranks)
+    run_service(load(WorkerConfig, config, flags), _serve_ranks)
 
 
 @takes_settings(GatewayConfig)
@@ -62,7 +69,44 @@ def gateway(
     if model:
         several = len(model) > 1 or re.match(r"[^/=]+=", model[0])
         flags |= {"models": model} if several else {"model": model[0]}
-    service.run(load(GatewayConfig, config, flags), _serve_clients)
+    run_service(load(GatewayConfig, config, flags), _serve_clients)
+
+
+def run_service(settings: _Settings, serve: Callable[[_Settings], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Runs `serve(settings)`, then ends the process. `serve` imports the service's code."""
+    # These handlers hold until Lifecycle installs its own. Without them, a container's first process ignores SIGTERM,
+    # torch's import of NumPy swallows KeyboardInterrupt, and Ctrl-C waits for a model that is being loaded.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, exits.at_once)
+    from common.logs import setup_logs
+
+    setup_logs(settings.log_level, settings.log_format)
+    if not isinstance(settings, GatewayConfig) and settings.cpus is not None:
+        run_on(settings.cpus)
+    code: int | str | None = 0
+    try:
+        with asyncio.Runner(loop_factory=fast_loop() if isinstance(settings, GatewayConfig) else None) as runner:
+            runner.run(serve(settings))
+    except SystemExit as end:
+        code = end.code
+    _end(code if isinstance(code, int) else exits.FAILED)
+
+
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop, which handles sockets in a third of the time; None if it is not installed (Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _end(code: int) -> NoReturn:
+    """Exits at once, after everything is freed: the exit handlers of torch and NIXL take seconds."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def _serve_pod(settings: PodConfig) -> None:

@@ -30,7 +30,6 @@ class Answer:
     """A complete answer. Times are seconds since the request was sent."""
 
     request_id: str
-    text: str
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
@@ -78,7 +77,6 @@ def stream_chat(base_url: str, model: str, prompt: str, max_tokens: int, *, on_t
     }
     started = time.monotonic()
     request_id, finish_reason, first_s = "", "", 0.0
-    pieces: list[str] = []
     usage: dict[str, int] = {}
     with _request("POST", f"{base_url}/chat/completions", json=body) as reply:
         for line in reply.iter_lines():
@@ -95,13 +93,11 @@ def stream_chat(base_url: str, model: str, prompt: str, max_tokens: int, *, on_t
                 finish_reason = choice.get("finish_reason") or finish_reason
                 if text := choice["delta"].get("content"):
                     first_s = first_s or time.monotonic() - started
-                    pieces.append(text)
                     on_text(text)
     if not finish_reason:
         raise Unavailable("the stream ended without a finish reason")
     return Answer(
         request_id=request_id,
-        text="".join(pieces),
         finish_reason=finish_reason,
         prompt_tokens=usage.get("prompt_tokens", 0),
         completion_tokens=usage.get("completion_tokens", 0),

@@ -47,13 +47,8 @@ def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
             if (dest / "config.json").is_file():
                 return dest  # another process converted it while this one waited
             say(f"converting SmolLM2-135M-Instruct into {dest} (once, about a minute)")
-            child = subprocess.run(
-                [sys.executable, "-P", "-m", "cli.demo.model", str(dest)],
-                check=False,
-                capture_output=True,
-                text=True,
-                timeout=CONVERSION_DEADLINE_S,
-            )
+            argv = [sys.executable, "-P", "-m", "cli.demo.model", str(dest)]
+            child = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=CONVERSION_DEADLINE_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"converting the demo model took over {CONVERSION_DEADLINE_S:.0f} s", field="model") from None
     except OSError as error:

@@ -18,8 +18,7 @@ from typing import Self
 
 from cli import probes
 from cli.gpus import Gpu, grouped, joined, shared_out, visible_gpus
-from cli.stack.process import ChildProcess, PortLease
-from cli.stack.supervisor import Probe, ServiceSpec
+from cli.stack.supervisor import ChildProcess, PortLease, Probe, ServiceSpec
 from cli.stack.valkey import valkey_command
 from common.errors import ConfigError
 from common.model.directory import default_served_name, expected_model_path
@@ -60,17 +59,14 @@ class Stack:
         *,
         pod_flags: Mapping[str, str] | None = None,
         env: Mapping[str, str] = os.environ,
-        gpus: Sequence[Gpu] | None = None,
+        gpus: Sequence[Gpu] | None = None,  # None: those visible in `env`
         say: Callable[[str], None] = lambda _: None,
     ) -> Self:
         """Reserves ports and describes the processes. The directories need not exist yet.
 
-        Args:
-            pod_flags: Further `baton serve` flags, for every pod.
-            gpus: GPUs for the pods; None: those visible in `env`.
-            say: Gets a message if the gateway has another port than the default one.
-
-        Raises ConfigError if a port is in use, the GPU does not exist, or there is neither a Redis URL nor Valkey.
+        pod_flags are further `baton serve` flags, for every pod. `say` gets a message if the gateway has another port
+        than the default one. Raises ConfigError if a port is in use, the GPU does not exist, or there is neither a
+        Redis URL nor Valkey.
         """
         usable = _usable(config, env, gpus)
         places = shared_out(config.prefill + config.decode, usable)

@@ -36,13 +36,7 @@ READY_TIMEOUT_S = 600.0
 TEARDOWN_GRACE_S = 25.0  # Time for a service to end after its drain; services limit themselves to 15 s.
 KEPT_LOG_DIRS = 10
 REFRESH_S = 0.25
-_STYLE = {
-    State.STOPPED: "dim",
-    State.STARTING: "yellow",
-    State.READY: "green",
-    State.UNREADY: "red",
-    State.WAITING: "red",
-}
+_STYLE = {"stopped": "dim", "starting": "yellow", "ready": "green", "unready": "red", "waiting": "red"}  # By State
 
 
 class Board:

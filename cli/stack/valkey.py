@@ -7,6 +7,7 @@ the directory holds its log. Its feature level is Redis 7.2.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import platform
@@ -48,14 +49,12 @@ class EmbeddedValkey:
         without a binary, Unavailable if the server does not start.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        if self._port:
-            return await self._start(self._port)
-        for _ in range(PORTS_TRIED - 1):
+        for _ in range(0 if self._port else PORTS_TRIED - 1):
             try:
                 return await self._start(_free_port())
             except Unavailable as error:
                 _log.info("%s; trying another port", error.message)
-        return await self._start(_free_port())
+        return await self._start(self._port or _free_port())
 
     async def _start(self, port: int) -> str:
         log = self._directory / "valkey.log"
@@ -81,13 +80,9 @@ class EmbeddedValkey:
             while time.monotonic() < deadline:
                 if self._process is not None and self._process.returncode is not None:
                     raise Unavailable(f"Valkey ended at once (exit code {self._process.returncode}); see {log}")
-                try:
-                    # Another server may have the port: the answer must come from this child.
-                    info = await client.info("server")
-                    if info["process_id"] == self.pid:
+                with contextlib.suppress(redis.RedisError):  # not listening yet, or another server has the port
+                    if (await client.info("server"))["process_id"] == self.pid:
                         return
-                except redis.RedisError:
-                    pass  # not listening yet, or another server has the port
                 await asyncio.sleep(0.02)
         raise Unavailable(f"Valkey did not answer on {url} within {START_TIMEOUT_S:.0f} s; see {log}")
 

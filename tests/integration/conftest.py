@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from cli.stack.process import PortLease
+from cli.stack.supervisor import PortLease
 from cli.stack.valkey import EmbeddedValkey
 from common import rpc
 from common.pb import inference_pb2_grpc

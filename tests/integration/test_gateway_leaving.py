@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cli.stack.process import PortLease
+from cli.stack.supervisor import PortLease
 from common import rpc
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.process.lifecycle import Lifecycle

@@ -147,7 +147,7 @@ def test_ambiguous_and_unknown_names_are_rejected(
 
 def test_flags_name_one_model_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[GatewayConfig] = []
-    monkeypatch.setattr("cli.service.run", lambda settings, _: seen.append(settings))
+    monkeypatch.setattr("cli.commands.services.run_service", lambda settings, _: seen.append(settings))
 
     def configured(*flags: str) -> dict[str, str]:
         app(["gateway", *flags], standalone_mode=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli.probes import trouble
-from cli.stack.process import ChildProcess, PortLease
+from cli.stack.supervisor import ChildProcess, PortLease
 from common.errors import BatonError, LayoutMismatch
 from common.types import Role
 from engine.llm import LLM

@@ -91,7 +91,7 @@ def settings_of(objects: list[Object], workload: Object) -> Settings | None:
         return None
     found: list[Settings] = []
     with (
-        mock.patch("cli.service.run", lambda settings, _: found.append(settings)),
+        mock.patch("cli.commands.services.run_service", lambda settings, _: found.append(settings)),
         mock.patch.dict(os.environ, env, clear=True),
     ):
         _command_line().main(words[1:], standalone_mode=False)

@@ -152,7 +152,7 @@ def closure(wanted: list[Requirement]) -> set[str]:
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))  # None: importing it raises
-for name in ("cli.app", "cli.probes", "cli.service", "common.logs", "common.model.directory", "common.tracing.tracer"):
+for name in ("cli.app", "cli.probes", "cli.commands.services", "common.logs", "common.model.directory", "common.tracing.tracer"):
     importlib.import_module(name)  # what the command itself needs
 for name in sys.argv[2:]:
     package = importlib.import_module(name)

@@ -94,7 +94,7 @@ def test_every_setting_is_an_option_and_every_former_name_a_hidden_one(command: 
 
 def test_the_flag_of_a_former_setting_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Any] = []
-    monkeypatch.setattr("cli.service.run", lambda settings, _: loaded.append(settings))
+    monkeypatch.setattr("cli.commands.services.run_service", lambda settings, _: loaded.append(settings))
     for argv in (
         ["gateway", "--routing-policy", "round_robin", "--alias", "a=m", "--alias", "b=m", "--no-open-metrics"],
         ["serve", "--role", "both", "--token-budget", "64", "--no-cuda-graphs", "--allow-tcp"],

@@ -12,8 +12,8 @@ import pytest
 
 from cli.gpus import Gpu
 from cli.stack import stack as stack_module
-from cli.stack.process import PortLease
 from cli.stack.stack import Stack
+from cli.stack.supervisor import PortLease
 from common.errors import ConfigError
 from common.settings.configs import UpConfig
 from common.settings.table import declared

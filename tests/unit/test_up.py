@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from cli.stack import up
-from cli.stack.process import ChildProcess
-from cli.stack.supervisor import Service, ServiceSpec, State, Supervisor
+from cli.stack.supervisor import ChildProcess, Service, ServiceSpec, State, Supervisor
 from common.settings.configs import UpConfig
 from tests.rigs.waiting import until
 
