@@ -76,7 +76,7 @@ class BlockPool:
         self._leases: set[Lease] = set()
         self._pins: set[BlockPin] = set()
         self._fences: list[StepFence] = []  # Open step fences, oldest first
-        self._copy_sources: list[int] = []  # What the step being planned copies from, with a request on each block
+        self._copy_sources: list[int] = []  # Blocks that the planned step copies from, with a request on each
         self._on_stored = callbacks.get("on_stored", _no_callback)
         self._on_evicted = callbacks.get("on_evicted", _no_callback)
         self.host_tier: HostTier | None = None

@@ -106,7 +106,7 @@ def token_probs(raw: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def token_logprobs(raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns log-probabilities of the tokens, and values and ids (None for 0) of the num_top best tokens."""
+    """Returns log-probabilities of the tokens, and values and ids (None for 0) of the num_top most likely ones."""
     logprobs = raw.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
     top = logprobs.topk(min(num_top, raw.shape[1]), dim=-1) if num_top else None

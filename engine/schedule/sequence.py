@@ -155,7 +155,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether its next step is one token: all tokens but the newest, which is an output, are in launched steps."""
+        """Whether its next step is one token: all but the newest, an output, have KV or are in launched steps."""
         start = self.computed + self.launched
         return start >= self.prefill_len and start == len(self.tokens) + self.pending - 1
 

@@ -209,7 +209,7 @@ class Stepper(Generic[L]):
     def _launch_ahead(
         self, current: InFlightStep[L], on_step: OnStep | None, inbox: Inbox | None
     ) -> InFlightStep[L] | None:
-        """Launches the step after `current`, with an inbox as late as possible; None if nothing can run until then."""
+        """Launches the step after `current`, with an inbox as late as possible; None if `current` must end first."""
         if inbox is None:
             return self._launch(current, on_step)
         self._in_flight = current  # `has_work` may be asked meanwhile

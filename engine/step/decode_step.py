@@ -51,7 +51,7 @@ class DecodeStep:
         max_rows: int,  # Most sequences of a step
         max_seq_drafts: int = 0,
         max_drafts: int = 0,  # Most drafts of a step. It bounds the number of sequences of a step with drafts
-        draft_model: DraftModel | None = None,  # Layers of an EAGLE head are in every step, those of others in none
+        draft_model: DraftModel | None = None,  # Layers of an EAGLE head are in each step, of a model that lags in none
     ) -> None:
         assert 0 <= max_seq_drafts < DECODE_TOKENS
         assert max_seq_drafts <= max_drafts

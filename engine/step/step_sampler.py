@@ -63,10 +63,10 @@ class StepSampler:
     def sample(
         self,
         scheduled: Sequence[ScheduledSequence],
-        logits: Tensor,  # Float32 [R, vocab], `1 + drafts` rows of each sequence
-        slots: Tensor,  # Int64 [R], the slot of the sequence of each row
-        positions: Tensor,  # Int64 [R], the position of the token that is sampled
-        previous: Tensor | None,  # Int64 [R], the token before the sampled one; None if no sequence has drafts
+        logits: Tensor,  # float32 [R, vocab], `1 + drafts` rows of each sequence
+        slots: Tensor,  # int64 [R], the slot of the sequence of each row
+        positions: Tensor,  # int64 [R], the position of the token that is sampled
+        previous: Tensor | None,  # int64 [R], the token before the sampled one; None if no sequence has drafts
     ) -> Sampled:
         """Samples all results of these sequences. A mask applies to a sequence with no token in flight."""
         if self._sampler is None or self.uses_rejection(scheduled):
