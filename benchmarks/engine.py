@@ -60,8 +60,6 @@ ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """Measured decode steps."""
-
     times: list[float]  # Seconds of each step.
     context: float  # Mean context of the rows over these steps.
     replay_s: float | None  # Seconds of a replay of the step's graph. None: without graphs.

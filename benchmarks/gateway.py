@@ -11,7 +11,6 @@ per token by 4% on an idle machine too.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,11 +31,11 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
-from benchmarks.support.local_stack import said, start_script
+from benchmarks.support.local_stack import await_ready, said, start_script
 from benchmarks.support.report import ms, percentiles_ms
 from cli import probes
 from cli.demo.model import demo_model
-from cli.stack.process import ChildProcess, PortLease
+from cli.stack.supervisor import ChildProcess, PortLease
 
 METRICS = """
 Metrics, of the time in which all streams run unless stated otherwise:
@@ -56,7 +56,6 @@ STREAMS = 256
 IDLE_STREAMS = 10_000
 HALF_LOAD = 12_500  # Tokens per second.
 DECODES = 8
-READY_S = 60.0
 SETTLE_S = 0.5  # Time between the start of the last stream and the start of the measured window.
 PACKAGES = ("grpcio", "uvicorn", "uvloop", "httptools", "orjson", "starlette", "protobuf")
 
@@ -94,20 +93,12 @@ def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> It
         gateway = ChildProcess("gateway", [*argv, "--log-level=warning"], log=tmp / "gateway.log")
         gateway.start()
         try:
-            _until_ready(gateway, lease.port)
+            await_ready(gateway, partial(probes.http_ready, "127.0.0.1", lease.port), time.monotonic() + 60.0)
+            time.sleep(1.0)  # the gateway is ready with the first pods; the streams to the others open in this time
             yield GatewayUnderTest(psutil.Process(gateway.pid), lease.port, pods, emitted)
         finally:
             gateway.kill()
             pods.kill()
-
-
-def _until_ready(gateway: ChildProcess, port: int) -> None:
-    deadline = time.monotonic() + READY_S
-    while not asyncio.run(probes.http_ready("127.0.0.1", port)):
-        if not gateway.alive or time.monotonic() > deadline:
-            raise RuntimeError("the gateway did not start:\n" + "\n".join(gateway.tail()))
-        time.sleep(0.1)
-    time.sleep(1.0)  # the gateway is ready with the first pods; the streams to the others open in this time
 
 
 def client(port: int, *flags: object) -> subprocess.Popen[str]:

@@ -57,8 +57,6 @@ END_REPEATS = 50
 
 @dataclass(frozen=True)
 class HandoffSizes:
-    """Sizes of one shape."""
-
     layout: KVLayout
     total_blocks: int  # Blocks of one transfer between the two processes.
     handover: tuple[int, ...]  # Prompt lengths of handover_ms_N.
@@ -129,7 +127,6 @@ class TransferBench:
     ask: Callable[[object], Awaitable[Any]]
 
     async def move(self, node: TransferNode, request: str, local: list[int], remote: list[int]) -> TransferReport:
-        """Runs one transfer."""
         number = await self.ask({"request": request, "blocks": remote})
         transfer_id, fingerprint = TransferId(**number), self.plan.layout.fingerprint
         target = KvTarget(transfer_id, self.greeting["pod"], self.greeting["address"], 0, tuple(remote), fingerprint)
@@ -187,7 +184,6 @@ class TransferBench:
         return rows
 
     def _sender(self, **options: Any) -> AbstractAsyncContextManager[TransferPeer]:
-        """Runs a node that sends."""
         options |= {"allow_tcp": self.allow_tcp}
         return transfer_peer(Role.PREFILL, self.plan.layout, self.plan.pool_blocks, self.device, **options)
 

@@ -55,7 +55,6 @@ def timing_server(core: int, *, beat: bool) -> Iterator[tuple[int, dict[str, Any
 
 
 def measure(server_core: int, streams: int, tokens: int, *, beat: bool) -> dict[str, Any]:
-    """Measures one row."""
     load = min(os.getloadavg()[0], 99.0)
     with timing_server(server_core, beat=beat) as (port, times):
         flags = {"url": f"http://127.0.0.1:{port}", "rate": str(STARTS_PER_S), "arrivals": "constant"}

@@ -116,7 +116,9 @@ async def pull(peer: TransferPeer, holder: str, blocks: list[int]) -> float:
     for block in (blocks[0], blocks[-1]):
         peer.memory.write_block(block, bytes(peer.memory.block_bytes))
     hashes = [i.to_bytes(16, "big") for i in range(1, len(blocks) + 1)]
-    wanted = WantedBlocks("r", hashes, first_block=0, blocks=blocks, pin=FreePin(blocks), timeout_s=60.0)
+    wanted = WantedBlocks(
+        request_id="r", hashes=hashes, first_block=0, blocks=blocks, pin=FreePin(blocks), timeout_s=60.0
+    )
     began = time.perf_counter()
     result = await peer.node.pull(holder, wanted)
     seconds = time.perf_counter() - began

@@ -157,8 +157,6 @@ TASKS: dict[str, tuple[tuple[str, ...], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswers:
-    """Answers to the prompts of a task."""
-
     ids: list[list[int]]  # Tokens of each answer.
     seconds: list[float]  # Seconds of each answer.
     steps: int  # Steps of all answers, without those of the first tokens.
@@ -178,7 +176,6 @@ def encode(llm: LLM, texts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def answer(llm: LLM, prompts: Sequence[tuple[int, ...]], tokens: int) -> TimedAnswers:
-    """Answers one prompt after another."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens)
     before = llm.engine.counters.steps
     timed_answers = [timed(lambda p=p: llm.generate([p], params, show_progress=False)) for p in prompts]  # type: ignore[misc]

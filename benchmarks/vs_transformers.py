@@ -75,8 +75,6 @@ class BatchTimes:
 
 @dataclass(slots=True)
 class ComparisonResult:
-    """The results so far."""
-
     out: Path | None
     settings: dict[str, Any]
     rows: list[BatchTimes] = field(default_factory=list)

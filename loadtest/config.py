@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -148,9 +149,8 @@ def _check(config: LoadConfig, typed: Mapping[str, Any]) -> None:
         (("think_s",), config.closed_loop or config.turns != ONE, "needs --users, or --turns"),
     )
     for names, effective, why in rules:
-        for name in names:
-            if name in typed and not effective:
-                raise _error(name, f": {why}")
+        if not effective and (useless := [name for name in names if name in typed]):
+            raise _error(useless[0], f": {why}")
     if config.protocol == "grpc" and not config.stream:
         raise ConfigError("--no-stream: the gRPC API always streams", field="stream")
     if config.attainment is not None and not config.slo:
@@ -188,7 +188,7 @@ def _url(text: str, protocol: str) -> str:
 
 def _keys(typed: Sequence[str] | None) -> tuple[str, ...]:
     keys = tuple(typed or ())
-    if any(not key.isascii() or not key.isprintable() or not key for key in keys):
+    if not all(key and key.isascii() and key.isprintable() for key in keys):
         raise ConfigError("--api-key: a key is printable ASCII", field="api-key")
     return keys
 
@@ -201,35 +201,27 @@ def _vocab(text: str) -> tuple[int, int]:
 
 
 def _number(name: str, low: float, high: float, above: bool, text: str) -> float:
-    try:
+    with suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high or (above and value == low):
-        limits = f"above {low:g}" if above else f"from {low:g}"
-        raise _error(name, f" must be a number {limits} to {high:g}, not {text!r}")
-    return value
+        if low <= value <= high and not (above and value == low):
+            return value
+    raise _error(name, f" must be a number {'above' if above else 'from'} {low:g} to {high:g}, not {text!r}")
 
 
 def _whole(name: str, low: int, high: int, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise _error(name, f" must be whole, {low} to {high}, not {text!r}")
-    return value
+    with suppress(ValueError):
+        if low <= int(text) <= high:
+            return int(text)
+    raise _error(name, f" must be whole, {low} to {high}, not {text!r}")
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
     """Parses rising rates like `1,2,4`. Raises ConfigError."""
-    try:
+    with suppress(ValueError):
         rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(0 < rate < 1e6 for rate in rates) or sorted(set(rates)) != list(rates):
-        raise ConfigError(f"--rates: {text!r} is not a rising list of rates like 1,2,4", field="rates")
-    return rates
+        if all(0 < rate < 1e6 for rate in rates) and sorted(set(rates)) == list(rates):
+            return rates
+    raise ConfigError(f"--rates: {text!r} is not a rising list of rates like 1,2,4", field="rates")
 
 
 def sweep(

@@ -93,9 +93,8 @@ class RequestRecord:
     @property
     def tpot_s(self) -> float | None:
         """Mean seconds per token after the first; None for fewer than two tokens."""
-        if self.tokens < 2 or len(self.event_times) < 2:
-            return None
-        return (self.event_times[-1] - self.event_times[0]) / (self.tokens - 1)
+        several = self.tokens >= 2 and len(self.event_times) >= 2
+        return (self.event_times[-1] - self.event_times[0]) / (self.tokens - 1) if several else None
 
     @property
     def longest_gap_s(self) -> float | None:
@@ -112,17 +111,13 @@ class RequestRecord:
             self.error, self.message, self.ended_s = kind, message[:300], at
 
 
-REDRAW_S, REPRINT_S = 0.25, 10.0
-WIDTH = 28
-
-
 def progress_line(run: LoadRun, now: float) -> str:
     """Returns the line: share of the run and counters."""
     duration_s, elapsed = run.config.duration_s or math.inf, max(0.0, now - run.began)
     share = min(1.0, max(elapsed / duration_s, run.done / run.planned if run.planned else 0.0))
-    filled, ending = round(share * WIDTH), elapsed > duration_s
+    filled, ending = round(share * 28), elapsed > duration_s
     return (
-        f"{'█' * filled}{'░' * (WIDTH - filled)} {share:4.0%}  {elapsed:.0f} s{' (ending)' if ending else ''}  "
+        f"{'█' * filled}{'░' * (28 - filled)} {share:4.0%}  {elapsed:.0f} s{' (ending)' if ending else ''}  "
         f"{run.sent} sent  {run.running} running  {run.done} done  {run.failed} failed"
     )
 
@@ -136,7 +131,7 @@ async def show_progress(run: LoadRun, out: TextIO) -> None:
     terminal = out.isatty()
     try:
         while True:
-            await asyncio.sleep(REDRAW_S if terminal else REPRINT_S)
+            await asyncio.sleep(0.25 if terminal else 10.0)
             if run.began and time.perf_counter() >= run.began:
                 text = progress_line(run, time.perf_counter())
                 out.write(f"\r\x1b[2K{text}" if terminal else f"{text}\n")

@@ -74,21 +74,18 @@ class LoadRunner:
         self._mark_start()
         self.run.model = await self._client.model()
         with _gc_disabled():
-            work = asyncio.create_task(self._send_all())
-            stopped = asyncio.create_task(self._stopped.wait())
+            work, stopped = asyncio.create_task(self._send_all()), asyncio.create_task(self._stopped.wait())
             await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
-            if not work.done():
-                self.run.stopped = True
+            self.run.stopped = not work.done()
+            if self.run.stopped:
                 work.cancel()
                 await asyncio.wait((work,))
-            elif (error := work.exception()) is not None:
-                raise error
+            else:
+                work.result()  # raises its error
             self.run.ended = time.perf_counter()
             self.run.cpu_s = time.process_time() - self.run.cpu_s
         return self.run
-
-    # -- sessions and arrival times
 
     def _sessions(self) -> Iterator[Session]:
         if self._trace is not None:

@@ -16,9 +16,8 @@ from loadtest.workload.trace import WorkloadTrace
 from simulator.clock import VirtualClock
 from simulator.gateway import SimulatedGateway, SimulatedRequest
 from simulator.index import SimIndex
-from simulator.outcome import RequestOutcome, RunSummary, summarise
 from simulator.pod import SimulatedPod
-from simulator.spec import ClusterSpec, SimulatedFault
+from simulator.spec import ClusterSpec, RequestOutcome, RunSummary, SimulatedFault, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,7 @@ class SimulatedCluster:
 
     def run(self, stop: Callable[[RequestOutcome], bool] | None = None) -> SimulationResult:
         """Runs until every request has ended, or `stop` returns True for a request that has just ended."""
-        began = time.process_time()
-        stopped = False
+        began, stopped = time.process_time(), False
 
         def on_end(request: SimulatedRequest) -> None:
             nonlocal stopped

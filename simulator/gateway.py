@@ -1,8 +1,7 @@
 """A gateway of the simulated cluster, with the real routing policy, and the requests that it routes to simulated pods.
 
-The gateway knows only as much as a real one: a pod's load is as old as the last poll, a dead pod is noticed by a failed
-call or by a poll, and the index that says which blocks pods hold may be late, unreachable or wrong. A request takes the
-steps of gateway/dispatch/attempt.py without messages:
+The gateway knows only as much as a real one: the load is as old as the last poll, a failed call or a poll notices a
+dead pod, and the index may be late, unreachable or wrong. A request takes the steps of gateway/dispatch/attempt.py:
 
     reserve on a decode pod -> prefill, each chunk's KV is sent when it is computed -> first token -> decode -> end
 
@@ -27,10 +26,9 @@ from loadtest.workload.trace import WorkloadRequest
 from prefix_index.store import BookingCandidate
 from simulator.clock import VirtualClock
 from simulator.index import SimIndex
-from simulator.outcome import RequestOutcome
 from simulator.pod import DecodeSequence, PromptSequence, SimulatedPod
 from simulator.policies import INFORMED, POLICIES
-from simulator.spec import ClusterSpec
+from simulator.spec import ClusterSpec, RequestOutcome
 
 INFLIGHT_LINGER_S = 0.2  # A computed prompt counts as in flight until the pod's next batch has reached the index.
 PREFIX_KEY_BLOCKS = 4  # Blocks that the prefix key covers.
@@ -291,7 +289,6 @@ class SimulatedRequest:
         self._resumed_tokens = 0  # Output tokens from attempts that lost their decode pod; now part of the prompt.
 
     def start(self, route: Route) -> None:
-        """Starts an attempt on the pods of the route."""
         self._route = route
         self.outcome.attempts += 1
         self.outcome.expected_hit_tokens = route.expected_hit_tokens
@@ -327,14 +324,11 @@ class SimulatedRequest:
         self._clock.call_at(sent_at + holder.rates.link_latency_s, on_pulled)
 
     def _on_chunk(self, prompt: PromptSequence) -> None:
-        route = self._current_route()
+        route = self._route
+        assert route is not None
         route.prefill_view.prefill_bookings.shrink(self.request_id, prompt.remaining)
         if route.decode is not None and prompt.remaining:
             self._send_kv(route, prompt.computed)
-
-    def _current_route(self) -> Route:
-        assert self._route is not None
-        return self._route
 
     def _send_kv(self, route: Route, computed: int) -> float:
         """Queues the KV up to token `computed` on the prefill pod's link. Returns when it is sent."""
@@ -342,7 +336,8 @@ class SimulatedRequest:
         return route.prefill.send_kv(new)
 
     def _on_first_token(self, prompt: PromptSequence) -> None:
-        route, now = self._current_route(), self._clock.now
+        route, now = self._route, self._clock.now
+        assert route is not None
         self.outcome.hit_tokens = prompt.cached_tokens
         if self._first_token_at is None:
             self._first_token_at = now
@@ -370,7 +365,8 @@ class SimulatedRequest:
 
     def _on_pod_lost(self, pod: SimulatedPod) -> None:
         """Ends the attempt, because one of its pods has died, and starts another."""
-        route, prompt = self._current_route(), self._prompt
+        route, prompt = self._route, self._prompt
+        assert route is not None
         self._release()
         if pod is not route.prefill and prompt is not None:
             route.prefill.prefill.cancel(prompt)
@@ -383,7 +379,7 @@ class SimulatedRequest:
 
     def _resume(self, decoded: int) -> None:
         """Moves the tokens that the dead decode pod generated from the output to the prompt."""
-        from_prefill = 1 if self._first_token_at is not None and self._resumed_tokens == 0 else 0
+        from_prefill = self._first_token_at is not None and self._resumed_tokens == 0
         generated = min(self.output_len - 1, decoded + from_prefill)
         self._resumed_tokens += generated
         self.prompt_len += generated

@@ -85,7 +85,6 @@ class IndexModel:
         return "ok"
 
     def expire(self, pod: str) -> None:
-        """Ends the pod's lease now."""
         if pod in self._pods:
             self._pods[pod].lease_until = self._time()
 

@@ -15,8 +15,7 @@ from common.errors import ConfigError
 from loadtest.workload.trace import WorkloadTrace
 from simulator.cluster import SimulatedCluster
 from simulator.hardware_rates import HardwareRates
-from simulator.outcome import RequestOutcome, RunSummary, Slo
-from simulator.spec import MAX_PODS, ClusterSpec
+from simulator.spec import MAX_PODS, ClusterSpec, RequestOutcome, RunSummary, Slo
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
 INITIAL_CHUNK_TOKENS = 2048
@@ -55,11 +54,8 @@ class MeasuredSetup:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """The result of a search."""
-
     measured: tuple[MeasuredSetup, ...]  # All setups that were tried, best goodput per GPU first.
-    #: The fewest pods, at about the best ratio and the best chunk size, that serve the trace at its own rate. None if
-    #: MAX_PODS pods do not, or if no setup meets the SLO.
+    #: The fewest pods of about the best ratio that serve the trace at its rate. None if MAX_PODS pods do not.
     needed: MeasuredSetup | None
     runs: int  # Simulations that were run.
 

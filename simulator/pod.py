@@ -31,8 +31,6 @@ _RATE_MEMORY = 0.9  # Weight of the old value in the exponential mean of the pre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodShape:
-    """Sizes of one simulated pod."""
-
     block_size: int
     num_blocks: int  # Blocks of the pool.
     chunk_tokens: int = 2048  # Prompt tokens of a step.
@@ -93,8 +91,6 @@ class PromptSequence(EngineSequence):
 
 
 class SimulatedPrefillPod(_PodProcess):
-    """One process of a prefill pod."""
-
     def __init__(self, clock: VirtualClock, rates: HardwareRates, shape: PodShape, publisher: SimPublisher) -> None:
         super().__init__(clock, rates, shape, publisher)
         limits = {"chunk_tokens": shape.chunk_tokens, "max_seqs": shape.max_seqs}
@@ -181,8 +177,6 @@ class SimulatedPrefillPod(_PodProcess):
 
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
-    """One reserved sequence."""
-
     lease: Lease
     cached_blocks: int  # Prompt blocks that the pod had in its cache.
     context: int  # Prompt tokens.
@@ -193,8 +187,6 @@ class DecodeSequence:
 
 
 class SimulatedDecodePod(_PodProcess):
-    """One process of a decode pod."""
-
     def __init__(self, clock: VirtualClock, rates: HardwareRates, shape: PodShape, publisher: SimPublisher) -> None:
         super().__init__(clock, rates, shape, publisher)
         self._running: dict[int, DecodeSequence] = {}  # By number.
@@ -360,7 +352,6 @@ class SimulatedPod:
             on_lost(self)
 
     def restart(self) -> None:
-        """Starts a new process under the same name."""
         assert not self.process.alive
         self.computed_before += self.process.computed_tokens
         self._publisher, self.process = self._start_process()

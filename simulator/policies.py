@@ -79,6 +79,5 @@ POLICIES: dict[str, Callable[[random.Random], RoutingPolicy]] = {
     "least_loaded": LeastLoaded,
     "prefix_only": PrefixOnly,
 }
-#: Policies that need to know which pods hold a prompt. Without an index, rendezvous hashing replaces them for prompts
-#: that the gateway does not know itself.
+# They need to know which pods hold a prompt. Without an index, rendezvous hashing replaces them for unknown prompts.
 INFORMED = ("cost", "prefix_only")

@@ -31,8 +31,7 @@ from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, load_trace, 
 from simulator.agent_workload import AgentWorkload
 from simulator.cluster import SimulatedCluster, SimulationResult
 from simulator.hardware_rates import FLAT_8K
-from simulator.outcome import RunSummary
-from simulator.spec import ClusterSpec, SimulatedFault
+from simulator.spec import ClusterSpec, RunSummary, SimulatedFault
 
 DEFAULT_TRACE = Path(__file__).resolve().parents[3] / "shared" / "traces" / "mooncake_conversation.jsonl"
 PODS = 8  # Number of pods at the trace's own rate.

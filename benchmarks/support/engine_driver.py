@@ -43,11 +43,9 @@ class Driver:
 
     def _on_step(self, result: StepResult) -> None:
         self.seen.append((time.perf_counter(), result))
-        for output in result.outputs:
-            if output.finish_reason is not None:
-                self._left -= 1
-                if output.error is not None:
-                    self._errors.append(output.error)
+        ended = [output for output in result.outputs if output.finish_reason is not None]
+        self._left -= len(ended)
+        self._errors += [output.error for output in ended if output.error is not None]
         if not self._left:
             self._idle.set()
         if self._enough is not None and self._enough(result):
@@ -113,7 +111,6 @@ class Driver:
 
 @contextmanager
 def running(config: EngineConfig) -> Iterator[Driver]:
-    """Runs an engine on its thread."""
     driver = Driver(Engine(config))
     driver.loop.start()
     try:
@@ -128,8 +125,7 @@ class Prompts:
     """Unique random prompts."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.rng = random.Random(0)
-        self._vocab_size = vocab_size
+        self.rng, self._vocab_size = random.Random(0), vocab_size
 
     def make(self, count: int, length: int) -> list[list[int]]:
         return [self.rng.choices(range(self._vocab_size), k=length) for _ in range(count)]

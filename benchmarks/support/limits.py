@@ -17,8 +17,6 @@ from benchmarks.support.shapes import BenchmarkShape
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured limits of a device."""
-
     copy_gb_s: float
     matmul_tflop_s: float
     attention_tflop_s: float  # Causal attention over one long prompt.

@@ -11,16 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cli import probes
 from cli.gpus import shared_out, visible_gpus
-from cli.stack.process import ChildProcess, PortLease
 from cli.stack.stack import Stack
-from cli.stack.supervisor import Supervisor
+from cli.stack.supervisor import ChildProcess, PortLease, Supervisor
 from cli.stack.valkey import EmbeddedValkey
 from common.process.tether import tether_command
 from common.settings.configs import UpConfig
@@ -105,8 +105,6 @@ def said(process: subprocess.Popen[str]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BarePod:
-    """A running pod that is ready."""
-
     name: str
     address: str
     process: ChildProcess
@@ -152,16 +150,16 @@ def running_pods(
         with logs_on_failure(pod.process for pod in started.values()):
             for pod in started.values():
                 pod.process.start()
-            _await_ready(started, start_s)
+            until = time.monotonic() + start_s
+            for pod in started.values():
+                await_ready(pod.process, partial(probes.grpc_ready, pod.address), until)
             yield started
 
 
-def _await_ready(pods: Mapping[str, BarePod], start_s: float) -> None:
-    until = time.monotonic() + start_s
-    for pod in pods.values():
-        while not asyncio.run(probes.grpc_ready(pod.address)):
-            if not pod.process.alive:
-                raise RuntimeError(f"{pod.name} ended with exit code {pod.process.exit_code}")
-            if time.monotonic() > until:
-                raise RuntimeError(f"{pod.name} is not ready after {start_s:.0f} s")
-            time.sleep(0.1)
+def await_ready(process: ChildProcess, ready: Callable[[], Coroutine[Any, Any, bool]], until: float) -> None:
+    """Waits until `ready` returns True. RuntimeError if the process ends, or at the time.monotonic() `until`."""
+    while not asyncio.run(ready()):
+        if not process.alive or time.monotonic() > until:
+            state = "is not ready in time" if process.alive else f"ended with exit code {process.exit_code}"
+            raise RuntimeError("\n".join([f"{process.name} {state}:", *process.tail()]))
+        time.sleep(0.1)

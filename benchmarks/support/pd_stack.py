@@ -100,8 +100,6 @@ class TimedAnswer:
 
 
 class StackClient:
-    """Client of one gateway."""
-
     def __init__(self, stack: Stack) -> None:
         self.answers: list[TimedAnswer] = []  # All answers, running ones included.
         options = [(f"grpc.max_{kind}_message_length", 64 << 20) for kind in ("send", "receive")]

@@ -39,7 +39,6 @@ def pairs(texts: Iterable[str]) -> dict[str, str]:
 
 
 def show(metrics: Mapping[str, object]) -> None:
-    """Prints the metrics, one a line."""
     for name, value in metrics.items():
         print(f"{name:40} {value}", flush=True)
 

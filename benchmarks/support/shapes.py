@@ -49,8 +49,6 @@ def config_directory(config: dict[str, Any]) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkShape:
-    """A model and its measuring points."""
-
     config: dict[str, Any]  # config.json
     decode: tuple[tuple[int, int], ...]  # (rows, context) of the decode points.
     ttft: tuple[int, ...]  # Prompt lengths for the time to first token.

@@ -65,21 +65,17 @@ class SseStream(asyncio.Protocol):
         return events
 
 
-def request_bytes(path: str, model: str, tokens: int, number: int) -> bytes:
+def request_bytes(model: str, tokens: int, number: int) -> bytes:
     """Returns the HTTP request of stream `number`, with a unique prompt."""
     prompt = f"Stream {number}: say the alphabet."
-    body: dict[str, Any] = {"model": model, "max_tokens": tokens, "stream": True, "ignore_eos": True}
-    if path.endswith("v1/completions"):
-        body["prompt"] = prompt
-    else:
-        body["messages"] = [{"role": "user", "content": prompt}]
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": model, "max_tokens": tokens, "stream": True, "ignore_eos": True, "messages": messages}
     raw = orjson.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
 async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
-    """Opens one connection per request."""
     connect_one, streams = asyncio.get_running_loop().create_connection, [SseStream(request) for request in requests]
     await asyncio.gather(*[connect_one(lambda stream=stream: stream, "127.0.0.1", port) for stream in streams])
     return streams
@@ -87,7 +83,7 @@ async def connect(port: int, requests: list[bytes]) -> list[SseStream]:
 
 async def run(args: argparse.Namespace) -> None:
     """Runs all streams. Prints the time at which all have begun, and writes the records of all streams to --out."""
-    requests = [request_bytes(args.path, args.model, args.tokens, i) for i in range(args.streams)]
+    requests = [request_bytes(args.model, args.tokens, i) for i in range(args.streams)]
     streams: list[SseStream] = []
     for at in range(0, len(requests), args.burst):
         burst = await connect(args.port, requests[at : at + args.burst])
@@ -118,8 +114,7 @@ def _record(stream: SseStream) -> dict[str, Any]:
             return {"id": request_id, "chunks": chunks, "finish": str(event["error"])}
         request_id = event["id"].split("-", 1)[1]
         for choice in event["choices"]:
-            text = choice.get("text") or choice.get("delta", {}).get("content")
-            if text:
+            if text := choice["delta"].get("content"):
                 chunks.append((at, len(text)))
             finish = choice["finish_reason"] or finish
     return {"id": request_id, "chunks": chunks, "finish": finish}
@@ -129,7 +124,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256)
     burst_help = "requests that are sent together; the next burst follows their first events"

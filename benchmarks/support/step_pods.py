@@ -37,8 +37,6 @@ MAX_MODEL_LEN = 1 << 17
 
 @dataclass
 class StepSequence:
-    """One decoding request."""
-
     gateway_id: str
     request_id: str
     max_tokens: int

@@ -37,7 +37,6 @@ HEAD = (
 
 
 def chunk(data: bytes) -> bytes:
-    """Encodes one HTTP chunk."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -53,8 +52,6 @@ TOKEN = chunk(event({"content": " word"}, None))
 
 @dataclass(slots=True)
 class Stream:
-    """One streamed answer."""
-
     connection: socket.socket
     tokens: int
     read_at: float  # When the request had been read.
@@ -75,17 +72,13 @@ class TimingServer:
         self._connections: dict[int, socket.socket] = {}
         self._read: dict[int, bytes] = {}
         self._due: list[tuple[float, int, Stream]] = []
-        self._streams: dict[str, Stream] = {}
+        self.streams: dict[str, Stream] = {}  # By request id.
         self._number = 0
-        self._running = True
-
-    def stop(self) -> None:
-        """Makes serve() return."""
-        self._running = False
+        self.running = True
 
     def serve(self) -> None:
-        """Serves until stop(). Polls without sleeping while a token is due soon; the server has its own core."""
-        while self._running:
+        """Serves while `running`. Polls without sleeping while a token is due soon: the server has its own core."""
+        while self.running:
             wait_s = self._due[0][0] - time.perf_counter() if self._due else 0.05
             for number, _ in self._poll.poll(wait_s - 0.002 if wait_s > 0.003 else 0, 64):
                 self._ready(number)
@@ -93,10 +86,6 @@ class TimingServer:
                 due, number, stream = heapq.heappop(self._due)
                 if self._send(stream):
                     heapq.heappush(self._due, (due + self._step_s, number, stream))
-
-    def times(self) -> dict[str, Any]:
-        """Returns the recorded times by request id."""
-        return {key: {"read_at": s.read_at, "sent": list(s.sent)} for key, s in self._streams.items()}
 
     def _ready(self, number: int) -> None:
         if number == self._listener.fileno():
@@ -129,7 +118,7 @@ class TimingServer:
             return
         key = re.search(rb"x-request-id: (\S+)", head)
         stream = Stream(connection, orjson.loads(body)["max_tokens"], now)
-        self._streams[key[1].decode() if key else str(self._number)] = stream
+        self.streams[key[1].decode() if key else str(self._number)] = stream
         self._number += 1
         connection.send(HEAD)
         due = now + FIRST_S
@@ -159,10 +148,11 @@ def main() -> None:
     parser.add_argument("--beat", action="store_true", help="send the tokens of all streams at the same moments")
     args = parser.parse_args()
     server = TimingServer(1 / args.rate, beat=args.beat)
-    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "running", False))
     print(orjson.dumps({"port": server.port}).decode(), flush=True)
     server.serve()
-    sys.stdout.buffer.write(orjson.dumps(server.times()))
+    times = {key: {"read_at": s.read_at, "sent": list(s.sent)} for key, s in server.streams.items()}
+    sys.stdout.buffer.write(orjson.dumps(times))
 
 
 if __name__ == "__main__":

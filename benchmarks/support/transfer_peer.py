@@ -29,9 +29,6 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import PoolMemory, device_pool, host_pool
 from kv_transfer.node import TransferNode
 
-SECRET = b"one benchmark"
-END_S = 30.0
-
 
 @dataclass(eq=False)
 class FreePin:
@@ -45,8 +42,6 @@ class FreePin:
 
 @dataclass(frozen=True, slots=True)
 class TransferPeer:
-    """A running transfer node."""
-
     name: str
     address: str
     node: TransferNode
@@ -76,7 +71,7 @@ async def transfer_peer(
         backend=NixlBackend(),
         memory=memory,
         info=lambda: info,
-        signer=Signer(SECRET, info.pod, generation),
+        signer=Signer(b"one benchmark", info.pod, generation),
         address=lambda: address,
         **options,
     )
@@ -100,10 +95,11 @@ def _other_env(device: str) -> dict[str, str]:
     return {**os.environ, "CUDA_VISIBLE_DEVICES": other[0].id}
 
 
+Ask = Callable[[object], Awaitable[Any]]  # Sends a question to the other process. Returns its answer.
+
+
 @asynccontextmanager
-async def other_process(
-    script: str, *flags: str, device: str
-) -> AsyncIterator[tuple[Any, Callable[[object], Awaitable[Any]]]]:
+async def other_process(script: str, *flags: str, device: str) -> AsyncIterator[tuple[Any, Ask]]:
     """Runs a script that calls `answer_lines`. Yields its greeting, and the function that asks it."""
     argv = tether_command([sys.executable, script, "--device", device, *flags])
     pipe = asyncio.subprocess.PIPE
@@ -124,7 +120,7 @@ async def other_process(
     try:
         yield await read(), ask
         stdin.close()
-        await asyncio.wait_for(child.wait(), END_S)
+        await asyncio.wait_for(child.wait(), 30.0)
     finally:
         if child.returncode is None:
             child.kill()

@@ -24,8 +24,6 @@ ABORT_WAIT_S = 0.05  # Seconds that a client waits before it aborts, if it abort
 
 @dataclass(frozen=True, slots=True)
 class RequestDraft:
-    """The description of a request to build."""
-
     turn: Turn
     answers: Mapping[int, ModelAnswer]  # Answers of earlier turns, by turn.
     request_id: str
@@ -40,17 +38,10 @@ class RequestDraft:
 class LoadClient(Protocol):
     """A client of one server and one protocol, in one event loop. `send` takes the objects that `build` makes."""
 
-    async def model(self) -> str:
-        """Returns the model name to request. Raises Unavailable, ConfigError."""
-
-    async def build(self, draft: RequestDraft) -> Any:
-        """Builds a request. Yields to the event loop often."""
-
-    async def send(self, request: Any, record: RequestRecord) -> None:
-        """Sends the request and fills the record, also on failure. Returns when the request has ended."""
-
-    async def close(self) -> None:
-        """Closes all connections."""
+    async def model(self) -> str: ...  # The model name to request. Raises Unavailable, ConfigError.
+    async def build(self, draft: RequestDraft) -> Any: ...  # Yields to the event loop often.
+    async def send(self, request: Any, record: RequestRecord) -> None: ...  # Fills the record, also on failure.
+    async def close(self) -> None: ...
 
 
 def chosen_model(config: LoadConfig, served: Sequence[str]) -> str:
@@ -69,7 +60,6 @@ class LoopYielder:
         self._until = time.perf_counter() + BUILD_SLICE_S
 
     async def each(self, build: Callable[[TextPiece], T], pieces: Iterable[TextPiece]) -> AsyncIterator[T]:
-        """Yields the result for each piece."""
         for piece in pieces:
             yield build(piece)
             if time.perf_counter() >= self._until:

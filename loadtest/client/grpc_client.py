@@ -60,7 +60,6 @@ class GrpcClient:
         return self._model
 
     async def build(self, draft: RequestDraft) -> tuple[inference_pb2.GenerateRequest, Metadata]:
-        """Returns the message and its metadata."""
         config, turn, yielder = self._config, draft.turn, LoopYielder()
         request = inference_pb2.GenerateRequest(
             model=self._model,

@@ -89,17 +89,10 @@ def _clocks() -> tuple[float, float]:
 class HttpExchange(Protocol):
     """Receives the parsed response of one request. `at` is the arrival time of the bytes (time.perf_counter())."""
 
-    def headers(self, status: int, at: float) -> None:
-        """Called when the status line and the headers are complete."""
-
-    def body(self, data: bytes, at: float) -> None:
-        """Called with each part of the body."""
-
-    def ended(self, at: float) -> None:
-        """Called when the response is complete."""
-
-    def lost(self, why: str, at: float) -> None:
-        """Called when the connection fails before the response is complete."""
+    def headers(self, status: int, at: float) -> None: ...  # The status line and the headers are complete.
+    def body(self, data: bytes, at: float) -> None: ...  # Called with each part of the body.
+    def ended(self, at: float) -> None: ...  # The response is complete.
+    def lost(self, why: str, at: float) -> None: ...  # The connection failed before the response was complete.
 
 
 class ParseQueue:

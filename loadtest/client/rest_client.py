@@ -36,12 +36,11 @@ class RestClient:
 
     def __init__(self, config: LoadConfig) -> None:
         parts = urlsplit(config.url)
+        self._config, self._host = config, parts.hostname or ""
         try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
+            self._port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as e:
             raise ConfigError(f"--url: {e}", field="url") from e
-        self._config = config
-        self._host, self._port = parts.hostname or "", port
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path
         self._authority = parts.netloc.rpartition("@")[2]
@@ -138,21 +137,17 @@ class RestClient:
         return connection
 
     def _head(self, method: str, path: str, key: str, body: bytes, extra: dict[str, str] | None = None) -> bytes:
-        lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"host: {self._authority}"]
-        if key:
-            lines.append(f"authorization: Bearer {key}")
+        headers = {"host": self._authority, **({"authorization": f"Bearer {key}"} if key else {}), **(extra or {})}
         if body:
-            lines += ["content-type: application/json", f"content-length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
+            headers |= {"content-type": "application/json", "content-length": str(len(body))}
+        lines = [f"{method} {self._prefix}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         return "\r\n".join([*lines, "", ""]).encode()
 
-    async def _content(
-        self, message: PromptMessage, draft: RequestDraft, yielder: LoopYielder, separator: bytes
-    ) -> bytes:
-        """Returns one message as a fragment of JSON."""
+    async def _content(self, message: PromptMessage, draft: RequestDraft, yielder: LoopYielder, join: bytes) -> bytes:
+        """Returns one message as a fragment of JSON. join: between two pieces."""
         if self._config.form == "text" and (earlier := draft.earlier_answer(message)) is not None:
             return orjson.dumps(earlier.text)[1:-1]
-        return separator.join([part async for part in yielder.each(self._cached_piece_json, message.pieces)])
+        return join.join([part async for part in yielder.each(self._cached_piece_json, message.pieces)])
 
     def _piece_json(self, piece: TextPiece) -> bytes:
         if self._config.form == "text":

@@ -26,8 +26,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis."""
-
     label: str
     log: bool = False  # Logarithmic scale. Ignores `low` and `high`.
     low: float | None = None  # Limits; None: from the data.

@@ -25,7 +25,6 @@ PER_REQUEST = {
     "e2e": ("e2e_ms",),
     "e2e_intended": ("e2e_ms", "lag_ms"),
 }
-RATES = ("answered_per_s", "output_tokens_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,8 @@ class Comparison:
 
 def compare_runs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Compares the documents of two runs (figures.build_document)."""
-    rows = [
-        ComparisonRow(name.removesuffix("_per_s").replace("_", " "), "/s", a["rates"][name], b["rates"][name], 1)
-        for name in RATES
-    ]
+    names = {"answered_per_s": "answered", "output_tokens_per_s": "output tokens"}
+    rows = [ComparisonRow(label, "/s", a["rates"][name], b["rates"][name], 1) for name, label in names.items()]
     if a["goodput"] and b["goodput"]:
         rows.append(ComparisonRow("goodput", "/s", a["goodput"]["per_s"], b["goodput"]["per_s"], 1))
         rows.append(ComparisonRow("goodput share", "", a["goodput"]["share"], b["goodput"]["share"], 1))

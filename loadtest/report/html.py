@@ -139,7 +139,7 @@ def ms(value: float | None) -> str:
         return ABSENT
     if value >= 10_000:
         return f"{value / 1e3:.1f} s"
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value:.2f} ms"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 1 else 2}f} ms"
 
 
 def _latencies(document: Document, name: str) -> str:
@@ -156,11 +156,9 @@ def _compared(comparison: Comparison, names: Sequence[str]) -> str:
         [escape(row.name), _value(row.a, row), _value(row.b, row), _change(row), row.verdict or ABSENT]
         for row in comparison.rows
     ]
-    note = (
-        "<p class=sub>significant: the 95% confidence intervals of the percentiles do not overlap. "
-        "The other differences may be chance.</p>"
-    )
-    return f"<h2>Compared</h2>{note}" + _table(["", *map(escape, names), "change", "significant"], rows, raw=True)
+    note = "significant: the 95% confidence intervals of the percentiles do not overlap. Others may be chance."
+    table = _table(["", *map(escape, names), "change", "significant"], rows, raw=True)
+    return f"<h2>Compared</h2><p class=sub>{note}</p>{table}"
 
 
 def _value(value: float | None, row: ComparisonRow) -> str:

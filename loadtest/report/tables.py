@@ -21,7 +21,6 @@ def _table(columns: Sequence[str]) -> Table:
 
 
 def show(console: Console, document: Mapping[str, Any]) -> None:
-    """Prints the figures of one run."""
     requests, rates, goodput = document["requests"], document["rates"], document["goodput"]
     lines = [
         f"{describe_load(document['config'])}: {requests['sent']} requests in {document['seconds']:.1f} s, "
@@ -67,7 +66,6 @@ def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mappin
 
 
 def show_comparison(console: Console, comparison: Comparison, names: Sequence[str]) -> None:
-    """Prints the comparison of two runs."""
     table = _table(("", *names, "change", "significant"))
     for row in comparison.rows:
         if row.a is not None or row.b is not None:

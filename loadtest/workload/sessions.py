@@ -101,8 +101,6 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class PromptMessage:
-    """One message of a prompt."""
-
     role: str  # Chat role: system, user or assistant.
     pieces: tuple[TextPiece, ...]
     answer: int | None = None  # Turn with the answer that replaces the pieces, if the client has it.
@@ -136,8 +134,6 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """An answer of the server."""
-
     text: str
     ids: tuple[int, ...] | None = None  # Token ids; None if the protocol does not return them.
 

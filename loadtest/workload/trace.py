@@ -26,8 +26,6 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request of a trace."""
-
     arrival_s: float  # Seconds since the start of the trace.
     prompt_len: int  # Tokens.
     output_len: int  # Tokens, at least 1.
@@ -66,7 +64,6 @@ class WorkloadTrace:
         return replace(self, requests=tuple(replace(r, arrival_s=r.arrival_s / factor) for r in self.requests))
 
     def first(self, count: int) -> WorkloadTrace:
-        """Returns the first `count` requests."""
         return replace(self, requests=self.requests[:count])
 
     def ideal_hit_rate(self) -> float:
@@ -119,9 +116,7 @@ def _read(path: Path, lines: Iterable[str]) -> Iterator[WorkloadRequest]:
             raise _error(f"{path.name}, line {number}: {e}") from e
 
 
-@functools.lru_cache(1 << 20)
-def _mooncake_hash(block_id: int) -> bytes:
-    return synthetic_block_hash("mooncake", block_id)
+_hash_of = functools.lru_cache(1 << 20)(synthetic_block_hash)
 
 
 def _mooncake(name: str, number: int, line: str) -> WorkloadRequest:
@@ -139,7 +134,7 @@ def _mooncake(name: str, number: int, line: str) -> WorkloadRequest:
         raise ValueError("hash_ids must be a list of integers")
     if len(ids) != -(-prompt // MOONCAKE_BLOCK_SIZE):
         raise ValueError(f"{len(ids)} hash_ids for {prompt} tokens in blocks of {MOONCAKE_BLOCK_SIZE}")
-    names = tuple(_mooncake_hash(i) for i in ids)
+    names = tuple(_hash_of("mooncake", i) for i in ids)
     full = prompt // MOONCAKE_BLOCK_SIZE  # a partial last block has no hash in block_hashes
     return WorkloadRequest(at / 1e3, prompt, max(1, output), names[:full], b"".join(names[full:]))
 

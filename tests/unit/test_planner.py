@@ -18,8 +18,8 @@ from loadtest.slo import percentile
 from loadtest.workload.trace import WorkloadTrace, load_trace
 from simulator.agent_workload import AgentWorkload
 from simulator.hardware_rates import H100_8B, fit_rates, load_rates
-from simulator.outcome import RequestOutcome, Slo
 from simulator.planner import CapacityPlanner, ClusterSetup
+from simulator.spec import RequestOutcome, Slo
 from tests.rigs.forked_cli import forked
 
 MOONCAKE = (
