@@ -100,11 +100,7 @@ class KeySet:
     """The valid keys at one moment, by id. If two have the same id, the later one counts."""
 
     def __init__(self, records: Iterable[ApiKey] = (), *, anonymous: bool = False, complete: bool = True) -> None:
-        """
-        Args:
-            anonymous: No key is needed.
-            complete: All sources have been read.
-        """
+        """`anonymous`: no key is needed. `complete`: all sources have been read."""
         self._by_id = {record.id: record for record in records}
         self._anonymous = anonymous
         self._complete = complete

@@ -31,10 +31,7 @@ class QueueForecast:
         return any(view.rate_known for view in self._views())
 
     def queue_s(self, unreported_tokens: int) -> float:
-        """Returns the seconds until a pod can start one more prompt.
-
-        `unreported_tokens` are prompt tokens that were sent to the pods and are not in their reports.
-        """
+        """Returns the seconds until a pod can start one more prompt. Pods have not reported `unreported_tokens` yet."""
         views, now = self._views(), time.monotonic()
         if not views:
             return 0.0
@@ -75,10 +72,7 @@ class QueueSpeed:
         return now - self._at
 
     def tokens_per_s(self, now: float) -> float | None:
-        """Returns the speed, None if it was measured for less than MIN_MEASURED_S.
-
-        The time since the last request left counts once it is longer than usual.
-        """
+        """Returns the speed, None if measured for less than MIN_MEASURED_S. A longer silence than usual lowers it."""
         silence_s = self.since_last_s(now)
         if self._seconds + silence_s < MIN_MEASURED_S or not self._requests:
             return None

@@ -243,7 +243,7 @@ class Gate:
         self._queue = FairQueue()
         self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}  #: Set when the entry passes or is evicted.
         self._running = 0  # requests that passed and were not released
-        self._recently_passed: deque[tuple[float, int]] = deque()  #: Time and prompt tokens, of REPORT_DELAY_S.
+        self._recently_passed: deque[tuple[float, int]] = deque()  #: Times and tokens of the last REPORT_DELAY_S.
         self._speed = QueueSpeed()
         self._changed = asyncio.Event()  # set when a request was released
         self._pump: asyncio.Task[None] | None = None  # runs `_serve_queue` while requests wait
@@ -299,7 +299,7 @@ class Gate:
                 await self._waiters[entry]
         except TimeoutError as e:
             self._give_up(entry)
-            self._count_rejection("deadline")
+            self._metrics.rejections.labels("deadline").inc()
             raise DeadlineExceeded("the request's time was over before it was its turn") from e
         except BaseException:
             self._give_up(entry)
@@ -387,14 +387,11 @@ class Gate:
         compute_s = self._forecast.compute_s(entry.prompt_tokens) if self._forecast.measured else 0.0
         ttft_s = FORECAST_TOLERANCE * (wait_s + compute_s)
         if wait_s > TOLERATED_WAIT_S and ttft_s > limit_s:
-            self._count_rejection("forecast")
+            self._metrics.rejections.labels("forecast").inc()
             raise self._rejection(entry, f"the first token would take about {ttft_s:.3g} s", ttft_s - limit_s)
 
     def _find_victim(self, entry: QueueEntry) -> QueueEntry | None:
-        """Returns the waiting request to evict so that `entry` fits, or None if the queue has room.
-
-        Raises if the queue is full and no waiting request may be evicted for this one.
-        """
+        """Returns the request to evict so that `entry` fits, None if there is room. Raises if none may be evicted."""
         if len(self._queue) < self._limits.max_queue:
             return None
         victim = self._queue.find_victim(entry)
@@ -403,7 +400,7 @@ class Gate:
         return victim
 
     def _queue_full_error(self, entry: QueueEntry) -> BatonError:
-        self._count_rejection("queue")
+        self._metrics.rejections.labels("queue").inc()
         return self._rejection(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry))
 
     def _wait_s(self, entry: QueueEntry) -> float:
@@ -425,6 +422,3 @@ class Gate:
         if self._queue.tokens_ahead(entry).own_expected_tokens or not entry.tenant:
             return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)
         return Unavailable(f"the servers are overloaded: {why}", retry_after_s=retry_s)
-
-    def _count_rejection(self, by: str) -> None:
-        self._metrics.rejections.labels(by).inc()

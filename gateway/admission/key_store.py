@@ -182,12 +182,7 @@ class KeyRing:
     """
 
     def __init__(self, sources: Sequence[str] = (), redis: str | None = None) -> None:
-        """Reads the files. Raises ConfigError if one is invalid.
-
-        Args:
-            sources: Paths of files, and REDIS_SOURCE.
-            redis: URL of the Redis of the index.
-        """
+        """Reads the files of `sources`, which may hold REDIS_SOURCE too. Raises ConfigError if one is invalid."""
         self._files = [KeyFile(Path(source)) for source in sources if source != REDIS_SOURCE]
         self._versions = [file.version() for file in self._files]
         self._of_files = [file.read() for file in self._files]

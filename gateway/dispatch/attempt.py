@@ -66,7 +66,6 @@ class _Prefill:
     request: ValidRequest
     placement: Placement
     prefill_pod: Pod
-    decode_pod: Pod
     kv_target: asyncio.Future[types_pb2.KvTarget]  #: Blocks for the KV. Cancelled if Reserve gave none.
     task: asyncio.Task[None] = dataclasses.field(init=False)
     first_token_received: bool = False
@@ -94,21 +93,15 @@ class Attempt:
         deadline: float,
         timeline: Timeline,
     ) -> None:
-        """
-        Args:
-            plan: The request and its routing. Output tokens in the request are from earlier attempts.
-            avoided_pods: Addresses that are used only if there are no others.
-            deadline: time.monotonic() at which the attempt fails.
-        """
+        """`avoided_pods`: addresses that are used only if there are no others. `deadline`: time.monotonic() value."""
         request, sampling = plan.request, plan.request.sampling
         max_pending = MAX_PENDING_TOKENS // (1 + (sampling.logprobs or 0))
-        self.token_queue = TokenQueue(sampling.n, max_pending, request.output_ids)  # the tokens in order, by sample
+        self.token_queue = TokenQueue(sampling.n, max_pending, request.output_ids)  # those are from earlier attempts
         self.blamed_pods: set[str] = set()  # addresses that the next attempt should avoid
         self.layout_fingerprint: str | None = None  #: KV layout of the pods that took the attempt; None before.
         self.cached_tokens = 0  # prompt tokens that were in a cache; known with the first token
         self.drafts_proposed = self.drafts_accepted = 0  #: Draft tokens verified, and those that were right.
         self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt; complete with the first token
-
         self._plan = plan
         self._number = number
         self._avoided_pods = avoided_pods
@@ -197,11 +190,9 @@ class Attempt:
         cost = placement.remote_prefill_cost()
         self._decode = pod = placement.decode
         pod.subscribe(self._request.request_id, self)
-        message = decode_pb2.ReserveRequest(
-            request=request_to_pb(self._request),
-            gateway_id=pod.gateway_id,
-            remote=None if cost is None else decode_pb2.RemotePrefill(**dataclasses.asdict(cost)),
-        )
+        remote = None if cost is None else decode_pb2.RemotePrefill(**dataclasses.asdict(cost))
+        request = request_to_pb(self._request)
+        message = decode_pb2.ReserveRequest(request=request, gateway_id=pod.gateway_id, remote=remote)
         try:
             # The RPC carries the request's deadline, because the pod plans with it. The answer is due much earlier.
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
@@ -236,7 +227,7 @@ class Attempt:
         """Starts the Prefill call in the background."""
         assert placement.prefill is not None
         kv_target = asyncio.get_running_loop().create_future()
-        prefill = _Prefill(self._request, placement, placement.prefill, placement.decode, kv_target)
+        prefill = _Prefill(self._request, placement, placement.prefill, kv_target)
         prefill.task = self._plan.router.spawn(self._run_prefill(prefill))
         self._prefill = prefill
         return prefill
@@ -253,11 +244,9 @@ class Attempt:
         pod, kv_target = prefill.prefill_pod, prefill.kv_target
         self._timeline.mark("prefill", pod=pod.name, predicted_tokens=prefill.placement.predicted_hit_tokens)
         early = not kv_target.done()
-        message = prefill_pb2.PrefillRequest(
-            request=request_to_pb(prefill.request),
-            pull=self._pull_hint(prefill.placement),
-            target=None if early else kv_target.result(),
-        )
+        request, pull = request_to_pb(prefill.request), self._pull_hint(prefill.placement)
+        target = None if early else kv_target.result()
+        message = prefill_pb2.PrefillRequest(request=request, pull=pull, target=target)
         try:
             timeout_s = timeout_until(self._deadline)
         except DeadlineExceeded:  # the attempt's own timer is about to end it
@@ -273,7 +262,7 @@ class Attempt:
             if kv_target.done() and not kv_target.cancelled():
                 self._hand_off_failed = not prefill.handed_off and not self._decode_responded
                 if self._hand_off_failed and self.token_queue.complete and self._decode is None:  # closed
-                    prefill.decode_pod.abort(prefill.placement.request_id, self._deadline)
+                    prefill.placement.decode.abort(prefill.placement.request_id, self._deadline)
         if error is not None and not prefill.handed_off:
             # The error counts only if Reserve answers with a KvTarget. With another outcome `_cancel_prefill` cancels
             # the future and this task.

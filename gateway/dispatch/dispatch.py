@@ -53,11 +53,7 @@ class Dispatch:
     def __init__(
         self, router: Router, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = ""
     ) -> None:
-        """
-        Args:
-            deadline: time.monotonic() at which the request fails.
-            affinity: Requests of equal affinity prefer the same pods; a hint for routing.
-        """
+        """`deadline`: time.monotonic() value. `affinity`: requests with an equal one prefer the same pods."""
         self.resumed_samples: dict[int, Dispatch] = {}  #: Samples that continue alone; `next` then gives nothing.
         self._router = router
         self._metrics = router.metrics
@@ -77,10 +73,7 @@ class Dispatch:
     # -- reading
 
     async def next(self) -> TokenDelta:
-        """Returns the next tokens of one sample in order, with its finish reason after the last.
-
-        Returns an empty delta if the samples continue in `resumed_samples`. Raises BatonError.
-        """
+        """Returns the next tokens of one sample; nothing if they continue in `resumed_samples`. Raises BatonError."""
         while not self.resumed_samples:
             try:
                 attempt = self._attempt or await self._start_attempt()
@@ -93,10 +86,7 @@ class Dispatch:
         return TokenDelta()
 
     async def relay(self, on_tokens: OnTokens, on_token_id: OnTokenId | None = None) -> None:
-        """Calls back for each token as it comes, see TokenQueue.relay. Call it after `next` gave the first tokens.
-
-        Returns when the relay ends, also when the attempt fails; then `next` continues.
-        """
+        """Calls back for each token, see TokenQueue.relay, once `next` gave the first. Afterwards `next` continues."""
         if self._attempt is not None and self._attempt in self._answering_attempts:
             await self._attempt.token_queue.relay(on_tokens, on_token_id)
 
@@ -111,16 +101,11 @@ class Dispatch:
         return tuple(self._answering_attempts[0].prompt_logprobs) if self._answering_attempts else ()
 
     @property
-    def drafts_proposed(self) -> int:
-        """Draft tokens verified in all attempts that gave a part of the answer."""
-        own = sum(attempt.drafts_proposed for attempt in self._answering_attempts)
-        return own + sum(resumed.drafts_proposed for resumed in self.resumed_samples.values())
-
-    @property
-    def drafts_accepted(self) -> int:
-        """Those of `drafts_proposed` that were right."""
-        own = sum(attempt.drafts_accepted for attempt in self._answering_attempts)
-        return own + sum(resumed.drafts_accepted for resumed in self.resumed_samples.values())
+    def drafts(self) -> tuple[int, int]:
+        """Draft tokens verified in all attempts that gave a part of the answer, and those of them that were right."""
+        parts = [(attempt.drafts_proposed, attempt.drafts_accepted) for attempt in self._answering_attempts]
+        parts += [resumed.drafts for resumed in self.resumed_samples.values()]
+        return sum(proposed for proposed, _ in parts), sum(accepted for _, accepted in parts)
 
     # -- attempts
 

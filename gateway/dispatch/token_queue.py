@@ -41,11 +41,7 @@ class TokenQueue:
     """Puts the tokens of n samples in order and gives each token once, to one reader."""
 
     def __init__(self, num_samples: int, max_pending: int, output_ids: Sequence[int] = ()) -> None:
-        """
-        Args:
-            max_pending: Tokens of a sample that may wait for the reader.
-            output_ids: Tokens of the only sample from earlier attempts; the reader does not get them again.
-        """
+        """`max_pending`: tokens of a sample that may wait. `output_ids`: from earlier attempts; not given again."""
         self.num_samples = num_samples
         self.complete = False  # the reader has got every sample with its finish reason
         self.error: BatonError | None = None  # the error that ended the attempt early

@@ -133,13 +133,12 @@ class _BeamSearch:
             timeline=Timeline(request.request_id, None, context.endpoint) if index else context.timeline,
             affinity=context.affinity or base.request_id,
         )
-        tokens: list[Token] = []
-        finished = False
         with closing(dispatch):
-            while not finished:
+            delta = await dispatch.next()
+            tokens = list(delta.tokens)
+            while delta.finish is None:
                 delta = await dispatch.next()
-                tokens.extend(delta.tokens)
-                finished = delta.finish is not None
+                tokens += delta.tokens
         if index == 0:
             self._usage = replace(self._usage, cached=dispatch.cached_tokens)
         self._generated += 1
@@ -150,7 +149,18 @@ async def merge_choices(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, 
     """Yields the pieces of all choices as they come, with the index of their choice."""
     # One slot: a choice waits until its piece is taken, and its next piece then holds all tokens that came meanwhile.
     queue: asyncio.Queue[tuple[int, OutputPiece | BaseException | None]] = asyncio.Queue(maxsize=1)
-    tasks = [asyncio.create_task(_queue_pieces(i, choice, queue)) for i, choice in enumerate(choices)]
+
+    async def queue_pieces(index: int, choice: Choice) -> None:
+        try:
+            with closing(choice):
+                async for piece in choice:
+                    await queue.put((index, piece))
+            await queue.put((index, None))
+        except Exception as e:
+            with suppress(asyncio.CancelledError):
+                await queue.put((index, e))
+
+    tasks = [asyncio.create_task(queue_pieces(i, choice)) for i, choice in enumerate(choices)]
     try:
         running = len(tasks)
         while running:
@@ -165,20 +175,6 @@ async def merge_choices(choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _queue_pieces(
-    index: int, choice: Choice, queue: asyncio.Queue[tuple[int, OutputPiece | BaseException | None]]
-) -> None:
-    """Puts a choice's pieces into the queue, then None, or the exception that ended it."""
-    try:
-        with closing(choice):
-            async for piece in choice:
-                await queue.put((index, piece))
-        await queue.put((index, None))
-    except Exception as e:
-        with suppress(asyncio.CancelledError):
-            await queue.put((index, e))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +208,8 @@ async def beam_search(
 
     Scores and ends follow transformers (generation/utils.py, `_beam_search`): a hypothesis scores log-probability /
     length ** length_penalty, its stop token included, and a candidate that ends is kept only if it is among the best
-    `width` of its step. Raises what `expand` raises.
-
-    Args:
-        max_tokens: Longest answer, at least 1.
-        min_tokens: No token of `stops` is taken before this many tokens.
-        num_top: Alternatives kept per token.
+    `width` of its step. No token of `stops` is taken before `min_tokens`; `num_top` alternatives are kept per token.
+    Raises what `expand` raises.
     """
     live, hypotheses = [Beam()], list[Beam]()
     for length in range(1, max_tokens + 1):

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from common.errors import (
     BatonError,
@@ -180,12 +179,8 @@ class Gateway:
     ) -> Iterator[RequestContext]:
         """Yields the context of one client request; at the block's end the request is counted, charged and logged.
 
-        Raises Overloaded when too many requests run, Unavailable while draining.
-
-        Args:
-            client_id: The client's own id of the request, for logs and Abort.
-            timeout_s: The client's own time limit; the gateway's limit holds anyway.
-            client_span: The client's trace span, the parent of the request's span.
+        `client_id` is the client's own id, for logs and Abort; `client_span` the parent of the request's span. Raises
+        Overloaded when too many requests run, Unavailable while draining.
         """
         if self.draining:
             raise Unavailable("the gateway is leaving", retry_after_s=1.0)
@@ -286,10 +281,7 @@ class Gateway:
         return model
 
     async def completion(self, context: RequestContext, body: CompletionBody) -> list[Choice]:
-        """Returns the choices in the order of the prompts, `candidates` for each prompt.
-
-        Raises InvalidRequest, ModelNotFound, Unavailable.
-        """
+        """Returns `candidates` choices for each prompt, in order. Raises InvalidRequest, ModelNotFound, Unavailable."""
         spec = body.spec
         model = self.model_for(context.caller, spec.model)
         limits = model.pod_table.limits()
@@ -338,13 +330,9 @@ class Gateway:
         """Checks the tokenized prompts, and returns their choices when they may go to the pods."""
         caller, limits = context.caller, model.pod_table.limits()
         bad_words = await model.tokenizer.encode_words(spec.bad_words)
-        effective = replace(
-            spec,
-            model=model.name,
-            priority=caller.effective_priority(spec.priority),
-            cache_salt=caller.effective_salt(spec.cache_salt),
-        )
-        way: dict[str, Any] = {"timeline": context.timeline, "deadline": context.deadline, "affinity": context.affinity}
+        priority, salt = caller.effective_priority(spec.priority), caller.effective_salt(spec.cache_salt)
+        effective = replace(spec, model=model.name, priority=priority, cache_salt=salt)
+        deadline, timeline, affinity = context.deadline, context.timeline, context.affinity
         choices: list[Choice] = []
         for number, ids in enumerate(prompts):
             if number % PROMPTS_PER_LOOP_TURN == PROMPTS_PER_LOOP_TURN - 1:
@@ -359,8 +347,8 @@ class Gateway:
                 prompt_field=prompt_field,
                 bad_words=bad_words,
             )
-            context.timeline.mark("tokenized", prompt_tokens=request.prompt_len)
-            dispatch = Dispatch(model.router, request, **way)
+            timeline.mark("tokenized", prompt_tokens=request.prompt_len)
+            dispatch = Dispatch(model.router, request, deadline=deadline, timeline=timeline, affinity=affinity)
             n = request.sampling.n
             group = SampleGroup(dispatch) if n > 1 else None
             choices += [

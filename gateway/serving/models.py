@@ -1,8 +1,4 @@
-"""The models that one gateway serves, by the names under which clients ask for them.
-
-Each model has its own pods, index scope per layout, tokenizer and chat template; models share none of these. The set
-is fixed for the life of the process. Which pods serve a model changes.
-"""
+"""The models that one gateway serves, fixed for its life. They share no pods, index scopes, tokenizers or templates."""
 
 from __future__ import annotations
 
@@ -55,10 +51,7 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """The served models, in the order of the configuration.
-
-    Raises ConfigError for a name with two meanings or an alias of no model.
-    """
+    """The served models as configured. Raises ConfigError for a name with two meanings or an alias of no model."""
 
     def __init__(self, models: Sequence[ServedModel], aliases: Mapping[str, str]) -> None:
         self._models = tuple(models)
@@ -72,14 +65,11 @@ class ModelRegistry:
                 served = ", ".join(own)
                 raise ConfigError(f"alias: {alias} stands for {name}, which is not served ({served} is)", field="alias")
         self.aliases = dict(aliases)  # model name by alias
-        #: The model for each name and alias, sorted by name.
-        self.by_name = dict(sorted({**own, **{alias: own[name] for alias, name in aliases.items()}}.items()))
+        named = own | {alias: own[name] for alias, name in aliases.items()}
+        self.by_name = dict(sorted(named.items()))  #: The model for each name and alias, sorted by name.
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
-
-    def __len__(self) -> int:
-        return len(self._models)
 
     @property
     def first(self) -> ServedModel:

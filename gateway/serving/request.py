@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import operator
 import secrets
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from common.errors import BatonError, InvalidRequest
@@ -21,8 +20,7 @@ from gateway.telemetry.timeline import Timeline
 from gateway.text.tools.format import RequestTools
 
 MAX_JSON_PARTS = 1 << 18  #: Arrays, objects, members and entries that a body may have besides one context of token ids.
-#: Alternatives per token that a pod reports. A beam search needs one for each beam and each stop token.
-MAX_ALTERNATIVES = 20
+MAX_ALTERNATIVES = 20  #: Per token, from a pod. A beam search needs one for each beam and each stop token.
 
 PromptInput = str | tuple[int, ...]  #: A prompt as the client sent it: text or token ids.
 
@@ -52,13 +50,11 @@ class GenerationSpec:
     model: str
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"  # field of the client's body that `max_tokens` came from; errors name it
-    #: The parameters that go to the pods as the client sent them. `to_valid_request` sets the others.
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=SamplingParams)  #: `to_valid_request` sets the rest.
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    #: Alternatives to report per generated token; 0 reports the token alone, None reports nothing.
-    logprobs: int | None = None
+    logprobs: int | None = None  #: Alternatives to report per token; 0 reports the token alone, None nothing.
     cache_salt: str = ""
     priority: int = 0
     n: int = 1
@@ -192,7 +188,14 @@ class Usage:
     rejected: int = 0  # draft tokens of speculative decoding that were wrong
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(*map(operator.add, astuple(self), astuple(other)))
+        return Usage(
+            self.prompt + other.prompt,
+            self.completion + other.completion,
+            self.cached + other.cached,
+            self.reasoning + other.reasoning,
+            self.accepted + other.accepted,
+            self.rejected + other.rejected,
+        )
 
 
 class OpenChoice(Protocol):
@@ -218,14 +221,11 @@ class RequestContext:
     endpoint: str  # name of the endpoint in metrics and timelines
     deadline: float  #: Deadline as a time.monotonic() value.
     caller: Caller
-    #: Affinity hint of the client, "" for none. The router prefers the same pods for requests with the same value.
-    affinity: str = ""
+    affinity: str = ""  #: Hint of the client; the router prefers the same pods for equal values. "" is none.
     choices: Sequence[OpenChoice] = ()  # the choices of the answer; empty until the request is tokenized
     response_headers: dict[str, str] = field(default_factory=dict)  # rate limit headers of the answer
-    #: Tokens reserved from the limits of the caller's key; None for a key without limits.
-    reservation: LimitReservation | None = None
-    #: The model, and the place in its gate; None until the request has passed.
-    admitted: tuple[ServedModel, QueueEntry] | None = None
+    reservation: LimitReservation | None = None  #: Of the caller's key; None for a key without limits.
+    admitted: tuple[ServedModel, QueueEntry] | None = None  #: Its place in the gate; None before it passes.
     abort_error: BatonError | None = None  #: The error of the first `abort`, None while the request was not aborted.
     _task: asyncio.Task[Any] | None = None
 

@@ -43,15 +43,10 @@ class AnswerGrammarBuilder:
         initial_section: ReasoningSection,
         field: str,
     ) -> Grammar | None:
-        """Returns the grammar of the answer, None if any text is allowed. Raises InvalidRequest.
+        """Returns the grammar of the answer, None if any text is allowed. Raises InvalidRequest, which names `field`.
 
-        Args:
-            text: The client's grammar for the text.
-            functions: Functions that may be called.
-            required: The answer is at least one call.
-            parallel: The answer may have several calls.
-            initial_section: Where the answer begins relative to the reasoning section.
-            field: Field that errors about the calls name.
+        `text` is the client's grammar. The answer may call `functions`, several times if `parallel`, and must if
+        `required`.
         """
         rules: list[str] = []
         if functions and (required or text is not None or any(f.strict for f in functions)):
@@ -108,15 +103,12 @@ class AnswerGrammarBuilder:
         if end.startswith("<["):
             section = f"section: ANY {end}"
         else:
-            section = f"section[lazy]: /(.|\\n)*{_regex_literal(reasoning.end)}/"
+            marker = re.escape(reasoning.end).replace("/", r"\/")
+            section = f"section[lazy]: /(.|\\n)*{marker}/"
         gap = f"gap: {_GAP}"
         if initial_section is ReasoningSection.INSIDE:
             return "section gap body", [section, gap]
         return f"({self.literal(reasoning.start)} section gap)? body", [section, gap]
-
-
-def _regex_literal(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
 
 
 def _linked(lark: str, text: Grammar) -> str:

@@ -1,7 +1,4 @@
-"""The chat format of one model: its chat template, its tool calls, its reasoning markers, and the grammars for them.
-
-A chat becomes a prompt, an OutputParserConfig for its answers, and a grammar that the answers have to match.
-"""
+"""The chat format of one model: a chat becomes a prompt, and a parser configuration and a grammar of its answers."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from gateway.text.tools.choose import choose_tool_format
 from gateway.text.tools.format import RequestTools, ToolCall, ToolFormat
 from gateway.text.tools.lark import parameters_schema
 
-#: Chats with more messages and tools than this are rendered in a thread. A template takes about 10 us for each of them.
-INLINE_PARTS = 128
+INLINE_PARTS = 128  #: Chats with more messages and tools are rendered in a thread. Each takes about 10 us.
 MAX_COMPILING = 2  #: Grammars of one model that are compiled at the same time.
 
 _log = logging.getLogger(__name__)
@@ -43,11 +39,7 @@ class PreparedChat:
 
 
 class ChatFormat:
-    """Chat template, tool format and reasoning format of one model.
-
-    The constructor raises ConfigError. `tool_parser` and `reasoning_parser` name a format; "auto" chooses one by the
-    chat template and the added tokens.
-    """
+    """Chat template, tool and reasoning format of one model. Raises ConfigError for an unknown name of a parser."""
 
     def __init__(
         self,
@@ -62,7 +54,6 @@ class ChatFormat:
         self._template = template
         added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
         self.tool_format = choose_tool_format(tool_parser, template.source, added)
-        #: The reasoning markers, None for a model without reasoning sections.
         self.reasoning_format = choose_reasoning_format(reasoning_parser, template.source, added)
         self._grammar_tokenizer = GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)
         self._compiler = GrammarCompiler(self._grammar_tokenizer)
@@ -70,10 +61,7 @@ class ChatFormat:
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
-        """Builds the grammar tokenizer now.
-
-        Later the build would block the event loop, because it holds the interpreter lock.
-        """
+        """Builds the grammar tokenizer, which later would block the event loop: it holds the interpreter lock."""
         try:
             self._grammar_tokenizer.get()
         except InvalidRequest as e:
@@ -91,10 +79,7 @@ class ChatFormat:
     ) -> PreparedChat:
         """Renders a chat and derives the parser configuration and the grammar of its answers. Raises InvalidRequest.
 
-        Args:
-            text: The client's grammar for the answer's text.
-            include_reasoning: The answer shows its reasoning section.
-            keep_special: The answer's text shows special tokens.
+        `text` is the client's grammar for the answer's text; `keep_special` shows special tokens in it.
         """
         if text is not None:
             await self.check_grammar(text)
@@ -114,10 +99,8 @@ class ChatFormat:
             )
         if grammar is not None and grammar is not text:
             await self._check_answer_grammar(grammar, tools)
-        parser_config = self._parser_config(
-            tools, section, include_reasoning=include_reasoning, keep_special=keep_special
-        )
-        return PreparedChat(prompt, parser_config, grammar)
+        config = self._parser_config(tools, section, include_reasoning=include_reasoning, keep_special=keep_special)
+        return PreparedChat(prompt, config, grammar)
 
     def _parser_config(
         self, tools: RequestTools | None, section: ReasoningSection, *, include_reasoning: bool, keep_special: bool
@@ -147,32 +130,24 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Returns the prompt. Raises InvalidRequest if the template rejects the chat.
-
-        Long chats are rendered in a thread.
-        """
+        """Returns the prompt; long chats render in a thread. Raises InvalidRequest if the template rejects the chat."""
 
         def render() -> str:
-            if not self._template.supports_tools and (tools or any(_uses_tools(message) for message in messages)):
+            with_tools = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+            if with_tools and not self._template.supports_tools:
                 return self._template.render(render_tools_as_text(messages, tools, self.tool_format), template_kwargs)
             return self._template.render(messages, template_kwargs, tools=tools or None)
 
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
     async def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles a grammar in a thread, as the pods will; results are cached.
-
-        Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported.
-        """
+        """Compiles a grammar in a thread. Raises InvalidRequest, which names its field and the unsupported keyword."""
         if self._compiler.get_cached(grammar) is None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._compile_threads, self._compiler.compile, grammar)
 
     async def _check_answer_grammar(self, grammar: Grammar, tools: RequestTools | None) -> None:
-        """Raises InvalidRequest if the grammar is rejected.
-
-        The error names the function whose parameters are the reason, if there is one.
-        """
+        """Raises InvalidRequest if the grammar is rejected; it names the function that is the reason, if one is."""
         try:
             await self.check_grammar(grammar)
         except InvalidRequest:
@@ -182,13 +157,8 @@ class ChatFormat:
 
     def special_tokens_config(self) -> OutputParserConfig:
         """Returns the parser configuration of answers without tools and reasoning that show special tokens."""
-        tokenizer = self._tokenizer
-        kept_ids = tokenizer.special_ids - frozenset(tokenizer.eos_ids)
-        return OutputParserConfig(tokenizer=tokenizer, kept_special_ids=kept_ids)
-
-
-def _uses_tools(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "tool" or "tool_calls" in message
+        kept_ids = self._tokenizer.special_ids - frozenset(self._tokenizer.eos_ids)
+        return OutputParserConfig(tokenizer=self._tokenizer, kept_special_ids=kept_ids)
 
 
 def render_tools_as_text(

@@ -28,14 +28,12 @@ class OutputParserConfig:
 
     tokenizer: TextTokenizer
     reasoning_format: ReasoningFormat | None = None  # reasoning markers, None if the model has none
-    #: Where the answer begins relative to the reasoning section.
-    initial_section: ReasoningSection = ReasoningSection.BEFORE
+    initial_section: ReasoningSection = ReasoningSection.BEFORE  #: The answer begins before, in or after it.
     show_reasoning: bool = True  # reasoning becomes deltas; otherwise it is dropped
     tool_format: ToolFormat | None = None  # format of tool calls, None for a request without tools
     function_names: frozenset[str] = frozenset()  # functions that may be called
     max_calls: int | None = None  # number of calls after which the answer ends, None for no limit
-    #: Special tokens that appear in the text, because a parser needs them or the client wants to see them.
-    kept_special_ids: frozenset[int] = frozenset()
+    kept_special_ids: frozenset[int] = frozenset()  #: Special tokens in the text, for a parser or the client.
 
 
 class OutputParser:
@@ -51,10 +49,7 @@ class OutputParser:
     def feed(
         self, text: str, tokens: Sequence[Token], finish: FinishReason | None
     ) -> tuple[tuple[MessageDelta, ...], FinishReason | None]:
-        """Returns the deltas of more text, and the finish reason.
-
-        The choice also finishes when the last allowed call is complete.
-        """
+        """Returns the deltas of more text, and the finish reason, which the last allowed call may set."""
         deltas: list[MessageDelta] = []
         reasoning, answer = self._reasoning, text
         if reasoning is not None:
@@ -79,12 +74,7 @@ class OutputParser:
         return tuple(deltas), finish
 
     def _count_reasoning_tokens(self, tokens: Sequence[Token], length: int, answer_chars: int | None) -> None:
-        """Counts the tokens that begin in the reasoning section.
-
-        Args:
-            length: Characters of the tokens' text.
-            answer_chars: How many of them, at the end, follow the section; None while the section goes on.
-        """
+        """Counts tokens in the section. Of their characters the last `answer_chars` follow it; None: it goes on."""
         if answer_chars is None:
             self.reasoning_tokens += len(tokens)
         elif answer_chars == length and answer_chars:
@@ -102,24 +92,16 @@ class OutputParser:
             deltas.append(ReasoningDelta(text))
 
     def _add_answer(self, text: str, deltas: list[MessageDelta]) -> None:
-        if not text:
-            return
-        if self._tools is None:
-            deltas.append(ContentDelta(text))
-        else:
-            deltas.extend(self._tools.feed(text))
+        if text:
+            deltas.extend((ContentDelta(text),) if self._tools is None else self._tools.feed(text))
 
 
 _REPLACEMENT = "\ufffd"
-#: Tokens that may be held back for an incomplete character. No character takes more, so longer ones are invalid bytes.
-_MAX_PENDING = 8
+_MAX_PENDING = 8  #: Tokens held back for an incomplete character. No character takes more: the bytes are invalid.
 
 
 class ByteLevelDetokenizer:
-    """Token ids of one sequence to text, for vocabularies of byte strings.
-
-    Special tokens have no text, but those in `kept_ids` have their name as text.
-    """
+    """Token ids of one sequence to text, for byte vocabularies. A special token in `kept_ids` has its name as text."""
 
     def __init__(self, tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
@@ -145,10 +127,7 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """ByteLevelDetokenizer's interface for any vocabulary.
-
-    It decodes a short window with and without the new tokens. The difference is the new text.
-    """
+    """ByteLevelDetokenizer for any vocabulary: decodes a short window with and without the new tokens."""
 
     def __init__(self, tokenizer: TextTokenizer, kept_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
@@ -235,8 +214,7 @@ class OutputPiece:
     """The text and tokens that one step adds to a choice."""
 
     text: str
-    #: Tokens with log-probabilities, of released text only; they may lag behind `tokens`.
-    reported: tuple[ReportedToken, ...]
+    reported: tuple[ReportedToken, ...]  #: Of released text only, so they may lag behind `tokens`.
     tokens: Sequence[Token]  #: Tokens generated in this step, also the tokens of a stop string.
     finish: FinishReason | None = None
     deltas: tuple[MessageDelta, ...] | None = None  # the parsed meaning of the text, None if all of it is content
@@ -259,14 +237,9 @@ class ChoiceOutput:
         parser_config: OutputParserConfig | None = None,
         include_stop: bool = False,
     ) -> None:
-        """
-        Args:
-            parser_config: How the text is parsed; None means that all of it is content.
-            include_stop: A stop string is part of the text.
-        """
-        self._detokenizer = make_detokenizer(
-            tokenizer, parser_config.kept_special_ids if parser_config else frozenset()
-        )
+        """`parser_config` None: all text is content. `include_stop`: a stop string is part of the text."""
+        kept_ids = parser_config.kept_special_ids if parser_config else frozenset[int]()
+        self._detokenizer = make_detokenizer(tokenizer, kept_ids)
         self._parser = OutputParser(parser_config) if parser_config else None
         self._scanner = StopStringScanner(stops, include=include_stop)
         self._logprobs = logprobs
@@ -278,10 +251,7 @@ class ChoiceOutput:
         self.finish: FinishReason | None = None
 
     def add(self, tokens: Sequence[Token], ended: FinishReason | None = None) -> OutputPiece:
-        """Takes the next tokens in order. `ended` is the pods' finish reason if these are the last tokens.
-
-        A stop string sets `finish` to STOP, in place of the pods' reason, and drops later tokens.
-        """
+        """Takes the next tokens. `ended` is the pods' finish reason; a stop string means STOP and drops the rest."""
         if self.text_only and ended is None:
             return OutputPiece("".join([self.add_id(token.id) for token in tokens]), (), tokens)
         text: list[str] = []
@@ -323,10 +293,8 @@ class ChoiceOutput:
     def _take_reported(self) -> tuple[ReportedToken, ...]:
         """Returns the tokens of the released text; at the end of the output, all that are left."""
         reported: list[ReportedToken] = []
-        while self._pending:
-            incomplete = self._released < self._length  # text is held back, or cut off by a stop string
-            if incomplete and self._pending[0].offset >= self._released:
-                break
+        incomplete = self._released < self._length  # text is held back, or cut off by a stop string
+        while self._pending and not (incomplete and self._pending[0].offset >= self._released):
             reported.append(self._pending.popleft())
         if self.finish is not None:
             self._pending.clear()
@@ -346,15 +314,13 @@ class PromptToken:
 def prompt_tokens_with_logprobs(
     ids: Sequence[int], parts: Sequence[PromptLogprobs], num_top: int
 ) -> tuple[PromptToken, ...]:
-    """Returns the prompt's tokens with `num_top` alternatives each.
-
-    `parts` are in order and cover all tokens but the first.
-    """
-    tokens = [PromptToken(ids[0])]
-    for part in parts:
-        for i, (logprob, rank) in enumerate(zip(part.logprobs, part.ranks, strict=True)):
-            tokens.append(PromptToken(ids[part.first + i], logprob, rank, part.top(i)[:num_top]))
-    return tuple(tokens)
+    """Returns the prompt's tokens with `num_top` alternatives each. `parts`, in order, cover all but the first."""
+    scored = (
+        PromptToken(ids[part.first + i], logprob, rank, part.top(i)[:num_top])
+        for part in parts
+        for i, (logprob, rank) in enumerate(zip(part.logprobs, part.ranks, strict=True))
+    )
+    return (PromptToken(ids[0]), *scored)
 
 
 def join_prompt_logprobs(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from common.errors import ConfigError
 from common.settings.kinds import REASONING_PARSERS
-from gateway.text.tools.call_parser import split_at_marker
+from gateway.text.tools.format import split_at_marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,12 @@ def choose_reasoning_format(name: str, template: str, tokens: Collection[str]) -
     if name == "none":
         return None
     if name == "auto":
-        return next(
-            (s for s in REASONING_FORMATS if not s.starts_inside and (s.end in template or s.end in tokens)), None
-        )
-    for reasoning_format in REASONING_FORMATS:
-        if reasoning_format.name == name:
-            return reasoning_format
-    raise ConfigError(
-        f"reasoning_parser: {name!r} is not one of {', '.join(REASONING_PARSERS)}", field="reasoning_parser"
-    )
+        candidates = (s for s in REASONING_FORMATS if not s.starts_inside and (s.end in template or s.end in tokens))
+        return next(candidates, None)
+    if (named := next((s for s in REASONING_FORMATS if s.name == name), None)) is not None:
+        return named
+    known = ", ".join(REASONING_PARSERS)
+    raise ConfigError(f"reasoning_parser: {name!r} is not one of {known}", field="reasoning_parser")
 
 
 class ReasoningSection(Enum):
@@ -82,8 +79,7 @@ class ReasoningParser:
         self._trim = False  # drop white space until other text comes
         self._space = ""  #: White space that belongs to the section if more of it follows.
         self._buffer = ""
-        #: Characters of the latest text that follow the section; all of them if the answer has no section.
-        self.chars_after_section = 0
+        self.chars_after_section = 0  #: Characters of the latest text after the section; all if there is none.
 
     @property
     def in_reasoning(self) -> bool:
@@ -104,14 +100,13 @@ class ReasoningParser:
                 return reasoning_text, ""
             self._section, self._trim, self._space = ReasoningSection.AFTER, True, ""
         self.chars_after_section = min(len(text), len(self._buffer))
-        return reasoning_text, self._answer()
+        rest, self._buffer = self._buffer, ""
+        return reasoning_text, self._trimmed_start(rest)
 
     def finish(self) -> tuple[str, str]:
         """Returns what the end of the text adds to the reasoning and to the answer."""
         rest, self._buffer = self._buffer, ""
-        if self._section is ReasoningSection.INSIDE:
-            return self._trimmed(rest), ""
-        return "", rest
+        return (self._trimmed(rest), "") if self._section is ReasoningSection.INSIDE else ("", rest)
 
     def _start(self) -> bool:
         """Looks for the start marker. Returns False while more text is needed to decide."""
@@ -132,10 +127,6 @@ class ReasoningParser:
         kept = text.rstrip()
         self._space = text[len(kept) :]
         return kept
-
-    def _answer(self) -> str:
-        out, self._buffer = self._buffer, ""
-        return self._trimmed_start(out)
 
     def _trimmed_start(self, text: str) -> str:
         if self._trim:

@@ -45,10 +45,7 @@ def byte_of_char() -> dict[str, int]:
 
 
 class _TokenTexts(dict[int, str | None]):
-    """Cache of token texts: "" for a special token, None for a token that holds a part of a character.
-
-    A hit, once per generated token, costs no call of a Python function.
-    """
+    """Cache of token texts: "" for a special token, None for a part of a character. A hit calls no Python function."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -106,10 +103,7 @@ class TextTokenizer:
         return ids
 
     def encode_in_thread(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the same as `encode`, for use in a thread.
-
-        Only the batch calls of the library release the interpreter lock.
-        """
+        """`encode` for use in a thread: only the batch calls of the library release the interpreter lock."""
         ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -142,10 +136,7 @@ class TextTokenizer:
 
     async def token_strings_async(self, ids: list[int]) -> list[str]:
         """Returns the vocabulary entries of token ids, in a thread if there are many."""
-
-        def names() -> list[str]:
-            return [self.raw.id_to_token(token) for token in ids]
-
+        names: Callable[[], list[str]] = functools.partial(list, map(self.raw.id_to_token, ids))
         return names() if len(ids) <= INLINE_CHARS else await asyncio.to_thread(names)
 
     def decode(self, ids: list[int]) -> str:
@@ -155,8 +146,7 @@ class TextTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one token; the name of a special token, b"" for an id outside of the vocabulary."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
+        if (piece := self._pieces.get(token_id)) is None:
             piece = self._pieces[token_id] = self._make_piece(token_id)
         return piece
 

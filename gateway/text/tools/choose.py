@@ -6,27 +6,17 @@ from collections.abc import Collection
 
 from common.errors import ConfigError
 from common.settings.kinds import TOOL_PARSERS
+from gateway.text.tools import json_formats as formats
 from gateway.text.tools import pythonic
 from gateway.text.tools.format import ToolFormat
-from gateway.text.tools.json_formats import (
-    LLAMA3_TAG,
-    MISTRAL_ARGS,
-    MISTRAL_BEGIN,
-    HermesFormat,
-    Llama3Format,
-    MistralFormat,
-)
+from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
 from gateway.text.tools.pythonic import PythonicFormat
 
 
 def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> ToolFormat:
     """Returns the format with this name. Raises ConfigError.
 
-    Args:
-        template: Source of the chat template that gets tools.
-        tokens: Texts of the added tokens.
-
-    "auto" takes the first match:
+    "auto" takes the first match in the source of the chat template that gets tools and in the added tokens:
 
         <tool_call> in the template                                                hermes
         [TOOL_CALLS] in the template or a token                                    mistral
@@ -40,7 +30,7 @@ def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> Too
         case "llama3_json":
             return Llama3Format()
         case "mistral":
-            return MistralFormat(named=MISTRAL_ARGS in tokens)
+            return MistralFormat(named=formats.MISTRAL_ARGS in tokens)
         case "pythonic":
             return PythonicFormat()
         case _:
@@ -50,10 +40,14 @@ def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> Too
 def _guess(template: str, tokens: Collection[str]) -> str:
     if "<tool_call>" in template:
         return "hermes"
-    if MISTRAL_BEGIN in template or MISTRAL_BEGIN in tokens:
+    if formats.MISTRAL_BEGIN in template or formats.MISTRAL_BEGIN in tokens:
         return "mistral"
     if pythonic.START in template or pythonic.START in tokens or "func_name1(" in template:
         return "pythonic"
-    if LLAMA3_TAG in template or LLAMA3_TAG in tokens or '"parameters": dictionary of argument name' in template:
+    if (
+        formats.LLAMA3_TAG in template
+        or formats.LLAMA3_TAG in tokens
+        or '"parameters": dictionary of argument name' in template
+    ):
         return "llama3_json"
     return "hermes"

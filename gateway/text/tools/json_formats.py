@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+import string
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
-from gateway.text.tools.call_parser import BufferedParser, ToolDeltaBuilder, mistral_call_id, split_at_marker
-from gateway.text.tools.format import Functions, LarkLiteral, ToolCall
+from gateway.text.tools.format import Functions, LarkLiteral, ToolCall, ToolDeltaBuilder, ToolParser, split_at_marker
 from gateway.text.tools.json_scanner import JsonCallScanner, JsonScanner
 from gateway.text.tools.lark import call_rules, json_call_rules, json_schema_call_rules, lark_string
 
@@ -23,12 +24,7 @@ class JsonCallReader:
     """Reads one call that is a JSON object, and passes its name and arguments on as they come."""
 
     def __init__(self, builder: ToolDeltaBuilder, names: Collection[str], lead: str, name: str | None = None) -> None:
-        """Begins a call.
-
-        Args:
-            lead: Text before the object that belongs to the call, and to the content if the call is invalid.
-            name: The function, if the object holds only its arguments.
-        """
+        """Begins a call after its text `lead`. `name`: the function, if the object holds only its arguments."""
         self.done = False  # the call is complete
         self.invalid = False  #: The text is content, not a call.
         self._builder = builder
@@ -60,7 +56,7 @@ class JsonCallReader:
         self._builder.reject_call("".join(self._raw))
 
 
-class JsonCallParser(BufferedParser):
+class JsonCallParser(ToolParser):
     """Reads calls; subclasses find where they begin."""
 
     _call: JsonCallReader | None = None
@@ -180,8 +176,7 @@ class Llama3Parser(JsonCallParser):
 class Llama3Format:
     """Llama 3: {"name": "f", "parameters": {...}}, alone or after <|python_tag|>, separated by semicolons.
 
-    A bare object is a call only at the beginning of an answer, or where the next call may begin. Elsewhere it is
-    content.
+    A bare object is a call only at the beginning of an answer, or where the next call may begin; else it is content.
     """
 
     name = "llama3_json"
@@ -199,6 +194,11 @@ class Llama3Format:
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str:
         return "; ".join(_json_call(call, "parameters") for call in calls)
+
+
+def mistral_call_id() -> str:
+    """Returns a new call id of nine letters and digits; the templates of Mistral's models accept no other."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class MistralParser(JsonCallParser):

@@ -11,8 +11,7 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from gateway.text.tools.call_parser import BufferedParser
-from gateway.text.tools.format import Functions, LarkLiteral, ToolCall
+from gateway.text.tools.format import Functions, LarkLiteral, ToolCall, ToolParser
 from gateway.text.tools.lark import keyword_call_rules
 
 START = "<|python_start|>"
@@ -31,10 +30,7 @@ class PythonLiteralScanner:
         self._quote = ""
 
     def find_end(self, text: str) -> int | None:
-        """Returns the position of the end, None if more text is needed.
-
-        `text` begins with the value and grows between calls.
-        """
+        """Returns the position of the end, None if more text is needed. `text` grows between calls."""
         while self._at < len(text):
             char = text[self._at]
             if self._quote:
@@ -99,7 +95,7 @@ def _key(node: ast.expr | None) -> str:
     raise ValueError("a key is not a string")
 
 
-class PythonicParser(BufferedParser):
+class PythonicParser(ToolParser):
     """States: start -> name -> keyword -> value -> keyword ... -> after (a call) -> name ... -> text."""
 
     def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
