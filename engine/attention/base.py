@@ -26,8 +26,7 @@ class StepShape:
 
     starts: Sequence[int]  # Number of each row's tokens that are in the cache before the step.
     num_new: Sequence[int]  # Number of each row's new tokens, at least 1.
-    #: Each row's physical blocks in logical order, for at least starts[r] + num_new[r] tokens.
-    blocks: Sequence[Sequence[int] | np.ndarray]
+    blocks: Sequence[Sequence[int] | np.ndarray]  # Each row's physical blocks in order, for starts + num_new tokens.
 
 
 class StepLayout(NamedTuple):

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 DECODE_TOKENS = 8  # Most new tokens of a row that the split-KV kernel serves.
 CUDNN_QUANTUM = 1024  # cuDNN gets rows with multiples of this many cached and new tokens.
-#: A row with at least this many scores (new tokens x keys) gathers its keys first, because that is faster.
-DENSE_MIN_SCORES = 1 << 20
+DENSE_MIN_SCORES = 1 << 20  # Rows with this many scores (new tokens x keys) gather their keys first, which is faster.
 MAX_BATCHED = 8  # Most prompts of one length in one cuDNN call.
 
 
@@ -61,16 +60,14 @@ class RowSpan:
 class TritonMetadata:
     """The metadata of one step."""
 
-    #: int32 [T], where the KV of each new token is written: block * block_size + offset, or -1 for nowhere.
-    slot_mapping: Tensor
+    slot_mapping: Tensor  # int32 [T], block * block_size + offset of each new token's KV, or -1 for nowhere.
     cu_q: Tensor  # int32 [B + 1], the first token of each row.
     tables: Tensor  # int32 [B, n], the physical blocks of each row.
     decode: RowSpan | None  # Rows of the split-KV kernel.
     plans: dict[int | None, DecodePlan]  # Plan of the split-KV kernel for each window.
     paged: tuple[RowSpan, ...]  # Rows of the paged prefill kernel.
     dense_rows: tuple[RowSpan, ...]  # Rows over contiguous keys.
-    #: The step, for the other ranks of a tensor-parallel engine. None: its shape is on the device only.
-    step: StepShape | None = None
+    step: StepShape | None = None  # The step, for other tensor-parallel ranks. None: known on the device only.
 
 
 class TritonAttention:

@@ -43,6 +43,11 @@ from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, all
 from engine.models.ops import float32_product, rms_norm_torch
 from engine.models.spec import ARCHITECTURES, ModelSpec, NotNative, parse_spec, read_json
 
+UNKNOWN_LOGIT = -1e30  # Logit of a token outside the head's vocabulary. Finite: -inf means a failed step.
+_SAMPLES, _SAMPLE_BYTES = 1024, 256  # `eagle_revision` hashes this many samples of the file, of this size.
+_UNUSED = ("rotary_emb.inv_freq", "t2d")  # Tensors with these name endings are ignored.
+_PREFIX = re.compile(r"^(model\.)?(midlayer\.|layers\.0\.)?")  # Part of a tensor's name that `EagleHead` leaves out.
+
 
 def draft_error(text: str) -> ConfigError:
     """Returns the error of a draft model or EAGLE head that does not fit."""
@@ -123,10 +128,6 @@ def _aux_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     if not isinstance(ids, list) or len(ids) != 3 or not all(isinstance(i, int) for i in ids):
         raise draft_error(f"eagle_aux_hidden_state_layer_ids is {ids!r}, a list of three layers is needed")
     return tuple(i if top_level is not None else i + 1 for i in ids)
-
-
-#: Logit of a target token that is not in the head's vocabulary. Finite, because -inf in a row means a failed step.
-UNKNOWN_LOGIT = -1e30
 
 
 class EagleHead(nn.Module):
@@ -219,11 +220,6 @@ class EagleHead(nn.Module):
             joined = torch.cat([rms_norm_torch(embedded, self.token_norm), normed], dim=-1)
             x = normed if self.spec.norm_before_residual else prev_states
         return x, F.linear(joined, self.attention.qkv.weight, self.attention.qkv.bias)
-
-
-_SAMPLES, _SAMPLE_BYTES = 1024, 256  # `eagle_revision` hashes this many samples of the file, of this size.
-_UNUSED = ("rotary_emb.inv_freq", "t2d")  # Tensors with these name endings are ignored.
-_PREFIX = re.compile(r"^(model\.)?(midlayer\.|layers\.0\.)?")  # Part of a tensor's name that `EagleHead` leaves out.
 
 
 def load_eagle_head(spec: EagleSpec, model_dir: Path, target: Decoder, max_len: int, device: torch.device) -> EagleHead:

@@ -37,8 +37,7 @@ STOP_S = 5.0  # A rank that does not end within this time is killed.
 SECRET_VARIABLE = "BATON_SECRET"
 ENGINE_CHANNEL = "engine"  # Kind of the channel that carries steps.
 
-#: Function that returns the command line of a rank for (its number, the address of rank 0).
-RankCommand = Callable[[int, str], list[str]]
+RankCommand = Callable[[int, str], list[str]]  # Maps (rank, address of rank 0) to the command line of a rank.
 
 
 def rank_command(rank: int, master: str) -> list[str]:

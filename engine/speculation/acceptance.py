@@ -24,6 +24,11 @@ from torch import Tensor
 from engine.sampling.sampler import NoiseKeys, Sampled, SampleRow, gumbel, sample, token_probs, uniform
 from engine.schedule.sequence import DraftTokens
 
+T = TypeVar("T")
+
+ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2  # Noise streams of accept decisions and replacements; 0 is the target's.
+LOGITS_AT_ONCE = 8 << 20  # Most logits processed at a time. The noise of one takes about 50 bytes while it is made.
+
 
 def accepted_tokens(drafts: Sequence[int], sampled: Sequence[int]) -> Sequence[int]:
     """Returns the tokens that a verify step adds to a sequence: the accepted drafts and one more token.
@@ -63,14 +68,6 @@ def accepted_mask(sampled: Tensor, inputs: Tensor, offsets: Tensor, query: int) 
         accepted = first | (right & accepted.roll(1))
     has_next = (accepted & ~first).roll(-1)
     return accepted, accepted & ~has_next
-
-
-T = TypeVar("T")
-
-#: Noise streams of the accept decisions and of the replacements. Stream 0 is the target's.
-ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2
-#: Most logits that are processed at a time. The noise of one logit takes about 50 bytes while it is made.
-LOGITS_AT_ONCE = 8 << 20
 
 
 def rejection_sample(raw: Tensor, rows: Sequence[SampleRow], draft_tokens: Sequence[DraftTokens]) -> Sampled:

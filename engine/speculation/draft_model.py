@@ -62,8 +62,7 @@ class SeparateDraftModel:
     """
 
     name = "draft_model"  # Name in metric labels.
-    #: `write_kv` computes the layers: of prompts in their steps, of decoded tokens when the sequence drafts again.
-    lags: Literal[True] = True
+    lags: Literal[True] = True  # `write_kv` computes prompts in their steps, decoded tokens at the next draft.
 
     def __init__(self, model: Model, shape: ModelShape, vocab: int, kv: KVPool, attention: AttentionClass) -> None:
         self.capturable = model.capturable

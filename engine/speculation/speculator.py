@@ -24,6 +24,11 @@ from engine.speculation.controller import DraftController
 from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.proposer import DraftBatch, Proposer
 
+_log = logging.getLogger(__name__)
+
+MAX_DRAFT_LAG = 64  # Most tokens that a draft model may lag. Blocks with these tokens are not published before.
+OBSERVED_PER_STEP = 4  # Most sequences that the proposer reads during a step.
+NO_STATE = object()  # Proposer state of a sequence for which `Proposer.new_state` raised.
 USELESS_AFTER = 50  # A proposer is useless after this many verified proposals in a row without an accepted draft.
 
 
@@ -60,14 +65,6 @@ class SpeculationStats:
     def is_useless(self) -> bool:
         """Whether the newest USELESS_AFTER chains had no accepted draft. Drafts then cost time and gain nothing."""
         return self.rejected_in_a_row >= USELESS_AFTER
-
-
-_log = logging.getLogger(__name__)
-
-#: Most tokens that a draft model may lag. Blocks with these tokens are not published before it catches up.
-MAX_DRAFT_LAG = 64
-OBSERVED_PER_STEP = 4  # Most sequences that the proposer reads during a step.
-NO_STATE = object()  # Proposer state of a sequence for which `Proposer.new_state` raised.
 
 
 class Speculator:

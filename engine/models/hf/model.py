@@ -32,8 +32,7 @@ from engine.progress import progress
 
 ATTENTION_NAME = "baton"  # Name of our attention function in transformers' registry.
 VERIFY_TOKENS, VERIFY_BLOCK_SIZE = 24, 4
-#: Largest median over the tokens of the relative error of a token's state, by dtype.
-VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+VERIFY_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # Largest median relative error of states.
 
 
 @dataclass(slots=True)

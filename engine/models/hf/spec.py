@@ -40,8 +40,7 @@ class HfSpec(ModelShape):
     config: str  # config.json in canonical form. It is part of the revision, because it decides the computation.
     decoder_path: str  # Module path of the decoder, the part between embedding and final norm.
     attention_paths: tuple[str, ...]  # Module paths of the attention layers.
-    #: Factor on the queries of each layer. Not 1 if the layer's scale differs from the shape's.
-    query_scales: tuple[float, ...]
+    query_scales: tuple[float, ...]  # Factor on each layer's queries; not 1 if its scale differs from `scale`.
     grouped: bool  # Whether the model has experts that run as grouped products.
     host_traffic: bool  # Whether a forward pass copies from the host.
     output_class: type = field(repr=False, compare=False)  # Class that the decoder returns.
@@ -143,10 +142,8 @@ MAX_MASK = 1 << 17  # Most positions at which a mask is evaluated.
 #: Arguments of the attention interface that do not change the result here. Other arguments are refused.
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "use_cache", "return_dict"}
 IGNORED_ARGUMENTS |= {"output_attentions", "output_hidden_states", "output_router_logits"}
-#: Held during a trace, because the registries of transformers, which hold the trace's functions, are global.
-_tracing = threading.Lock()
-#: Mask function of a model. Maps (batch, head, query, key) to whether the query sees the key.
-_Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+_tracing = threading.Lock()  # Held during a trace: the registries of transformers are global.
+_Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # Maps (batch, head, query, key) to whether it is seen.
 
 
 @dataclass(frozen=True, slots=True)
