@@ -128,9 +128,8 @@ class GatewayServer:
             self._endpoints = EndpointSliceWatcher(api, config.k8s_services, self._set_endpoints)
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
-            self._responses = ResponseStore(
-                config.redis, ttl_s=config.response_ttl_s, max_bytes_per_tenant=config.response_memory
-            )
+            ttl_s, most = config.response_ttl_s, config.response_memory
+            self._responses = ResponseStore(config.redis, ttl_s=ttl_s, max_bytes_per_tenant=most)
 
     async def start(self) -> None:
         """Starts to listen. Returns when requests are accepted. Raises ConfigError."""

@@ -114,7 +114,7 @@ class TokenizeHandler:
 
     def _model(self, context: RequestContext, name: str | None) -> ServedModel:
         """Returns the named model; without a name, the only one."""
-        models = self._gateway.models
+        models = list(self._gateway.models)
         if name is None and len(models) > 1:
             raise InvalidRequest("model is missing", field="model")
-        return self._gateway.model_for(context.caller, models.first.name if name is None else name)
+        return self._gateway.model_for(context.caller, models[0].name if name is None else name)

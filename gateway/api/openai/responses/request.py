@@ -219,7 +219,7 @@ class ResponseRequest(Sampling, Conversation):
     max_output_tokens: int | None = param(
         "Most tokens after the prompt; both must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
     )
-    previous_response_id: str | None = param("Continues a stored response; 404 if there is none.", max_length=256)
+    previous_response_id: str | None = param("Continues a response stored in Redis; 404 if it expired.", max_length=256)
     store: bool = param(
         "Stores the response in Redis for --response-ttl-s; `store` in the answer is false without Redis.", True
     )
