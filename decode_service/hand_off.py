@@ -10,8 +10,6 @@ hand-off is drained once the engine holds nothing for the request.
 
 Each of a request's n sequences (children) ends by itself. The request ends with the last of them, or with an error of
 any. After a remote prefill the sequences fork from the lease, and each takes one of the spare blocks behind the prompt.
-
-Callers: the event loop; the transfer thread (_on_transfer_ready, _on_transfer_failed); the engine thread (_on_refused).
 """
 
 from __future__ import annotations
@@ -249,7 +247,9 @@ class DecodeHandOff:
             else:
                 self._reservation.close()
         if error is not None:
-            self._aio.call_soon_threadsafe(self.stream.put_batch, [self._error_delta(error)])
+            delta = decode_pb2.SequenceDelta(request_id=self.request.request_id, error=error_to_pb(error))
+            delta.finish_reason = types_pb2.FINISH_REASON_ERROR
+            self._aio.call_soon_threadsafe(self.stream.put_batch, [delta])
         if not running:
             self._set_drained()
 
@@ -295,8 +295,7 @@ class DecodeHandOff:
                 self._on_engine_released(output.seq)
 
     def _take_output(self, output: SequenceOutput) -> decode_pb2.SequenceDelta | None:
-        delta = self._delta(output)
-        child = output.seq.child
+        delta, child = self._delta(output), output.seq.child
         with self._lock:
             if self._state is HandOffState.ENDED or child in self._ended_children:
                 return None
@@ -327,8 +326,3 @@ class DecodeHandOff:
             self._first_output = False
             delta.cached_tokens = output.seq.cached_tokens
         return delta
-
-    def _error_delta(self, error: BatonError) -> decode_pb2.SequenceDelta:
-        return decode_pb2.SequenceDelta(
-            request_id=self.request.request_id, finish_reason=types_pb2.FINISH_REASON_ERROR, error=error_to_pb(error)
-        )

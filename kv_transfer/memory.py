@@ -90,8 +90,7 @@ def device_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
     torch.cuda.synchronize()
 
     def read_block(block: int) -> bytes:
-        data: bytes = pool[block].cpu().numpy().tobytes()
-        return data
+        return bytes(pool[block].cpu().numpy())
 
     def write_block(block: int, data: bytes) -> None:
         if len(data) != block_bytes:

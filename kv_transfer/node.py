@@ -18,6 +18,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from common.auth import Signer
 from common.errors import BatonError, TransferFailed, Unavailable
@@ -25,15 +27,23 @@ from common.pb import transfer_pb2
 from common.types import KvTarget, TransferId
 from kv_transfer.backend.interface import Backend, Notification
 from kv_transfer.memory import PinnedBlocks, PoolMemory, release_unless_handed_on
-from kv_transfer.messages import Commit, DroppedMessages, PeerStats, PullResult, TransferStats, WantedBlocks
-from kv_transfer.notifications import CommittedNotification, parse_notification
+from kv_transfer.messages import (
+    Commit,
+    CommittedNotification,
+    DroppedMessages,
+    PeerStats,
+    PullResult,
+    TransferStats,
+    WantedBlocks,
+    parse_notification,
+)
 from kv_transfer.peers.connections import PeerConnector, agent_name
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
-from kv_transfer.receiver.transfers import TransferReceiver
-from kv_transfer.sender.lending import LendCallback, PrefixLender
+from kv_transfer.receiver.state_machine import ReceiverMachine
+from kv_transfer.receiver.transfers import IncomingTransfer, TransferReceiver
 from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, OutgoingTransfer, TransferSender, WriteLimits
-from kv_transfer.servicer import TransferServicer
+from kv_transfer.servicer import LendCallback, TransferServicer
 from kv_transfer.transfer_thread import TransferThread
 
 _log = logging.getLogger(__name__)
@@ -43,75 +53,42 @@ JOIN_S = 5.0
 STOP_POLL_S = 0.01
 
 
-def _lend_nothing(hashes: Sequence[bytes], first: int) -> PinnedBlocks | None:
-    """Lends no blocks: the pod has no prefix cache."""
-    return None
-
-
+@dataclass(eq=False, kw_only=True)
 class TransferNode:
-    """This pod as a sender and receiver of KV.
+    """This pod as a sender and receiver of KV."""
 
-    Args:
-        info: current description of this pod (role, name, generation, layout, pid, ...).
-        address: host:port of the gRPC server that serves `servicer`, once it is bound.
-        lend: pins cached blocks for a pod that pulls them; see PrefixLender.
-        checksums: the commit carries a CRC-32 of every block, and the receiver compares them.
-        allow_tcp: KV in GPU memory may travel over TCP or an unknown transport.
-        write_limits: sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory.
-        commit_notifications: commits go as notifications to receivers that poll often. False is for benchmarks.
-    """
+    backend: Backend
+    memory: PoolMemory
+    info: Callable[[], transfer_pb2.InfoResponse]  # Current description of this pod (role, name, generation, ...)
+    signer: Signer
+    address: Callable[[], str]  # host:port of the gRPC server that serves `servicer`, once it is bound
+    lend: LendCallback = lambda _hashes, _first: None  # Pins cached blocks for a pod that pulls them
+    checksums: bool = False  # The commit carries a CRC-32 of every block, and the receiver compares them
+    allow_tcp: bool = False  # KV in GPU memory may travel over TCP or an unknown transport
+    write_limits: WriteLimits | None = None  # Sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory
+    #: Commits go as notifications to receivers that poll often. False is for benchmarks.
+    commit_notifications: bool = True
 
-    def __init__(
-        self,
-        *,
-        backend: Backend,
-        memory: PoolMemory,
-        info: Callable[[], transfer_pb2.InfoResponse],
-        signer: Signer,
-        address: Callable[[], str],
-        lend: LendCallback = _lend_nothing,
-        checksums: bool = False,
-        allow_tcp: bool = False,
-        write_limits: WriteLimits | None = None,
-        commit_notifications: bool = True,
-    ) -> None:
-        self._memory = memory
-        self._info = info
-        self._address = address
-        self._clock = clock = time.monotonic
+    def __post_init__(self) -> None:
+        memory, info, clock = self.memory, self.info, time.monotonic
+        self._clock = clock
         self._generation = 0
         self._closing = False
         self._dropped = DroppedMessages()
         self._pairs = PairTrafficTable(clock)
-        self._rpc = PeerRpcClient(signer, info, address)
-        self._thread = TransferThread(backend, clock)
-        self._connector = PeerConnector(self._thread, self._rpc, memory, info, clock, allow_tcp)
-        self._incoming = TransferReceiver(self._thread, self._rpc, memory, clock, self._dropped)
+        self._rpc = PeerRpcClient(self.signer, info, self.address)
+        self._thread = thread = TransferThread(self.backend, clock)
+        self._connector = PeerConnector(thread, self._rpc, memory, info, clock, self.allow_tcp)
+        self._incoming = TransferReceiver(thread, self._rpc, memory, clock, self._dropped)
         self._outgoing = TransferSender(
-            self._thread,
-            self._connector,
-            self._rpc,
-            memory,
-            clock,
-            self._pairs,
+            *(thread, self._connector, self._rpc, memory, clock, self._pairs),
             fingerprint=lambda: info().fingerprint,
-            with_checksums=checksums,
-            write_limits=write_limits or DEFAULT_WRITE_LIMITS[memory.kind],
-            commit_notifications=commit_notifications,
+            with_checksums=self.checksums,
+            write_limits=self.write_limits or DEFAULT_WRITE_LIMITS[memory.kind],
+            commit_notifications=self.commit_notifications,
         )
-        self._lender = PrefixLender(self._outgoing, lend)
-        self.servicer = TransferServicer(
-            self._thread,
-            self._incoming,
-            self._outgoing,
-            self._lender,
-            self._pairs,
-            memory,
-            info,
-            signer,
-            self._dropped,
-            clock,
-        )
+        sides = (self._incoming, self._outgoing, self.lend)
+        self.servicer = TransferServicer(thread, *sides, self._pairs, memory, info, self.signer, self._dropped, clock)
 
     @property
     def alive(self) -> bool:
@@ -120,10 +97,10 @@ class TransferNode:
 
     async def start(self) -> None:
         """Starts the transfer agent, named after the pod and its generation. Raises TransferFailed."""
-        info = self._info()
+        info = self.info()
         self._rpc.start()
         self._generation = info.generation
-        started = self._thread.start(agent_name(info), self._memory, self)
+        started = self._thread.start(agent_name(info), self.memory, self)
         try:
             await asyncio.wait_for(asyncio.wrap_future(started), START_S)
         except TimeoutError as e:
@@ -138,7 +115,7 @@ class TransferNode:
         if self._closing:
             return
         self._closing = True
-        self._lender.closed = True
+        self.servicer.leaving = True
         until = self._clock() + grace_s
         if self._thread.running:  # after this every transfer that was started is in the table
             await asyncio.wait({asyncio.wrap_future(self._thread.call(lambda: None))}, timeout=grace_s)
@@ -165,19 +142,15 @@ class TransferNode:
     ) -> OutgoingTransfer:
         """Starts a transfer to `target` in the background. Event loop. Failures are raised by done().
 
-        Args:
-            num_prompt_blocks: blocks of the whole prompt, with the partial last one.
-            deadline_s: seconds from now.
-
-        Raises Unavailable before start() and after stop().
+        num_prompt_blocks: blocks of the whole prompt, with the partial last one. Raises Unavailable before start() and
+        after stop().
         """
         self._require_running()
         return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
 
-    async def connect(self, address: str, timeout_s: float = 30.0, generation: int | None = None) -> PeerStats:
+    async def connect(self, address: str, generation: int | None = None, timeout_s: float = 30.0) -> PeerStats:
         """Connects to and probes the pod at `address` (None: any generation). Returns at once if connected."""
-        connection = await self._connector.connect(address, timeout_s, generation)
-        return connection.stats
+        return (await self._connector.connect(address, timeout_s, generation)).stats
 
     # -- receiving ----------------------------------------------------------------------------------------------------
     def expect_transfer(
@@ -202,13 +175,10 @@ class TransferNode:
         """
         with release_unless_handed_on(pin) as scope:
             self._require_running()
-            transfer_id = self._incoming.new_transfer_id(self._generation)
-            kept, deadline = tuple(blocks), self._clock() + deadline_s
-            self._thread.submit(
-                lambda: self._incoming.add(
-                    transfer_id, request_id, first_block, kept, pin, deadline, on_ready, on_failed
-                )
-            )
+            transfer_id, deadline = self._incoming.new_transfer_id(self._generation), self._clock() + deadline_s
+            machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
+            entry = IncomingTransfer(machine, request_id, tuple(blocks), pin, on_ready, on_failed)
+            self._thread.submit(partial(self._incoming.add, entry))
             scope.pop_all()
         return transfer_id
 
@@ -230,16 +200,12 @@ class TransferNode:
         """
         with release_unless_handed_on(wanted.pin) as scope:
             self._require_running()
-            task = self._incoming.pull(address, self._target(wanted), wanted)
+            info, transfer_id = self.info(), self._incoming.new_transfer_id(self._generation)
+            first, blocks = wanted.first_block, tuple(wanted.blocks)
+            target = KvTarget(transfer_id, info.pod, self.address(), first, blocks, info.fingerprint)
+            task = self._incoming.pull(address, target, wanted)
             scope.pop_all()
         return task
-
-    def _target(self, wanted: WantedBlocks) -> KvTarget:
-        """Returns the wanted blocks as the target of a transfer with a new id."""
-        info, transfer_id = self._info(), self._incoming.new_transfer_id(self._generation)
-        return KvTarget(
-            transfer_id, info.pod, self._address(), wanted.first_block, tuple(wanted.blocks), info.fingerprint
-        )
 
     # -- both ---------------------------------------------------------------------------------------------------------
     def stats(self) -> TransferStats:
@@ -253,7 +219,7 @@ class TransferNode:
             open_incoming=self._incoming.num_open,
             quarantined_blocks=self._incoming.quarantined_blocks,
             open_outgoing=self._outgoing.num_open,
-            loans=self._lender.num_loans,
+            loans=len(self.servicer.loans),
             pending_writes=self._thread.num_pending,
             dropped=self._dropped.snapshot(),
             peers=self._connector.stats(),
@@ -286,12 +252,8 @@ class TransferNode:
         self._connector.tick(now)
 
     def poll_fast(self) -> bool:
-        return (
-            self._incoming.poll_fast
-            or self._outgoing.poll_fast
-            or self._connector.connecting
-            or self.servicer.expects_writes
-        )
+        transfers = self._incoming.poll_fast or self._outgoing.poll_fast
+        return transfers or self._connector.connecting or self.servicer.expects_writes
 
     def poll_hot(self) -> bool:
         return self._incoming.poll_hot or self._outgoing.poll_hot

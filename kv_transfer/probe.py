@@ -31,10 +31,7 @@ DEADLINE_S = 60.0
 
 
 def send(source: str = HOST, target: str = HOST) -> dict[str, Any]:
-    """Writes every block to a child that runs `receive`.
-
-    Returns the result once the digests agree. Raises TransferFailed.
-    """
+    """Writes every block to a child that runs `receive`. Returns the result once the digests agree, else raises."""
     memory = _pool(source)
     rounds = 1 if HOST in (source, target) else GPU_ROUNDS
     data = [secrets.token_bytes(memory.block_bytes) for _ in range(NUM_BLOCKS)]
@@ -95,14 +92,14 @@ def receive(where: str = HOST) -> None:
     backend.start(name, memory)
     described = {field.name: getattr(memory, field.name) for field in dataclasses.fields(PeerMemory)}
     try:
-        _say({"name": name, "metadata": base64.b64encode(backend.metadata()).decode(), "memory": described})
+        metadata = base64.b64encode(backend.metadata()).decode()
+        _say(json.dumps({"name": name, "metadata": metadata, "memory": described}))
         os.set_blocking(sys.stdin.fileno(), False)
         deadline = time.monotonic() + DEADLINE_S
         while not _closed(sys.stdin.fileno()) and time.monotonic() < deadline:
             backend.notifications()
             time.sleep(0.0005)
-        sys.stdout.write(hashlib.blake2b(b"".join(map(memory.read_block, range(NUM_BLOCKS)))).hexdigest() + "\n")
-        sys.stdout.flush()
+        _say(hashlib.blake2b(b"".join(map(memory.read_block, range(NUM_BLOCKS)))).hexdigest())
     finally:
         backend.close()
 
@@ -129,8 +126,8 @@ def _write(backend: NixlBackend, peer: str, blocks: range) -> float:
     return time.perf_counter() - began
 
 
-def _say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
@@ -140,7 +137,7 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["receive"]:
             receive(*argv[1:])
         else:
-            _say(send(*argv))
+            _say(json.dumps(send(*argv)))
     except BatonError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1

@@ -1,25 +1,27 @@
 """Transfer service of a pod: verifies the caller of each call and passes the call to the transfer thread.
 
 A writer has to shake hands before it opens a transfer. Calls of a generation older than the newest that shook hands are
-refused and counted. The service knows the most recent MAX_WRITERS writers. A forgotten writer gets UnknownTransfer with
-the field `pod` and repeats the handshake.
+refused and counted. A writer that is not among the last MAX_WRITERS gets UnknownTransfer (field `pod`) and repeats it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from common.auth import Signer
+from common.block_hash import HASH_BYTES
 from common.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     LayoutMismatch,
     TransferFailed,
     Unauthenticated,
@@ -28,26 +30,31 @@ from common.errors import (
 )
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import remaining_s
+from common.types import KvTarget
 from common.wire import finish_reason_from_pb, kv_target_from_pb, transfer_id_from_pb
-from kv_transfer.memory import PoolMemory
-from kv_transfer.messages import Commit, DroppedMessages, Writer
-from kv_transfer.peers.connections import agent_name, probe_digest, require_compatible
-from kv_transfer.peers.process_watch import watch_process
+from kv_transfer.memory import PinnedBlocks, PoolMemory, release_unless_handed_on
+from kv_transfer.messages import Commit, DroppedMessages, TransferReport, Writer
+from kv_transfer.peers.connections import agent_name, probe_digest, require_compatible, watch_process
 from kv_transfer.peers.rpc_client import method_path
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.receiver.transfers import TransferReceiver
-from kv_transfer.sender.lending import PrefixLender
-from kv_transfer.sender.transfers import TransferSender
+from kv_transfer.sender.transfers import OutgoingTransfer, TransferSender
 from kv_transfer.transfer_thread import TransferThread
 
-#: Pods appear under new names, and the end of a pod on another host is not visible. Beyond this number the writer with
-#: the oldest call is forgotten.
-MAX_WRITERS = 1024
+_log = logging.getLogger(__name__)
+
+MAX_LOANS = 16
+MAX_WRITERS = 1024  # Beyond it the writer with the oldest call is forgotten: a pod's end on another host is not visible
 EXPECT_WRITES_S = 5.0  # Seconds after a handshake in which writes are expected
 _CALL_S = 10.0  # Time limit of callers without a deadline
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
+
+
+#: Called with the block hashes from the start of a prompt and the first wanted logical block. Pins, for reading, the
+#: leading ones of these blocks that this pod holds; None for none.
+LendCallback = Callable[[Sequence[bytes], int], PinnedBlocks | None]
 
 
 @dataclass(eq=False)
@@ -57,7 +64,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     thread: TransferThread
     incoming: TransferReceiver
     outgoing: TransferSender
-    lender: PrefixLender
+    lend: LendCallback
     pairs: PairTrafficTable
     memory: PoolMemory
     info: Callable[[], transfer_pb2.InfoResponse]
@@ -68,6 +75,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
     def __post_init__(self) -> None:
         self._writers: dict[str, transfer_pb2.InfoResponse] = {}  # By pod; the writer with the newest call is the last
         self._expecting_until = 0.0
+        self.loans: set[OutgoingTransfer] = set()  # Cached blocks that pods are pulling
+        self.leaving = False  # No new loan is made. Open ones end with the outgoing transfers.
 
     @property
     def expects_writes(self) -> bool:
@@ -123,17 +132,14 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         info = self._writer(request.pod, request.generation)
         agent = agent_name(info)
         writer = Writer(request.pod, request.generation, agent, request.address, request.polled)
-        if not self.incoming.is_watched(agent):
+        if agent not in self.incoming.watches:
             await asyncio.to_thread(self._watch, agent, info, request.address)
         transfer_id = transfer_id_from_pb(request.transfer_id)
         await self._on_thread(lambda: self.incoming.open_transfer(transfer_id, request.request_id, writer), context)
         return transfer_pb2.OpenResponse()
 
     def _watch(self, agent: str, info: transfer_pb2.InfoResponse, address: str) -> None:
-        """Creates the watch in a worker thread.
-
-        The transfer thread gets it before the open, also if the call is cancelled.
-        """
+        """Creates the watch in a worker thread. The transfer thread gets it before the open, also after a cancel."""
         watch = watch_process(info.pid, info.boot_id, address)
         self.thread.submit(lambda: self.incoming.watch(agent, watch))
 
@@ -141,11 +147,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         generation = request.generation
         self._writer(self._verify("Commit", request, context, None, generation), generation)
         transfer_id = transfer_id_from_pb(request.transfer_id)
-        commit = Commit(
-            tuple(request.first_tokens),
-            tuple(finish_reason_from_pb(reason) for reason in request.finish_reasons),
-            tuple(request.checksums),
-        )
+        finishes = tuple(map(finish_reason_from_pb, request.finish_reasons))
+        commit = Commit(tuple(request.first_tokens), finishes, tuple(request.checksums))
         answer: Future[float] = Future()
         self._require_running()
         self.thread.submit(lambda: self.incoming.commit(transfer_id, generation, commit, answer))
@@ -165,9 +168,40 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             raise LayoutMismatch(f"the KV layout of {pod} has another fingerprint", field="fingerprint")
         self._require_running()
         timeout_s = min(request.timeout_s, remaining_s(context, _CALL_S))
-        lent = self.lender.lend(request.request_id, target, request.hashes, timeout_s)
-        gb_s = self.pairs.get(pod).gb_s
-        return transfer_pb2.PullResponse(blocks=lent.blocks, reason=lent.reason, gb_s=gb_s)
+        blocks, reason = self._lend(request.request_id, target, request.hashes, timeout_s)
+        return transfer_pb2.PullResponse(blocks=blocks, reason=reason, gb_s=self.pairs.get(pod).gb_s)
+
+    def _lend(self, request_id: str, target: KvTarget, hashes: Sequence[bytes], timeout_s: float) -> tuple[int, str]:
+        """Pushes cached blocks. Returns their number and "none", or why some are missing: leaving, busy or absent.
+
+        A loan is an outgoing transfer of pinned blocks. Its pin is released by the rules of the sender's state machine.
+        Raises InvalidRequest if hashes and target do not match.
+        """
+        first, wanted = target.first_block, len(target.blocks)
+        if not wanted or len(hashes) != first + wanted or any(len(h) != HASH_BYTES for h in hashes):
+            expected = f"{first + wanted} hashes of {HASH_BYTES} bytes"
+            raise InvalidRequest(f"{len(hashes)} hashes for {wanted} blocks: expected {expected}", field="hashes")
+        if self.leaving or len(self.loans) >= MAX_LOANS:
+            return 0, "leaving" if self.leaving else "busy"
+        pin = self.lend(hashes, first)
+        if pin is None:
+            return 0, "absent"
+        with release_unless_handed_on(pin) as scope:
+            blocks = tuple(pin.blocks)
+            lent = replace(target, blocks=target.blocks[: len(blocks)])
+            transfer = self.outgoing.start(lent, request_id, first + len(blocks), timeout_s, for_pull=True)
+            scope.pop_all()
+        transfer.push(first, blocks, pin)
+        transfer.finish((), ())
+        self.loans.add(transfer)
+        transfer.outcome.add_done_callback(lambda outcome: self._on_loan_ended(transfer, outcome))
+        return len(blocks), "none" if len(blocks) == wanted else "absent"
+
+    def _on_loan_ended(self, loan: OutgoingTransfer, outcome: Future[TransferReport]) -> None:
+        """Handles the end of a loan. Transfer thread."""
+        self.loans.discard(loan)
+        if error := outcome.exception():
+            _log.info("the loan to %s failed: %s", loan.target.pod, error, extra={"request_id": loan.request_id})
 
     def _verify(self, method: str, request: Message, context: Context, pod: str | None, generation: int) -> str:
         """Returns the caller's pod. Raises Unauthenticated unless the caller is this pod (None: any) and generation."""

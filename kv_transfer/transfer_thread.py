@@ -4,11 +4,10 @@ Each iteration: notifications, then commands (so a commit finds the ranges that 
 write of every transfer, polls of pending writes, ticks. An error in an iteration does not end the thread.
 
 Between iterations the thread sleeps until a command wakes it or the next poll is due. NIXL without a progress thread
-receives only while it polls. How often the thread polls:
+receives only while it polls:
 - idle: every IDLE_S. No message waits for this poll, because the Commit that ends a transfer is a command.
-- writes are pending, or poll_fast(): every FAST_POLL_S. Polls take a core from the engine's threads, which meet at
-  barriers: polling every millisecond on two pods cost a 128-token prefill on two cores 35 of 470 ms. With KV on a GPU
-  the cores are free, and the interpreter that the engine's thread needs too is the limit.
+- writes are pending, or poll_fast(): every FAST_POLL_S. Polling every millisecond on two pods cost a 128-token prefill
+  on two cores 35 of 470 ms. With KV on a GPU the interpreter, which the engine's thread needs too, is the limit.
 - poll_hot(): every HOT_POLL_S, while a commit is under way and a request waits for it.
 """
 
@@ -22,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from common.errors import TransferFailed
 from kv_transfer.backend.interface import Backend, Notification, WriteState
@@ -32,21 +31,15 @@ _log = logging.getLogger(__name__)
 
 FAST_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.0003}
 HOT_POLL_S: dict[MemoryKind, float] = {"DRAM": 0.001, "VRAM": 0.00003}
-#: A peer that has not answered by then may be frozen: its transfer is polled like any other write.
-HOT_POLL_LIMIT_S = 0.25
+HOT_POLL_LIMIT_S = 0.25  # A peer that has not answered by then may be frozen: its transfer is polled as others
 IDLE_S = 0.02
 TICK_S = 0.002
 _FIRST_WAIT_S = 0.0001
 _COMMANDS_PER_ITERATION = 256
-
+_PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
 T = TypeVar("T")
 #: Called with None for a write that is done, else with the reason of its failure.
 WriteCallback = Callable[[str | None], None]
-
-
-class _PendingWrite(NamedTuple):
-    handle: int
-    on_ended: WriteCallback
 
 
 class TransferWork(Protocol):
@@ -76,7 +69,7 @@ class TransferThread:
         self._clock = clock
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
-        self._pending: list[_PendingWrite] = []
+        self._pending: dict[int, WriteCallback] = {}  # By handle of the backend
         self._stopping = False
         self._next_tick = 0.0
         self._thread: threading.Thread | None = None
@@ -84,9 +77,8 @@ class TransferThread:
     def start(self, name: str, memory: PoolMemory, work: TransferWork) -> Future[None]:
         """Starts the thread, which starts the backend. If that fails, the future has the error and the thread ends."""
         started: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(name, memory, work, started), name="kv-transfer", daemon=True
-        )
+        run = partial(self._run, name, memory, work, started)
+        self._thread = threading.Thread(target=run, name="kv-transfer", daemon=True)
         self._thread.start()
         return started
 
@@ -134,8 +126,7 @@ class TransferThread:
         self, agent: str, local: Sequence[int], remote: Sequence[int], notification: bytes, on_ended: WriteCallback
     ) -> None:
         """Posts a write. `on_ended` is called once it is terminal."""
-        handle = self.backend.write(agent, local, remote, notification)
-        self._pending.append(_PendingWrite(handle, on_ended))
+        self._pending[self.backend.write(agent, local, remote, notification)] = on_ended
 
     @property
     def num_pending(self) -> int:
@@ -186,24 +177,21 @@ class TransferThread:
         return worked
 
     def _poll(self) -> bool:
-        ended: list[tuple[_PendingWrite, str | None]] = []
-        for write in self._pending:
+        ended: dict[int, str | None] = {}  # Handle -> reason of the failure
+        for handle in self._pending:
             try:
-                state = self.backend.poll(write.handle)
-                error = self.backend.error(write.handle) if state is WriteState.FAILED else None
+                state = self.backend.poll(handle)
+                error = self.backend.error(handle) if state is WriteState.FAILED else None
             except Exception as e:
                 _log.exception("the backend could not poll a write")
                 state, error = WriteState.FAILED, f"{type(e).__name__}: {e}"
             if state is not WriteState.PENDING:
-                ended.append((write, error))
-        if not ended:
-            return False
-        done = {write.handle for write, _ in ended}
-        self._pending = [write for write in self._pending if write.handle not in done]
-        for write, error in ended:
-            self._guard(partial(self.backend.release, write.handle))
-            self._guard(partial(write.on_ended, error))
-        return True
+                ended[handle] = error
+        callbacks = [(handle, self._pending.pop(handle), error) for handle, error in ended.items()]
+        for handle, on_ended, error in callbacks:
+            self._guard(partial(self.backend.release, handle))
+            self._guard(partial(on_ended, error))
+        return bool(ended)
 
     def _guard(self, function: Callable[[], T]) -> T | None:
         """Runs `function` and logs its errors: one broken callback or message must not end other transfers."""
@@ -216,12 +204,7 @@ class TransferThread:
         return None
 
 
-_PR_SET_TIMERSLACK = 29
-_SLACK_NS = 1000
-
-
 def reduce_timer_slack() -> None:
     """Makes sleeps of the calling thread precise to 1 us. No effect where prctl does not exist."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
+    if (prctl := getattr(ctypes.CDLL(None), "prctl", None)) is not None:
         prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NS), 0, 0, 0)

@@ -21,27 +21,20 @@ from common.types import Role
 #: decode step, and the engine's thread must launch the next step in time. The end of a hand-off passes through three
 #: threads on each pod, and each may wait this long.
 GIL_SWITCH_INTERVAL_S = 0.0001
-
 READING_TTL_S = 1.0
-
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _log = logging.getLogger(__name__)
 
 
 def require_mappable_kv(config: PodConfig, env: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError if torch would allocate the KV pool in memory that other processes cannot map.
-
-    KV would travel over TCP without notice.
-    """
+    """Raises ConfigError if torch puts the KV pool where others cannot map it: KV would travel over TCP unnoticed."""
     if config.role is Role.BOTH or config.allow_tcp:
         return
     for name in _ALLOCATOR:
         if "expandable_segments:true" in env.get(name, "").lower().replace(" ", ""):
-            raise ConfigError(
-                f"{name}: other pods cannot map memory in expandable segments; unset the variable, or give --allow-tcp",
-                field="allow_tcp",
-            )
+            why = "other pods cannot map memory in expandable segments; unset the variable, or give --allow-tcp"
+            raise ConfigError(f"{name}: {why}", field="allow_tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +75,18 @@ def gpu_monitor(device: torch.device) -> GpuMonitor | None:
     """Returns the monitor of a torch device; None for a device that is not a GPU."""
     if device.type != "cuda":
         return None
-    index = device.index
+    by_torch = GpuMonitor(lambda: _by_torch(device.index))
     try:
         import pynvml
     except ImportError:
-        return GpuMonitor(lambda: _by_torch(index))
+        return by_torch
     try:
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"  # an index would count hidden devices too
+        uuid = f"GPU-{torch.cuda.get_device_properties(device.index).uuid}"  # an index would count hidden devices too
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError as error:
         _log.info("NVML does not know the GPU; torch reports its memory only: %s", error)
-        return GpuMonitor(lambda: _by_torch(index))
+        return by_torch
     return GpuMonitor(lambda: _by_nvml(pynvml, handle))
 
 
@@ -114,16 +107,14 @@ def _by_nvml(nvml: Any, handle: Any) -> GpuReading:
 def add_gpu_metrics(metrics: Metrics, gpu: GpuMonitor) -> None:
     """Declares the GPU metrics. They are read at each scrape, and left out while the driver does not answer."""
 
-    def read(value: Callable[[GpuReading], float | None]) -> Callable[[], list[MetricSample]]:
-        def samples() -> list[MetricSample]:
-            reading = gpu.reading()
-            found = None if reading is None else value(reading)
-            return [] if found is None else [((), found)]
-
-        return samples
+    def samples(value: Callable[[GpuReading], float | None]) -> list[MetricSample]:
+        reading = gpu.reading()
+        found = None if reading is None else value(reading)
+        return [] if found is None else [((), found)]
 
     busy = "Share of the last second in which the GPU was busy, from 0 to 1."
-    metrics.sampled_gauge("gpu_utilization_ratio", busy, read(lambda gpu: gpu.utilization))
+    metrics.sampled_gauge("gpu_utilization_ratio", busy, lambda: samples(lambda gpu: gpu.utilization))
     used = "GPU memory in use, by all processes."
-    metrics.sampled_gauge("gpu_memory_used_bytes", used, read(lambda gpu: gpu.memory_used))
-    metrics.sampled_gauge("gpu_memory_total_bytes", "GPU memory that there is.", read(lambda gpu: gpu.memory_total))
+    metrics.sampled_gauge("gpu_memory_used_bytes", used, lambda: samples(lambda gpu: gpu.memory_used))
+    total = "GPU memory that there is."
+    metrics.sampled_gauge("gpu_memory_total_bytes", total, lambda: samples(lambda gpu: gpu.memory_total))

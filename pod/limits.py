@@ -38,45 +38,34 @@ class PodLimits:
         if request.prompt_len == 0:
             raise InvalidRequest("the prompt is empty", field="prompt_ids")
         length = request.context_len
-        if length >= self.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens; with one token of output at most {self.max_model_len} fit",
-                field="prompt_ids",
-            )
-        if generates and request.prompt_len + request.sampling.max_tokens > self.max_model_len:
-            raise InvalidRequest(
-                f"{request.prompt_len} prompt tokens and {request.sampling.max_tokens} new ones exceed a context of "
-                f"{self.max_model_len}",
-                field="max_tokens",
-            )
+        if length >= (most := self.max_model_len):
+            fit = f"with one token of output at most {most} fit"
+            raise InvalidRequest(f"the prompt has {length} tokens; {fit}", field="prompt_ids")
+        if generates and request.prompt_len + (new := request.sampling.max_tokens) > most:
+            tokens = f"{request.prompt_len} prompt tokens and {new} new ones"
+            raise InvalidRequest(f"{tokens} exceed a context of {most}", field="max_tokens")
         if not self._known(request.prompt_ids):
             raise InvalidRequest(f"a token id of the prompt is outside [0, {self.vocab_size})", field="prompt_ids")
         self._check_output(request)
         self._check_sampling(request.sampling)
         if generates and (need := self.initial_blocks(request)) > self.num_blocks >= self.initial_blocks(request, n=1):
-            n, size = request.sampling.n, self.block_size
-            raise InvalidRequest(
-                f"{n} sequences of {length} prompt tokens need {need} KV blocks of {size} tokens, the pool has "
-                f"{self.num_blocks}",
-                field="n",
-            )
+            raise self._too_large(f"{request.sampling.n} sequences of {length} prompt tokens need", need, "n")
         prompt_blocks = self._blocks(length)
         need = self.max_blocks(request) if generates else prompt_blocks
         if need > self.num_blocks:
-            raise InvalidRequest(
-                f"the request needs {need} KV blocks of {self.block_size} tokens, the pool has {self.num_blocks}",
-                field="prompt_ids" if prompt_blocks > self.num_blocks else "max_tokens",
-            )
+            field = "prompt_ids" if prompt_blocks > self.num_blocks else "max_tokens"
+            raise self._too_large("the request needs", need, field)
+
+    def _too_large(self, what: str, need: int, field: str) -> InvalidRequest:
+        had = f"the pool has {self.num_blocks}"
+        return InvalidRequest(f"{what} {need} KV blocks of {self.block_size} tokens, {had}", field=field)
 
     def max_blocks(self, request: ValidRequest) -> int:
         """Returns the most blocks that the request can fill. The KV of the last token is never computed."""
         return self._blocks(request.prompt_len + request.sampling.max_tokens - 1)
 
     def initial_blocks(self, request: ValidRequest, n: int | None = None) -> int:
-        """Returns the blocks with which n sequences can start.
-
-        These are the prompt's blocks, and one more per sequence that has tokens to write.
-        """
+        """Returns the blocks with which n sequences can start: the prompt's, and one per sequence that has to write."""
         alone = min(self._blocks(request.context_len) + 1, self.max_blocks(request))
         more = 0 if request.sampling.max_tokens == 1 else (n or request.sampling.n) - 1
         return alone + more
@@ -86,9 +75,8 @@ class PodLimits:
         if not self._known(output):
             raise InvalidRequest(f"a token id of the output is outside [0, {self.vocab_size})", field="output_ids")
         if output and len(output) >= s.max_tokens:
-            raise InvalidRequest(
-                f"the output has {len(output)} tokens already and max_tokens is {s.max_tokens}", field="output_ids"
-            )
+            full = f"the output has {len(output)} tokens already and max_tokens is {s.max_tokens}"
+            raise InvalidRequest(full, field="output_ids")
         if not 0 <= request.child < MAX_N:
             raise InvalidRequest(f"child is {request.child}, outside [0, {MAX_N - 1}]", field="child")
         if s.n != 1 and (output or request.child):

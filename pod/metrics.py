@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from typing import TypeVar
 
 from common.pb import transfer_pb2
 from common.settings.configs import MAX_DRAFTS
@@ -15,7 +16,7 @@ from common.telemetry import COUNT_BUCKETS, Metrics, MetricSample
 from common.types import PodLoad
 from engine.engine import Engine
 from engine.schedule.outputs import SequenceOutput, StepResult
-from engine.speculation.stats import SpeculationStats
+from engine.speculation.speculator import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
 from pod.gpu import GpuReading
@@ -26,15 +27,11 @@ HAND_OFF_BUCKETS = tuple(
 )
 
 Read = Callable[[], Iterable[MetricSample]]
+_T = TypeVar("_T")
 
 
 class PodMetrics:
-    """Metrics of one pod, for any role.
-
-    Args:
-        load: this pod's load, read at each scrape.
-        computed_tokens: prompt tokens computed, by reason.
-    """
+    """Metrics of one pod, for any role. computed_tokens: prompt tokens computed, by reason."""
 
     def __init__(
         self, engine: Engine, node: TransferNode, load: Callable[[], PodLoad], computed_tokens: Mapping[str, int]
@@ -46,16 +43,12 @@ class PodMetrics:
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
         self._batch_size = m.histogram("batch_size", "Sequences in one engine step.", buckets=COUNT_BUCKETS)
         self._ended = m.counter("sequences_ended", "Sequences that ended on this pod, by reason.", ["outcome"])
-        self._cached_tokens = m.counter(
-            "prefix_hit_tokens", "Prompt tokens found in this pod's prefix cache, by tier.", ["tier"]
-        )
+        text = "Prompt tokens found in this pod's prefix cache, by tier."
+        self._cached_tokens = m.counter("prefix_hit_tokens", text, ["tier"])
         self.reserved = m.counter("reserve", "Outcomes of Reserve.", ["outcome"])
-        self.decided = m.counter(
-            "local_prefill_decisions", "Who computes a prompt, local or remote, and why.", ["outcome", "reason"]
-        )
-        self.pulls = m.counter(
-            "pulls", "Hints that another pod holds a prefix, and what came of it.", ["outcome", "reason"]
-        )
+        text, labels = "Who computes a prompt, local or remote, and why.", ["outcome", "reason"]
+        self.decided = m.counter("local_prefill_decisions", text, labels)
+        self.pulls = m.counter("pulls", "Hints that another pod holds a prefix, and what came of it.", labels)
         self.pulls_asked = m.counter("pulls_asked", "Pulls that a holder was asked for.")
         self.pulled_blocks = m.counter("pulled_blocks", "KV blocks that came from other pods' caches.")
         self.pull_seconds = m.histogram("pull_seconds", "Seconds of pulls that succeeded.")
@@ -64,25 +57,18 @@ class PodMetrics:
         self._hand_offs = m.counter("hand_offs", "KV hand-offs that this pod completed as the sender.", ["transport"])
         self._transfer_bytes = m.counter("transfer_bytes", "KV bytes pushed.", ["transport"])
         self._transfer_seconds = m.histogram("transfer_seconds", "Seconds from the first push to the commit.")
-        self._exposed_seconds = m.histogram(
-            "exposed_hand_off_seconds", "Seconds from the last chunk to the commit.", buckets=HAND_OFF_BUCKETS
-        )
-        self._drafts = m.counter(
-            "speculation_tokens", "Drafts verified, by proposer, place and outcome.", ["proposer", "place", "outcome"]
-        )
-        self._acceptance = m.histogram(
-            "speculation_acceptance_length",
-            "Tokens of one sequence's step with drafts.",
-            ["proposer"],
-            buckets=tuple(range(1, MAX_DRAFTS + 2)),
-        )
+        text = "Seconds from the last chunk to the commit."
+        self._exposed_seconds = m.histogram("exposed_hand_off_seconds", text, buckets=HAND_OFF_BUCKETS)
+        text, labels = "Drafts verified, by proposer, place and outcome.", ["proposer", "place", "outcome"]
+        self._drafts = m.counter("speculation_tokens", text, labels)
+        text, lengths = "Tokens of one sequence's step with drafts.", tuple(range(1, MAX_DRAFTS + 2))
+        self._acceptance = m.histogram("speculation_acceptance_length", text, ["proposer"], buckets=lengths)
         self.intact = m.gauge("kv_pool_intact", "1 while free + cached + leased + quarantined is the pool.")
         self.intact.set(1)
         m.gauge("kv_block_bytes", "Bytes of one KV block.").set(engine.layout.block_bytes)
         m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", _one(lambda: self.generated_tokens))
-        m.sampled_counter(
-            "prompt_tokens_computed", "Prompt tokens computed, by reason.", _by(lambda: computed_tokens), ["reason"]
-        )
+        computed = _by(lambda: computed_tokens, dict)
+        m.sampled_counter("prompt_tokens_computed", "Prompt tokens computed, by reason.", computed, ["reason"])
         self._add_work_metrics(load)
         self._add_speculation_metrics()
         self._add_host_tier_metrics(lambda: node.stats().damaged_transfers)
@@ -94,57 +80,30 @@ class PodMetrics:
         info.labels(role, model, version).set(1)
 
     # -- metrics that are read at each scrape -------------------------------------------------------------------------
-
     def _add_work_metrics(self, load: Callable[[], PodLoad]) -> None:
         engine, counter, gauge = self._engine, self.metrics.sampled_counter, self.metrics.sampled_gauge
-
-        def sequences() -> dict[str, float]:
-            now = load()
-            return {"running": now.running, "waiting": now.waiting, "reserved": now.reserved}
-
-        def resumed() -> dict[str, float]:
-            stats = engine.scheduler.stats()
-            return {"resumed": stats.fully_restored, "recomputed": stats.partly_recomputed}
-
-        gauge("kv_blocks", "KV blocks by state.", _by(lambda: asdict(engine.pool.counts())), ["state"])
+        stats = engine.scheduler.stats
+        gauge("kv_blocks", "KV blocks by state.", _by(engine.pool.counts, asdict), ["state"])
         gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", _one(lambda: load().queued_tokens))
+        sequences = _by(load, lambda s: {"running": s.running, "waiting": s.waiting, "reserved": s.reserved})
         gauge(
-            "sequences",
-            "Sequences that run, wait in the engine, or whose KV is still to come.",
-            _by(sequences),
-            ["state"],
+            "sequences", "Sequences that run, wait in the engine, or whose KV is still to come.", sequences, ["state"]
         )
-        counter(
-            "preemptions",
-            "Sequences that lost their KV because others needed the room.",
-            _one(lambda: engine.scheduler.stats().preemptions),
-        )
-        counter(
-            "preempted_sequences",
-            "Preempted sequences that went on, with all the KV that they had or not.",
-            _by(resumed),
-            ["outcome"],
-        )
-        counter(
-            "out_of_memory", "Engine steps that failed for want of memory.", _one(lambda: engine.counters.out_of_memory)
-        )
+        text = "Sequences that lost their KV because others needed the room."
+        counter("preemptions", text, _one(lambda: stats().preemptions))
+        resumed = _by(stats, lambda s: {"resumed": s.fully_restored, "recomputed": s.partly_recomputed})
+        text = "Preempted sequences that went on, with all the KV that they had or not."
+        counter("preempted_sequences", text, resumed, ["outcome"])
+        text = "Engine steps that failed for want of memory."
+        counter("out_of_memory", text, _one(lambda: engine.counters.out_of_memory))
 
     def _add_speculation_metrics(self) -> None:
-        def read(value: Callable[[SpeculationStats], float]) -> Read:
-            return lambda: [] if (stats := self.speculation()) is None else [((stats.proposer,), value(stats))]
-
-        self.metrics.sampled_counter(
-            "speculation_failures",
-            "Failures of the proposer, which cost its drafts.",
-            read(lambda stats: stats.failures),
-            ["proposer"],
-        )
-        self.metrics.sampled_gauge(
-            "speculation_useless",
-            "1 while drafts are made and none was right of late.",
-            read(lambda stats: stats.is_useless),
-            ["proposer"],
-        )
+        failures = _by(self.speculation, lambda stats: {stats.proposer: stats.failures})
+        text = "Failures of the proposer, which cost its drafts."
+        self.metrics.sampled_counter("speculation_failures", text, failures, ["proposer"])
+        useless = _by(self.speculation, lambda stats: {stats.proposer: stats.is_useless})
+        text = "1 while drafts are made and none was right of late."
+        self.metrics.sampled_gauge("speculation_useless", text, useless, ["proposer"])
 
     def speculation(self) -> SpeculationStats | None:
         """Returns the counts of drafts; None without speculative decoding."""
@@ -152,70 +111,42 @@ class PodMetrics:
         return None if speculator is None else speculator.stats
 
     def _add_host_tier_metrics(self, damaged_transfers: Callable[[], int]) -> None:
-        host, block_bytes = self._engine.pool.host_stats, self._engine.layout.block_bytes
+        host, size = self._engine.pool.host_stats, self._engine.layout.block_bytes
         counter = self.metrics.sampled_counter
-
-        def blocks() -> dict[str, float]:
-            stats = host()
-            return {} if stats is None else {"used": stats.used, "free": stats.host_blocks - stats.used}
-
-        def moved() -> dict[str, float]:
-            stats = host()
-            if stats is None:
-                return {}
-            return {"to_host": stats.saved * block_bytes, "to_device": stats.loaded * block_bytes}
+        blocks = _by(host, lambda stats: {"used": stats.used, "free": stats.host_blocks - stats.used})
+        self.metrics.sampled_gauge("host_blocks", "KV blocks in host memory, and room for more.", blocks, ["state"])
+        moved = _by(host, lambda stats: {"to_host": stats.saved * size, "to_device": stats.loaded * size})
+        counter("host_moved_bytes", "KV bytes copied to host memory and back.", moved, ["direction"])
+        dropped = _one(lambda: None if (stats := host()) is None else stats.dropped)
+        counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", dropped)
 
         def damaged() -> dict[str, float]:
             stats = host()
             return {"transfer": damaged_transfers(), "host": 0 if stats is None else stats.damaged}
 
-        def dropped() -> list[MetricSample]:
-            stats = host()
-            return [] if stats is None else [((), stats.dropped)]
-
-        self.metrics.sampled_gauge(
-            "host_blocks", "KV blocks in host memory, and room for more.", _by(blocks), ["state"]
-        )
-        counter("host_moved_bytes", "KV bytes copied to host memory and back.", _by(moved), ["direction"])
-        counter("host_forgotten_blocks", "KV blocks that host memory had no room for any more.", dropped)
-        counter(
-            "damaged_kv",
-            "Batches of KV blocks that failed their checksums (with --checksums).",
-            _by(damaged),
-            ["where"],
-        )
+        text = "Batches of KV blocks that failed their checksums (with --checksums)."
+        counter("damaged_kv", text, _by(damaged, dict), ["where"])
 
     def _add_transfer_metrics(self, node: TransferNode) -> None:
         stats, counter, gauge = node.stats, self.metrics.sampled_counter, self.metrics.sampled_gauge
-
-        def transfers() -> dict[str, float]:
-            now = stats()
-            return {"out": now.open_outgoing, "in": now.open_incoming}
-
-        def pairs(value: Callable[[transfer_pb2.Pair], float]) -> Read:
-            return lambda: [((pair.pod,), value(pair)) for pair in node.pair_stats()]
-
         gauge(
             "transfer_probe_bytes_per_second",
             "What the probe of a connection moved, by what carried it.",
             lambda: [((p.pod, p.transport, p.transport_source), p.gb_s * 1e9) for p in stats().peers],
             ["peer", "transport", "source"],
         )
-        gauge("transfers_open", "Transfers under way, by direction.", _by(transfers), ["direction"])
-        counter(
-            "transfers_received", "Transfers that this pod received whole.", _one(lambda: stats().received_transfers)
-        )
-        counter(
-            "transfers_failed",
-            "Transfers out of this pod that ended by an error.",
-            _one(lambda: stats().failed_transfers),
-        )
-        counter(
-            "transfer_messages_dropped",
-            "Messages of peers that did not fit, by reason.",
-            _by(lambda: stats().dropped),
-            ["reason"],
-        )
+        transfers = _by(stats, lambda now: {"out": now.open_outgoing, "in": now.open_incoming})
+        gauge("transfers_open", "Transfers under way, by direction.", transfers, ["direction"])
+        text = "Transfers that this pod received whole."
+        counter("transfers_received", text, _one(lambda: stats().received_transfers))
+        text = "Transfers out of this pod that ended by an error."
+        counter("transfers_failed", text, _one(lambda: stats().failed_transfers))
+        text = "Messages of peers that did not fit, by reason."
+        counter("transfer_messages_dropped", text, _by(stats, lambda now: now.dropped), ["reason"])
+
+        def pairs(value: Callable[[transfer_pb2.Pair], float]) -> Read:
+            return _by(node.pair_stats, lambda pairs: {pair.pod: value(pair) for pair in pairs})
+
         counters: tuple[tuple[str, str, Callable[[transfer_pb2.Pair], float]], ...] = (
             ("pair_hand_offs", "Hand-offs completed to another pod.", lambda p: p.transfers),
             ("pair_pulls", "Pulls served to another pod.", lambda p: p.pulls),
@@ -235,7 +166,6 @@ class PodMetrics:
         )
 
     # -- metrics that are counted -------------------------------------------------------------------------------------
-
     def observe_step(self, result: StepResult) -> None:
         """Counts one engine step. Engine thread."""
         if result.seconds:
@@ -275,17 +205,17 @@ class PodMetrics:
             gpu=None if gpu is None else transfer_pb2.Gpu(**asdict(gpu)),
         )
         if (stats := self.speculation()) is not None:
-            activity.drafts.proposer, activity.drafts.useless = stats.proposer, stats.is_useless
-            activity.drafts.chains, activity.drafts.proposed = stats.chains, stats.proposed
-            activity.drafts.accepted = stats.accepted
+            drafts = activity.drafts
+            drafts.proposer, drafts.useless, drafts.chains = stats.proposer, stats.is_useless, stats.chains
+            drafts.proposed, drafts.accepted = stats.proposed, stats.accepted
         return activity
 
 
-def _one(read: Callable[[], float]) -> Read:
-    """Returns the reader of a metric without labels."""
-    return lambda: [((), read())]
+def _one(read: Callable[[], float | None]) -> Read:
+    """Returns the reader of a metric without labels. `read` returns None for no value."""
+    return lambda: [] if (value := read()) is None else [((), value)]
 
 
-def _by(read: Callable[[], Mapping[str, float]]) -> Read:
-    """Returns the reader of a metric with one label. `read` returns the values by label."""
-    return lambda: [((label,), value) for label, value in read().items()]
+def _by(read: Callable[[], _T | None], values: Callable[[_T], Mapping[str, float]]) -> Read:
+    """Returns the reader of a metric with one label: `values` by label of what `read` returns, none of None."""
+    return lambda: [] if (now := read()) is None else [((label,), value) for label, value in values(now).items()]

@@ -1,8 +1,8 @@
-"""Process of a further rank of a tensor-parallel pod: the engine's rank loop, and a transfer agent.
+"""Transfer agents of a pod and its ranks; and the process of a further rank of a tensor-parallel pod.
 
     python -m pod.rank RANK HOST:PORT SETTINGS       (see rank_command; BATON_SECRET has the group's secret)
 
-The main thread runs the rank's loop, a second thread the agent. The process ends when either ends.
+The main thread of that process runs the engine's rank loop, a second thread the agent. It ends when either ends.
 """
 
 from __future__ import annotations
@@ -14,40 +14,90 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from common.errors import InternalError, Unavailable
 from common.logs import setup_logs
 from common.process.rank_channel import RankChannel
+from common.settings.configs import PodConfig, WorkerConfig
+from engine.config import EngineConfig
 from engine.kv.kv_pool import KVPool
 from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, exit_with, join, serve
-from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_NODES_S, JOIN_S
+from engine.parallel.rank_group import ENGINE_CHANNEL, JOIN_NODES_S, JOIN_S, RankGroup
 from kv_transfer.backend.interface import Backend
-from kv_transfer.backend.rank_backend import RankBackendServer
+from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
+from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.backend.sharded import RankBackendClient, RankBackendServer, ShardedBackend
 from kv_transfer.memory import PoolMemory
-from pod.transfer_backend import TRANSFER_CHANNEL, make_backend, pool_memory
 
 _log = logging.getLogger(__name__)
 
+TRANSFER_CHANNEL = "transfers"  # Kind of a rank's second channel
 
+BackendFactory = Callable[[PodConfig], Backend]
+
+
+def make_backend(transport: str, net_devices: str | None) -> Backend:
+    """Returns the backend of one process. Loopback has a fabric of its own, so only an aggregated pod can use it."""
+    return NixlBackend(net_devices) if transport == "nixl" else LoopbackBackend(LoopbackFabric())
+
+
+def start_ranks(config: PodConfig, engine: EngineConfig) -> RankGroup:
+    """Starts the other ranks of a pod, each with an agent. Ranks on other machines need the cluster's secret."""
+    return RankGroup.start(
+        engine,
+        secret=config.secret if engine.tensor_parallel_nodes > 1 else None,
+        command=functools.partial(rank_command, config),
+        kinds=(ENGINE_CHANNEL, TRANSFER_CHANNEL),
+    )
+
+
+def rank_command(config: PodConfig | WorkerConfig, rank: int, master: str, ready_fd: int | None = None) -> list[str]:
+    """Returns the command line of a rank of a pod. ready_fd gets a byte once the rank is ready."""
+    names = ("transport", "net_devices", "log_level", "log_format")
+    settings = {"ready_fd": ready_fd, **{name: getattr(config, name) for name in names}}
+    return [sys.executable, "-P", "-m", "pod.rank", str(rank), master, json.dumps(settings)]
+
+
+def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
+    """Returns the backend of a pod: this process's agent and the other ranks' agents."""
+    own = make_backend(config.transport, config.net_devices)
+    if members is None:
+        return own
+    channels = enumerate(members.channels(TRANSFER_CHANNEL), 1)
+    return ShardedBackend(own, [RankBackendClient(rank, channel) for rank, channel in channels])
+
+
+def pool_memory(kv: KVPool) -> PoolMemory:
+    """Returns the engine's KV pool for registration with a transfer agent."""
+    return PoolMemory(
+        base=kv.data_ptr,
+        block_bytes=kv.block_bytes,
+        total_blocks=kv.num_blocks + 2,
+        device=kv.data.device.index or 0,
+        kind="VRAM" if kv.data.device.type == "cuda" else "DRAM",
+        probe_block=kv.probe_block,
+        read_block=kv.read_block,
+        write_block=kv.write_block,
+    )
+
+
+@dataclass
 class _RankPool:
-    """The newest KV pool of the rank; the last pool that the engine makes is the final one.
+    """The newest KV pool of the rank; the last pool that the engine makes is the final one."""
 
-    ready_fd: gets one byte with the first pool, when the rank has all that it needs.
-    """
-
-    def __init__(self, ready_fd: int | None) -> None:
-        self._ready_fd = ready_fd
-        self._kv: KVPool | None = None
+    ready_fd: int | None  # Gets one byte with the first pool, when the rank has all that it needs
+    kv: KVPool | None = None
 
     def made(self, kv: KVPool) -> None:
-        if self._kv is None and self._ready_fd is not None:
-            os.write(self._ready_fd, b"1")
-        self._kv = kv
+        if self.kv is None and self.ready_fd is not None:
+            os.write(self.ready_fd, b"1")
+        self.kv = kv
 
     def memory(self) -> PoolMemory:
-        if self._kv is None:
+        if self.kv is None:
             raise InternalError("this rank has no pool yet")
-        return pool_memory(self._kv)
+        return pool_memory(self.kv)
 
 
 def _run_transfer_backend(channel: RankChannel, make: Callable[[], Backend], pool: _RankPool) -> None:

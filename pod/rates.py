@@ -1,11 +1,8 @@
 """The measured speed of this pod. Routing predicts times from it.
 
 Each rate except the pull time is a straight line through recent points (least squares with exponential forgetting), so
-it follows the current load and lengths:
-- a prefill step: fixed time plus time per token;
-- a decode step: fixed time plus time per sequence;
-- a chunk in a step that decodes: the time that it adds to the step;
-- the end of a hand-off: fixed time plus time per token that still has to move.
+it follows the current load and lengths: a fixed time plus a time per token (prefill step, chunk in a step that decodes,
+end of a hand-off) or per sequence (decode step).
 """
 
 from __future__ import annotations
@@ -19,8 +16,7 @@ DECAY = 0.97  # A point loses this factor of its weight with each new point
 #: steps of equal size do not show the fixed part. A second sequence is assumed to cost something, too.
 DECODE_FIXED_SHARE = 0.5
 PULL_SHARE = 0.2  # Weight of the newest pull in the mean
-#: The measured pull time expires, because a long one stops all pulls, and no new pull would correct it.
-PULL_TTL_S = 120.0
+PULL_TTL_S = 120.0  # The measured pull time expires: a long one stops all pulls, and no new pull would correct it
 
 
 class LinearFit:
@@ -32,7 +28,6 @@ class LinearFit:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add_point(self, x: float, y: float) -> None:
-        """Adds a point."""
         self._n = DECAY * self._n + 1
         self._x = DECAY * self._x + x
         self._y = DECAY * self._y + y
@@ -76,10 +71,7 @@ class PodRates:
 
     def __post_init__(self) -> None:
         self._saw_half_full_step = False
-        self._prefill = LinearFit()
-        self._decode = LinearFit()
-        self._chunk = LinearFit()
-        self._transfer = LinearFit()
+        self._prefill, self._decode, self._chunk, self._transfer = (LinearFit() for _ in range(4))
         self._pull_s = 0.0
         self._pulled_at = float("-inf")
 

@@ -10,8 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from common.errors import BatonError
 
 DEFAULT_DEADLINE_S = 600.0  # Deadline of callers without a gRPC timeout
-#: Limit of retry_until, and the time between its tries.
-RETRY_LIMIT_S, POLL_S = 0.5, 0.002
+RETRY_LIMIT_S, POLL_S = 0.5, 0.002  # Limit of retry_until, and the time between its tries.
 
 
 class PodRequest(Protocol):
@@ -43,8 +42,7 @@ class RequestRegistry(Generic[R]):
     """
 
     def __init__(self) -> None:
-        #: Called with each request that was drained.
-        self.on_drained: Callable[[R], None] = lambda _: None
+        self.on_drained: Callable[[R], None] = lambda _: None  # Called with each request that was drained.
         self._entries: dict[str, R] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -97,9 +95,9 @@ class RequestRegistry(Generic[R]):
         await self._idle.wait()
 
 
-async def retry_until(ask: Callable[[], T], temporary: Callable[[T], bool]) -> T:
-    """Calls `ask` until `temporary` is false for its answer, for at most RETRY_LIMIT_S. Returns the last answer."""
-    until = time.monotonic() + RETRY_LIMIT_S
+async def retry_until(ask: Callable[[], T], temporary: Callable[[T], bool], limit_s: float | None = None) -> T:
+    """Calls `ask` until `temporary` is false for its answer, for at most limit_s (None: RETRY_LIMIT_S) seconds."""
+    until = time.monotonic() + (RETRY_LIMIT_S if limit_s is None else limit_s)
     while True:
         answer = ask()
         if not temporary(answer) or time.monotonic() >= until:

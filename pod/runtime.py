@@ -2,10 +2,8 @@
 
     create -> start -> ready -> draining -> stopped
 
-`start` gets the service of the pod's role (prefill_service, decode_service) as a PodService; the pod is independent of
-the role. The order matters twice. The generation is made before the transfer agent. At the end the pod leaves the
-index, refuses new work, waits for running requests, and stops the engine before the agent and the memory that peers
-write to.
+The order matters twice. The generation is made before the transfer agent. At the end the pod leaves the index, refuses
+new work, waits for running requests, and stops the engine before the agent and the memory that peers write to.
 """
 
 from __future__ import annotations
@@ -18,45 +16,44 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
 from common.auth import Signer
 from common.block_hash import hash_blocks, matchable_blocks
-from common.errors import BatonError, InternalError, Overloaded, Unavailable
+from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
 from common.grammar import CompiledGrammar
-from common.model.directory import default_served_name
+from common.model.directory import default_served_name, resolve_model
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id
 from common.rpc import RpcServer, trace_context_of
-from common.settings.configs import PodConfig
+from common.settings.configs import PodConfig, PodEngineSettings
+from common.settings.table import declared
 from common.telemetry import MetricsServer
-from common.tracing.context import TraceContext
-from common.tracing.tracer import Tracer
+from common.tracing.tracer import TraceContext, Tracer
 from common.types import PodLoad, Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, layout_to_pb, load_to_pb, pool_counts_to_pb, role_to_pb
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.kv.blocks import BlockPin
 from engine.loop import EngineLoop
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
-from pod.engine_config import engine_config
 from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, require_mappable_kv
 from pod.health import PodHealth
-from pod.index_entry import CacheEventRelay, require_free_name
+from pod.index import CacheEventRelay, PeerDiscovery, require_free_name
 from pod.limits import PodLimits
 from pod.metrics import PodMetrics
-from pod.peer_discovery import PeerDiscovery
+from pod.rank import BackendFactory, pod_backend, pool_memory, start_ranks
 from pod.rates import PodRates
 from pod.requests import RequestRegistry
 from pod.services import ControlServicer, Embedder
-from pod.transfer_backend import BackendFactory, pod_backend, pool_memory, start_ranks
-from prefix_index.generation import mint_generation
-from prefix_index.publisher import IndexPublisher
+from prefix_index.publisher import IndexPublisher, mint_generation
 from prefix_index.reader import IndexReader
-from prefix_index.records import CacheTier, PodRecord
+from prefix_index.store import CacheTier, PodRecord
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +77,7 @@ class PodRuntime:
         self.served_name = config.served_name or default_served_name(config.model)
         self.generation = generation
         self.address = ""
-        #: Requests of the role's service that hold blocks or a place in the engine.
-        self.requests = RequestRegistry[Any]()
+        self.requests = RequestRegistry[Any]()  # Those of the role's service that hold blocks or a place in the engine
         self.computed_tokens = {"prefill": 0, "local": 0, "recompute": 0}
         self.limits = PodLimits(
             served_name=self.served_name,
@@ -153,12 +149,8 @@ class PodRuntime:
         return cls(config, engine, cache_events, generation, make_backend)
 
     # -- life ---------------------------------------------------------------------------------------------------------
-
     async def start(self, service: PodService) -> None:
-        """Starts serving.
-
-        Health reports SERVING once the engine has run and the decode pods in the index are connected.
-        """
+        """Starts serving. Health reports SERVING once the engine ran and the decode pods in the index are connected."""
         self._service = service
         self._server.add_servicer(type(service).register, service, service.full_name)
         add = self._server.add_servicer
@@ -184,11 +176,8 @@ class PodRuntime:
     async def _join_index(self, redis: str) -> None:
         layout = self.engine.layout
         if self.config.role is Role.PREFILL:
-            self._peers = PeerDiscovery(
-                IndexReader(redis, books=False),
-                layout.scope,
-                lambda address, generation: self.transfer_node.connect(address, generation=generation),
-            )
+            reader = IndexReader(redis, books=False)
+            self._peers = PeerDiscovery(reader, layout.scope, self.transfer_node.connect)
             await self._peers.start()
         record = PodRecord(
             pod=self.name,
@@ -202,10 +191,8 @@ class PodRuntime:
             max_model_len=self.engine.max_model_len,
             num_blocks=self.limits.num_blocks,
         )
-        pool = self.engine.pool
-        self._index = self._cache_events.index = IndexPublisher(
-            redis, record, pool.cached_hashes, self.load, host_snapshot=pool.host_hashes
-        )
+        device, host = self.engine.pool.cached_hashes, self.engine.pool.host_hashes
+        self._index = self._cache_events.index = IndexPublisher(redis, record, device, self.load, host_snapshot=host)
         await self._index.start()
 
     def _warm_up(self) -> None:
@@ -214,13 +201,11 @@ class PodRuntime:
         Raises its error: a pod that cannot compute is never ready.
         """
         self.engine.warm_up()
-        sampling = SamplingParams(temperature=0.0, max_tokens=2)
-        request = ValidRequest("warm-up", self.served_name, (0, 0), sampling)
+        request = ValidRequest("warm-up", self.served_name, (0, 0), SamplingParams(temperature=0.0, max_tokens=2))
         self.engine.add(self.engine.new_sequence(request))
         while self.engine.has_work:
-            for output in self.engine.step().outputs:
-                if output.error is not None:
-                    raise output.error
+            if error := next((output.error for output in self.engine.step().outputs if output.error), None):
+                raise error
 
     async def run(self, service: PodService) -> None:
         """Starts the pod, serves until a signal, drains and stops.
@@ -278,21 +263,20 @@ class PodRuntime:
             _log.error("%s", error.message)
         await self.transfer_node.stop(STOP_GRACE_S)
         await asyncio.to_thread(self.engine.close)
-        server, self._metrics_server = self._metrics_server, None
-        if server is not None:
-            server.stop()
+        if self._metrics_server is not None:
+            self._metrics_server.stop()
+            self._metrics_server = None
         tracer, self.tracer = self.tracer, None
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 
     # -- for services and peers ---------------------------------------------------------------------------------------
-
     def caller_span(self, context: grpc.aio.ServicerContext[Any, Any]) -> TraceContext | None:
         """Returns the caller's span, if this pod and the caller record spans."""
         if self.tracer is None:
             return None
-        context_of_caller = trace_context_of(dict(context.invocation_metadata() or ()))
-        return context_of_caller if context_of_caller is not None and context_of_caller.sampled else None
+        caller = trace_context_of(dict(context.invocation_metadata() or ()))
+        return caller if caller is not None and caller.sampled else None
 
     def require_ready(self) -> None:
         """Raises Unavailable unless the pod accepts new work."""
@@ -309,17 +293,11 @@ class PodRuntime:
     def require_deadline(self, queued_tokens: int, deadline_s: float) -> None:
         """Raises Overloaded if `queued_tokens` prompt tokens take longer than deadline_s at the measured rate."""
         if (need_s := self.rates.prefill_s(queued_tokens)) > deadline_s:
-            raise Overloaded(
-                f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work, and the request has "
-                f"{deadline_s:.1f} s",
-                retry_after_s=need_s - deadline_s,
-            )
+            ahead = f"{queued_tokens} prompt tokens are ahead, about {need_s:.1f} s of work"
+            raise Overloaded(f"{ahead}, and the request has {deadline_s:.1f} s", retry_after_s=need_s - deadline_s)
 
     async def compile_grammar(self, request: ValidRequest) -> CompiledGrammar | None:
-        """Compiles the request's grammar outside the event loop and the engine's thread; None without a grammar.
-
-        Raises InvalidRequest with the request's field.
-        """
+        """Compiles the request's grammar in another thread; None without one. Raises InvalidRequest with the field."""
         grammars = self.engine.grammar_compiler
         if request.grammar is None:
             return None
@@ -327,14 +305,9 @@ class PodRuntime:
 
     def prompt_hashes(self, request: ValidRequest, max_blocks: int = sys.maxsize) -> list[bytes]:
         """Returns the hashes of the prompt's leading full blocks that a cache may supply, of at most max_blocks."""
-        layout = self.engine.layout
-        count = min(max_blocks, matchable_blocks(request.context_len, layout.block_size))
-        return hash_blocks(
-            request.context_ids[: count * layout.block_size],
-            fingerprint=layout.fingerprint,
-            block_size=layout.block_size,
-            salt=request.cache_salt,
-        )
+        fingerprint, size = self.engine.layout.fingerprint, self.engine.layout.block_size
+        tokens = request.context_ids[: min(max_blocks, matchable_blocks(request.context_len, size)) * size]
+        return hash_blocks(tokens, fingerprint=fingerprint, block_size=size, salt=request.cache_salt)
 
     def info(self) -> transfer_pb2.InfoResponse:
         """Returns the authoritative description of this pod. Any thread."""
@@ -400,7 +373,6 @@ class PodRuntime:
         return pin
 
     # -- engine thread ------------------------------------------------------------------------------------------------
-
     def _on_step(self, result: StepResult) -> None:
         assert self._service is not None
         try:
@@ -419,7 +391,7 @@ class PodRuntime:
 
 
 class PodService(Protocol):
-    """The service of a pod's role. on_step runs on the engine thread, everything else on the event loop."""
+    """The service of a pod's role, in prefill_service and decode_service. Event loop, except on_step."""
 
     full_name: str
 
@@ -427,7 +399,25 @@ class PodService(Protocol):
         """Adds the service to the server."""
 
     def on_step(self, result: StepResult) -> None:
-        """Runs after each engine step, before the leases of ended sequences are finished."""
+        """Runs after each engine step, before the leases of ended sequences are finished. Engine thread."""
 
     def abort_all(self, error: BatonError) -> None:
         """Ends every request with `error`."""
+
+
+def engine_config(config: PodConfig) -> EngineConfig:
+    """Builds the engine's part of a pod's configuration. Decode pods compute local prompts in small chunks."""
+    shared = {name: getattr(config, name) for name in declared(PodEngineSettings)}
+    find = functools.partial(resolve_model, tokenizer=False, weights=config.load_format == "auto")
+    if config.speculation_model is not None:  # a draft model, which may be a known name, or an EAGLE head
+        shared["speculation_model"] = Path(config.speculation_model).resolve()
+        if config.speculation == "draft_model":
+            try:
+                shared["speculation_model"] = find(str(config.speculation_model))
+            except ConfigError as error:
+                raise ConfigError(error.message, field="speculation_model") from error
+    made = EngineConfig(model_dir=find(config.model), **shared)
+    if config.role is not Role.DECODE:
+        return dataclasses.replace(made, local_chunk_tokens=0)
+    local = config.local_chunk_tokens or (256 if made.resolve_device().type == "cuda" else 64)
+    return dataclasses.replace(made, local_chunk_tokens=local)

@@ -25,7 +25,7 @@ from engine.kv.blocks import BlockPool
 from engine.loop import EngineLoop
 from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
-from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry
+from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_until
 from prefix_index.publisher import IndexPublisher
 
 
@@ -48,17 +48,18 @@ class _EmbeddingRequest:
     def end(self, outcome: list[float] | BatonError) -> None:
         """Handles that the engine released the sequence."""
         self._released.set()
-        if self.vector.done():
-            return
         if isinstance(outcome, BatonError):
-            self.vector.set_exception(outcome)
-        else:
+            self._refuse(outcome)
+        elif not self.vector.done():
             self.vector.set_result(outcome)
+
+    def _refuse(self, error: BatonError) -> None:
+        if not self.vector.done():
+            self.vector.set_exception(error)
 
     def fail(self, error: BatonError) -> None:
         self._loop.abort(self.seq.request_id)
-        if not self.vector.done():
-            self.vector.set_exception(error)
+        self._refuse(error)
 
     async def drained(self) -> None:
         await self._released.wait()
@@ -124,8 +125,7 @@ def _embedding_of(output: SequenceOutput) -> list[float] | BatonError:
     return vector
 
 
-#: An answer waits at most 1 s for the index.
-INDEX_POLLS, POLL_S = 100, 0.01
+INDEX_WAIT_S = 1.0  # An answer waits at most this long for the index
 
 
 @dataclass(eq=False)
@@ -140,11 +140,6 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ResetPrefixCacheResponse:
         """Implements ResetPrefixCache of control.proto."""
         cleared = await asyncio.to_thread(self.pool.reset_prefix_cache)  # it may wait for a copy to the host
-        kept = len(self.pool.cached_hashes())
-        index = self.index()
-        for _ in range(INDEX_POLLS):
-            if index is None or index.up_to_date:
-                break
-            await asyncio.sleep(POLL_S)
-        indexed = index is None or index.up_to_date
+        kept, index = len(self.pool.cached_hashes()), self.index()
+        indexed = await retry_until(lambda: index is None or index.up_to_date, lambda done: not done, INDEX_WAIT_S)
         return control_pb2.ResetPrefixCacheResponse(cleared=cleared, kept=kept, indexed=indexed)

@@ -2,8 +2,8 @@
 
     starting: ranks join the pod and load --> ready: each has its part of the KV --> ended: one rank ends, then all do
 
-The pod drives the ranks. This process owns them, answers health probes, and runs as long as its ranks. On
-SIGTERM it waits for the pod, which gets the signal at the same time and has requests to finish.
+The pod drives the ranks. This process owns them, answers health probes, and runs as long as its ranks. On SIGTERM it
+waits for the pod, which gets the signal at the same time and has requests to finish.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from common.process.tether import tether_command
 from common.rpc import RpcServer
 from common.settings.configs import WorkerConfig
 from engine.parallel.rank_group import SECRET_VARIABLE, STOP_S
-from pod.transfer_backend import rank_command
+from pod.rank import rank_command
 
 _log = logging.getLogger(__name__)
 
@@ -43,10 +43,8 @@ class Worker:
         ranks = [await self._start(rank) for rank in self._config.ranks]
         fds = [fd for _, fd in ranks]
         ready = asyncio.create_task(self._ready(fds))
-        ends = {
-            asyncio.create_task(process.wait()): rank
-            for rank, (process, _) in zip(self._config.ranks, ranks, strict=True)
-        }
+        waits = [asyncio.create_task(process.wait()) for process, _ in ranks]
+        ends = dict(zip(waits, self._config.ranks, strict=True))
         stopped = asyncio.create_task(self._lifecycle.wait_stopped())
         try:
             await asyncio.wait({*ends, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -68,10 +66,7 @@ class Worker:
             raise SystemExit(EXIT_BROKEN)
 
     async def _start(self, rank: int) -> tuple[asyncio.subprocess.Process, int]:
-        """Starts a rank, which ends with this process.
-
-        Returns the process and the file that gets a byte when the rank is ready.
-        """
+        """Starts a rank, which ends with this process. Returns it, and the file that gets a byte when it is ready."""
         config = self._config
         reads, writes = os.pipe()
         try:

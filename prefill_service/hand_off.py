@@ -6,11 +6,9 @@
 
     any state --error, abort, deadline--> closed
 
-The KV target may arrive after the prompt. Until then this object keeps the pins of the computed blocks.
-
-The engine thread calls `on_output` after each step. It pins the blocks that a chunk completed before it pushes them, so
-the sequence's lease may end while writes are in flight. The transfer thread releases the pins.
-Everything else runs on the event loop.
+The KV target may arrive after the prompt. Until then this object keeps the pins of the computed blocks. The engine
+thread pins the blocks that a chunk completed before it pushes them, so the sequence's lease may end while writes are in
+flight. The transfer thread releases the pins.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ _log = logging.getLogger(__name__)
 Event = prefill_pb2.PrefillEvent
 
 MAX_REPORTED_PUSHES = 256  # HandedOff lists at most this many pushes one by one
-#: The gateway needs this long at most: a decode pod answers Reserve at once, or the gateway asks another one.
-SET_TARGET_TIMEOUT_S = 10.0
+SET_TARGET_TIMEOUT_S = 10.0  # More than the gateway needs: a decode pod answers Reserve at once, or it asks another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,7 @@ class Push:
 
 
 class PrefillHandOff:
-    """One prefill request. Its n sequences end on this pod, each with its first token.
-
-    Build, start, iterate and close it on the event loop. Call `start` once.
-    """
+    """One prefill request. Its n sequences end on this pod, each with its first token. Call `start` once."""
 
     num_sequences = 1  # A prompt is computed once for all n samples
 
@@ -117,8 +111,7 @@ class PrefillHandOff:
         self.arrived_at = time.monotonic()
         self.deadline = self.arrived_at + deadline_s
         self.outcome: TransferReport | BatonError | None = None  # How the hand-off ended; None until then
-        #: The pod that a prefix was pulled from, and the end of the pull.
-        self.pulled_from: tuple[str, float] | None = None
+        self.pulled_from: tuple[str, float] | None = None  # The pod of a pulled prefix, and the end of the pull
         self.pushes: dict[int, Push] = {}  # Pushes by first block
         self._pod = pod
         self._puller = puller
@@ -142,14 +135,13 @@ class PrefillHandOff:
         #: Pushes that wait for a target, by first block; and the scope that releases their pins.
         self._held_pushes: list[tuple[int, _PushPin]] = []
         self._held_pins = ExitStack()
-        #: First tokens and finish reasons, once all exist.
-        self._finished: tuple[list[int], list[FinishReason | None]] | None = None
+        self._finished = False  # All first tokens exist
 
     def start(self, target: KvTarget | None, hint: prefill_pb2.PullHint | None) -> None:
         """Queues the prompt in the engine, after the pull that `hint` suggests.
 
-        Without a target the hand-off fails unless `set_target` follows within SET_TARGET_TIMEOUT_S.
-        Raises what set_target raises; the hand-off is closed then.
+        Without a target the hand-off fails unless `set_target` follows within SET_TARGET_TIMEOUT_S. Raises what
+        set_target raises; the hand-off is closed then.
         """
         if target is None:
             self._spawn(self._await_target())
@@ -191,8 +183,8 @@ class PrefillHandOff:
             self._held_pins.pop_all()
             for first, pin in self._held_pushes:
                 transfer.push(first, pin.blocks, pin)
-            if self._finished is not None:
-                transfer.finish(*self._finished)
+            if self._finished:
+                self._finish(transfer)
         self._transfer_task = self._aio.create_task(self._await_transfer(transfer))
         self._target_decided.set()
 
@@ -234,12 +226,14 @@ class PrefillHandOff:
         if chunk:
             self._push(output.computed, output.computed >= self.seq.prefill_len)
         if len(self._first_tokens) == self.seq.request.sampling.n:
-            tokens, finishes = [token for token, _ in self._first_tokens], [finish for _, finish in self._first_tokens]
             with self._lock:
-                self._finished = tokens, finishes
+                self._finished = True
                 if self._transfer is not None:
-                    self._transfer.finish(tokens, finishes)
+                    self._finish(self._transfer)
             self._on_engine_released()
+
+    def _finish(self, transfer: OutgoingTransfer) -> None:
+        transfer.finish(*zip(*self._first_tokens, strict=True))
 
     def _push(self, computed: int, done: bool) -> None:
         """Pushes the blocks that are full since the last push; all that are left if `done`."""
@@ -341,8 +335,8 @@ class PrefillHandOff:
         self._pod.record_hand_off(report, self._transfer_s, exemplar)
         if self.outcome is None:  # the spans of a drained request need the outcome before the caller reads the event
             self.outcome = report
-        self._inbox.put_nowait(Event(progress=self._progress(self.seq.prefill_len)))
-        self._inbox.put_nowait(report)
+        for item in (Event(progress=self._progress(self.seq.prefill_len)), report):
+            self._inbox.put_nowait(item)
 
     def fail(self, error: BatonError) -> None:
         """Ends the hand-off; the event stream ends with `error`."""

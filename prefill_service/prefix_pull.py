@@ -3,11 +3,9 @@
     hint -> cheaper than computing? -> lease blocks -> pull -> publish -> the prompt finds them in the cache
 
 A pull is worth it if it takes less time than computing the same tokens, by this pod's measurements of both. A prompt
-waits for a pull no longer than computing would take, so a failed pull makes it at most about twice as late.
-
-After any failure the engine computes the missing tokens. The lease ends as soon as the blocks are published, so waiting
-prompts hold no blocks. The blocks of a failed pull stay pinned for the writer. Prompts that want the same blocks at the
-same time share one pull. Event loop.
+waits for a pull no longer than computing would take, so a failed pull makes it at most about twice as late. The lease
+ends as soon as the blocks are published, so waiting prompts hold no blocks. The blocks of a failed pull stay pinned for
+the writer. Prompts that want the same blocks at the same time share one pull. Event loop.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
 
-#: Bounds of a pull's time limit.
-MIN_TIME_S, MAX_TIME_S = 0.05, 10.0
+MIN_TIME_S, MAX_TIME_S = 0.05, 10.0  # Bounds of a pull's time limit.
 UNKNOWN_TIME_S = 0.5  # Largest time limit before a full prefill step was measured
 SMALL_STEP_FACTOR = 4.0  # Small steps underestimate the time of computing: their estimate is multiplied by this
 
@@ -110,15 +107,15 @@ class PrefixPuller:
             first = lease.cached_blocks
             if first == len(hashes):
                 return "skipped", "held"
+            asked = time.monotonic()
             wanted = WantedBlocks(
                 request_id=request_id,
                 hashes=hashes,
                 first_block=first,
                 blocks=tuple(lease.blocks[first:]),
                 pin=lease.pin_for_write(first, len(hashes) - first),
-                timeout_s=max(0.0, limit_s - (time.monotonic() - began)),
+                timeout_s=max(0.0, limit_s - (asked - began)),
             )
-            asked = time.monotonic()
             pod.metrics.pulls_asked.inc()
             try:
                 got = await pod.transfer_node.pull(hint.address, wanted)

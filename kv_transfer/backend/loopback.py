@@ -59,7 +59,7 @@ class LoopbackFabric:
         self.on_write: Callable[[str, str, int], LoopbackFault] = lambda _source, _peer, _count: LoopbackFault()
         self.transport = "loopback"  # Transport that the agents report
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._agents: dict[str, _LoopbackAgent] = {}
         self._order = itertools.count(1)
         #: Heap of (due time, order, peer, delivery).
@@ -100,7 +100,12 @@ class LoopbackFabric:
 
     def notify(self, source: str, peer: str, payload: bytes) -> None:
         with self._lock:
-            self._send(source, peer, payload)
+            deliver = partial(self._agents[peer].inbox.append, Notification(source, payload))
+            for delay_s in self.on_notify(source, peer, payload):
+                if delay_s <= 0:
+                    deliver()
+                else:
+                    self._schedule(delay_s, peer, deliver)
 
     def take_notifications(self, name: str) -> list[Notification]:
         self.advance()
@@ -108,7 +113,8 @@ class LoopbackFabric:
             agent = self._agents[name]
             if agent.frozen or agent.dead:
                 return []
-            taken, agent.inbox = agent.inbox, []
+            taken = list(agent.inbox)
+            agent.inbox.clear()
             return taken
 
     def advance(self) -> None:
@@ -139,19 +145,7 @@ class LoopbackFabric:
             peer.memory.write_block(theirs, source.memory.read_block(mine))
         write.state = WriteState.DONE
         if write.notification:
-            self._send(write.source, write.peer, write.notification)
-
-    def _send(self, source: str, peer: str, payload: bytes) -> None:
-        agent, message = self._agents[peer], Notification(source, payload)
-
-        def deliver() -> None:
-            agent.inbox.append(message)
-
-        for delay_s in self.on_notify(source, peer, payload):
-            if delay_s <= 0:
-                deliver()
-            else:
-                self._schedule(delay_s, peer, deliver)
+            self.notify(write.source, write.peer, write.notification)
 
 
 class LoopbackBackend:

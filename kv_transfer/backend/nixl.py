@@ -19,21 +19,40 @@ import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from common.errors import TransferFailed
 from kv_transfer.backend.interface import Notification, Transport, WriteState
-from kv_transfer.backend.ucx_log import UcxLog
-from kv_transfer.memory import PeerMemory, PoolMemory
+from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
 
 _log = logging.getLogger(__name__)
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
 _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
+NAME_CHARS = 31  # UCX cuts the agent's name to this length
+
+_LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
+_HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
+#: "remote memory write by ucp_put* from host memory to cuda": the local memory comes first.
+_WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w+)")
+_ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
+_WARNING = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
+_UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+#: Transport -> marks in a configuration; the first mark counts.
+_MARKS = {
+    "cuda_ipc": ("cuda_ipc",),
+    "cuda": ("gdr_copy", "cuda_copy"),
+    "cma": ("cma/",),
+    "shm": ("xpmem/", "posix/", "sysv/", "knem/"),
+    "rdma": ("rc_", "dc_", "ud_", "srd/"),
+    "tcp": ("tcp/",),
+}
 
 
 @dataclass(slots=True)
@@ -56,11 +75,7 @@ class _NixlAgent:
 
 
 class NixlBackend:
-    """One NIXL agent.
-
-    Args:
-        net_devices: value for UCX_NET_DEVICES; None leaves the environment as it is.
-    """
+    """One NIXL agent. net_devices: value for UCX_NET_DEVICES; None leaves the environment as it is."""
 
     def __init__(self, net_devices: str | None = None) -> None:
         self._net_devices = net_devices
@@ -78,9 +93,8 @@ class NixlBackend:
             set_primary_context(memory.device)
         self._ucx_log = UcxLog.open()
         api = nixl_api()
-        config = api.nixl_agent_config(
-            enable_prog_thread=False, sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW, backends=["UCX"]
-        )
+        sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+        config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync, backends=["UCX"])
         try:
             nixl = api.nixl_agent(name, config)
             size = memory.total_blocks * memory.block_bytes
@@ -156,15 +170,9 @@ class NixlBackend:
         if known is None:
             write.state, write.error = WriteState.FAILED, f"agent {peer} is not connected"
             return number
+        mine, theirs = np.asarray(local, dtype=np.int32), np.asarray(remote, dtype=np.int32)
         try:
-            write.handle = agent.nixl.make_prepped_xfer(
-                "WRITE",
-                agent.blocks,
-                np.asarray(local, dtype=np.int32),
-                known,
-                np.asarray(remote, dtype=np.int32),
-                notification,
-            )
+            write.handle = agent.nixl.make_prepped_xfer("WRITE", agent.blocks, mine, known, theirs, notification)
             self._set_state(write, agent.nixl.transfer(write.handle))
         except Exception as e:
             self._set_failed(write, e)
@@ -229,9 +237,9 @@ class NixlBackend:
             return
         for handle in list(self._writes):
             self.release(handle)
+        for blocks in agent.peers.values():
+            blocks.release()
         for peer in {*agent.peers, *agent.notified_peers}:
-            if peer in agent.peers:
-                agent.peers[peer].release()
             agent.nixl.remove_remote_agent(peer)
         agent.blocks.release()
         agent.nixl.deregister_memory(agent.registered)
@@ -267,27 +275,113 @@ def nixl_api() -> Any:
 
 def _descriptor_row(memory: PoolMemory | PeerMemory) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Returns a pool as one strided descriptor row, uint64 [1, 5]."""
-    return np.array(
-        [[memory.base, memory.block_bytes, memory.device, memory.block_bytes, memory.total_blocks]], dtype=np.uint64
-    )
+    row = [memory.base, memory.block_bytes, memory.device, memory.block_bytes, memory.total_blocks]
+    return np.array([row], dtype=np.uint64)
 
 
 def set_primary_context(device: int) -> None:
-    """Makes the device's primary CUDA context current on this thread. Raises TransferFailed.
-
-    device: index among the visible devices.
-    """
+    """Makes the primary CUDA context of a visible device current on this thread. Raises TransferFailed."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as e:
         raise TransferFailed(f"the KV pool is on a GPU, but the CUDA driver does not load: {e}") from e
     number, context = ctypes.c_int(), ctypes.c_void_p()
-    calls: tuple[tuple[str, Callable[[], int]], ...] = (
-        ("cuInit", lambda: cuda.cuInit(0)),
-        ("cuDeviceGet", lambda: cuda.cuDeviceGet(ctypes.byref(number), device)),
-        ("cuDevicePrimaryCtxRetain", lambda: cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)),
-        ("cuCtxSetCurrent", lambda: cuda.cuCtxSetCurrent(context)),
-    )
-    for name, call in calls:
-        if (result := call()) != 0:
+    calls: dict[str, tuple[Any, ...]] = {
+        "cuInit": (0,),
+        "cuDeviceGet": (ctypes.byref(number), device),
+        "cuDevicePrimaryCtxRetain": (ctypes.byref(context), number),
+        "cuCtxSetCurrent": (context,),
+    }
+    for name, arguments in calls.items():
+        if (result := getattr(cuda, name)(*arguments)) != 0:
             raise TransferFailed(f"{name} of GPU {device} failed with CUDA error {result}")
+
+
+class UcxLog:
+    """The UCX log of this process as a readable file: the transport that UCX chose.
+
+    With UCX_PROTO_INFO=y UCX prints a table per endpoint configuration. The head has the first NAME_CHARS characters of
+    the agent's name and the purpose of the table, beside or below it. Tables of writes from host memory occur even
+    where all our writes are from a GPU. UCX reads both settings when the library loads, so open() must run before the
+    first agent of the process. A foreign UCX_LOG_FILE or UCX_PROTO_INFO is kept, and then nothing is known.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    @classmethod
+    def open(cls) -> Self | None:
+        """Sends the UCX log of this process to an anonymous file. None if the environment has other settings."""
+        mine = f"/proc/{os.getpid()}/fd/"
+        path = os.environ.get("UCX_LOG_FILE", "")
+        if path.startswith(mine):
+            return cls(Path(path))
+        if path and not path.startswith("/proc/"):
+            return None
+        if os.environ.setdefault("UCX_PROTO_INFO", "y") != "y":
+            return None
+        path = f"{mine}{os.memfd_create('ucx-log')}"  # never closed: UCX writes to it until the process ends
+        os.environ["UCX_LOG_FILE"] = path
+        return cls(Path(path))
+
+    def transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
+        """Returns the transport of `agent`'s writes of block_bytes bytes from this kind of memory.
+
+        same_host: to peers on this host, else on other hosts. None unless all their configurations name the same one.
+        """
+        _flush()
+        log = self._path.read_text(errors="replace")
+        names = parse_transports(log, agent, block_bytes, kind, same_host=same_host)
+        if len(names) == 1:
+            return names.pop()
+        found = (names or "nothing", kind, agent, log[-4000:])
+        _log.warning("UCX names %s for writes of %s memory by %s; its tables: %s", *found)
+        return None
+
+    def new_warnings(self) -> list[str]:
+        """Returns the warnings and errors since the last call. They are only in the file."""
+        _flush()
+        with self._path.open(errors="replace") as log:
+            log.seek(self._read)
+            lines = log.readlines()
+            self._read = log.tell()
+        return [line.strip() for line in lines if _WARNING.search(line)]
+
+
+def _flush() -> None:
+    """Flushes the buffers of the C library, through which UCX writes."""
+    ctypes.CDLL(None).fflush(None)
+
+
+def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:
+    """Returns the transports in the tables of `log` for `agent`'s writes of block_bytes bytes from this kind of memory.
+
+    Tables for peers on this host (or other hosts) count first, then those for any peer, then those for the agent.
+    """
+    memory = "host" if kind == "DRAM" else "cuda"
+    peer_place = "intra-node" if same_host else "inter-node"
+    tables: list[tuple[str, str]] = []  # place of the peer, transport for this size
+    where, inside = "", False
+    for raw in log.splitlines():
+        line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()
+        if head := _HEAD.match(line):
+            where, inside = (head["where"] if head["agent"] == agent[:NAME_CHARS] else ""), False
+            line = head["rest"]
+        if write := _WRITE.match(line):
+            inside = bool(where) and write["own"] == memory
+            if inside:
+                tables.append((where, ""))
+        elif inside and (row := _ROW.match(line)) and int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
+            tables[-1] = (where, _name(row["config"]))
+    named = [(where, name) for where, name in tables if name]
+    return (
+        {name for where, name in named if where == peer_place}
+        or {name for where, name in named if where != "self"}
+        or {name for _, name in named}
+    )
+
+
+def _name(config: str) -> str:
+    found = (name for name, marks in _MARKS.items() if any(mark in config for mark in marks))
+    return next(found, config.partition("/")[0])

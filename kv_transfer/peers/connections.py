@@ -15,10 +15,12 @@ import hashlib
 import logging
 import os
 import random
+import select
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from common.errors import BatonError, DeadlineExceeded, InvalidRequest, LayoutMismatch, TransferFailed, Unavailable
@@ -28,7 +30,6 @@ from common.wire import layout_from_pb, role_from_pb
 from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS
 from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
 from kv_transfer.messages import PeerStats
-from kv_transfer.peers.process_watch import ProcessWatch, watch_process
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.transfer_thread import TransferThread
 
@@ -43,7 +44,71 @@ PROBE_BURST_BYTES: dict[MemoryKind, int] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
 PROBE_BURST_BLOCKS = 128
 NONCE_BYTES = 16
 PROCESS_CHECK_S = 0.1
+_LISTEN = "0A"  # State of a socket in /proc/net/tcp
 T = TypeVar("T")
+
+
+class ProcessWatch:
+    """Proof that a peer's process ended: owns a pidfd. A closed watch proves nothing.
+
+    A pid alone proves nothing, because a peer in another container reports a pid of its own namespace. A watch
+    therefore exists only if the process with that pid holds the listening socket of the peer's address. The pidfd is
+    opened before that check.
+    """
+
+    def __init__(self, pidfd: int) -> None:
+        self._pidfd: int | None = pidfd
+        self._poll = select.poll()
+        self._poll.register(pidfd, select.POLLIN)
+
+    def ended(self) -> bool:
+        """Returns whether the process has ended. Stays true until close()."""
+        return bool(self._poll.poll(0))
+
+    @property
+    def closed(self) -> bool:
+        return self._pidfd is None
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            self._poll.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def watch_process(pid: int, boot_id: str, address: str) -> ProcessWatch | None:
+    """Returns a watch on the process that listens at `address`; None if it is this process or not visible from here."""
+    if not pid or pid == os.getpid() or boot_id != host_boot_id():
+        return None
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        if _listens(pid, int(address.rpartition(":")[2])):
+            return ProcessWatch(pidfd)
+    except (OSError, ValueError):
+        pass  # the process ended, or /proc is not readable: no proof is possible
+    os.close(pidfd)
+    return None
+
+
+def _listens(pid: int, port: int) -> bool:
+    inodes = [*_listeners(Path("/proc/net/tcp"), port), *_listeners(Path("/proc/net/tcp6"), port)]
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    return any(_link(fd) in sockets for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _link(fd: Path) -> str:
+    try:
+        return os.readlink(fd)
+    except FileNotFoundError:  # closed since the directory was read
+        return ""
+
+
+def _listeners(table: Path, port: int) -> list[str]:
+    rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+    return [row[9] for row in rows if row[3] == _LISTEN and int(row[1].rpartition(":")[2], 16) == port]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +130,7 @@ class PeerConnection:
     transport_source: str = ""
     gb_s: float = 0.0  # Rate of the probe in 1e9 bytes per second
     # The transfer thread owns the fields below.
-    #: No new transfer may use the connection.
-    broken: bool = False
+    broken: bool = False  # No new transfer may use the connection
     process_ended: bool = False  # The peer's process is proven to have ended. The sender ends its transfers then.
     in_flight: int = 0  # Posted writes
     missed_acks: int = 0  # Commit notifications in a row that were not acknowledged in time
@@ -128,9 +192,8 @@ class PeerConnector:
             except Exception as e:
                 raise TransferFailed(f"connecting to {address} failed: {type(e).__name__}: {e}") from e
         if generation is not None and connection.generation != generation:
-            raise TransferFailed(
-                f"{connection.pod} has generation {connection.generation}, the transfer needs {generation}"
-            )
+            found = f"{connection.pod} has generation {connection.generation}"
+            raise TransferFailed(f"{found}, the transfer needs {generation}")
         return connection
 
     def _on_connected(self, address: str, task: asyncio.Task[PeerConnection]) -> None:
@@ -152,14 +215,9 @@ class PeerConnector:
         for other in [c for c in self._connections.values() if c.broken and not c.in_flight]:
             del self._connections[other.address]
         self._connections[address] = connection
-        _log.info(
-            "connected to %s generation %d over %s (%s), %.2f GB/s",
-            connection.pod,
-            connection.generation,
-            connection.transport,
-            connection.transport_source,
-            connection.gb_s,
-        )
+        by = f"{connection.transport} ({connection.transport_source})"
+        found = (connection.pod, connection.generation, by, connection.gb_s)
+        _log.info("connected to %s generation %d over %s, %.2f GB/s", *found)
         return connection
 
     async def _handshake(self, address: str, mine: transfer_pb2.InfoResponse) -> transfer_pb2.HandshakeResponse:
@@ -214,19 +272,16 @@ class PeerConnector:
                 data = nonce + os.urandom(memory.block_bytes - NONCE_BYTES)
                 await self.thread.run(partial(memory.write_block, memory.probe_block, data))
                 seconds = await self._time_probe_writes(connection, burst)
-                request = transfer_pb2.ProbeRequest(
-                    pod=info.pod, generation=info.generation, nonce=nonce, digest=probe_digest(nonce, data)
-                )
-                answer = await self.rpc.call(
-                    connection.address, "Probe", request, transfer_pb2.ProbeResponse, HANDSHAKE_S
-                )
+                proof = {"nonce": nonce, "digest": probe_digest(nonce, data)}
+                request = transfer_pb2.ProbeRequest(pod=info.pod, generation=info.generation, **proof)
+                to, response = connection.address, transfer_pb2.ProbeResponse
+                answer = await self.rpc.call(to, "Probe", request, response, HANDSHAKE_S)
             if answer.intact:
                 break
         else:
             raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
-        transport = await self.thread.run(
-            lambda: self.thread.backend.transport(connection.agent, same_host=connection.same_host)
-        )
+        transport_of = partial(self.thread.backend.transport, connection.agent, same_host=connection.same_host)
+        transport = await self.thread.run(transport_of)
         connection.gb_s = burst * memory.block_bytes / max(seconds, 1e-9) / 1e9
         connection.transport, connection.transport_source = transport.name, transport.source
         if memory.kind == "VRAM" and transport.name in REFUSABLE_TRANSPORTS and not self.allow_tcp:
@@ -264,13 +319,14 @@ class PeerConnector:
         for attempt in attempts:
             attempt.cancel()
         await asyncio.gather(*attempts, return_exceptions=True)
-        self.thread.submit(self._close_watches)
+
+        def close_watches() -> None:
+            for connection in self._attached:
+                connection.close_watch()
+
+        self.thread.submit(close_watches)
 
     # -- transfer thread ----------------------------------------------------------------------------------------------
-    def _close_watches(self) -> None:
-        for connection in self._attached:
-            connection.close_watch()
-
     def _discard(self, connection: PeerConnection) -> None:
         """Drops a connection that failed to establish."""
         connection.broken = True
@@ -296,6 +352,8 @@ def _describe(address: str, answer: transfer_pb2.HandshakeResponse) -> PeerConne
     info = answer.info
     if answer.pool_memory not in ("DRAM", "VRAM"):
         raise LayoutMismatch(f"invalid pool_memory {answer.pool_memory!r}: expected DRAM or VRAM", field="pool_memory")
+    kind: MemoryKind = "VRAM" if answer.pool_memory == "VRAM" else "DRAM"
+    total = max(info.num_blocks, answer.probe_block + 1)
     return PeerConnection(
         pod=info.pod,
         generation=info.generation,
@@ -303,13 +361,7 @@ def _describe(address: str, answer: transfer_pb2.HandshakeResponse) -> PeerConne
         agent=agent_name(info),
         num_blocks=info.num_blocks,
         probe_block=answer.probe_block,
-        memory=PeerMemory(
-            base=answer.pool_base,
-            block_bytes=info.layout.block_bytes,
-            total_blocks=max(info.num_blocks, answer.probe_block + 1),
-            device=answer.pool_device,
-            kind="VRAM" if answer.pool_memory == "VRAM" else "DRAM",
-        ),
+        memory=PeerMemory(answer.pool_base, info.layout.block_bytes, total, answer.pool_device, kind),
         metadata=answer.agent_metadata,
         same_host=info.boot_id == host_boot_id(),
         watch=watch_process(info.pid, info.boot_id, address),
@@ -331,17 +383,12 @@ def require_compatible(mine: transfer_pb2.InfoResponse, theirs: transfer_pb2.Inf
     """Raises LayoutMismatch with the first field that differs, or InvalidRequest if the peer has no identity."""
     if not theirs.pod or not theirs.generation:
         raise InvalidRequest("the peer's info has no pod name or generation", field="info")
-    if mine.protocol_version != theirs.protocol_version:
-        raise LayoutMismatch(
-            f"protocol versions differ: {mine.protocol_version} on this pod, {theirs.protocol_version} on {theirs.pod}",
-            field="protocol_version",
-        )
+    if (own := mine.protocol_version) != (other := theirs.protocol_version):
+        differ = f"protocol versions differ: {own} on this pod, {other} on {theirs.pod}"
+        raise LayoutMismatch(differ, field="protocol_version")
     layout_from_pb(mine.layout).require_equal(layout_from_pb(theirs.layout))
-    if mine.layout.block_bytes != theirs.layout.block_bytes:
-        raise LayoutMismatch(
-            f"KV layouts differ in block_bytes: {mine.layout.block_bytes} on this pod, {theirs.layout.block_bytes} on "
-            f"{theirs.pod}",
-            field="block_bytes",
-        )
+    if (own := mine.layout.block_bytes) != (other := theirs.layout.block_bytes):
+        differ = f"KV layouts differ in block_bytes: {own} on this pod, {other} on {theirs.pod}"
+        raise LayoutMismatch(differ, field="block_bytes")
     if mine.fingerprint != theirs.fingerprint:
         raise LayoutMismatch("KV fingerprints differ although every field is equal", field="fingerprint")

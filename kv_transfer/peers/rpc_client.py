@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from common.auth import MetadataItem, Signer
+from common.auth import Signer
 from common.errors import BatonError, DeadlineExceeded
 from common.pb import transfer_pb2
 from common.rpc import open_channel, translate_rpc_errors
@@ -36,20 +37,15 @@ def method_path(name: str) -> str:
     return f"/{SERVICE}/{name}"
 
 
+@dataclass(eq=False)
 class PeerRpcClient:
-    """Every call raises BatonError and nothing else. Owned by the event loop, except run_on_loop().
+    """Every call raises BatonError and nothing else. Owned by the event loop, except run_on_loop()."""
 
-    Args:
-        info: current description of this pod.
-        address: host:port of this pod's gRPC server, once it is bound.
-    """
+    signer: Signer
+    info_of_pod: Callable[[], transfer_pb2.InfoResponse]  # Current description of this pod
+    address: Callable[[], str]  # host:port of this pod's gRPC server, once it is bound
 
-    def __init__(
-        self, signer: Signer, info: Callable[[], transfer_pb2.InfoResponse], address: Callable[[], str]
-    ) -> None:
-        self._signer = signer
-        self._info = info
-        self._address = address
+    def __post_init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._used: dict[str, float] = {}  # Time of the last call, by address
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -80,16 +76,17 @@ class PeerRpcClient:
 
     async def info(self, address: str, timeout_s: float) -> transfer_pb2.InfoResponse:
         """Calls Info of the pod at `address`."""
-        return await self._send(address, "Info", transfer_pb2.InfoRequest(), transfer_pb2.InfoResponse, timeout_s, ())
+        request, response = transfer_pb2.InfoRequest(), transfer_pb2.InfoResponse
+        return await self.call(address, "Info", request, response, timeout_s, sign=False)
 
     async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None:
-        info = self._info()
+        info = self.info_of_pod()
         request = transfer_pb2.OpenRequest(
             transfer_id=transfer_id_to_pb(target.transfer_id),
             request_id=request_id,
             pod=info.pod,
             generation=info.generation,
-            address=self._address(),
+            address=self.address(),
             polled=polled,
         )
         await self.call(target.address, "Open", request, transfer_pb2.OpenResponse, timeout_s)
@@ -98,7 +95,7 @@ class PeerRpcClient:
         """Returns the seconds that the commit waited on the receiver for the last range."""
         request = transfer_pb2.CommitRequest(
             transfer_id=transfer_id_to_pb(target.transfer_id),
-            generation=self._info().generation,
+            generation=self.info_of_pod().generation,
             first_tokens=commit.first_tokens,
             finish_reasons=[finish_reason_to_pb(reason) for reason in commit.finish_reasons],
             checksums=commit.checksums,
@@ -128,33 +125,18 @@ class PeerRpcClient:
         return info.pod == writer.pod and info.generation > writer.generation
 
     async def call(
-        self, address: str, name: str, request: Message, response: type[_Response], timeout_s: float
+        self, address: str, name: str, request: Message, response: type[_Response], timeout_s: float, sign: bool = True
     ) -> _Response:
-        """Makes a signed call. Raises the peer's BatonError, Unavailable or DeadlineExceeded."""
-        return await self._send(
-            address, name, request, response, timeout_s, self._signer.sign(method_path(name), request)
-        )
-
-    async def _send(
-        self,
-        address: str,
-        name: str,
-        request: Message,
-        response: type[_Response],
-        timeout_s: float,
-        metadata: tuple[MetadataItem, ...],
-    ) -> _Response:
+        """Makes a call. Raises the peer's BatonError, Unavailable or DeadlineExceeded."""
         if timeout_s <= 0:
             raise DeadlineExceeded(f"no time left for {name}")
+        metadata = self.signer.sign(method_path(name), request) if sign else ()
         unused: list[grpc.aio.Channel] = []
         if address not in self._channels:
             unused, self._channels[address] = self._take_unused(), open_channel(address)
         self._used[address] = time.monotonic()
-        call = self._channels[address].unary_unary(
-            method_path(name),
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=response.FromString,
-        )
+        serialize, parse = type(request).SerializeToString, response.FromString
+        call = self._channels[address].unary_unary(method_path(name), serialize, parse)
         for one in unused:
             await one.close(None)
         with translate_rpc_errors():
@@ -165,8 +147,7 @@ class PeerRpcClient:
         """Removes and returns the channels that were not used for UNUSED_S seconds."""
         since = time.monotonic() - UNUSED_S
         old = [address for address, used in self._used.items() if used < since]
-        for address in old:
-            del self._used[address]
+        self._used = {address: used for address, used in self._used.items() if used >= since}
         return [self._channels.pop(address) for address in old]
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from common.pb import transfer_pb2
 from kv_transfer.messages import PeerStats
@@ -15,6 +15,7 @@ from kv_transfer.messages import PeerStats
 MAX_PAIRS = 1024  # Beyond this number the pod without traffic for the longest time is forgotten
 RATE_DECAY = 0.9  # Weight of the older traffic, per busy period
 RATE_TTL_S = 120.0  # After this long without a write the rate starts again from zero
+_COUNTS = ("transfers", "pulls", "blocks", "pulled_blocks", "bytes", "busy_s", "exposed_s", "failures")
 
 
 @dataclass(slots=True)
@@ -49,12 +50,7 @@ class PairTraffic:
         self._in_flight += 1
 
     def end(self, blocks: int, num_bytes: int, *, pulled: bool) -> None:
-        """Records that a write is terminal.
-
-        Args:
-            blocks: 0 for a failed write, as is num_bytes.
-            pulled: the write serves a pull.
-        """
+        """Records that a write is terminal. blocks and num_bytes are 0 if it failed. pulled: it serves a pull."""
         self.blocks += blocks
         self.pulled_blocks += blocks if pulled else 0
         self.bytes += num_bytes
@@ -99,22 +95,9 @@ class PairTrafficTable:
         found = []
         for pod in sorted({*connected, *pairs}):
             pair, peer = pairs.get(pod) or PairTraffic(self._clock), connected.get(pod)
-            found.append(
-                transfer_pb2.Pair(
-                    pod=pod,
-                    generation=peer.generation if peer else 0,
-                    address=peer.address if peer else "",
-                    transport=peer.transport if peer else "",
-                    transport_source=peer.transport_source if peer else "",
-                    gb_s=pair.gb_s or (peer.gb_s if peer else 0.0),
-                    transfers=pair.transfers,
-                    pulls=pair.pulls,
-                    blocks=pair.blocks,
-                    pulled_blocks=pair.pulled_blocks,
-                    bytes=pair.bytes,
-                    busy_s=pair.busy_s,
-                    exposed_s=pair.exposed_s,
-                    failures=pair.failures,
-                )
-            )
+            described = transfer_pb2.Pair(pod=pod) if peer is None else transfer_pb2.Pair(**asdict(peer))
+            described.gb_s = pair.gb_s or described.gb_s
+            for name in _COUNTS:
+                setattr(described, name, getattr(pair, name))
+            found.append(described)
         return tuple(found)

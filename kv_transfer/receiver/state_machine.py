@@ -26,8 +26,9 @@ from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
 
 GRACE_S = 2.0  # Wait between proof that a writer stopped and the reuse of its blocks
-#: Most of the grace that one tick uses up: time in which the transfer thread stood still does not count.
-_MAX_TICK_S = 0.25
+_MAX_TICK_S = (
+    0.25  # Most of the grace that one tick uses up: time in which the transfer thread stood still is not proof
+)
 _DRAIN_RETRY_S = (0.05, 2.0)  # First and longest wait before Drain is called again
 
 
@@ -87,11 +88,11 @@ class ReceiverMachine:
         self.state = ReceiverState.RESERVED
         self.writer: Writer | None = None
         self.deadline = deadline
-        self._missing = set(range(first_block, first_block + num_blocks))  # Blocks that are not known to be written
+        self.missing = set(range(first_block, first_block + num_blocks))  # Blocks that are not known to be written
         #: Written blocks. They stay pinned until the transfer has ended, because a release may reach this machine
         #: later than the last range, and the checksums must be compared before another request gets the blocks.
         self._landed: set[int] = set()
-        self._first = first_block
+        self.first_block = first_block
         self._end = first_block + num_blocks
         self._commit: Commit | None = None
         self._checking = False
@@ -104,22 +105,17 @@ class ReceiverMachine:
     @property
     def num_blocks(self) -> int:
         """Blocks that the writer sends."""
-        return self._end - self._first
+        return self._end - self.first_block
 
     @property
     def num_quarantined(self) -> int:
         """Blocks of an ended transfer that may still be written."""
-        return len(self._missing) if self.state is ReceiverState.DRAINING else 0
-
-    @property
-    def num_missing(self) -> int:
-        """Blocks that have not arrived."""
-        return len(self._missing)
+        return len(self.missing) if self.state is ReceiverState.DRAINING else 0
 
     @property
     def commit_waits_for_ranges(self) -> bool:
         """The commit arrived and the notification of a range is overdue."""
-        return self.state is ReceiverState.OPEN and self._commit is not None and bool(self._missing)
+        return self.state is ReceiverState.OPEN and self._commit is not None and bool(self.missing)
 
     def open(self, writer: Writer, now: float) -> None:
         """Handles the writer's open. Raises UnknownTransfer if the transfer has ended or another writer opened it."""
@@ -130,14 +126,14 @@ class ReceiverMachine:
 
     def range_written(self, agent: str, first: int, count: int, now: float) -> list[ReceiverAction] | None:
         """Handles the writer's message that a range arrived. Returns None and drops it if it does not fit."""
-        if self.writer is None or self.writer.agent != agent or first < self._first or first + count > self._end:
+        if self.writer is None or self.writer.agent != agent or first < self.first_block or first + count > self._end:
             return None
         if self.state not in (ReceiverState.OPEN, ReceiverState.DRAINING):
             return None
-        blocks = [block for block in range(first, first + count) if block in self._missing]
+        blocks = [block for block in range(first, first + count) if block in self.missing]
         if self.state is ReceiverState.DRAINING:
             return self._free(blocks)
-        self._missing.difference_update(blocks)
+        self.missing.difference_update(blocks)
         self._landed.update(blocks)
         return self._complete()
 
@@ -145,8 +141,8 @@ class ReceiverMachine:
         """Keeps the first num_blocks blocks, which the holder of a pulled prefix sends, and releases the others."""
         if self.state not in (ReceiverState.RESERVED, ReceiverState.OPEN) or num_blocks >= self.num_blocks:
             return []
-        self._end = self._first + num_blocks
-        return [*self._free([block for block in self._missing if block >= self._end]), *self._complete()]
+        self._end = self.first_block + num_blocks
+        return [*self._free([block for block in self.missing if block >= self._end]), *self._complete()]
 
     def commit(self, generation: int, commit: Commit, now: float) -> list[ReceiverAction]:
         """Handles the writer's commit. The first commit counts and is kept until every range arrived.
@@ -160,7 +156,7 @@ class ReceiverMachine:
         return self._complete()
 
     def _complete(self) -> list[ReceiverAction]:
-        if self._missing or self._commit is None or self._checking:
+        if self.missing or self._commit is None or self._checking:
             return []
         if self._commit.checksums:
             self._checking = True
@@ -189,7 +185,7 @@ class ReceiverMachine:
     def _fail(self, error: BatonError, now: float) -> list[ReceiverAction]:
         if self.state is ReceiverState.RESERVED:
             self.state = ReceiverState.CLOSED
-            return [*self._free(list(self._missing)), ReceiveFailed(error)]
+            return [*self._free(list(self.missing)), ReceiveFailed(error)]
         if self.state is not ReceiverState.OPEN:
             return []
         self.state, self._next_drain, self._last_tick = ReceiverState.DRAINING, now, now
@@ -202,9 +198,7 @@ class ReceiverMachine:
             return []
         if not self._is_writer(generation):
             return self.drain_failed(now)
-        if not clean:
-            return self.writer_ended(now)
-        return self._free(list(self._missing))
+        return self._free(list(self.missing)) if clean else self.writer_ended(now)
 
     def drain_failed(self, now: float) -> list[ReceiverAction]:
         """Schedules another Drain, because the writer did not answer or another generation did."""
@@ -215,10 +209,9 @@ class ReceiverMachine:
 
     def writer_ended(self, now: float) -> list[ReceiverAction]:
         """Begins the grace: the writer's process is proven to have ended, or the writer posts no more writes."""
+        actions: list[ReceiverAction] = []
         if self.state in (ReceiverState.RESERVED, ReceiverState.OPEN) and self.writer is not None:
             actions = self._fail(TransferFailed(f"the writer {self.writer.pod} ended"), now)
-        else:
-            actions = []
         if self.state is ReceiverState.DRAINING and self._grace_left is None:
             self._grace_left, self._last_tick = GRACE_S, now
         return [action for action in actions if not isinstance(action, RequestDrain)]
@@ -232,7 +225,7 @@ class ReceiverMachine:
         elapsed, self._last_tick = now - self._last_tick, now
         if self._grace_left is not None:
             self._grace_left -= min(elapsed, _MAX_TICK_S)
-            return self._free(list(self._missing)) if self._grace_left <= 0 else []
+            return self._free(list(self.missing)) if self._grace_left <= 0 else []
         if not self._drain_asked and now >= self._next_drain:
             assert self.writer is not None, "draining without a writer"
             self._drain_asked = True
@@ -244,8 +237,8 @@ class ReceiverMachine:
         return self._free(landed)
 
     def _free(self, blocks: list[int]) -> list[ReceiverAction]:
-        self._missing.difference_update(blocks)
-        if not self._missing and self.state is ReceiverState.DRAINING:
+        self.missing.difference_update(blocks)
+        if not self.missing and self.state is ReceiverState.DRAINING:
             self.state = ReceiverState.CLOSED
         return [FreeBlocks(tuple(sorted(blocks)))] if blocks else []
 

@@ -9,6 +9,7 @@ CLOSED. The receiver remembers a bounded number of committed transfers, to answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import zlib
@@ -22,9 +23,17 @@ from typing import TypeVar
 from common.errors import BatonError, BlockDamaged, TransferFailed, Unavailable, UnknownTransfer
 from common.types import KvTarget, TransferId
 from kv_transfer.memory import PinnedBlocks, PoolMemory, release_and_log_errors
-from kv_transfer.messages import Commit, DroppedMessages, PullResult, WantedBlocks, Writer
-from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten
-from kv_transfer.peers.process_watch import ProcessWatch
+from kv_transfer.messages import (
+    Commit,
+    CommitNotification,
+    CommittedNotification,
+    DroppedMessages,
+    PullResult,
+    RangeWritten,
+    WantedBlocks,
+    Writer,
+)
+from kv_transfer.peers.connections import ProcessWatch
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.receiver.state_machine import (
     CheckChecksums,
@@ -43,33 +52,24 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 DRAIN_CALL_S = 2.0
-#: Seconds that a commit waits for the last ranges before it is answered with Unavailable ("ask again").
-COMMIT_WAIT_S = 0.05
+COMMIT_WAIT_S = 0.05  # A commit waits this long for the last ranges, then the answer is Unavailable ("ask again")
 _REMEMBERED = 65536
 _TICK_S = 0.01
 _PROCESS_CHECK_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitingCommit:
-    """A commit without an answer."""
-
-    answer: Future[float] | None  # The call's answer; None for a commit notification
-    until: float
-
-
 @dataclass(slots=True, eq=False)
-class _IncomingTransfer:
+class IncomingTransfer:
     """Entry of the table."""
 
     machine: ReceiverMachine
     request_id: str
-    first_block: int
     blocks: tuple[int, ...]  # Physical blocks
     pin: PinnedBlocks
     on_ready: Callable[[Commit], None]
     on_failed: Callable[[BatonError], None]
-    waiting: list[_WaitingCommit] = field(default_factory=list)
+    #: Commits without an answer: the time limit, and the answer of the call (None for a commit notification).
+    waiting: list[tuple[float, Future[float] | None]] = field(default_factory=list)
     asked_at: float = 0.0  # The first commit arrived; 0 before
 
 
@@ -87,9 +87,9 @@ class TransferReceiver:
         self.received_transfers = self.damaged_transfers = 0
         self._notification_peers: set[str] = set()  # Agents of writers that shook hands. The servicer forgets old ones.
         self._numbers = itertools.count(1)
-        self._table: dict[TransferId, _IncomingTransfer] = {}
+        self._table: dict[TransferId, IncomingTransfer] = {}
         self._committed: OrderedDict[TransferId, int] = OrderedDict()  # Committed transfer -> the writer's generation
-        self._watches: dict[str, ProcessWatch | None] = {}  # By agent; None for a process that cannot be watched
+        self.watches: dict[str, ProcessWatch | None] = {}  # By agent; None for a process that cannot be watched
         self._next_tick = 0.0
         self._next_process_check = 0.0
 
@@ -97,22 +97,9 @@ class TransferReceiver:
         """Returns a transfer id that was never used. Any thread."""
         return TransferId(generation, next(self._numbers))  # next() of a count is atomic
 
-    def add(
-        self,
-        transfer_id: TransferId,
-        request_id: str,
-        first_block: int,
-        blocks: Sequence[int],
-        pin: PinnedBlocks,
-        deadline: float,
-        on_ready: Callable[[Commit], None],
-        on_failed: Callable[[BatonError], None],
-    ) -> None:
+    def add(self, entry: IncomingTransfer) -> None:
         """Adds a transfer that waits for its writer, and owns the pin. See TransferNode.expect_transfer."""
-        machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
-        self._table[transfer_id] = _IncomingTransfer(
-            machine, request_id, first_block, tuple(blocks), pin, on_ready, on_failed
-        )
+        self._table[entry.machine.transfer_id] = entry
 
     def pull(self, address: str, target: KvTarget, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
         """Starts a task that asks the pod at `address` to write the blocks to `target`. Event loop.
@@ -121,20 +108,12 @@ class TransferReceiver:
         the transfer. The coroutine owns nothing, because a task that is cancelled before its first step never runs its
         `finally` blocks.
         """
-        transfer_id, deadline = target.transfer_id, self.clock() + wanted.timeout_s
-        over: Future[None] = Future()
-        self.thread.submit(
-            lambda: self.add(
-                transfer_id,
-                wanted.request_id,
-                wanted.first_block,
-                wanted.blocks,
-                wanted.pin,
-                deadline,
-                lambda _: over.set_result(None),
-                over.set_exception,
-            )
-        )
+        transfer_id, first, blocks = target.transfer_id, target.first_block, target.blocks
+        over: Future[Commit] = Future()
+        deadline = self.clock() + wanted.timeout_s
+        machine = ReceiverMachine(transfer_id, first_block=first, num_blocks=len(blocks), deadline=deadline)
+        ends = (over.set_result, over.set_exception)
+        self.thread.submit(partial(self.add, IncomingTransfer(machine, wanted.request_id, blocks, wanted.pin, *ends)))
 
         async def ask_holder() -> PullResult:
             answer = await self.rpc.pull(address, target, wanted)
@@ -171,17 +150,10 @@ class TransferReceiver:
     def quarantined_blocks(self) -> int:
         return sum(entry.machine.num_quarantined for entry in list(self._table.values()))
 
-    def is_watched(self, agent: str) -> bool:
-        """Returns whether watch() was called for this writer."""
-        return agent in self._watches
-
     def watch(self, agent: str, watch: ProcessWatch | None) -> None:
         """Sets how the end of this writer's process is detected; None: not at all. The first watch is kept."""
-        if agent in self._watches:
-            if watch is not None:
-                watch.close()
-            return
-        self._watches[agent] = watch
+        if self.watches.setdefault(agent, watch) is not watch and watch is not None:
+            watch.close()
 
     def add_peer(self, agent: str, metadata: bytes) -> bool:
         """Accepts commit notifications of this writer and acknowledges them. Returns whether that works.
@@ -207,15 +179,15 @@ class TransferReceiver:
     def forget_writer(self, agent: str) -> None:
         """Forgets a writer that ended or has a successor. Its process stays watched while it has an open transfer."""
         self.remove_peer(agent)
-        watch = self._watches.get(agent)
+        watch = self.watches.get(agent)
         if watch is None or agent not in self._in_use():
-            self._watches.pop(agent, None)
+            self.watches.pop(agent, None)
             if watch is not None:
                 watch.close()
 
     def _in_use(self) -> set[str]:
         """Returns the agents of writers of open transfers."""
-        return {entry.machine.writer.agent for entry in self._table.values() if entry.machine.writer is not None}
+        return {writer.agent for entry in self._table.values() if (writer := entry.machine.writer) is not None}
 
     def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:
         """Raises UnknownTransfer if the writer may not write."""
@@ -226,32 +198,30 @@ class TransferReceiver:
         entry.machine.open(writer, self.clock())
 
     def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[float]) -> None:
-        """Handles a Commit call. Idempotent.
+        """Handles a Commit call. Idempotent. The answer is the seconds that the first commit waited for all ranges.
 
-        The answer comes once every range arrived: the seconds that the first commit waited for them. Errors:
-        Unavailable if a range takes longer than COMMIT_WAIT_S; UnknownTransfer or TransferFailed if the KV will not be
-        used.
+        Errors: Unavailable if a range takes longer than COMMIT_WAIT_S; UnknownTransfer or TransferFailed if the KV will
+        not be used.
         """
         entry = self._table.get(transfer_id)
-        if entry is None:
-            if self._committed.get(transfer_id) == generation:
-                _resolve(answer, 0.0)
-            else:
-                self.dropped.count("commit_unknown")
-                _resolve(answer, UnknownTransfer(f"transfer {transfer_id} has ended"))
+        if entry is None and self._committed.get(transfer_id) == generation:
+            _resolve(answer, 0.0)
             return
         try:
+            if entry is None:
+                self.dropped.count("commit_unknown")
+                raise UnknownTransfer(f"transfer {transfer_id} has ended")
             actions = entry.machine.commit(generation, commit, self.clock())
         except UnknownTransfer as error:
             _resolve(answer, error)
-            return
-        self._wait(entry, answer)
-        self._apply(entry, actions)
+        else:
+            self._wait(entry, answer)
+            self._apply(entry, actions)
 
-    def _wait(self, entry: _IncomingTransfer, answer: Future[float] | None) -> None:
+    def _wait(self, entry: IncomingTransfer, answer: Future[float] | None) -> None:
         now = self.clock()
         entry.asked_at = entry.asked_at or now
-        entry.waiting.append(_WaitingCommit(answer, now + COMMIT_WAIT_S))
+        entry.waiting.append((now + COMMIT_WAIT_S, answer))
 
     def on_notification(self, peer: str, message: RangeWritten | CommitNotification) -> None:
         """Handles a range or a commit that arrived. One that does not fit is dropped and counted.
@@ -263,16 +233,12 @@ class TransferReceiver:
             self.dropped.count("notification_late")
             return
         machine = entry.machine
+        actions: list[ReceiverAction] | None = None
         if isinstance(message, RangeWritten):
             actions = machine.range_written(peer, message.first, message.count, self.clock())
-        elif machine.writer is None or machine.writer.agent != peer:
-            actions = None
-        else:
-            try:
+        elif machine.writer is not None and machine.writer.agent == peer:
+            with contextlib.suppress(UnknownTransfer):
                 actions = machine.commit(machine.writer.generation, message.commit, self.clock())
-            except UnknownTransfer:
-                actions = None
-            else:
                 self._wait(entry, None)
         if actions is None:
             self.dropped.count("notification_misfit")
@@ -299,22 +265,18 @@ class TransferReceiver:
                 answer = await self.rpc.drain(writer, transfer_id, DRAIN_CALL_S)
             except BatonError as e:
                 _log.info("%s did not answer Drain of transfer %s: %s", writer.pod, transfer_id, e)
-            else:
-                if answer.generation == writer.generation:
-                    self.thread.submit(
-                        partial(
-                            self.update, transfer_id, lambda m, now: m.drained(answer.generation, answer.clean, now)
-                        )
-                    )
-                    return
-            replaced = await self.rpc.is_replaced(writer, DRAIN_CALL_S)
+                answer = None
+            drained = answer is not None and answer.generation == writer.generation
+            replaced = not drained and await self.rpc.is_replaced(writer, DRAIN_CALL_S)
 
-            def no_answer(machine: ReceiverMachine, now: float) -> list[ReceiverAction]:
+            def report(machine: ReceiverMachine, now: float) -> list[ReceiverAction]:
+                if drained and answer is not None:
+                    return machine.drained(answer.generation, answer.clean, now)
                 # A newer generation at the writer's address proves the writer's end, unless the process can be watched.
-                proven = replaced and self._watches.get(writer.agent) is None
+                proven = replaced and self.watches.get(writer.agent) is None
                 return machine.writer_ended(now) if proven else machine.drain_failed(now)
 
-            self.thread.submit(partial(self.update, transfer_id, no_answer))
+            self.thread.submit(partial(self.update, transfer_id, report))
 
         self.rpc.run_on_loop(ask)
 
@@ -324,13 +286,13 @@ class TransferReceiver:
         self._next_tick = now + _TICK_S
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.tick(now))
-            if entry.waiting and entry.waiting[0].until <= now:
-                missing, transfer_id = entry.machine.num_missing, entry.machine.transfer_id
+            if entry.waiting and entry.waiting[0][0] <= now:
+                missing, transfer_id = len(entry.machine.missing), entry.machine.transfer_id
                 self._answer_all(entry, Unavailable(f"{missing} blocks of transfer {transfer_id} have not arrived yet"))
         if now < self._next_process_check:
             return
         self._next_process_check = now + _PROCESS_CHECK_S
-        ended = {agent for agent, watch in self._watches.items() if watch is not None and watch.ended()}
+        ended = {agent for agent, watch in self.watches.items() if watch is not None and watch.ended()}
         for entry in list(self._table.values()):
             if entry.machine.writer is not None and entry.machine.writer.agent in ended:
                 self._apply(entry, entry.machine.writer_ended(now))
@@ -341,24 +303,26 @@ class TransferReceiver:
         """Fails every transfer: this pod ends. Blocks that may be written stay pinned until the process ends."""
         for entry in list(self._table.values()):
             self._apply(entry, entry.machine.release(self.clock()))
-        for watch in self._watches.values():
+        for watch in self.watches.values():
             if watch is not None:
                 watch.close()
-        self._watches.clear()
+        self.watches.clear()
 
-    def _apply(self, entry: _IncomingTransfer, actions: Sequence[ReceiverAction]) -> None:
+    def _apply(self, entry: IncomingTransfer, actions: Sequence[ReceiverAction]) -> None:
         machine = entry.machine
         for action in actions:
             match action:
                 case FreeBlocks(blocks):
-                    release_and_log_errors(entry.pin, [entry.blocks[block - entry.first_block] for block in blocks])
+                    release_and_log_errors(entry.pin, [entry.blocks[block - machine.first_block] for block in blocks])
                 case CheckChecksums(commit):
                     error = self._mismatch(entry, commit)
                     self.damaged_transfers += error is not None
                     self._apply(entry, machine.checked(error, self.clock()))
                 case TransferReady(commit):
                     assert machine.writer is not None, "ready without a writer"
-                    self._remember_committed(machine.transfer_id, machine.writer.generation)
+                    self._committed[machine.transfer_id] = machine.writer.generation
+                    if len(self._committed) > _REMEMBERED:
+                        self._committed.popitem(last=False)
                     del self._table[machine.transfer_id]
                     self.received_transfers += 1
                     self._answer_all(entry)  # before on_ready, which takes a while: the writer waits
@@ -373,41 +337,33 @@ class TransferReceiver:
         if machine.state is ReceiverState.CLOSED:
             self._table.pop(machine.transfer_id, None)
 
-    def _answer_all(self, entry: _IncomingTransfer, error: BatonError | None = None) -> None:
+    def _answer_all(self, entry: IncomingTransfer, error: BatonError | None = None) -> None:
         """Answers every waiting commit. Commit notifications get no errors: the calls that follow get them."""
-        waiting, entry.waiting = entry.waiting, []
+        waiting, entry.waiting = [answer for _, answer in entry.waiting], []
         awaited_s = self.clock() - entry.asked_at
-        if error is None and any(one.answer is None for one in waiting):
-            self._notify_committed(entry, awaited_s)
-        for one in waiting:
-            if one.answer is not None:
-                _resolve(one.answer, awaited_s if error is None else error)
+        if error is None and None in waiting:
+            self._notify_committed(entry.machine, awaited_s)
+        for answer in filter(None, waiting):
+            _resolve(answer, awaited_s if error is None else error)
 
-    def _notify_committed(self, entry: _IncomingTransfer, awaited_s: float) -> None:
-        writer = entry.machine.writer
+    def _notify_committed(self, machine: ReceiverMachine, awaited_s: float) -> None:
+        writer, message = machine.writer, CommittedNotification(machine.transfer_id, int(awaited_s * 1e6))
         assert writer is not None, "a commit without a writer"
         if writer.agent not in self._notification_peers:
             return  # the peer's call follows
         try:
-            self.thread.backend.notify(
-                writer.agent, CommittedNotification(entry.machine.transfer_id, int(awaited_s * 1e6)).pack()
-            )
+            self.thread.backend.notify(writer.agent, message.pack())
         except TransferFailed as e:
             _log.warning("%s cannot be notified: %s", writer.pod, e.message)
 
-    def _mismatch(self, entry: _IncomingTransfer, commit: Commit) -> str | None:
+    def _mismatch(self, entry: IncomingTransfer, commit: Commit) -> str | None:
         blocks = entry.blocks[: entry.machine.num_blocks]
         if len(commit.checksums) != len(blocks):
             return f"{len(commit.checksums)} checksums for {len(blocks)} blocks"
         for index, (block, expected) in enumerate(zip(blocks, commit.checksums, strict=True)):
             if zlib.crc32(self.memory.read_block(block)) != expected:
-                return f"block {entry.first_block + index} arrived damaged"
+                return f"block {entry.machine.first_block + index} arrived damaged"
         return None
-
-    def _remember_committed(self, transfer_id: TransferId, generation: int) -> None:
-        self._committed[transfer_id] = generation
-        if len(self._committed) > _REMEMBERED:
-            self._committed.popitem(last=False)
 
 
 def _resolve(answer: Future[float], outcome: float | BatonError) -> None:

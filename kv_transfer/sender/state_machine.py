@@ -26,10 +26,8 @@ from kv_transfer.messages import Commit
 
 GRACE_S = 2.0  # Wait between proof that the peer's process ended and the release of blocks that its writes read
 OPEN_RETRY_LIMIT_S = 3.0  # An unreachable receiver fails the transfer after this long in OPENING
-#: Most of the grace that one tick uses up: time in which the transfer thread stood still does not count.
-_MAX_TICK_S = 0.25
-#: After this many refused commits with every write done, a range notification counts as lost and is sent again.
-RENOTIFY_AFTER = 2
+_MAX_TICK_S = 0.25  # Most of the grace that one tick uses up: a standstill of the transfer thread does not count
+RENOTIFY_AFTER = 2  # Refused commits, with every write done, after which the ranges are notified again
 _OPEN_RETRY_S = 0.05
 _COMMIT_RETRY_S = 0.002
 _MAX_RETRY_S = 1.0
@@ -186,20 +184,16 @@ class SenderMachine:
         first, blocks = first + skip, blocks[skip:]
         pushed = range(first, first + len(blocks))
         if not self._unpushed.issuperset(pushed):
-            error = InternalError(
-                f"blocks {pushed.start}..{pushed.stop - 1} were pushed before or are not in the target"
-            )
-            return [ReleasePush(push), *self.fail(error, now)]
+            wrong = f"blocks {pushed.start}..{pushed.stop - 1} were pushed before or are not in the target"
+            return [ReleasePush(push), *self.fail(InternalError(wrong), now)]
         if not blocks:
             return [ReleasePush(push)]
         self._unpushed.difference_update(pushed)
         start, size = 0, self._first_write_blocks
         while start < len(blocks):
-            local = tuple(blocks[start : start + size])
-            at = first + start - self._first
-            self._queue.append(
-                BlockWrite(self._num_writes, push, first + start, local, self.target.blocks[at : at + len(local)])
-            )
+            local, at = tuple(blocks[start : start + size]), first + start - self._first
+            remote = self.target.blocks[at : at + len(local)]
+            self._queue.append(BlockWrite(self._num_writes, push, first + start, local, remote))
             self._num_writes += 1
             self._num_unfinished[push] = self._num_unfinished.get(push, 0) + 1
             start, size = start + size, min(2 * size, self._max_write_blocks)
@@ -245,10 +239,7 @@ class SenderMachine:
         return self._announce()
 
     def _announce(self) -> list[SenderAction]:
-        """Sends the commit at once if no write is queued.
-
-        Queued writes go first, because their bytes take longer than the commit.
-        """
+        """Sends the commit, unless writes are queued: they go first, because their bytes take longer."""
         return [] if self._queue else self.posted()
 
     def committed(self, now: float) -> list[SenderAction]:
@@ -265,10 +256,7 @@ class SenderMachine:
         return [SendDone()]
 
     def call_failed(self, error: BatonError, now: float) -> list[SenderAction]:
-        """Handles that Open or Commit failed.
-
-        Unavailable and DeadlineExceeded are tried again; any other error ends the transfer.
-        """
+        """Handles that Open or Commit failed. Only Unavailable and DeadlineExceeded are tried again."""
         self._calling = False
         if self.state not in (SenderState.OPENING, SenderState.COMMITTING):
             return []

@@ -15,8 +15,15 @@ from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch,
 from common.types import FinishReason, KvTarget, TransferId
 from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS
 from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_and_log_errors, release_unless_handed_on
-from kv_transfer.messages import Commit, ExposedParts, TransferReport
-from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten, TransferNotification
+from kv_transfer.messages import (
+    Commit,
+    CommitNotification,
+    CommittedNotification,
+    ExposedParts,
+    RangeWritten,
+    TransferNotification,
+    TransferReport,
+)
 from kv_transfer.peers.connections import PeerConnection, PeerConnector
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
@@ -39,12 +46,13 @@ from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S, TransferThread
 _log = logging.getLogger(__name__)
 
 CALL_S = 5.0
-#: Seconds that a commit notification waits for its acknowledgement before the Commit call follows.
-COMMIT_NOTIFICATION_WAIT_S = 0.02
+COMMIT_NOTIFICATION_WAIT_S = 0.02  # A commit notification waits this long for its acknowledgement, then a call follows
 #: After this many unanswered commit notifications in a row the peer gets only calls for NOTIFICATION_PAUSE_S seconds.
 MAX_MISSED_ACKS = 3
 NOTIFICATION_PAUSE_S = 10.0
 _REMEMBERED = 65536
+_Actions = Sequence[SenderAction]
+_Call = Callable[[float], Awaitable[None]]  # A call to the peer, with its timeout in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +113,17 @@ class OutgoingTransfer:
         Raises InvalidRequest for blocks outside the prompt.
         """
         with release_unless_handed_on(pin) as scope:
-            if first_block < 0 or first_block + len(blocks) > self.num_prompt_blocks:
-                raise InvalidRequest(
-                    f"blocks {first_block}..{first_block + len(blocks) - 1} of a prompt of {self.num_prompt_blocks}",
-                    field="first_block",
-                )
+            end = first_block + len(blocks)
+            if first_block < 0 or end > self.num_prompt_blocks:
+                wrong = f"blocks {first_block}..{end - 1} of a prompt of {self.num_prompt_blocks}"
+                raise InvalidRequest(wrong, field="first_block")
             if self.sender.thread.running:
                 self.sender.thread.submit(partial(self.sender.on_push, self, first_block, tuple(blocks), pin))
                 scope.pop_all()
 
     def finish(self, first_tokens: Sequence[int], finish_reasons: Sequence[FinishReason | None]) -> None:
-        """Sends the commit with these first tokens, because the last chunk is computed.
-
-        The receiver acknowledges the commit once every block arrived.
-        """
-        commit = Commit(tuple(first_tokens), tuple(finish_reasons))
-        now = self.sender.clock()
+        """Sends the commit with these first tokens. The receiver acknowledges it once every block arrived."""
+        commit, now = Commit(tuple(first_tokens), tuple(finish_reasons)), self.sender.clock()
         self.sender.thread.submit(partial(self.sender.on_finish, self, commit, self.delivered_blocks, now))
 
     def abort(self, reason: str) -> None:
@@ -162,11 +165,7 @@ class TransferSender:
     def start(
         self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float, *, for_pull: bool = False
     ) -> OutgoingTransfer:
-        """Starts to connect and open in the background. Event loop.
-
-        Args:
-            for_pull: the target asked for cached blocks.
-        """
+        """Starts to connect and open in the background. Event loop. for_pull: the target asked for cached blocks."""
         limits, block_bytes = self.write_limits, self.memory.block_bytes
         machine = SenderMachine(
             target,
@@ -204,10 +203,7 @@ class TransferSender:
     def poll_hot(self) -> bool:
         """A commit was sent less than HOT_POLL_LIMIT_S ago."""
         since = self.clock() - HOT_POLL_LIMIT_S
-        return any(
-            transfer.machine.state is SenderState.COMMITTING and transfer.committed_at > since
-            for transfer in self._table.values()
-        )
+        return any(t.machine.state is SenderState.COMMITTING and t.committed_at > since for t in self._table.values())
 
     def post_writes(self) -> bool:
         """Posts at most one write of each transfer. Returns whether it posted any."""
@@ -294,10 +290,8 @@ class TransferSender:
         if target.fingerprint != self.fingerprint():
             error = LayoutMismatch(f"the KV layout of {target.pod} has another fingerprint", field="fingerprint")
         elif target.blocks and first + len(target.blocks) != num_blocks:
-            error = InvalidRequest(
-                f"a target of {len(target.blocks)} blocks from {first} on for {num_blocks} blocks",
-                field="target.blocks",
-            )
+            wrong = f"a target of {len(target.blocks)} blocks from {first} on for {num_blocks} blocks"
+            error = InvalidRequest(wrong, field="target.blocks")
         if error is not None:
             self.fail(transfer, error)
 
@@ -367,10 +361,7 @@ class TransferSender:
                     self._forget(transfer, clean=clean)
 
     def _commit(self, transfer: OutgoingTransfer, commit: Commit) -> None:
-        """Commits by notification where the receiver polls often, else by call.
-
-        A call passes through the event loops of both pods.
-        """
+        """Commits by notification where the receiver polls often, else by call, which takes both pods' event loops."""
         connection, first, now = transfer.connection, not transfer.committed_at, self.clock()
         assert connection is not None, "all is posted without a connection"
         transfer.committed_at = transfer.committed_at or now
@@ -388,21 +379,14 @@ class TransferSender:
             self._call_commit(transfer, commit)
 
     def _on_missed_ack(self, transfer: OutgoingTransfer, commit: Commit, now: float) -> None:
-        """Calls Commit, because the commit notification was not acknowledged in time.
-
-        A peer that misses several in a row gets calls for a while, because each unanswered notification delays its
-        call.
-        """
+        """Calls Commit: the notification was not acknowledged in time. A peer that misses several gets only calls."""
         connection, transfer.unacknowledged_commit = transfer.connection, None
         assert connection is not None, "a commit notification without a connection"
         connection.missed_acks += 1
         if connection.missed_acks >= MAX_MISSED_ACKS:
             connection.missed_acks, connection.notifications_resume_at = 0, now + NOTIFICATION_PAUSE_S
-            _log.info(
-                "%s does not answer commit notifications: it gets calls for %.0f s",
-                connection.pod,
-                NOTIFICATION_PAUSE_S,
-            )
+            unanswered = "%s does not answer commit notifications: it gets calls for %.0f s"
+            _log.info(unanswered, connection.pod, NOTIFICATION_PAUSE_S)
         self._call_commit(transfer, commit)
 
     def _call_commit(self, transfer: OutgoingTransfer, commit: Commit) -> None:
@@ -430,12 +414,7 @@ class TransferSender:
             return False
         return True
 
-    def _call(
-        self,
-        transfer: OutgoingTransfer,
-        call: Callable[[float], Awaitable[None]],
-        acknowledged: Callable[[float], list[SenderAction]],
-    ) -> None:
+    def _call(self, transfer: OutgoingTransfer, call: _Call, acknowledged: Callable[[float], _Actions]) -> None:
         """Makes a call on the event loop and reports its end to the machine."""
 
         async def work() -> None:

@@ -29,7 +29,7 @@ from common.pb import decode_pb2, prefill_pb2
 from common.types import Role, ValidRequest
 from engine.llm import LLM
 from kv_transfer.backend.loopback import LoopbackFault
-from kv_transfer.notifications import CommitNotification, CommittedNotification, parse_notification
+from kv_transfer.messages import CommitNotification, CommittedNotification, parse_notification
 from tests.rigs.pods.harness import BLOCK, Cluster, Pod, oracle, prompt_of, request, tiny_llama
 from tests.rigs.waiting import until
 

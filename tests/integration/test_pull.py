@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,13 +46,13 @@ def computed(pod: Pod) -> int:
 def hand_offs(pod: Pod, monkeypatch: pytest.MonkeyPatch) -> list[PrefillHandOff]:
     """Collects the hand-offs that start on the pod from now on."""
     begun: list[PrefillHandOff] = []
-    begin = pod.service._start
+    add = pod.service.requests.add
 
-    def noted(*args: Any) -> PrefillHandOff:
-        begun.append(begin(*args))
-        return begun[-1]
+    def noted(request_id: str, hand_off: PrefillHandOff) -> None:
+        begun.append(hand_off)
+        add(request_id, hand_off)
 
-    monkeypatch.setattr(pod.service, "_start", noted)
+    monkeypatch.setattr(pod.service.requests, "add", noted)
     return begun
 
 

@@ -19,7 +19,7 @@ from common.types import Role
 from common.wire import transfer_id_to_pb
 from kv_transfer import servicer
 from kv_transfer.memory import PeerMemory
-from kv_transfer.peers.process_watch import ProcessWatch
+from kv_transfer.peers.connections import ProcessWatch
 from tests.rigs.transfer.faulty_backend import WriteFaultPlan
 from tests.rigs.transfer.transfer_pods import NUM_BLOCKS, Cluster, FakePin, chunks, hand_over
 from tests.rigs.waiting import until
@@ -193,7 +193,7 @@ async def test_a_forgotten_writer_repeats_the_handshake(cluster: Cluster, monkey
         await hand_over(prefill, decode, seed)
     await hand_over(busy, decode, 4)  # still known: its last call is newer than that of the first one
     assert "unknown_pod" not in decode.node.stats().dropped
-    assert not decode.node._incoming.is_watched(first.agent)
+    assert first.agent not in decode.node._incoming.watches
     incoming = decode.reserve("r", 0, [1, 2])
     with pytest.raises(TransferFailed, match="has not shaken hands, or was forgotten"):
         await first.node.start_transfer(incoming.target, "r", 2, 30.0).done()

@@ -15,8 +15,7 @@ import pytest_asyncio
 from common.errors import BlockDamaged, DeadlineExceeded, TransferFailed
 from kv_transfer.backend.interface import Backend, Notification, WriteState
 from kv_transfer.backend.loopback import LoopbackBackend
-from kv_transfer.messages import Commit
-from kv_transfer.notifications import RangeWritten, parse_notification
+from kv_transfer.messages import Commit, RangeWritten, parse_notification
 from tests.rigs.transfer.faulty_backend import WriteFaultPlan
 from tests.rigs.transfer.transfer_pods import Cluster, FakePin, hand_over
 from tests.rigs.waiting import until

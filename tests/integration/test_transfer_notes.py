@@ -15,8 +15,7 @@ from common.errors import TransferFailed
 from common.types import FinishReason, KvTarget, Role
 from kv_transfer.backend.interface import Backend, Notification, Transport
 from kv_transfer.backend.nixl import NixlBackend
-from kv_transfer.messages import Commit
-from kv_transfer.notifications import CommitNotification, CommittedNotification, RangeWritten, parse_notification
+from kv_transfer.messages import Commit, CommitNotification, CommittedNotification, RangeWritten, parse_notification
 from kv_transfer.sender import transfers
 from tests.rigs.transfer.faulty_backend import WriteFaultPlan
 from tests.rigs.transfer.transfer_pods import Cluster, FakePin, Incoming, Pod, hand_over

@@ -17,7 +17,7 @@ import pytest_asyncio
 from common.errors import BatonError, DeadlineExceeded, TransferFailed
 from common.process.lifecycle import host_boot_id
 from common.types import KvTarget, Role, TransferId
-from kv_transfer.peers.process_watch import watch_process
+from kv_transfer.peers.connections import watch_process
 from kv_transfer.receiver import state_machine
 from kv_transfer.sender.transfers import OutgoingTransfer
 from tests.rigs.transfer.transfer_pods import LAYOUT, Cluster, FakePin, Pod

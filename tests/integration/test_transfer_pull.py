@@ -21,7 +21,7 @@ from common.errors import (
 from common.kv_layout import KVLayout
 from common.types import Role
 from kv_transfer.messages import PullResult, WantedBlocks
-from kv_transfer.sender.lending import MAX_LOANS
+from kv_transfer.servicer import MAX_LOANS
 from tests.rigs.transfer.faulty_backend import WriteFaultPlan
 from tests.rigs.transfer.transfer_pods import LAYOUT, NUM_BLOCKS, Cluster, FakePin, Pod
 from tests.rigs.waiting import until
@@ -222,7 +222,7 @@ async def test_a_pull_that_cannot_start_frees_its_blocks(
         raise RuntimeError("a bug")
 
     if when == "before its task":
-        monkeypatch.setattr(puller.node, "_target", broken)
+        monkeypatch.setattr(puller.node._incoming, "new_transfer_id", broken)
     else:
         monkeypatch.setattr(puller.node._rpc, "pull", broken)
     wanted = ask(0, 8, 600.0)

@@ -72,7 +72,6 @@ ROOMS = {
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],
     "cli": [
         "exits gpus options probes settings_page",
-        "service",
         "demo",
         "stack batch",
         "doctor",

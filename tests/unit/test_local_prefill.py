@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import RemotePrefillCost
-from decode_service.local_prefill import MAX_LOCAL_STEPS, DecodePodState, LocalPrefillPolicy, PrefillReason
+from decode_service.admission import MAX_LOCAL_STEPS, DecodePodState, LocalPrefillPolicy, PrefillReason
 
 CHUNK = 256
 IDLE = DecodePodState(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.types import FinishReason, TransferId
-from kv_transfer.messages import Commit
-from kv_transfer.notifications import (
+from kv_transfer.messages import (
+    Commit,
     CommitNotification,
     CommittedNotification,
     RangeWritten,

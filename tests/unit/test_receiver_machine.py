@@ -47,7 +47,7 @@ def test_ready_needs_ranges_and_commit_in_any_order() -> None:
     assert machine.commit(7, COMMIT, 0.0) == []  # kept
     assert machine.commit_waits_for_ranges
     assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []  # stored; the blocks stay pinned
-    assert machine.num_missing == 3
+    assert len(machine.missing) == 3
     assert machine.range_written(WRITER.agent, 6, 3, 0.0) == []
     actions = machine.range_written(WRITER.agent, 3, 3, 0.0)
     assert actions == [FreeBlocks((3, 4, 5, 6, 7, 8)), TransferReady(COMMIT)]

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from common.errors import TransferFailed
+from common.errors import BatonError, TransferFailed
 from common.types import KvTarget, TransferId
 from kv_transfer.memory import PeerMemory, host_pool
-from kv_transfer.messages import Commit, DroppedMessages, Writer
-from kv_transfer.notifications import CommitNotification, RangeWritten
+from kv_transfer.messages import Commit, CommitNotification, DroppedMessages, RangeWritten, Writer
 from kv_transfer.peers.connections import PeerConnection
 from kv_transfer.peers.traffic import PairTrafficTable
-from kv_transfer.receiver.transfers import TransferReceiver
+from kv_transfer.receiver.state_machine import ReceiverMachine
+from kv_transfer.receiver.transfers import IncomingTransfer, TransferReceiver
 from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, TransferSender
 from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S
 
@@ -83,10 +83,17 @@ def receiving(now: Now, agents: Agents) -> TransferReceiver:
     return TransferReceiver(*unused, host_pool(4, 64), now, DroppedMessages())
 
 
+def entry(
+    transfer_id: TransferId, deadline: float, on_failed: Callable[[BatonError], None] = lambda _: None
+) -> IncomingTransfer:
+    machine = ReceiverMachine(transfer_id, first_block=0, num_blocks=1, deadline=deadline)
+    return IncomingTransfer(machine, "r", (3,), FakePin(), lambda _: None, on_failed)
+
+
 def test_a_commit_without_its_ranges_is_polled_hot_for_a_moment_only() -> None:
     now = Now()
     table = receiving(now, Agents())
-    table.add(ID, "r", 0, [3], FakePin(), now() + 60.0, lambda _: None, lambda _: None)
+    table.add(entry(ID, now() + 60.0))
     table.open_transfer(ID, "r", WRITER)
     assert not table.poll_hot
     answer: Future[float] = Future()
@@ -136,7 +143,7 @@ def test_a_writer_with_refused_metadata_and_a_forgotten_writer_are_unknown_to_th
     assert not table.add_peer("prefill-0", b"bad")
     table.forget_writer("prefill-1")
     assert agents.known == ["prefill-2"]
-    assert not table.is_watched("prefill-1")
+    assert "prefill-1" not in table.watches
 
 
 def test_a_forgotten_writer_gets_no_notification() -> None:
@@ -146,7 +153,7 @@ def test_a_forgotten_writer_gets_no_notification() -> None:
     for number, forgotten in enumerate((False, True)):
         transfer_id = TransferId(5, number)
         assert table.add_peer(WRITER.agent, b"good")
-        table.add(transfer_id, "r", 0, [3], FakePin(), 200.0, lambda _: None, lambda _: None)
+        table.add(entry(transfer_id, 200.0))
         table.open_transfer(transfer_id, "r", WRITER)
         table.on_notification(WRITER.agent, CommitNotification(transfer_id, COMMIT))
         if forgotten:
@@ -171,7 +178,7 @@ def test_a_forgotten_writer_with_an_open_transfer_is_watched_until_the_transfer_
     now, watch = Now(), Watch()
     table, as_watch = receiving(now, Agents()), watch
     failed: list[Exception] = []
-    table.add(ID, "r", 0, [3], FakePin(), now() + 60.0, lambda _: None, failed.append)
+    table.add(entry(ID, now() + 60.0, failed.append))
     table.watch(WRITER.agent, as_watch)  # type: ignore[arg-type]
     table.open_transfer(ID, "r", WRITER)
     table.forget_writer(WRITER.agent)

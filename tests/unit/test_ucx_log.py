@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.backend.ucx_log import parse_transports
+from kv_transfer.backend.nixl import parse_transports
 from kv_transfer.memory import MemoryKind
 
 LINE = "[1795874705.979111] [vm:20451:0]   "

@@ -1,12 +1,4 @@
-"""Connects a prefill pod to the decode pods of the prefix index, before the first request needs them.
-
-The probe proves a connection with one real block, so no request pays for the transport's lazy set-up. Pods that join
-later are connected when they appear in the index. Broken connections are made again. No pod waits for another pod's
-timeout. A pod that the index does not list is connected by its first request.
-
-start() asks the index until it answers, for at most FIRST_ROUND_S: one late answer on a busy machine does not mean that
-the index is empty, and a ready pod promises proven connections.
-"""
+"""A pod and the prefix index: cache events, the check that the name is free, connections to the listed decode pods."""
 
 from __future__ import annotations
 
@@ -16,21 +8,70 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.errors import BatonError
+import grpc
+
+from common.errors import BatonError, ConfigError
+from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.rpc import open_channel
 from common.types import Role
+from prefix_index.publisher import IndexPublisher, read_name_owner
 from prefix_index.reader import IndexReader
-from prefix_index.records import PodRecord
+from prefix_index.store import CacheTier, PodRecord
 
 _log = logging.getLogger(__name__)
 
+INFO_TIMEOUT_S = 2.0
 POLL_S = 1.0
 RETRY_S = 0.1  # Between queries in start(), while the index does not answer
 FIRST_ROUND_S = 15.0  # Time limit of start(), for the index and the connections together
 
 
+class CacheEventRelay:
+    """Forwards stored and evicted block hashes to the index publisher, once there is one.
+
+    The engine is built before the pod can join the index. Called under the pool's lock.
+    """
+
+    def __init__(self) -> None:
+        self.index: IndexPublisher | None = None
+
+    def stored(self, hashes: list[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
+        if self.index is not None:
+            self.index.stored(hashes, tier)
+
+    def evicted(self, hashes: list[bytes], tier: CacheTier = CacheTier.DEVICE) -> None:
+        if self.index is not None:
+            self.index.evicted(hashes, tier)
+
+
+async def require_free_name(redis: str, scope: str, name: str, address: str) -> None:
+    """Raises ConfigError if a live pod with this name answers at another address than `address`, the caller's own.
+
+    The index entry of a dead pod is no obstacle: the address must answer as that pod and generation. If two pods start
+    at the same moment, both pass; the index keeps the younger one, and the other logs that.
+    """
+    holder = await read_name_owner(redis, scope, name)
+    if holder is None or holder.address == address:
+        return
+    try:
+        async with open_channel(holder.address) as peer:
+            stub = transfer_pb2_grpc.TransferStub(peer)
+            info = await stub.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
+    except grpc.aio.AioRpcError as e:
+        _log.info("taking over the name %s: %s does not answer (%s)", name, holder.address, e.code().name)
+        return
+    if (info.pod, info.generation) == (name, holder.generation):
+        raise ConfigError(f"name: {name} is held by {holder.address}; give --name", field="name")
+
+
 @dataclass(eq=False)
 class PeerDiscovery:
-    """Keeps connections to every decode pod of `scope` in the index."""
+    """Connects a prefill pod to every decode pod of `scope` in the index, before the first request needs them.
+
+    The probe proves a connection with one real block, so no request pays for the transport's lazy set-up. Pods that
+    join later are connected when they appear in the index. Broken connections are made again. No pod waits for another
+    pod's timeout. A pod that the index does not list is connected by its first request.
+    """
 
     reader: IndexReader
     scope: str
@@ -42,7 +83,10 @@ class PeerDiscovery:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connects the listed decode pods, for at most FIRST_ROUND_S, then continues in the background."""
+        """Connects the listed decode pods, for at most FIRST_ROUND_S, then continues in the background.
+
+        One late answer of the index on a busy machine does not mean that it is empty, so the index is asked again.
+        """
         deadline = time.monotonic() + FIRST_ROUND_S
         answered = await self._round()
         while not answered and time.monotonic() < deadline:
