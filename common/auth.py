@@ -2,10 +2,7 @@
 
 The metadata entry `baton-auth-bin` holds mac, generation, timestamp, nonce and pod. The mac covers the other four, the
 method's name and the message in protobuf's deterministic form. A message is accepted once, within MAX_SKEW_S of its
-timestamp.
-
-Nonces are remembered only of messages with a right mac, so unsigned traffic cannot fill the memory, and until their
-timestamps are too old to be accepted.
+timestamp. Nonces are remembered only of messages with a right mac, so unsigned traffic cannot fill the memory.
 
 Invariant for rolling upgrades: a new field of a signed message has the highest number in the message. An older peer
 serializes unknown fields last, so it computes the mac over the same bytes.
@@ -53,8 +50,7 @@ class Signer:
     ) -> tuple[str, int]:
         """Verifies a signature and returns the sender's (pod, generation). Raises Unauthenticated.
 
-        Args:
-            now: Seconds since the epoch; None: the current time.
+        `now` is in seconds since the epoch; None: the current time.
         """
         value = next((v for k, v in metadata or () if k == AUTH_KEY), None)
         if not isinstance(value, bytes) or len(value) < _MAC_BYTES + _HEAD.size:

@@ -21,8 +21,7 @@ HASH_BYTES = 16
 class BlockHasher:
     """Hash chain of one sequence, extended as tokens arrive.
 
-    hashes[i] is the hash of block i. The chain covers the full blocks of the tokens that `extend` got so far. The
-    argument `known` is a lead part of the chain that was computed before.
+    hashes[i] is the hash of block i. `known` is a lead part of the chain that was computed before.
     """
 
     __slots__ = ("_block_size", "_extra", "_keyed", "hashes")

@@ -9,13 +9,7 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Base of all expected failures.
-
-    Attributes:
-        message: One sentence for a person.
-        field: The field of the request or configuration that is wrong, if any.
-        retry_after_s: Seconds after which a retry is sensible; None if unknown.
-    """
+    """Base of all expected failures."""
 
     grpc_code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
@@ -39,9 +33,9 @@ class BatonError(Exception):
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.field = field
-        self.retry_after_s = retry_after_s
+        self.message = message  #: One sentence for a person.
+        self.field = field  #: The field of the request or configuration that is wrong, if any.
+        self.retry_after_s = retry_after_s  #: Seconds after which a retry is sensible; None if unknown.
 
     @property
     def kind(self) -> str:
@@ -143,18 +137,10 @@ SERVER_FAULTS = frozenset(
 )
 
 #: Class for a status that names no kind. Several classes share a code; one of them is chosen.
+_OF_CODES = (InvalidRequest, ModelNotFound, Overloaded, Unavailable, DeadlineExceeded, Cancelled, LayoutMismatch)
 _BY_CODE: dict[str, type[BatonError]] = {
-    cls.grpc_code: cls
-    for cls in (
-        *(InvalidRequest, ModelNotFound, Overloaded, Unavailable, DeadlineExceeded, Cancelled, LayoutMismatch),
-        *(Unauthenticated, PermissionDenied, NotServed, TransferFailed),
-    )
+    cls.grpc_code: cls for cls in (*_OF_CODES, Unauthenticated, PermissionDenied, NotServed, TransferFailed)
 }
-
-
-def error_class(kind: str) -> type[BatonError]:
-    """Returns the class of an error kind from the wire; InternalError for an unknown kind (of a newer peer)."""
-    return BatonError.by_kind.get(kind, InternalError)
 
 
 def error_from_grpc_status(code: str, message: str) -> BatonError:

@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,49 +115,44 @@ def _require_short(text: str, field: str, most: int = MAX_GRAMMAR_CHARS) -> None
 
 
 class GrammarTokenizer:
-    """A model directory's tokens, built by llguidance on first use (0.3 s for 50k tokens), by any thread.
-
-    Args:
-        eos_ids: tokens that end a grammar that may end.
-        vocab_size: bits of a mask; at least the tokenizer's size.
-    """
+    """A model directory's tokens, built by llguidance on first use (0.3 s for 50k tokens), by any thread."""
 
     def __init__(self, model_dir: Path, *, eos_ids: Sequence[int], vocab_size: int = 0) -> None:
-        self.eos_ids = tuple(eos_ids)
+        self.eos_ids = tuple(eos_ids)  #: Tokens that end a grammar that may end.
         self._path = model_dir / "tokenizer.json"
-        self._vocab_size = vocab_size
+        self._vocab_size = vocab_size  #: Bits of a mask; at least the tokenizer's size.
         self._lock = threading.Lock()
         self._built: LLTokenizer | None = None
 
     def get(self) -> LLTokenizer:
         """Raises InvalidRequest where the model has no tokenizer that will do."""
         with self._lock:
-            if self._built is None:
-                self._built = self._build()
-            return self._built
-
-    def _build(self) -> LLTokenizer:
-        try:
-            raw = json.loads(self._path.read_bytes())
-            raw["truncation"] = raw["padding"] = None
-            text, eos = json.dumps(raw), list(self.eos_ids) or None
-            built = LLTokenizer(text, eos_token=eos)
-            if self._vocab_size > built.vocab_size:  # the model's embedding is padded
-                built = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
-        except (OSError, ValueError) as error:
-            raise InvalidRequest(f"this model cannot follow a grammar: {error}", field=None) from error
-        return built
+            if self._built is not None:
+                return self._built
+            try:
+                raw = json.loads(self._path.read_bytes())
+                raw["truncation"] = raw["padding"] = None
+                text, eos = json.dumps(raw), list(self.eos_ids) or None
+                built = LLTokenizer(text, eos_token=eos)
+                if self._vocab_size > built.vocab_size:  # the model's embedding is padded
+                    built = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+            except (OSError, ValueError) as error:
+                raise InvalidRequest(f"this model cannot follow a grammar: {error}", field=None) from error
+            self._built = built
+            return built
 
 
+@dataclass(frozen=True, slots=True)
 class CompiledGrammar:
     """A grammar that every sequence with it starts from. Any thread."""
 
-    def __init__(self, grammar: Grammar, tokenizer: LLTokenizer, prototype: LLMatcher) -> None:
-        self.grammar, self.tokenizer, self._prototype = grammar, tokenizer, prototype
+    grammar: Grammar
+    tokenizer: LLTokenizer
+    prototype: LLMatcher
 
     def matcher(self) -> LLMatcher:
         """Returns a new matcher at the start of the grammar."""
-        return self._prototype.deep_copy()
+        return self.prototype.deep_copy()
 
 
 class GrammarCompiler:
@@ -231,10 +227,7 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar) -> CompiledGr
 
 
 def _on_large_stack(work: Callable[[], _T]) -> _T:
-    """Runs `work` in a new thread that has COMPILE_STACK, and returns or raises as it does.
-
-    The stack is address space: the thread uses as much memory as the recursion is deep.
-    """
+    """Runs `work` in a new thread that has COMPILE_STACK (of address space), and returns or raises as it does."""
     result: Future[_T] = Future()
 
     def run() -> None:

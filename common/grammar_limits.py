@@ -1,13 +1,12 @@
 """Limits of a grammar's shape, checked before llguidance reads its text.
 
-llguidance compiles by recursion on the native stack. An overflow of that stack is a signal that ends the process, so
-`check` bounds the recursion. It measures chains in levels:
+llguidance compiles by recursion on the native stack, whose overflow ends the process. `check` measures it in levels:
 
     JSON schema   a reference counts as many levels as its target has arrays and objects in each other
     Lark          a rule or terminal counts one level, and one for each bracket inside another
 
-A reference or a rule is compiled once, inside the first one that needs it. The length of a chain is therefore at most
-the heaviest path through the graph of references, where references that lead back to each other all lie on the path.
+A reference or a rule is compiled once, inside the first one that needs it. A chain is at most as long as the heaviest
+path through the graph of references, where references that lead back to each other all lie on the path.
 
 Measured with llguidance 1.9.1 on x86-64, in a thread with COMPILE_STACK: a level takes at most 4.9 kB (`items` without
 a `type`), so the stack lasts for 13,800 levels of a schema. A Lark grammar's levels take at most 3.2 kB.
@@ -252,8 +251,7 @@ def _lark_rules(tokens: Iterable[str]) -> tuple[dict[str, list[str]], dict[str, 
 
     Rules of a nested grammar (`%lark {...}`) count as rules of the grammar around it.
     """
-    bodies: dict[str, list[str]] = {}
-    nesting: dict[str, int] = {}
+    bodies, nesting = dict[str, list[str]](), dict[str, int]()
     rule, body, depth = "", list[str](), 0
     last = -1  # the index in `body` of the last name directly inside the innermost open bracket; -1: there is none
     outside: list[tuple[str, list[str], int]] = []  # for each open bracket: rule, body and last of the text around it

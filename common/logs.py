@@ -1,7 +1,7 @@
 """Structured logs on stderr: JSON lines, or a readable console when stderr is a terminal.
 
-Code logs with the standard library's loggers; structlog formats the lines. Values of `log_context` (the request id) are
-on every line that is logged in the context, also by tasks started in it.
+structlog formats the lines of standard loggers. Values of `log_context` are on every line logged in the context, also
+by tasks started in it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ _QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
 
 def setup_logs(level: str = "info", format: str = "auto") -> None:
-    """Sends all logs of this process to stderr.
-
-    Args:
-        level: debug, info, warning or error.
-        format: json, text, or auto: text if stderr is a terminal, otherwise json.
-    """
+    """Sends all logs of this process to stderr, as json, text, or auto: text on a terminal, otherwise json."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,

@@ -63,11 +63,7 @@ _SERVER_OPTIONS = (
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """Opens a channel to host:port, which the caller closes.
-
-    Running calls to a dead or frozen peer end with UNAVAILABLE within 15 s. The channel reconnects within 2 s after
-    the peer is back.
-    """
+    """Opens a channel to host:port. Calls to a dead or frozen peer fail within 15 s; it reconnects within 2 s."""
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
@@ -94,16 +90,13 @@ def timeout_until(deadline: float) -> float:
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
-    """Returns the BatonError in the trailers of a failed call; without one, an error by the gRPC status code.
-
-    CANCELLED without a BatonError means that the peer ended the call, because a local cancel raises CancelledError.
-    """
+    """Returns the BatonError in the trailers of a failed call; without one, an error by the gRPC status code."""
     trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     for key, value in trailer:
         if key == ERROR_KEY and isinstance(value, bytes):
             return error_from_pb(types_pb2.Error.FromString(value))
     code, details = error.code().name, error.details() or error.code().name
-    if code == "CANCELLED":
+    if code == "CANCELLED":  # by the peer: a local cancel raises CancelledError
         return Unavailable(f"the peer ended the call: {details}")
     return error_from_grpc_status(code, details)
 
@@ -118,11 +111,7 @@ def translate_rpc_errors() -> Iterator[None]:
 
 
 class RpcServer:
-    """A gRPC server on host:port (port 0: any free one) with health per service and reflection.
-
-    The health service also has LIVENESS_SERVICE, which set_serving does not change. Messages longer than
-    max_message_bytes are refused.
-    """
+    """A gRPC server on host:port (port 0: any free) with reflection, and health per service and LIVENESS_SERVICE."""
 
     def __init__(self, host: str, port: int, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._host, self._port = host, port

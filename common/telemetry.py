@@ -1,7 +1,4 @@
-"""Prometheus metrics of one service: a registry, names with the prefix baton_, an HTTP endpoint.
-
-There is no global state: each service creates one Metrics and passes it to its parts.
-"""
+"""Prometheus metrics of one service: a registry of its own, names with the prefix baton_, an HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -163,20 +160,19 @@ class UnlabeledHistogram(Collector):
         return [family]
 
 
+@dataclass(eq=False)
 class _Sampled(Collector):
     """A metric family that is read when scraped."""
 
-    def __init__(
-        self, family: Callable[[], GaugeMetricFamily | CounterMetricFamily], read: Callable[[], Iterable[MetricSample]]
-    ) -> None:
-        self._family, self._read = family, read
+    family: Callable[[], GaugeMetricFamily | CounterMetricFamily]
+    read: Callable[[], Iterable[MetricSample]]
 
     def describe(self) -> Iterable[Metric]:
-        return [self._family()]
+        return [self.family()]
 
     def collect(self) -> Iterable[Metric]:
-        family = self._family()
-        for labels, value in self._read():
+        family = self.family()
+        for labels, value in self.read():
             family.add_metric(labels, value)
         return [family]
 

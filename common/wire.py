@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from common.errors import BatonError, InvalidRequest, error_class
+from common.errors import BatonError, InternalError, InvalidRequest
 from common.kv_layout import KVLayout
 from common.pb import transfer_pb2, types_pb2
 from common.types import (
@@ -85,7 +85,6 @@ _ROLE_FROM_PB = {pb: role for role, pb in _ROLE_TO_PB.items()}
 
 
 def request_to_pb(request: ValidRequest) -> types_pb2.ValidRequest:
-    """Returns the message of a validated request."""
     sampling = _SAMPLING.to_pb(
         request.sampling,
         logit_bias=[types_pb2.LogitBias(token=token, bias=bias) for token, bias in request.sampling.logit_bias],
@@ -123,7 +122,6 @@ def finish_reason_from_pb(pb: types_pb2.FinishReason.ValueType) -> FinishReason 
 
 
 def role_to_pb(role: Role) -> transfer_pb2.Role.ValueType:
-    """Returns the enum value of a role."""
     return _ROLE_TO_PB[role]
 
 
@@ -135,7 +133,6 @@ def role_from_pb(pb: transfer_pb2.Role.ValueType) -> Role:
 
 
 def token_to_pb(token: Token) -> types_pb2.Token:
-    """Returns the message of a generated token."""
     return types_pb2.Token(
         index=token.index,
         id=token.id,
@@ -146,14 +143,12 @@ def token_to_pb(token: Token) -> types_pb2.Token:
 
 
 def token_from_pb(pb: types_pb2.Token) -> Token:
-    """Returns the generated token of a message."""
     logprob = pb.logprob if pb.HasField("logprob") else None
     top = tuple([TokenLogprob(t.token, t.logprob) for t in pb.top]) if pb.top else ()
     return Token(pb.index, pb.id, logprob, top, pb.child)
 
 
 def tokens_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Token]:
-    """Returns the generated tokens of messages."""
     return [token_from_pb(pb) for pb in pbs]
 
 
@@ -167,7 +162,6 @@ def tokens_without_logprobs_from_pb(pbs: Sequence[types_pb2.Token]) -> list[Toke
 
 
 def kv_target_to_pb(target: KvTarget) -> types_pb2.KvTarget:
-    """Returns the message of a KV target."""
     return _KV_TARGET.to_pb(target, transfer_id=transfer_id_to_pb(target.transfer_id))
 
 
@@ -191,11 +185,11 @@ def error_to_pb(error: BatonError) -> types_pb2.Error:
 
 def error_from_pb(pb: types_pb2.Error) -> BatonError:
     """Returns the error of a message; an unknown kind, of a newer peer, becomes InternalError."""
-    return error_class(pb.kind)(pb.message, field=pb.field or None, retry_after_s=pb.retry_after_s or None)
+    cls = BatonError.by_kind.get(pb.kind, InternalError)
+    return cls(pb.message, field=pb.field or None, retry_after_s=pb.retry_after_s or None)
 
 
 def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:
-    """Returns the message of a KV layout."""
     return _LAYOUT.to_pb(layout, block_bytes=layout.block_bytes, tensor_parallel=layout.tensor_parallel)
 
 
@@ -216,5 +210,4 @@ def load_to_pb(load: PodLoad) -> transfer_pb2.Load:
 
 
 def load_from_pb(pb: transfer_pb2.Load, *, draining: bool = False) -> PodLoad:
-    """Returns the load of a message."""
     return _LOAD.from_pb(pb, draining=draining)

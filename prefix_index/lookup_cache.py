@@ -50,7 +50,7 @@ class LookupCache:
             return None
         recent = set(takewhile(lambda pod: self._booked[pod] >= answer.asked_at - SETTLE_S, reversed(self._booked)))
         less = (answer.matched.get(pod, PrefixHits()).total_blocks < answer.length for pod in pods if pod[0] in recent)
-        return None if any(less) else answer.matched
+        return None if recent and any(less) else answer.matched
 
     def put(
         self,

@@ -20,6 +20,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from itertools import islice
 
 from common.redis.client import REDIS_FAILURES, LuaScript, RedisArg, connect_redis
@@ -62,39 +63,30 @@ def _text(raw: str | bytes) -> str:
 
 async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
     """Returns the record of the pod that holds a name's lease; None without one, or if Redis takes over 1 s."""
-    keys = IndexKeys(scope)
-    client = connect_redis(url, timeout_s=_NAME_TIMEOUT_S)
+    keys, client = IndexKeys(scope), connect_redis(url, timeout_s=_NAME_TIMEOUT_S)
     try:
-        async with asyncio.timeout(_NAME_TIMEOUT_S):
+        async with aclosing(client), asyncio.timeout(_NAME_TIMEOUT_S):
             lease, info = await client.get(keys.lease(pod)), _decode_hash(await client.hgetall(keys.info(pod)))
         record = PodRecord.from_fields(info) if lease else None
         return record if record is not None and lease == str(record.generation).encode() else None
     except (*REDIS_FAILURES, KeyError, ValueError) as e:
         _log.warning("cannot read the owner of the pod name %s: %r", pod, e)
         return None
-    finally:
-        await client.aclose()
 
 
 async def mint_generation(url: str | None, scope: str, pod: str) -> int:
-    """Returns the generation of a starting pod: max(now in ms, last generation + 1).
-
-    Without an index, or if Redis does not answer in 1 s, it is the clock alone.
-    """
+    """Returns the generation of a starting pod: max(now in ms, last + 1), or now without an answer in 1 s."""
     now_ms = int(time.time() * 1000)
     if url is None:
         return now_ms
-    keys = IndexKeys(scope)
-    client = connect_redis(url, timeout_s=_NAME_TIMEOUT_S)
+    keys, client = IndexKeys(scope), connect_redis(url, timeout_s=_NAME_TIMEOUT_S)
     try:
-        async with asyncio.timeout(_NAME_TIMEOUT_S):
+        async with aclosing(client), asyncio.timeout(_NAME_TIMEOUT_S):
             names = (keys.pods, keys.generation(pod))
             return int(await LuaScript("mint", directory=LUA_DIR).run(client, names, (pod, now_ms, PODS_TTL_S)))
     except REDIS_FAILURES as e:
         _log.warning("the prefix index does not answer, the generation comes from the clock alone: %r", e)
         return now_ms
-    finally:
-        await client.aclose()
 
 
 class PendingChanges:
@@ -120,7 +112,9 @@ class PendingChanges:
             if self.stale or not hashes:
                 return False
             first = not len(self)
-            self._changes[tier].update((h[:STORED_HASH_BYTES], held) for h in hashes)
+            changes = self._changes[tier]
+            for h in hashes:
+                changes[h[:STORED_HASH_BYTES]] = held
             full = len(self) > self._limit
             if full:
                 self._drop()
@@ -161,10 +155,8 @@ class _RegistrationLost(Exception):
 class IndexPublisher:
     """Publishes one pod's blocks and load; owned by the pod's event loop. With url None it does nothing.
 
-    Args:
-        snapshot: Returns the hashes of all blocks in the pool's cache now. Called on the event loop.
-        host_snapshot: The same for the cache in host memory.
-        load: Returns the pod's load now.
+    `snapshot` and `host_snapshot` return the hashes of all blocks in a cache now, `load` the pod's load. All are called
+    on the event loop.
     """
 
     def __init__(

@@ -63,12 +63,7 @@ class _ScopeState:
 
 
 class IndexReader:
-    """Look-ups and bookings; one per gateway. With url None every call raises IndexUnavailable.
-
-    Args:
-        books: False for a reader that never books, which other gateways need not know of.
-        clock: Seconds, monotonic; measures the age of cached answers.
-    """
+    """Look-ups and bookings; one per gateway. With url None every call raises IndexUnavailable."""
 
     def __init__(
         self,
@@ -84,12 +79,12 @@ class IndexReader:
         self._timeout_s = timeout_s
         self._breaker = breaker or CircuitBreaker()
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self._books = books
+        self._books = books  #: False for a reader that never books, which other gateways need not know of.
         self._name = secrets.token_hex(8)
         scripts = (LuaScript(name, directory=LUA_DIR) for name in ("pods", "present", "lookup", "reserve", "unbook"))
         self._pods, self._present, self._lookup, self._reserve, self._unbook = scripts
         self._scopes: dict[str, _ScopeState] = {}
-        self._clock = clock
+        self._clock = clock  #: Measures the age of cached answers.
         self._cache = LookupCache(clock)
 
     @property

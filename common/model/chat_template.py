@@ -1,7 +1,7 @@
 """The model's chat template: turns a conversation into the prompt format of the model's training.
 
-It is rendered as in `transformers`: sandboxed, with trim_blocks, lstrip_blocks and the same helpers. Pods only get
-token ids. The template comes from chat_template.jinja or tokenizer_config.json of the model's directory.
+It comes from chat_template.jinja or tokenizer_config.json, and is rendered as in `transformers`: sandboxed, with
+trim_blocks, lstrip_blocks and the same helpers. Pods only get token ids.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def special_token_text(config: Mapping[str, Any], name: str) -> str:
 
 
 def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the sources of the chat templates by name; empty for a base model without templates.
-
-    "tool_use", if present, is for conversations with tools; "default" is for all others.
-    """
+    """Returns the chat templates by name: "tool_use", if present, is for tools, "default" for the rest; or none."""
     path = model_dir / "chat_template.jinja"
     named = {p.stem: p.read_text("utf-8") for p in sorted(model_dir.glob("additional_chat_templates/*.jinja"))}
     if path.is_file():
@@ -55,10 +52,7 @@ def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 class ChatTemplate:
-    """Renders conversations for one model. Raises ConfigError if a template does not compile.
-
-    `config` is the model's tokenizer_config.json.
-    """
+    """Renders conversations, with the model's tokenizer_config.json. Raises ConfigError if a template is invalid."""
 
     def __init__(self, model_dir: Path, config: Mapping[str, Any]) -> None:
         self._names = {name: text for name in _SPECIAL if (text := special_token_text(config, name))}

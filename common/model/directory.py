@@ -51,13 +51,9 @@ def expected_model_path(model: str) -> Path:
 
 
 def resolve_model(model: str, *, tokenizer: bool = True, weights: bool = True) -> Path:
-    """Returns the directory of `model`, which is smollm2 or a path.
+    """Returns the directory of `model`, which is smollm2 or a path. Raises ConfigError (field "model") without it.
 
-    Args:
-        tokenizer: The directory must have tokenizer.json.
-        weights: The directory must have *.safetensors.
-
-    Raises ConfigError (field "model") if the model or a file is missing.
+    It must have tokenizer.json if `tokenizer` is true, and *.safetensors if `weights` is.
     """
     if model != SMOLLM2:
         return check_model_dir(Path(model), tokenizer=tokenizer, weights=weights)

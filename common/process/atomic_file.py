@@ -8,10 +8,7 @@ from pathlib import Path
 
 
 def write_file_atomically(path: Path, content: bytes, mode: int) -> None:
-    """Replaces `path` by a synced file with this content and these permission bits.
-
-    If it raises (OSError, KeyboardInterrupt), the directory is unchanged.
-    """
+    """Replaces `path` by a synced file with these permission bits. If it raises, the directory is unchanged."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

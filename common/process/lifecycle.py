@@ -34,17 +34,16 @@ class LifecycleState(enum.IntEnum):
 class Lifecycle:
     """State of one service in one event loop.
 
-    `drain` runs once before the end, for at most `drain_s` seconds: it leaves the index, refuses new requests and
-    finishes running ones. If it fails, the error is logged and the service stops all the same.
+    `drain` runs once before the end, for at most `drain_s` seconds. If it fails, the error is logged and the service
+    stops all the same.
     """
 
     def __init__(self, drain: Callable[[], Awaitable[None]], *, drain_s: float) -> None:
         self._drain, self._drain_s = drain, drain_s
         self.state = LifecycleState.STARTING
-        self._stopped = asyncio.Event()
+        self._stopped, self._signalled = asyncio.Event(), False
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._signalled = False
 
     @property
     def draining(self) -> bool:
@@ -96,10 +95,7 @@ class Lifecycle:
 
 
 def host_boot_id() -> str:
-    """Returns the id of this boot of this host: two processes with the same id can check each other's pids.
-
-    Without a boot id of the kernel it is the hardware address.
-    """
+    """Returns this host's boot id, or its hardware address. Processes with the same id can check each other's pids."""
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text().strip()
     return f"node-{uuid.getnode():012x}"

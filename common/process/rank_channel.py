@@ -6,9 +6,8 @@
                        <-- welcome (HMAC of the rank's nonce)
     first message      -->
 
-Both ends prove that they know the group's secret. Then either end sends messages: a kind, a few JSON fields and raw
-bytes. After a peer has disconnected, every call raises Unavailable. One thread uses an end; only peer_closed may be
-called from other threads.
+Both ends prove that they know the group's secret. A message is a kind, a few JSON fields and raw bytes. After a peer
+has disconnected, every call raises Unavailable. One thread uses an end, except for peer_closed.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class RankChannel:
 
     @classmethod
     def accept(cls, listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Self, RankMessage] | None:
-        """Returns the channel to an authenticated peer and its first message; None if none connects in time.
-
-        Raises Unauthenticated for a peer without the secret, Unavailable if the peer disconnects.
-        """
+        """Returns the channel to a peer, its first message; None without one. Raises Unauthenticated, Unavailable."""
         if not _poll(listener, select.POLLIN, timeout_s):
             return None
         sock, address = listener.accept()
@@ -118,11 +114,7 @@ class RankChannel:
             raise Unavailable(f"{self.name} is gone: {error}") from error
 
     def receive(self, timeout_s: float | None = None, *, max_bytes: int | None = None) -> RankMessage:
-        """Returns the next message.
-
-        Raises Unavailable if the peer is gone, sends nothing within timeout_s (None: no limit), or sends a payload of
-        more than `max_bytes`.
-        """
+        """Returns the next message. Raises Unavailable if the peer is gone, silent for timeout_s, or over max_bytes."""
         if not self.wait_readable(timeout_s):
             raise Unavailable(f"{self.name} sent no message within {timeout_s} s")
         fields_len, payload_len = _HEAD.unpack(self._exactly(_HEAD.size))

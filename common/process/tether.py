@@ -1,8 +1,7 @@
 """Runs a command that dies with its parent process: `python -I -S tether.py PARENT_PID COMMAND ARGS...`.
 
-The kernel kills this process when its parent ends, also by SIGKILL (PR_SET_PDEATHSIG, which exec keeps). The check of
-the parent's pid covers the time between fork and prctl. The script imports the standard library only, so that it starts
-in 10 ms.
+The kernel kills this process when its parent ends, also by SIGKILL (PR_SET_PDEATHSIG, which exec keeps). The script
+imports the standard library only, so that it starts in 10 ms.
 """
 
 from __future__ import annotations

@@ -78,18 +78,14 @@ class LuaScript:
         return packed
 
     async def run(self, client: RedisClient, keys: Sequence[str], args: Sequence[RedisArg]) -> Any:
-        """Runs the script and returns its answer, with bytes not decoded.
-
-        A cancel during the call always ends the task. redis-py uses asyncio.wait_for, which before Python 3.12 loses a
-        cancel that arrives at its end.
-        """
+        """Runs the script and returns its answer, with bytes not decoded. A cancel during the call ends the task."""
         task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()
         try:
             return await self._run(client, keys, args)
         finally:
-            if task.cancelling() > cancels:
+            if task.cancelling() > cancels:  # redis-py's asyncio.wait_for can lose a cancel before Python 3.12
                 raise asyncio.CancelledError
 
     async def _run(self, client: RedisClient, keys: Sequence[str], args: Sequence[RedisArg]) -> Any:

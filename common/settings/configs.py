@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from common.errors import ConfigError
 from common.settings import kinds
-from common.settings.table import Settings, about, optional_setting, setting, setting_error
+from common.settings.table import Settings, about, choice_setting, optional_setting, setting, setting_error
 from common.types import Role
 
 DEFAULT_SECRET = "baton-loopback-only"
@@ -23,10 +23,8 @@ MAX_DRAFTS = 7  #: Drafts and the token before them are at most the eight tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceSettings(Settings):
+class ServiceSettings(Settings, section="Process"):
     """Settings of every process."""
-
-    section = "Process"
 
     host: str = setting(
         kinds.HOST, "127.0.0.1", "Address to listen on; all but loopback need BATON_SECRET", per_process=True
@@ -34,7 +32,7 @@ class ServiceSettings(Settings):
     secret: str = setting(kinds.SECRET, DEFAULT_SECRET, "Cluster secret, equal on all pods and gateways", flag=False)
     drain_s: float = setting(kinds.seconds(0, 3600), 30.0, "Most seconds for running requests to end after SIGTERM")
     log_level: str = setting(kinds.choice("debug", "info", "warning", "error"), "info", "debug, info, warning or error")
-    log_format: str = setting(kinds.choice("auto", "json", "text"), "auto", "json, text, or auto: text on a terminal")
+    log_format: str = choice_setting(("auto", "json", "text"), "json, text, or auto: text on a terminal")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,10 +41,8 @@ class ServiceSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceSettings(Settings):
+class TraceSettings(Settings, section="Process"):
     """Tracing of pods, gateways and stacks."""
-
-    section = "Process"
 
     traces: str | None = optional_setting(
         kinds.TRACES, "Target of spans: otlp, http://HOST:4318, grpc://HOST:4317 or file:PATH; default: off"
@@ -54,10 +50,8 @@ class TraceSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
+class ModelSettings(Settings, section="Model and index"):
     """The model and the prefix index, for pods, gateways and stacks."""
-
-    section = "Model and index"
 
     model: str = setting(kinds.MODEL, "smollm2", "smollm2 or a model directory")
     served_name: str | None = optional_setting(
@@ -70,25 +64,17 @@ class ModelSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(Settings):
+class EngineSettings(Settings, section="Engine"):
     """Settings of an engine that `baton up` has too."""
 
-    section = "Engine"
-
     device: str = setting(kinds.DEVICE, "auto", "auto, cpu, cuda or cuda:N")
-    dtype: str = setting(
-        kinds.choice("auto", "float32", "bfloat16"),
-        "auto",
-        "float32, bfloat16, or auto: float32 on a CPU, bfloat16 on a GPU",
+    dtype: str = choice_setting(
+        ("auto", "float32", "bfloat16"), "float32, bfloat16, or auto: float32 on a CPU, bfloat16 on a GPU"
     )
-    kv_dtype: str = setting(
-        kinds.choice("auto", "fp8_e4m3"),
-        "auto",
-        "KV in dtype (auto) or in 8 bits with scales (fp8_e4m3), the same on all pods",
+    kv_dtype: str = choice_setting(
+        ("auto", "fp8_e4m3"), "KV in dtype (auto) or in 8 bits with scales (fp8_e4m3), the same on all pods"
     )
-    load_format: str = setting(
-        kinds.choice("auto", "dummy"), "auto", "auto, or dummy: random weights, needs only config.json"
-    )
+    load_format: str = choice_setting(("auto", "dummy"), "auto, or dummy: random weights, needs only config.json")
     weights_seed: int = setting(kinds.integer(0, (1 << 31) - 1), 0, "Seed of --load-format dummy; default: 0")
     threads: int = setting(kinds.integer(0, 1024), 0, "CPU threads of a pod; default: automatic")
     block_size: int = setting(kinds.integer(1, 256), 16, "Tokens per KV block")
@@ -120,25 +106,18 @@ class EngineSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationSettings(Settings):
+class SpeculationSettings(Settings, section="Speculation"):
     """Speculative decoding in engines, pods and stacks."""
 
-    section = "Speculation"
-
-    speculation: str = setting(
-        kinds.choice("none", "ngram", "suffix", *MODEL_PROPOSERS),
-        "none",
-        "Proposer of drafts: none, ngram, suffix, draft_model or eagle",
+    speculation: str = choice_setting(
+        ("none", "ngram", "suffix", *MODEL_PROPOSERS), "Proposer of drafts: none, ngram, suffix, draft_model or eagle"
     )
-    speculation_model: str | Path | None = setting(  # noqa: RUF009
-        kinds.optional(kinds.MODEL_PATH),
-        None,
-        "Directory of the draft model or EAGLE head, the same on all pods; default: none",
+    speculation_model: str | Path | None = optional_setting(  # noqa: RUF009
+        kinds.MODEL_PATH, "Directory of the draft model or EAGLE head, the same on all pods; default: none"
     )
     speculation_tokens: int = setting(kinds.integer(1, MAX_DRAFTS), 4, "Most drafts per sequence and step")
-    speculation_accept: str = setting(
-        kinds.choice("coupled", "rejection"),
-        "coupled",
+    speculation_accept: str = choice_setting(
+        ("coupled", "rejection"),
         "How drafts are accepted: coupled (the same answers as without) or rejection (the same distribution)",
     )
 
@@ -199,10 +178,8 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandOffSettings(Settings):
+class HandOffSettings(Settings, section="Hand-off between pods"):
     """Cooperation of pods, for pods and stacks."""
-
-    section = "Hand-off between pods"
 
     local_prefill: str = setting(
         kinds.LOCAL_PREFILL,
@@ -221,25 +198,26 @@ class HandOffSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSettings(Settings):
+class RankSettings(Settings, section="Hand-off between pods"):
     """Transport and CPUs of the ranks of pods and workers."""
 
-    section = "Hand-off between pods"
-
-    transport: str = setting(
-        kinds.choice("nixl", "loopback"), "nixl", "nixl, or loopback within one process (tests)", flag=False
-    )
+    transport: str = choice_setting(("nixl", "loopback"), "nixl, or loopback within one process (tests)", flag=False)
     net_devices: str | None = optional_setting(kinds.NET_DEVICES, "NICs for KV, as in UCX_NET_DEVICES; default: any")
     cpus: str | None = optional_setting(kinds.CPUS, "CPUs for threads, like 0-15; default: all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodConfig(
-    ModelSettings, PodEngineSettings, HandOffSettings, RankSettings, TraceSettings, ServiceSettings, command="serve"
+    ModelSettings,
+    PodEngineSettings,
+    HandOffSettings,
+    RankSettings,
+    TraceSettings,
+    ServiceSettings,
+    command="serve",
+    section="Pod",
 ):
     """One prefill, decode or aggregated pod."""
-
-    section = "Pod"
 
     role: Role = field(metadata=about(kinds.ROLE, "prefill, decode, or both: an aggregated server", per_process=True))
     name: str | None = optional_setting(kinds.NAME, "Stable name of the pod; default: ROLE-HOST-PORT", per_process=True)
@@ -259,10 +237,8 @@ class PodConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(RankSettings, ServiceSettings, command="worker"):
+class WorkerConfig(RankSettings, ServiceSettings, command="worker", section="Worker"):
     """The ranks that one machine adds to a tensor-parallel pod of another machine, which sends everything else."""
-
-    section = "Worker"
 
     tensor_parallel_size: int = setting(kinds.RANK_COUNT, 2, "Ranks of the pod on all machines together")
     tensor_parallel_nodes: int = setting(
@@ -273,7 +249,7 @@ class WorkerConfig(RankSettings, ServiceSettings, command="worker"):
         metadata=about(kinds.ADDRESS, "Address where the pod waits for workers", per_process=True)
     )
     port: int = setting(kinds.PORT, 0, "Port of gRPC health; default: any free one", per_process=True)
-    transport: str = setting(kinds.choice("nixl", "loopback"), "nixl", "nixl or loopback; as for the pod")
+    transport: str = choice_setting(("nixl", "loopback"), "nixl or loopback; as for the pod")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -290,10 +266,9 @@ class WorkerConfig(RankSettings, ServiceSettings, command="worker"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ApiSettings(ModelSettings, TraceSettings):
+class ApiSettings(ModelSettings, TraceSettings, section="API"):
     """The public API of gateways and stacks."""
 
-    section = "API"
     removed: ClassVar = {"routing_policy": "the gateway always routes by cost"}
 
     api_keys: tuple[str, ...] = setting(
@@ -301,20 +276,16 @@ class ApiSettings(ModelSettings, TraceSettings):
         (),
         "Files of API keys (JSON if it ends in .json, else TOML), or redis; default: no key needed",
     )
-    tool_parser: str = setting(
-        kinds.choice(*kinds.TOOL_PARSERS), "auto", f"Format of tool calls: {', '.join(kinds.TOOL_PARSERS)}"
-    )
-    reasoning_parser: str = setting(
-        kinds.choice(*kinds.REASONING_PARSERS), "auto", f"Format of reasoning: {', '.join(kinds.REASONING_PARSERS)}"
+    tool_parser: str = choice_setting(kinds.TOOL_PARSERS, f"Format of tool calls: {', '.join(kinds.TOOL_PARSERS)}")
+    reasoning_parser: str = choice_setting(
+        kinds.REASONING_PARSERS, f"Format of reasoning: {', '.join(kinds.REASONING_PARSERS)}"
     )
     trace_sample: float = setting(kinds.SHARE, 1.0, "Share of traced requests, if the client does not decide")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(ApiSettings, ServiceSettings, command="gateway"):
+class GatewayConfig(ApiSettings, ServiceSettings, command="gateway", section="Gateway"):
     """The gateway. Pods are found by the index in `redis`, the static list `pods`, Kubernetes, or several of these."""
-
-    section = "Gateway"
 
     models: tuple[str, ...] = setting(
         kinds.tuple_of(kinds.NAMED_MODEL), (), "Several models, in place of model and served_name", flag=False
@@ -325,10 +296,8 @@ class GatewayConfig(ApiSettings, ServiceSettings, command="gateway"):
     pods: tuple[str, ...] = setting(
         kinds.tuple_of(kinds.ADDRESS), (), "Pods to use, with or without Redis; default: none", per_process=True
     )
-    discovery: str = setting(
-        kinds.choice("index", "k8s"),
-        "index",
-        "index, or k8s: also the pods of Kubernetes Services, from inside the cluster",
+    discovery: str = choice_setting(
+        ("index", "k8s"), "index, or k8s: also the pods of Kubernetes Services, from inside the cluster"
     )
     k8s_services: tuple[str, ...] = setting(
         kinds.tuple_of(kinds.SERVICE), ("baton-prefill", "baton-decode"), "Services of --discovery k8s"
@@ -375,13 +344,10 @@ class GatewayConfig(ApiSettings, ServiceSettings, command="gateway"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ApiSettings, EngineSettings, SpeculationSettings, HandOffSettings, ServiceSettings, command="up"):
-    """A stack on one machine: `prefill` + `decode` pods and a gateway.
-
-    Settings that are also those of a pod or gateway apply to every process that has them.
-    """
-
-    section = "Stack"
+class UpConfig(
+    ApiSettings, EngineSettings, SpeculationSettings, HandOffSettings, ServiceSettings, command="up", section="Stack"
+):
+    """A stack on one machine. Settings of pods or gateways apply to every process that has them."""
 
     prefill: int = setting(kinds.integer(1, 64), 1, "Number of prefill pods")
     decode: int = setting(kinds.integer(1, 64), 1, "Number of decode pods")

@@ -3,9 +3,8 @@
 All forms of a setting come from its field: the flag (--chunk-tokens), the variable (BATON_CHUNK_TOKENS), the TOML key
 (chunk_tokens), `--help`, docs/settings.md, and the flags that `baton up` gives to its processes.
 
-A setting has the value of its flag, else of the variable, else of the TOML file (flat keys), else the default. Every
-error names the setting. Unknown keys and unknown BATON_* variables are errors. Kubernetes' service links must be off,
-because they inject variables like BATON_*_SERVICE_HOST.
+A setting has the value of its flag, else of the variable, else of the TOML file (flat keys), else the default. Unknown
+keys and BATON_* variables are errors, so Kubernetes' service links, which inject variables like these, must be off.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from common.errors import ConfigError
-from common.settings.kinds import SettingKind, as_text, optional
+from common.settings.kinds import SettingKind, as_text, choice, optional
 
 ENV_PREFIX = "BATON_"
 ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  #: Variables that other code reads.
@@ -83,6 +82,11 @@ def optional_setting(kind: SettingKind, help: str, **more: Any) -> Any:
     return setting(optional(kind), None, help, **more)
 
 
+def choice_setting(names: Sequence[str], help: str, **more: Any) -> Any:
+    """Declares a setting with one of these values; the first one is the default."""
+    return setting(choice(*names), names[0], help, **more)
+
+
 def about(kind: SettingKind, help: str, **more: Any) -> dict[str, Setting]:
     """Returns the metadata of a field that is a setting; used directly for a setting without a default."""
     return {"setting": Setting(kind=kind, help=help, **more)}
@@ -91,11 +95,12 @@ def about(kind: SettingKind, help: str, **more: Any) -> dict[str, Setting]:
 class Settings:
     """Base of the dataclasses with settings. A group of settings is a subclass that several classes inherit."""
 
-    section: ClassVar[str]
+    section: ClassVar[str] = ""  #: Title of its settings' group, see Setting.section.
     removed: ClassVar[Mapping[str, str]] = {}  #: Settings without effect, and why; as Setting.was.
     of_command: ClassVar[dict[str, type[Settings]]] = {}  # The settings of each `baton` command.
 
-    def __init_subclass__(cls, command: str | None = None) -> None:
+    def __init_subclass__(cls, section: str | None = None, command: str | None = None) -> None:
+        cls.section = section or cls.section
         if command is not None:
             Settings.of_command[command] = cls
 
@@ -108,10 +113,7 @@ class Settings:
 
     @classmethod
     def load(cls, *, file: Path | None, env: Mapping[str, str], flags: Mapping[str, object]) -> Self:
-        """Reads the settings of one process; flags that are None count as not given.
-
-        Raises ConfigError: one line with the field, its value and the expected kind of value.
-        """
+        """Reads the settings of one process; flags that are None count as not given. Raises ConfigError."""
         known = declared(cls)
         values: dict[str, Any] = {}
         for source, origin in (

@@ -79,10 +79,7 @@ class TraceContext:
 
 
 class Tracer:
-    """Records the spans of one process.
-
-    `sample` is the share of traced requests among the requests without a decision of the client.
-    """
+    """Records the spans of one process. `sample` is the share of traced requests if the client does not decide."""
 
     def __init__(self, processor: SpanProcessor, *, service: str, instance: str, sample: float = 1.0) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -111,10 +108,7 @@ class Tracer:
         return cls(BatchSpanProcessor(exporter), service=service, instance=instance, sample=sample)
 
     def start_trace(self, parent: TraceContext | None) -> TraceContext | None:
-        """Returns the context of a request's first span in this process; None if the request is not sampled.
-
-        The client decides, if its request has a trace context.
-        """
+        """Returns the context of a request's first span here; None if not sampled. The client's context decides."""
         if parent is not None:
             return parent.new_child() if parent.sampled else None
         context = TraceContext.new(sampled=True)
@@ -141,7 +135,10 @@ class Tracer:
             flags, state = TraceFlags(int(of.sampled)), TraceState.from_header([of.state] if of.state else [])
             return SpanContext(int(of.trace_id, 16), int(of.span_id, 16), of is not context, flags, state)
 
-        offset = self._wall_offset()
+        now = time.monotonic()
+        if now - self._offset_at > CLOCK_SYNC_S:
+            self._offset, self._offset_at = _read_offset(), now
+        offset = self._offset
         span = ReadableSpan(
             name,
             context=named(context),
@@ -164,18 +161,9 @@ class Tracer:
         if ending.is_alive():
             _log.warning("the last spans could not be exported within %.0f s", FLUSH_S)
 
-    def _wall_offset(self) -> int:
-        now = time.monotonic()
-        if now - self._offset_at > CLOCK_SYNC_S:
-            self._offset, self._offset_at = _read_offset(), now
-        return self._offset
-
 
 def _read_offset() -> int:
-    """Returns the wall clock minus the monotonic clock, in ns, from the fastest of several readings.
-
-    On a busy machine this thread may be suspended between two clock reads, for tens of milliseconds.
-    """
+    """Returns wall clock - monotonic clock in ns, by the fastest reading: a thread may pause between two reads."""
     readings = []
     for _ in range(CLOCK_READINGS):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

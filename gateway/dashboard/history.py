@@ -63,10 +63,7 @@ class HistogramSnapshot:
         return self.counts[-1] if self.counts else 0.0
 
     def quantile(self, q: float) -> float | None:
-        """Returns a quantile as PromQL's histogram_quantile: linear in a bucket; None if empty.
-
-        A quantile in the infinite bucket is the last finite bound.
-        """
+        """Returns a quantile as PromQL's histogram_quantile: linear, at most the last finite bound; None if empty."""
         if not self.count:
             return None
         rank = q * self.count
@@ -164,12 +161,7 @@ class MetricsWindow:
 
 
 class MetricsHistory:
-    """A ring of samples.
-
-    Args:
-        pods: Returns the known pods.
-        waiting: Returns the number of requests in the gateway's queues.
-    """
+    """A ring of samples of `metrics`, the known pods (`pods`) and the number of queued requests (`waiting`)."""
 
     def __init__(
         self,

@@ -72,15 +72,8 @@ class Pod:
         on_change: Callable[[], None],
         only_model: bool = True,
     ) -> None:
-        """
-        Args:
-            model: The served model name of its requests.
-            static: The address is configured, so the pod is never forgotten.
-            on_change: Called when the pod comes, goes or changes.
-            only_model: The gateway serves no other model, so a pod that reports no model name is used.
-        """
         self.address = address
-        self.static = static
+        self.static = static  #: The address is configured, so the pod is never forgotten.
         self.info: PodInfo | None = None  #: Facts and counters from the last answer to Info; None before the first.
         self.activity: PodActivity | None = None
         self.view: PodView | None = None  #: The current process as routing sees it; one per generation.
@@ -92,9 +85,9 @@ class Pod:
         self.terminating = False
         self._reports_load = False  #: Info carries the load, so reports of the index are not needed.
         self.gateway_id = gateway_id
-        self._model = model
-        self._only_model = only_model
-        self._on_change = on_change
+        self._model = model  #: The served name that the pod must have.
+        self._only_model = only_model  #: The gateway serves no other model, so a pod without a served name is used.
+        self._on_change = on_change  #: Called when the pod comes, goes or changes.
         self._channel = rpc.open_channel(address)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeStub(self._channel)
@@ -267,9 +260,8 @@ class Pod:
     def _require_compatible(self, pb: transfer_pb2.InfoResponse) -> None:
         """Raises LayoutMismatch or ModelNotFound for a pod that cannot serve this gateway's requests."""
         if pb.protocol_version != PROTOCOL_VERSION:
-            raise LayoutMismatch(
-                f"its protocol version is {pb.protocol_version}; expected {PROTOCOL_VERSION}", field="protocol_version"
-            )
+            problem = f"its protocol version is {pb.protocol_version}; expected {PROTOCOL_VERSION}"
+            raise LayoutMismatch(problem, field="protocol_version")
         if pb.served_name != self._model and not (self._only_model and not pb.served_name):
             raise ModelNotFound(f"it serves {pb.served_name!r}; expected {self._model!r}", field="served_name")
 

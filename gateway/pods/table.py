@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -82,20 +83,15 @@ class PodTable:
     def __init__(
         self, static: Iterable[str], index: IndexReader | None, *, gateway_id: str, model: str, only_model: bool = True
     ) -> None:
-        """
-        Args:
-            static: Addresses from the configuration.
-            index: None if Redis is not configured.
-            only_model: The gateway serves no other model, so a pod that reports no model name is used.
-        """
-        self.index = index
+        self.index = index  #: None if Redis is not configured.
         self.index_up = False  #: The index answered the last poll.
         self.pods: dict[str, Pod] = {}  #: All known pods by address, usable or not.
-        self._static = tuple(static)
+        self._static = tuple(static)  #: Addresses from the configuration.
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
-        self._gateway_id = gateway_id
         self._model = model
-        self._only_model = only_model
+        self._new_pod = partial(
+            Pod, gateway_id=gateway_id, model=model, only_model=only_model, on_change=self.notify_changed
+        )
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()
         self._usable_cache: _UsablePods | None = None  #: None after a change.
@@ -150,14 +146,7 @@ class PodTable:
     def _pod(self, address: str, *, static: bool) -> Pod:
         pod = self.pods.get(address)
         if pod is None:
-            pod = self.pods[address] = Pod(
-                address,
-                self._gateway_id,
-                model=self._model,
-                only_model=self._only_model,
-                static=static,
-                on_change=self.notify_changed,
-            )
+            pod = self.pods[address] = self._new_pod(address, static=static)
             pod.start()
         return pod
 
@@ -189,22 +178,16 @@ class PodTable:
 
     async def _poll(self) -> None:
         while True:
-            if self.index is not None:
-                await self._poll_index(self.index)
-            else:
-                await self._forget(set())
+            try:
+                await (self._forget(set()) if self.index is None else self._refresh(self.index))
+                self._set_index_up(self.index is not None)
+            except IndexUnavailable as e:
+                self._set_index_up(False, str(e))
+            except Exception as e:
+                _log.exception("prefix index: cannot be read")
+                self._set_index_up(False, repr(e))
             self._usable_cache = None  # draining pods and the mean rates of peers may have changed
             await asyncio.sleep(POLL_PERIOD_S)
-
-    async def _poll_index(self, index: IndexReader) -> None:
-        try:
-            await self._refresh(index)
-            self._set_index_up(True)
-        except IndexUnavailable as e:
-            self._set_index_up(False, str(e))
-        except Exception as e:
-            _log.exception("prefix index: cannot be read")
-            self._set_index_up(False, repr(e))
 
     def _set_index_up(self, up: bool, why: str = "") -> None:
         if up != self.index_up:

@@ -148,10 +148,7 @@ class PodView:
 
 
 def fill_in_from_peers(views: Collection[PodView]) -> None:
-    """Sets rates that a pod has not measured to the mean of its peers of the same layout.
-
-    Otherwise a pod that has never decoded would look faster or slower than a pod that has.
-    """
+    """Sets rates that a pod has not measured to the mean of its peers, so that it looks neither faster nor slower."""
     loads = [view.load for view in views if view.load is not None]
     prefill_s = [1 / load.prefill_rate for load in loads if load.prefill_rate > 0]
     transfer_s = [1 / load.transfer_rate for load in loads if load.transfer_rate > 0]

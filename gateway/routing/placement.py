@@ -88,10 +88,7 @@ class Placement:
         return ample and load is not None and not load.waiting
 
     def remote_prefill_cost(self) -> RemotePrefillCost | None:
-        """Returns the predicted cost of the remote prefill; None while no pod has measured its prefill rate.
-
-        The decode pod compares it with computing the prompt itself.
-        """
+        """Returns the predicted cost of the remote prefill, for Reserve; None while no prefill rate is measured."""
         if self.chosen_prefill is None or not self.chosen_prefill.option.view.rate_known:
             return None
         option, view = self.chosen_prefill.option, self.chosen_prefill.option.view

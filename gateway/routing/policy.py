@@ -320,14 +320,10 @@ def offer_pulls(
     holders: Sequence[PodView],
     block_bytes: int,
 ) -> dict[str, PullOffer]:
-    """Returns pull offers by the puller's name, for pullers that save time.
+    """Returns pull offers by the puller's name, for pullers that save time. Only `device_hits` can be pulled.
 
     A pull takes the puller's measured latency, and the missing bytes at the measured rate of the two pods. A pair that
     has moved nothing yet is assumed to have the mean rate of the known pairs, and to need CONNECT_S for the connection.
-
-    Args:
-        device_hits: Prompt tokens in device memory, by pod. Only these can be pulled.
-        expected_hits: Prompt tokens by pod that need no computing when the request's turn comes.
     """
     holding = [view for view in holders if device_hits.get(view.name)]
     best = sorted(holding, key=lambda view: device_hits[view.name], reverse=True)[:MAX_HOLDERS]

@@ -97,11 +97,9 @@ class Router:
     async def plan(
         self, request: ValidRequest, affinity: str = "", layout_fingerprint: str | None = None
     ) -> RoutingPlan:
-        """Hashes the prompt and looks up its hits, for one KV layout or for all in use. Never fails.
+        """Hashes the prompt and looks up its hits, for one KV layout or (None) for all in use. Never fails.
 
-        Args:
-            affinity: Requests of equal affinity prefer the same pods.
-            layout_fingerprint: Only pods of this layout are used; None allows any.
+        Requests of equal `affinity` prefer the same pods.
         """
         index = self._index()
         prompts: dict[str, HashedPrompt] = {}
@@ -257,13 +255,9 @@ class RoutingPlan:
         return min(max(chain.from_iterable(hits), default=0), self.request.context_len - 1)
 
     async def place(self, request_id: str, avoided: Collection[str], tried: Collection[str]) -> Placement | None:
-        """Chooses a decode and a prefill pod, or one pod of role both, and books them.
+        """Chooses and books a decode and a prefill pod, or one pod of role both; None if no pod is left.
 
-        Returns None if no pod is left for the request.
-
-        Args:
-            avoided: Addresses that are used only if there are no others.
-            tried: Addresses of decode pods that are not used again.
+        Decode pods at addresses in `tried` are not used again, pods in `avoided` only if there are no others.
         """
         now = time.monotonic()
         best: tuple[HashedPrompt, str, list[PodOption], list[PodOption]] | None = None
@@ -314,10 +308,7 @@ class RoutingPlan:
     def _rank_pods(
         self, fingerprint: str, prompt: HashedPrompt, avoided: Collection[str], tried: Collection[str], now: float
     ) -> tuple[list[PodOption], list[PodOption]]:
-        """Returns the ranked decode and prefill pods of a layout.
-
-        Without prefill pods the decode pods are all of role both. If one of the two sides is missing, both are empty.
-        """
+        """Returns the ranked decode and prefill pods of a layout, or pods of role both and none. Both may be empty."""
         request = self._routing_request(prompt)
         of_layout = [p for p in self.table.decode_pods() if p.info and p.info.fingerprint == fingerprint]
         untried = _views([p for p in of_layout if p.address not in tried], avoided)

@@ -26,15 +26,10 @@ class Timeline:
         trace: RequestTrace | None = None,
         trace_id: str | None = None,
     ) -> None:
-        """
-        Args:
-            client_id: The client's own id of the request.
-            trace: Records spans; None for a request that is not sampled.
-            trace_id: The client's trace, even if it is not recorded.
-        """
-        self.trace, self.trace_id = trace, trace_id
-        self.tenant = tenant
-        self.request_id, self.client_id = request_id, client_id
+        self.request_id, self.tenant = request_id, tenant
+        self.client_id = client_id  #: The client's own id of the request.
+        self.trace = trace  #: Records spans; None for a request that is not sampled.
+        self.trace_id = trace_id  #: The client's trace, even if it is not recorded.
         self.start = time.monotonic()  #: Arrival, time.monotonic().
         self._created = time.time()
         self.facts: dict[str, Any] = {"endpoint": endpoint}  #: Facts about the request as a whole.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
-from common.errors import BatonError, IndexUnavailable, error_class
+from common.errors import BatonError, IndexUnavailable
 from common.redis.client import CircuitBreaker
 from common.types import PodLoad
 from prefix_index.publisher import IndexPublisher
@@ -111,7 +111,7 @@ async def test_without_a_url_the_index_is_unavailable() -> None:
         await reader.pods()
     await reader.close()
     assert issubclass(IndexUnavailable, BatonError)
-    assert error_class("IndexUnavailable") is IndexUnavailable
+    assert BatonError.by_kind["IndexUnavailable"] is IndexUnavailable
 
 
 async def test_scripts_are_loaded_again_after_the_server_forgot_them(rig: Rig) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import wire
-from common.errors import BatonError, InternalError, InvalidRequest, error_class
+from common.errors import BatonError, InternalError, InvalidRequest
 from common.kv_layout import KVLayout
 from common.pb import decode_pb2, types_pb2
 from common.types import (
@@ -154,7 +154,7 @@ def subclasses(cls: type[BatonError]) -> list[type[BatonError]]:
     "cls", [c for c in subclasses(BatonError) if c is not BatonError and c.__module__ == "common.errors"]
 )
 def test_every_error_keeps_its_class(cls: type[BatonError]) -> None:
-    assert error_class(cls.__name__) is cls
+    assert BatonError.by_kind[cls.__name__] is cls
     error = wire.error_from_pb(wire.error_to_pb(cls("why", field="f", retry_after_s=1.5)))
     assert (type(error), error.message, error.field, error.retry_after_s) == (cls, "why", "f", 1.5)
     bare = wire.error_from_pb(wire.error_to_pb(cls("why")))
