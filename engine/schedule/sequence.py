@@ -270,11 +270,13 @@ class Sequence:
         assert self.start + self.num_drafted < self.max_len, "the last token never gets KV"
         assert self.launched > 0 or not self.pending, "only a launched step has pending tokens"
         assert not self.num_drafted or self.pending == 1, "no step is launched after one with drafts"
-        assert 0 <= self.draft_lag <= self.computed
         if self.lease is None:
             assert self.start == 0
+            assert 0 <= self.draft_lag < self.block_size, "the lag of the saved partial block, see preempt"
             assert self.slot < 0, "a running sequence has a lease"
-        elif not self.lease.finished:
+            return
+        assert 0 <= self.draft_lag <= self.computed
+        if not self.lease.finished:
             assert self.start + self.num_drafted <= self.allocated, "launched steps write to blocks of the lease"
             assert self.lease.num_published * self.block_size <= self.complete_len, "published blocks have their KV"
 

@@ -68,7 +68,10 @@ def test_a_received_prompt_decodes_and_resumes_after_a_preemption() -> None:
     seq.computed += 1
     seq.append(43)
     assert (seq.output, seq.num_output, seq.decoding, seq.recomputing) == ([42, 43], 2, True, False)
+    seq.draft_lag = 1
     seq.preempt()
+    assert seq.draft_lag == 1, "the partial block may come back without the draft model's KV"
+    seq.check()
     assert lease is not None
     assert lease.finished
     assert (seq.computed, seq.remaining, seq.recomputing, seq.preemptions) == (0, 11, True, 1)
