@@ -7,6 +7,7 @@ of other files run at the same time on the same cores.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 
 Sequence.CHECKS = True
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time, however slow the machine; `--hypothesis-profile=search` looks for new ones.
 _any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
