@@ -56,7 +56,7 @@ def spans_of(cluster: Cluster, trace_id: str) -> list[Span]:
 
 
 def facts_of(holder: dict[str, Any]) -> dict[str, Any]:
-    return {a["key"]: next(iter(a["value"].values())) for a in holder["attributes"]}
+    return {a["key"]: next(iter(a["value"].values())) for a in holder.get("attributes", ())}
 
 
 def wait_for(cluster: Cluster, trace_id: str, whole: Callable[[set[str]], bool]) -> list[Span]:

@@ -26,7 +26,7 @@ from gateway.routing.policy import (
     RendezvousHash,
     RoutingRequest,
 )
-from simulator.policies import POLICIES, make_policy
+from simulator.policies import POLICIES
 from tests.rigs.engine.comparisons import shared
 
 NOW = 100.0
@@ -159,7 +159,7 @@ def test_a_hot_prefix_is_computed_on_other_pods_once_its_holder_has_a_long_queue
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_common_first_block_draws_all_prompts_to_one_pod_only_with_prefix_only(name: str) -> None:
     views = [view(f"p{i}") for i in range(4)]
-    policy = make_policy(name, random.Random(3))
+    policy = POLICIES[name](random.Random(3))
     for i in range(80):
         option = policy.rank_prefill_pods(
             RoutingRequest(prompt_len=900, max_tokens=8, device_hits={"p2": 16}), views, NOW
@@ -261,9 +261,9 @@ def test_a_pod_of_role_both_costs_its_prompt_queue() -> None:
 def test_round_robin_takes_turns_and_least_loaded_the_shortest_queue() -> None:
     views = [view(f"p{i}", queued_tokens=900 * (i != 1)) for i in range(3)]
     request = RoutingRequest(prompt_len=100, max_tokens=8, device_hits={"p0": 90})
-    turns = make_policy("round_robin", random.Random(8))
+    turns = POLICIES["round_robin"](random.Random(8))
     assert len({turns.rank_prefill_pods(request, views, NOW)[0].view.name for _ in range(3)}) == 3
-    least = make_policy("least_loaded", random.Random(8))
+    least = POLICIES["least_loaded"](random.Random(8))
     assert {least.rank_prefill_pods(request, views, NOW)[0].view.name for _ in range(9)} == {"p1"}
 
 
@@ -294,7 +294,7 @@ def test_a_ranking_of_a_thousand_equal_pods_has_at_most_max_options() -> None:
 def test_no_policy_returns_options_for_all_of_a_thousand_pods(name: str) -> None:
     views = [view(f"p{i}", queued_tokens=i) for i in range(1000)]
     policy, request = (
-        make_policy(name, random.Random(9)),
+        POLICIES[name](random.Random(9)),
         RoutingRequest(prompt_len=9, max_tokens=1, device_hits={"p7": 8}),
     )
     for side in (policy.rank_prefill_pods, policy.rank_decode_pods):
