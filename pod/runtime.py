@@ -24,7 +24,8 @@ import grpc
 from common.auth import Signer
 from common.block_hash import hash_blocks, matchable_blocks
 from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
-from common.grammar import CompiledGrammar
+from common.grammar import CompiledGrammar, GrammarSource
+from common.grammar_prover import prover_of
 from common.model.directory import default_served_name, resolve_model
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id
@@ -297,11 +298,19 @@ class PodRuntime:
             raise Overloaded(f"{ahead}, and the request has {deadline_s:.1f} s", retry_after_s=need_s - deadline_s)
 
     async def compile_grammar(self, request: ValidRequest) -> CompiledGrammar | None:
-        """Compiles the request's grammar in another thread; None without one. Raises InvalidRequest with the field."""
-        grammars = self.engine.grammar_compiler
-        if request.grammar is None:
+        """Compiles the request's grammar in another thread, after another process has proven it; None without one.
+
+        Raises InvalidRequest with the field.
+        """
+        grammars, grammar = self.engine.grammar_compiler, request.grammar
+        if grammar is None:
             return None
-        return grammars.get_cached(request.grammar) or await asyncio.to_thread(grammars.compile, request.grammar)
+        if (compiled := grammars.get_cached(grammar)) is not None:
+            return compiled
+        tokens = grammars.tokenizer
+        prover = prover_of(tokens.model_dir, tokens.eos_ids, tokens.vocab_size)
+        await asyncio.wrap_future(prover.submit(GrammarSource("text", grammar.text, grammar.field)))
+        return await asyncio.to_thread(grammars.compile, grammar, proven=True)
 
     def prompt_hashes(self, request: ValidRequest, max_blocks: int = sys.maxsize) -> list[bytes]:
         """Returns the hashes of the prompt's leading full blocks that a cache may supply, of at most max_blocks."""

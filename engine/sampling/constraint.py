@@ -15,13 +15,14 @@ unchanged. Accepted tokens are then advanced one by one; no token may follow one
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from common.errors import InvalidRequest
-from common.grammar import CompiledGrammar
+from common.grammar import MASK_LIMIT_S, CompiledGrammar, public_reason
 from common.types import ValidRequest
 
 Mask = np.ndarray  # int32 [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i.
@@ -43,12 +44,16 @@ class Constraint:
         self, request: ValidRequest, vocab_size: int, *, grammar: CompiledGrammar | None, output: Sequence[int] = ()
     ) -> None:
         assert (grammar is None) == (request.grammar is None)
+        self._grammar = grammar
+        self._too_slow = grammar is not None and grammar.too_slow
         sampling = request.sampling
         self.num_words = -(-vocab_size // 32)
         self._min_tokens = sampling.min_tokens
         self._stop_tokens = sampling.stop_token_ids
         self._matcher = None if grammar is None else grammar.matcher()
-        self._field = None if grammar is None else grammar.grammar.field
+        self._field = None if request.grammar is None else request.grammar.field
+        if self._too_slow:
+            raise self._error()
         self._always = self._eos = np.zeros(self.num_words, dtype=np.int32)
         self._always = self._mask_of(sampling.allowed_token_ids) if sampling.allowed_token_ids else ~self._eos
         self._always &= ~self._mask_of([word[0] for word in sampling.bad_words if len(word) == 1])
@@ -88,7 +93,7 @@ class Constraint:
         """Appends the next token. InvalidRequest if the mask forbids it (no token is allowed) or the matcher failed."""
         if not _allows(self.mask(), token):
             raise self._error()
-        if self._matcher is not None and token not in self._stop_tokens and not self._matcher.consume_token(token):
+        if self._matcher is not None and token not in self._stop_tokens and not self._consume(token):
             raise self._error()
         self._recent.append(token)
         self._num_output += 1
@@ -112,7 +117,7 @@ class Constraint:
                 masks.append(~np.zeros_like(masks[0]))
                 break
             if self._matcher is not None:
-                if not self._matcher.consume_token(token):
+                if not self._consume(token):
                     break
                 consumed += 1
             accepted.append(token)
@@ -134,7 +139,11 @@ class Constraint:
                 return np.zeros_like(mask), False
             if matcher.is_stopped():
                 return np.zeros_like(mask), True
+            began = time.thread_time()
             matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
+            self._check_time(began)
+            if self._too_slow:
+                return np.zeros_like(mask), False
             mask = mask & ~self._eos & self._buffer[: self.num_words]
         banned = [word[-1] for word in self._long_bad_words if _ends_with(recent, word[:-1])]
         if num_output < self._min_tokens:
@@ -149,6 +158,22 @@ class Constraint:
             mask |= self._mask_of(self._stop_tokens) & self._always
         return mask, False
 
+    def _consume(self, token: int) -> bool:
+        """Advances the matcher. Returns False if it failed or takes too long; then the next `advance` raises."""
+        if self._matcher is None or self._too_slow:
+            return False
+        began = time.thread_time()
+        accepted: bool = self._matcher.consume_token(token)
+        self._check_time(began)
+        return accepted and not self._too_slow
+
+    def _check_time(self, began: float) -> None:
+        """Gives the sequence up after MASK_LIMIT_S of processor time, and the grammar after ten times of that."""
+        taken = time.thread_time() - began
+        if taken > MASK_LIMIT_S and self._grammar is not None:
+            self._too_slow = True
+            self._grammar.too_slow |= taken > 10 * MASK_LIMIT_S
+
     def _mask_of(self, tokens: Sequence[int]) -> Mask:
         """Returns the mask that allows only these tokens."""
         mask = np.zeros(self.num_words, dtype=np.uint32)
@@ -157,8 +182,11 @@ class Constraint:
         return mask.view(np.int32)
 
     def _error(self) -> InvalidRequest:
+        if self._too_slow:
+            reason = f"finding its next token takes more than {MASK_LIMIT_S * 1000:.0f} ms"
+            return InvalidRequest(f"{self._field} is too costly: {reason}", field=self._field)
         if self._matcher is not None and self._matcher.is_error():  # the grammar has too many states
-            reason = self._matcher.get_error().strip()[:300]
+            reason = public_reason(self._matcher.get_error())[:300]
             return InvalidRequest(f"{self._field} cannot be followed: {reason}", field=self._field)
         return InvalidRequest("no token is left that allowed_token_ids, bad_words, min_tokens and the grammar allow")
 

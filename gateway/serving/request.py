@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from common.errors import BatonError, InvalidRequest
+from common.grammar import GrammarSource
 from common.types import Grammar, SamplingParams, ValidRequest
 from gateway.admission.api_keys import Caller
 from gateway.admission.gate import QueueEntry
@@ -62,7 +63,7 @@ class GenerationSpec:
     stream: bool = False
     include_usage: bool = False  # the stream ends with a chunk that carries the usage
     continuous_usage: bool = False  #: Every chunk of the stream carries the usage so far.
-    grammar: Grammar | None = None
+    grammar: GrammarSource | Grammar | None = None  # a Grammar once it is proven
     skip_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
     include_stop: bool = False  # a stop string is part of the answer's text
@@ -167,7 +168,7 @@ def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
         raise InvalidRequest(text, field=name)
 
 
-def check_beam_search(beams: BeamSearchParams, grammar: Grammar | None, stops: Sequence[int]) -> None:
+def check_beam_search(beams: BeamSearchParams, grammar: GrammarSource | Grammar | None, stops: Sequence[int]) -> None:
     """Raises InvalidRequest for a grammar or too many stop tokens. `stops` includes the model's own."""
     if grammar is not None:
         raise InvalidRequest(f"use_beam_search cannot be combined with {grammar.field}", field="use_beam_search")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import InvalidRequest
-from common.grammar import GrammarCompiler, GrammarTokenizer, from_json_schema
+from common.errors import InvalidRequest, Overloaded
+from common.grammar import GrammarSource
+from common.grammar_prover import PATIENCE_S, prover_of
 from common.model.chat_template import ChatTemplate
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
@@ -24,9 +24,6 @@ from gateway.text.tools.format import RequestTools, ToolCall, ToolFormat
 from gateway.text.tools.lark import parameters_schema
 
 INLINE_PARTS = 128  #: Chats with more messages and tools are rendered in a thread. Each takes about 10 us.
-MAX_COMPILING = 2  #: Grammars of one model that are compiled at the same time.
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +52,31 @@ class ChatFormat:
         added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
         self.tool_format = choose_tool_format(tool_parser, template.source, added)
         self.reasoning_format = choose_reasoning_format(reasoning_parser, template.source, added)
-        self._grammar_tokenizer = GrammarTokenizer(model_dir, eos_ids=tokenizer.eos_ids)
-        self._compiler = GrammarCompiler(self._grammar_tokenizer)
-        self._compile_threads = ThreadPoolExecutor(MAX_COMPILING, "grammar")
+        self._prover = prover_of(model_dir, tuple(tokenizer.eos_ids))
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
-        """Builds the grammar tokenizer, which later would block the event loop: it holds the interpreter lock."""
-        try:
-            self._grammar_tokenizer.get()
-        except InvalidRequest as e:
-            _log.warning("%s", e.message)
+        """Starts the process that tries grammars, so that the first one does not wait for it."""
+        self._prover.start()
 
     async def prepare(
         self,
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
         tools: RequestTools | None,
-        text: Grammar | None,
+        source: GrammarSource | Grammar | None,
         *,
+        tenant: str = "",
         include_reasoning: bool = True,
         keep_special: bool = False,
     ) -> PreparedChat:
         """Renders a chat and derives the parser configuration and the grammar of its answers. Raises InvalidRequest.
 
-        `text` is the client's grammar for the answer's text; `keep_special` shows special tokens in it.
+        `source` is the client's grammar for the answer's text; `keep_special` shows special tokens in it. Proofs of
+        grammars count for `tenant`.
         """
-        if text is not None:
-            await self.check_grammar(text)
+        deadline = time.monotonic() + PATIENCE_S
+        text = None if source is None else await self.prove(source, tenant, deadline)
         prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
         reasoning = self.reasoning_format
         # Without reasoning sections the answer begins at once, as it does after a section.
@@ -98,7 +92,7 @@ class ChatFormat:
                 field=tools.field if tools else "",
             )
         if grammar is not None and grammar is not text:
-            await self._check_answer_grammar(grammar, tools)
+            await self._check_answer_grammar(grammar, tools, tenant, deadline)
         config = self._parser_config(tools, section, include_reasoning=include_reasoning, keep_special=keep_special)
         return PreparedChat(prompt, config, grammar)
 
@@ -140,20 +134,33 @@ class ChatFormat:
 
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles a grammar in a thread. Raises InvalidRequest, which names its field and the unsupported keyword."""
-        if self._compiler.get_cached(grammar) is None:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._compile_threads, self._compiler.compile, grammar)
+    async def prove(self, source: GrammarSource | Grammar, tenant: str, deadline: float | None = None) -> Grammar:
+        """Returns the grammar as the pods will compile it, tried in another process; see GrammarProver.submit.
 
-    async def _check_answer_grammar(self, grammar: Grammar, tools: RequestTools | None) -> None:
-        """Raises InvalidRequest if the grammar is rejected; it names the function that is the reason, if one is."""
+        Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported.
+        """
+        if isinstance(source, Grammar):
+            source = GrammarSource("text", source.text, source.field)
+        return await asyncio.wrap_future(self._prover.submit(source, tenant=tenant, deadline=deadline))
+
+    async def _check_answer_grammar(
+        self, grammar: Grammar, tools: RequestTools | None, tenant: str, deadline: float
+    ) -> None:
+        """Raises InvalidRequest if the grammar is rejected.
+
+        The error names the function whose parameters are the reason, if there is one.
+        """
         try:
-            await self.check_grammar(grammar)
-        except InvalidRequest:
+            await self.prove(grammar, tenant, deadline)
+        except InvalidRequest as refusal:
             for function in tools.callable_functions if tools else ():
-                await self.check_grammar(from_json_schema(parameters_schema(function), field=function.field))
-            raise
+                try:
+                    await self.prove(
+                        GrammarSource("json", parameters_schema(function), function.field), tenant, deadline
+                    )
+                except Overloaded:  # no time is left to find the function
+                    break
+            raise refusal from None
 
     def special_tokens_config(self) -> OutputParserConfig:
         """Returns the parser configuration of answers without tools and reasoning that show special tokens."""

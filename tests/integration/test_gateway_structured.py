@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from tests.rigs.engine.grammar_shapes import chained, rules
+from tests.rigs.engine.grammar_shapes import at_least_one, chained, rules, with_siblings
 from tests.rigs.gateway.gateway_rig import MODEL, Rig
 from tests.rigs.gateway.tool_rig import SCHEMA, TOOLS, asked, client_of, fits, says, tool
 
@@ -160,6 +162,53 @@ async def test_a_grammar_that_would_overflow_the_stack_is_refused(gw: Rig, field
     assert error["message"].endswith(" levels; at most 3000 are allowed")
     assert not gw.cluster.decodes[0].seen.reserved
     assert (await gw.chat(guided_regex="a")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a?" * 26_000}, "guided_regex"),
+        ({"guided_json": with_siblings(22)}, "guided_json"),
+        ({"tools": [tool(), tool("f", parameters=at_least_one(1000))], "tool_choice": "required"}, "tools"),
+    ],
+)
+async def test_a_grammar_that_takes_too_long_is_refused_within_two_seconds(
+    gw: Rig, fields: dict[str, Any], param: str
+) -> None:
+    assert (await gw.chat(guided_regex="b")).status_code == 200  # the process that tries grammars is warm
+    began = time.monotonic()
+    response = await gw.chat(**fields)
+    assert time.monotonic() - began < 2
+    error = response.json()["error"]
+    assert response.status_code in (400, 429), error  # 429: the machine was busy with other work
+    if response.status_code == 400:
+        assert error["param"].startswith(param)
+        assert "is too costly: compiling it takes" in error["message"]
+    assert not gw.cluster.decodes[0].seen.reserved[1:]
+    assert (await gw.chat(guided_regex="a")).status_code == 200
+
+
+async def test_requests_are_not_delayed_by_grammars_that_take_too_long(gw: Rig) -> None:
+    """Other processes of the machine delay single requests, so the fastest of ten counts."""
+
+    async def fastest(first: int) -> tuple[float, float]:
+        plain, small = [], []
+        for number in range(first, first + 10):
+            began = time.monotonic()
+            assert (await gw.chat()).status_code == 200
+            plain.append(time.monotonic() - began)
+            asked_for = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}}
+            assert (await gw.chat(guided_json=asked_for)).status_code == 200
+            small.append(time.monotonic() - began - plain[-1])
+        return min(plain), min(small)
+
+    before = await fastest(0)
+    bombs = [asyncio.create_task(gw.chat(guided_regex="a?" * (25_000 + i))) for i in range(4)]
+    await asyncio.sleep(0.05)
+    during = await fastest(10)
+    assert {(await bomb).status_code for bomb in bombs} <= {400, 429}
+    assert during[0] - before[0] < 0.05
+    assert during[1] - before[1] < 0.05
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import jsonschema
 import pytest
 
 from common import grammar as grammars
-from common.types import FinishReason, SamplingParams
+from common.types import FinishReason, Grammar, SamplingParams
 from engine.llm import LLM, Completion
 from engine.sampling.constraint import Constraint
+from tests.rigs.engine.grammar_shapes import ambiguous
 
 COUNT = 100
 MAX_TOKENS = 24
@@ -106,3 +107,10 @@ def test_each_child_follows_the_grammar(llm: LLM) -> None:
     assert not broken(done, [schema] * 3)
     assert len({c.text for c in done}) > 1
     assert all(c.text.lstrip()[:1] == "[" for c in done)
+
+
+def test_a_slow_mask_fails_only_its_own_sequence_of_a_batch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.sampling.constraint.MASK_LIMIT_S", 0.03)
+    bomb, good = Grammar(ambiguous(300), "guided"), grammars.from_regex("[a-z]{4}", field="f")
+    done = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=8), grammar=[good, bomb, good], show_progress=False)
+    assert [completion.finish for completion in done] == [FinishReason.STOP, FinishReason.ERROR, FinishReason.STOP]

@@ -15,6 +15,7 @@ from common.errors import InvalidRequest
 from common.grammar import CompiledGrammar, GrammarTokenizer, compile_grammar
 from common.types import Grammar, SamplingParams, ValidRequest
 from engine.sampling.constraint import Constraint, needs_constraint
+from tests.rigs.engine.grammar_shapes import ambiguous
 
 VOCAB, EOS = 49152, 2
 
@@ -171,3 +172,34 @@ def test_a_copy_is_independent(tokenizer: GrammarTokenizer) -> None:
     second.advance(c)
     assert first.is_complete
     assert second.is_complete
+
+
+def follow(rules: Constraint, tokens: list[int]) -> None:
+    for token in tokens:
+        rules.masks([token, token])
+        rules.advance(token)
+
+
+def test_a_slow_mask_fails_only_its_own_sequence(tokenizer: GrammarTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mask of this grammar takes 75 ms or more, of the others 5 ms at most."""
+    slow = compile_grammar(tokenizer, Grammar(ambiguous(300), "guided"))
+    other = compile_grammar(tokenizer, grammars.json_object(field="f"))
+    monkeypatch.setattr("engine.sampling.constraint.MASK_LIMIT_S", 0.03)
+    bomb, good = (constraint(SamplingParams(), compiled) for compiled in (slow, other))
+    with pytest.raises(InvalidRequest, match=r"guided is too costly: finding its next token takes more than") as error:
+        follow(bomb, tokenizer.get().tokenize_str("abcabc"))
+    assert error.value.field == "guided"
+    follow(good, tokenizer.get().tokenize_str('{"a":1}'))
+    assert good.is_complete
+
+
+def test_a_grammar_with_a_far_too_slow_mask_is_given_up(
+    tokenizer: GrammarTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = compile_grammar(tokenizer, Grammar(ambiguous(300), "guided"))
+    monkeypatch.setattr("engine.sampling.constraint.MASK_LIMIT_S", 0.001)
+    first = constraint(SamplingParams(), slow)
+    with pytest.raises(InvalidRequest, match="too costly"):
+        follow(first, tokenizer.get().tokenize_str("abcabc"))
+    with pytest.raises(InvalidRequest, match="too costly"):
+        constraint(SamplingParams(), slow)

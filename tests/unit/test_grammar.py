@@ -140,9 +140,9 @@ def test_threads_that_ask_for_one_grammar_compile_it_once(
     grammar, calls, begin = grammars.json_object(field="f"), [], threading.Barrier(4)
     inner = grammars.compile_grammar
 
-    def counted(tokenizer: GrammarTokenizer, grammar: Grammar) -> grammars.CompiledGrammar:
+    def counted(tokenizer: GrammarTokenizer, grammar: Grammar, **kwargs: bool) -> grammars.CompiledGrammar:
         calls.append(grammar)
-        return inner(tokenizer, grammar)
+        return inner(tokenizer, grammar, **kwargs)
 
     monkeypatch.setattr(grammars, "compile_grammar", counted)
 

@@ -7,15 +7,16 @@ Known fields without support are rejected by name (Refused, Only) or documented 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Required
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, with_config
 from typing_extensions import TypedDict
 
-from common import grammar as g
 from common.errors import InvalidRequest
-from common.types import MAX_N, Grammar, SamplingParams
+from common.grammar import JSON_OBJECT, GrammarSource
+from common.types import MAX_N, SamplingParams
 from gateway.api.openai.conversation import (
     FunctionChoice,
     Functions,
@@ -120,10 +121,11 @@ class ResponseFormat(TypedDict, total=False):
     json_schema: JsonSchemaFormat | None
 
 
+_SCHEMA_TEXT = re.compile(r"^\s*(\{|true|false)")
 GuidedJson = Annotated[
     Annotated[dict[str, Any], OBJECT]
     | Annotated[bool, BOOLEAN]
-    | Annotated[str, Field(json_schema_extra={"pattern": r"^\s*(\{|true|false)"}), STRING],
+    | Annotated[str, Field(json_schema_extra={"pattern": _SCHEMA_TEXT.pattern}), STRING],
     BY_KIND,
 ]
 GuidedRegex = Annotated[str, Field(min_length=1)]
@@ -131,14 +133,8 @@ GuidedChoice = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, max_length=1024, json_schema_extra={"minItems": 1})
 ]
 GuidedGrammar = Annotated[str, Field(min_length=1, json_schema_extra={"pattern": ":"})]
-_FORMS: dict[str, Callable[..., Grammar | None]] = {
-    "json": g.from_json_schema,
-    "regex": g.from_regex,
-    "choice": g.from_choice,
-    "grammar": g.from_lark_or_gbnf,
-    "json_object": lambda wanted, field: g.json_object(field=field) if wanted else None,
-}
-_GUIDED = {f"guided_{form}": form for form in ("json", "regex", "choice", "grammar")}
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_GUIDED = {f"guided_{form}": form for form in _FORMS[:4]}
 
 
 @with_config(ConfigDict(strict=True, json_schema_extra={"anyOf": [{"required": [form]} for form in _FORMS]}))
@@ -351,7 +347,7 @@ def parse_completion(body: object) -> CompletionBody:
     return CompletionBody(spec, r.prompt)
 
 
-def _grammar(r: Generation) -> Grammar | None:
+def _grammar(r: Generation) -> GrammarSource | None:
     """Returns the grammar that the answer must match, None without one. Raises InvalidRequest."""
     grammars = {name: grammar for name, grammar in _grammars(r) if grammar is not None}
     if len(grammars) > 1:
@@ -359,32 +355,47 @@ def _grammar(r: Generation) -> Grammar | None:
     return next(iter(grammars.values()), None)
 
 
-def _grammars(r: Generation) -> Iterator[tuple[str, Grammar | None]]:
+def _grammars(r: Generation) -> Iterator[tuple[str, GrammarSource | None]]:
     if r.response_format is not None:
         kind, asked = r.response_format["type"], r.response_format.get("json_schema")
         yield "response_format", format_grammar(kind, asked, "response_format", "response_format.json_schema")
     for name, form in _GUIDED.items():
         if (value := getattr(r, name)) is not None:
-            yield name, _FORMS[form](value, field=name)
+            yield name, _source(form, value, name)
     if r.structured_outputs is not None:
         given: Mapping[str, Any] = r.structured_outputs
         if not (forms := [form for form in _FORMS if form in given]):
             text = f"structured_outputs must have one of {', '.join(_FORMS)}"
             raise InvalidRequest(text, field="structured_outputs")
         for form in forms:
-            yield f"structured_outputs.{form}", _FORMS[form](given[form], field=f"structured_outputs.{form}")
+            name, value = f"structured_outputs.{form}", given[form]
+            if form != "json_object":
+                yield name, _source(form, value, name)
+            elif value:
+                yield name, GrammarSource("json", JSON_OBJECT, name)
 
 
-def format_grammar(kind: str, asked: Mapping[str, Any] | None, field: str, schema_field: str) -> Grammar | None:
+def _source(form: str, value: Any, field: str) -> GrammarSource:
+    """Checks what the API document says about the value. Other errors come when the grammar is proven."""
+    if form == "json" and isinstance(value, str) and not _SCHEMA_TEXT.match(value):
+        raise InvalidRequest(f"{field} is not valid JSON: a schema is an object, true or false", field=field)
+    if form == "choice" and not value:
+        raise InvalidRequest(f"{field} must have at least one choice", field=field)
+    if form == "grammar" and ":" not in value:
+        raise InvalidRequest(f"{field} is not a grammar: it has no rules", field=field)
+    return GrammarSource(form, value, field)
+
+
+def format_grammar(kind: str, asked: Mapping[str, Any] | None, field: str, schema_field: str) -> GrammarSource | None:
     """Returns the grammar of a response format of type `kind`. `schema_field` is the field of `asked`."""
     if kind == "text":
         return None
     if kind == "json_object":
-        return g.json_object(field=field)
+        return GrammarSource("json", JSON_OBJECT, field)
     if asked is None:
         raise InvalidRequest(f"{schema_field} is missing", field=schema_field)
     schema, place = asked.get("schema"), f"{schema_field}.schema"
-    return g.json_object(field=place) if schema is None else g.from_json_schema(schema, field=place)
+    return GrammarSource("json", JSON_OBJECT if schema is None else schema, place)
 
 
 #: Fields that a beam search cannot honour, unless they have their defaults. Other sampling parameters (temperature,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
@@ -283,3 +284,69 @@ ORDINARY: dict[str, Callable[[], str]] = {
         ).text
     ),
 }
+
+
+def with_siblings(count: int) -> Json:
+    """Definitions with two references each that have other keywords beside them: each of those is compiled again."""
+    made: Json = {}
+    for i in range(count):
+        reference = {"$ref": f"#/$defs/d{i + 1}"}
+        made[f"d{i}"] = objects({**reference, "minProperties": 0})
+        made[f"d{i}"]["properties"]["b"] = {**reference, "type": "object"}
+    return {"$ref": "#/$defs/d0", "$defs": {**made, f"d{count}": {"type": "object"}}}
+
+
+def at_least_one(count: int) -> Json:
+    """Optional properties, of which one is needed."""
+    return {**flat(count, required=False), "minProperties": 1}
+
+
+def ambiguous(count: int) -> str:
+    """Rules that all begin with each other: each mask looks at all pairs of them."""
+    lines = ["start: a", "a: a a | " + " | ".join(f"r{i}" for i in range(count))]
+    return "\n".join([*lines, *(f"r{i}: a r{(i + 1) % count} | /[a-z]+/" for i in range(count)), ""])
+
+
+#: Grammars within the limits of grammar_limits.py that take seconds or gigabytes: form and value of a GrammarSource.
+COSTLY: dict[str, Callable[[], tuple[str, Any]]] = {
+    "nested references": lambda: ("json", with_siblings(22)),
+    "optional properties": lambda: ("json", at_least_one(1000)),
+    "alternatives": lambda: ("grammar", "start: " + '"a"? ' * 26_000 + "\n"),
+    "many rules": lambda: ("grammar", "root ::= " + "a? " * 8_000 + '\na ::= "x"'),
+    "patterns": lambda: ("json", {"type": "string", "allOf": [{"pattern": f"a.{{{i}}}b"} for i in range(30)]}),
+    "intersections": lambda: (
+        "grammar",
+        "start: A\nA: " + " & ".join(rf"/(.|\n)*a.{{{i}}}b.*/" for i in range(1, 40)) + "\n",
+    ),
+    "a regular expression": lambda: ("regex", "a?" * 26_000),
+    "slow masks": lambda: ("grammar", ambiguous(300)),
+}
+
+
+def random_ordinary(rng: random.Random, depth: int = 0) -> Json:
+    """A schema of the kinds of keywords that applications use, up to five levels deep."""
+    kind = rng.choice(
+        ["string", "integer", "number", "boolean", "enum", "null"]
+        if depth > 3
+        else ["object"] * 3 + ["array", "anyOf", "string", "enum"]
+    )
+    if kind == "object":
+        names = [f"{rng.choice(['name', 'value', 'item', 'kind', 'note'])}_{i}" for i in range(rng.randrange(1, 12))]
+        return {
+            "type": "object",
+            "properties": {name: random_ordinary(rng, depth + 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.7],
+            "additionalProperties": rng.random() < 0.2,
+        }
+    if kind == "array":
+        return {"type": "array", "items": random_ordinary(rng, depth + 1), "maxItems": rng.randrange(1, 20)}
+    if kind == "anyOf":
+        return {"anyOf": [random_ordinary(rng, depth + 1) for _ in range(rng.randrange(2, 5))]}
+    if kind == "enum":
+        return {"enum": [f"choice {i}" for i in range(rng.randrange(2, 30))]}
+    if kind == "string":
+        more = [{}, {"maxLength": 80}, {"pattern": "^[a-z]{2,12}-[0-9]+$"}, {"format": "date-time"}]
+        return {"type": "string", "description": "A text.", **rng.choice(more)}
+    if kind == "integer":
+        return {"type": "integer", "minimum": rng.randrange(-10, 10), "maximum": rng.randrange(10, 1000)}
+    return {"type": kind}

@@ -1,0 +1,248 @@
+"""Grammars are proven by a child process: bombs end only their proof, soon, and what people use is proven."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import grammar_prover
+from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable
+from common.grammar import GrammarSource, public_reason
+from common.grammar_prover import GrammarProver
+from common.types import Grammar
+from tests.rigs.engine import grammar_shapes as shapes
+
+BOMBS = {name: GrammarSource(*make(), "guided") for name, make in shapes.COSTLY.items()}
+SMALL = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.fixture(scope="module")
+def prover(smollm2_dir: Path) -> Iterator[GrammarProver]:
+    proving = GrammarProver(smollm2_dir, (2,), 49152)
+    proving.submit(GrammarSource("json", SMALL, "f")).result(60)
+    yield proving
+    assert proving.pid is not None
+    os.kill(proving.pid, signal.SIGKILL)
+
+
+def outcome(future: Future[Grammar]) -> Grammar | BatonError:
+    try:
+        return future.result(60)
+    except BatonError as error:
+        return error
+
+
+def schema(number: int) -> dict[str, Any]:
+    """Another small schema for each number."""
+    return {"type": "object", "properties": {f"p{number}": {"type": "string"}}}
+
+
+def proven(prover: GrammarProver, source: GrammarSource, **kwargs: Any) -> Grammar:
+    """Repeats what a busy machine did not finish, as a client would."""
+    for _ in range(5):
+        got = outcome(prover.submit(source, **kwargs))
+        if not isinstance(got, Overloaded):
+            break
+    assert isinstance(got, Grammar), got
+    return got
+
+
+def ordinary() -> list[GrammarSource]:
+    """200 grammars that people use."""
+    rng = random.Random(20)
+    made = [GrammarSource("text", make(), "f") for make in shapes.ORDINARY.values()]
+    made += [GrammarSource("json", shapes.parameters(i), "f") for i in range(20)]
+    return made + [GrammarSource("json", shapes.random_ordinary(rng), "f") for _ in range(200 - len(made))]
+
+
+def test_two_hundred_ordinary_grammars_are_proven(prover: GrammarProver) -> None:
+    sources = ordinary()
+    assert len(sources) == 200
+    wait([prover.submit(source) for source in sources], 120)
+    for source in sources:
+        proven(prover, source)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_ends_only_its_proof_and_its_sender_hears_so_within_two_seconds(
+    prover: GrammarProver, name: str
+) -> None:
+    pid, began = prover.pid, time.monotonic()
+    first = outcome(prover.submit(BOMBS[name], tenant="bomber"))
+    assert time.monotonic() - began < 2
+    assert isinstance(first, InvalidRequest | Overloaded)  # the latter if the machine was busy with other work
+    error = first if isinstance(first, InvalidRequest) else outcome(prover.submit(BOMBS[name]))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "guided"
+    assert re.match(r"guided is too costly: .* (limit|more than)|guided cannot be followed: ", error.message)
+    assert "backtrace" not in error.message
+    assert prover.pid == pid
+    proven(prover, GrammarSource("json", schema(-1), "f"))
+
+
+def test_every_shape_that_overflowed_the_stack_is_refused(prover: GrammarProver) -> None:
+    for make, count in shapes.BOMBS.values():
+        error = outcome(prover.submit(GrammarSource("text", make(count), "f")))
+        assert isinstance(error, InvalidRequest)
+        assert "at most" in error.message
+
+
+def test_a_small_schema_does_not_wait_for_another_tenants_bombs(prover: GrammarProver) -> None:
+    bombs = [GrammarSource("regex", "a?" * (26_000 + i), "f") for i in range(8)]
+    running = [prover.submit(bomb, tenant="bomber") for bomb in bombs]
+    taken = []
+    for number in range(5):
+        began = time.monotonic()
+        proven(prover, GrammarSource("json", schema(number), "f"), tenant="neighbour")
+        taken.append(time.monotonic() - began)
+    assert min(taken) < 0.3
+    errors = [outcome(future) for future in running]
+    assert any(isinstance(error, RateLimited) for error in errors)  # those that never had their turn
+    assert not any(isinstance(error, Grammar) for error in errors)
+
+
+async def test_an_event_loop_goes_on_while_bombs_are_proven(prover: GrammarProver) -> None:
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            began = time.thread_time(), time.monotonic()
+            await asyncio.sleep(0.005)
+            # Processor time, because other processes on the machine delay the wall clock.
+            longest = max(longest, time.thread_time() - began[0])
+
+    ticking = asyncio.create_task(tick())
+    sources = [GrammarSource("json", shapes.flat(2500 + i, required=True), "f") for i in range(3)]
+    sources += [GrammarSource("regex", "a?" * (25_000 + i), "f") for i in range(3)]
+    futures = [asyncio.wrap_future(prover.submit(source, tenant=str(i))) for i, source in enumerate(sources)]
+    await asyncio.gather(*futures, return_exceptions=True)
+    ticking.cancel()
+    assert longest < 0.05
+
+
+def test_one_grammar_is_proven_once(prover: GrammarProver, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    inner = prover._send
+
+    def send(proof: Any, wall_s: float) -> None:
+        sent.append(proof.key)
+        inner(proof, wall_s)
+
+    monkeypatch.setattr(prover, "_send", send)
+    for source in (GrammarSource("json", schema(100), "f"), GrammarSource("regex", "[a-", "f")):
+        sent.clear()
+        results = [prover.submit(GrammarSource(source.form, source.value, field)) for field in ("x", "y")]
+        results.append(prover.submit(source))
+        wait(results, 30)
+        again = outcome(prover.submit(source))
+        assert len(sent) == 1
+        for field, got in [*zip("xyf", map(outcome, results), strict=True), ("f", again)]:
+            assert got.field == field
+            assert isinstance(got, Grammar) or field in got.message.split()[0]
+
+
+def test_the_verdicts_that_are_kept_are_bounded(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_prover, "MAX_KEPT", 3)
+    prover = GrammarProver(smollm2_dir, (2,), 49152)
+    for number in range(6):
+        proven(prover, GrammarSource("json", schema(number), "f"))
+    assert len(prover._kept) == 3
+    assert prover._kept_chars == sum(len(answer["text"]) for answer, _ in prover._kept.values())
+
+
+def test_the_process_is_replaced_when_it_died(prover: GrammarProver) -> None:
+    before = prover.pid
+    assert before is not None
+    lost = prover.submit(GrammarSource("regex", "a?" * 24_000, "f"))
+    time.sleep(0.2)
+    os.kill(before, signal.SIGKILL)
+    assert isinstance(outcome(lost), Unavailable)
+    proven(prover, GrammarSource("json", schema(200), "f"))
+    assert prover.pid not in (None, before)
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from common.grammar import GrammarSource
+from common.grammar_prover import GrammarProver
+prover = GrammarProver(Path(sys.argv[1]), (2,), 49152)
+prover.submit(GrammarSource("json", {}, "f")).result(60)
+prover.submit(GrammarSource("regex", "a?" * 24_000, "f"))
+print(prover.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_process_and_its_proofs_end_with_their_parent(smollm2_dir: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(smollm2_dir)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    time.sleep(0.2)
+    proofs = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 10
+    while any(running(p) for p in (pid, *map(int, proofs))) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(running(p) for p in (pid, *map(int, proofs)))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_value_that_is_no_grammar_is_refused(prover: GrammarProver) -> None:
+    for form, value in (
+        ("json", float("nan")),
+        ("json", "{"),
+        ("choice", []),
+        ("grammar", "\ud800: x"),
+        ("regex", "("),
+    ):
+        error = outcome(prover.submit(GrammarSource(form, value, "f")))
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "f"
+
+
+def test_reasons_have_no_internals() -> None:
+    assert "backtrace" not in public_reason("panic: x\n<backtrace>\n 0: core\n</backtrace>")
+    assert public_reason("Too many items\n<non-verbose/>") == "Too many items"
+
+
+def test_threads_may_share_a_prover(prover: GrammarProver) -> None:
+    results: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda i=i: results.append(proven(prover, GrammarSource("json", schema(300 + i), "f"))))
+        for i in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 20
+
+
+def test_a_request_does_not_wait_for_the_turn_of_another_tenant_with_the_same_grammar(prover: GrammarProver) -> None:
+    bombs = [prover.submit(GrammarSource("regex", "a?" * (23_000 + i), "f"), tenant="bomber") for i in range(2)]
+    source = GrammarSource("json", schema(400), "f")
+    held, neighbour = (prover.submit(source, tenant=tenant) for tenant in ("bomber", "neighbour"))
+    assert neighbour in wait([*bombs, held, neighbour], 30, FIRST_COMPLETED).done
+    wait([*bombs, held], 30)
