@@ -11,7 +11,7 @@ package of Baton imports this one.
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,27 +37,23 @@ __all__ = [
 #: Version of the installed distribution.
 __version__: str
 
-#: Module of each name in `__all__`.
-_MODULES = {
-    "LLM": "engine.llm",
-    "Completion": "engine.llm",
-    "EngineConfig": "engine.config",
-    **dict.fromkeys(("FinishReason", "Grammar", "SamplingParams", "Token", "TokenLogprob"), "common.types"),
-    **dict.fromkeys(("BatonError", "ConfigError", "InvalidRequest"), "common.errors"),
-}
-
-
 if not TYPE_CHECKING:  # with it, type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
         """Imports a public name at its first use; AttributeError for other names."""
         if name == "__version__":
-            value: Any = metadata.version("baton-serving")
-        elif name in _MODULES:
-            value = getattr(import_module(_MODULES[name]), name)
+            return metadata.version("baton-serving")
+        if name in ("BatonError", "ConfigError", "InvalidRequest"):
+            from common import errors as module
+        elif name in ("LLM", "Completion"):
+            from engine import llm as module
+        elif name == "EngineConfig":
+            from engine import config as module
+        elif name in __all__:
+            from common import types as module
         else:
             raise AttributeError(f"module 'baton' has no attribute {name!r}; it has {', '.join(__all__)}")
-        globals()[name] = value
+        value = globals()[name] = getattr(module, name)
         return value
 
 

@@ -26,7 +26,7 @@ _ROLES = {"developer": "system", "function": "tool"}
 _parse_json = json.JSONDecoder().decode  # a body may have 40,000 calls
 
 
-class TextPart(TypedDict):
+class ContentPart(TypedDict):
     """A part of a message's content."""
 
     type: Literal["text"]
@@ -48,7 +48,7 @@ class Call(TypedDict):
     function: CalledFunction
 
 
-Content = Annotated[Annotated[str, STRING] | Annotated[list[TextPart], Field(fail_fast=True), ARRAY], BY_KIND]
+Content = Annotated[Annotated[str, STRING] | Annotated[list[ContentPart], Field(fail_fast=True), ARRAY], BY_KIND]
 Calls = Annotated[list[Call], Field(max_length=MAX_CALLS, fail_fast=True)]
 
 
