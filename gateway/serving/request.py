@@ -158,6 +158,7 @@ def to_valid_request(
         bad_words=tuple(bad_words),
         prompt_logprobs=max(scores, default=None),
     )
+    assert not isinstance(spec.grammar, GrammarSource), "a grammar is proven before its request is made"
     salt, priority = spec.cache_salt, spec.priority
     return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar)
 
