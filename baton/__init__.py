@@ -34,8 +34,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-#: Version of the installed distribution.
-__version__: str
+__version__: str  #: Version of the installed distribution.
 
 if not TYPE_CHECKING:  # with it, type checkers would accept every name
 

@@ -85,8 +85,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
     return _grammar(text, field)
 
 
-#: The schema of any JSON object.
-JSON_OBJECT: dict[str, Any] = {"type": "object"}
+JSON_OBJECT: dict[str, Any] = {"type": "object"}  #: The schema of any JSON object.
 
 
 def json_object(*, field: str) -> Grammar:

@@ -31,10 +31,8 @@ from common.grammar import MASK_LIMIT_S, GrammarSource
 from common.grammar_zygote import FIELD, MEMORY
 from common.types import Grammar
 
-#: Seconds after which a proof is ended. A flat schema of 100 kB without required properties takes up to 1 s.
-WALL_S = 1.4
-#: Seconds from `submit` to the verdict or to an error, unless the caller says otherwise.
-PATIENCE_S = 1.8
+WALL_S = 1.4  #: Seconds after which a proof is ended. A flat schema of 100 kB of optional properties takes up to 1 s.
+PATIENCE_S = 1.8  #: Seconds from `submit` to the verdict or to an error, unless the caller says otherwise.
 POD_PATIENCE_S = 8.0  #: The same in a pod, where a gateway has proven the grammar.
 LEAST_S = 0.2  #: A proof does not start with less time than this.
 MAX_PROOFS = 8  #: Proofs at the same time.

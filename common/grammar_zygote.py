@@ -36,19 +36,15 @@ from common.errors import InvalidRequest
 from common.grammar import FORMS, JSON_OBJECT, MASK_LIMIT_S, CompiledGrammar, GrammarTokenizer, compile_grammar
 from common.process.tether import die_with_parent
 
-#: Stands for the field's name in messages, so that a verdict does not depend on it.
-FIELD = "\x1ffield\x1f"
+FIELD = "\x1ffield\x1f"  #: Stands for the field's name in messages, so that a verdict does not depend on it.
 #: Address space of a child beyond that of this process, in bytes: 64 MiB of stack, as much for the allocator of that
 #: thread, and the grammar. The largest ordinary grammar of the tests uses 43 MiB.
 MEMORY = 512 << 20
-#: Processor seconds of a child. A whole number, as the kernel wants it; the wall limit usually ends a child before.
-CPU_S = 2
-#: Share of its time that a child must have had on a processor to be called costly.
-BUSY_SHARE = 0.6
+CPU_S = 2  #: Processor seconds of a child, a whole number for the kernel; the wall limit usually ends it before.
+BUSY_SHARE = 0.6  #: Share of its time that a child must have had on a processor to be called costly.
 NICE = 10  #: Of a child at its start.
 LATE_NICE, LATE_S = 15, 0.15  #: Of a child that has run for LATE_S seconds, so that short proofs overtake long ones.
-#: Random answers of a proof, and the most tokens of each.
-WALKS, WALK_TOKENS = 4, 12
+WALKS, WALK_TOKENS = 4, 12  #: Random answers of a proof, and the most tokens of each.
 
 _SOME_BITS = re.compile(rb"[^\0]")
 

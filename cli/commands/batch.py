@@ -25,8 +25,7 @@ if TYPE_CHECKING:  # only imported when the command runs
     from cli.stack.stack import Stack
     from cli.stack.up import Board
 
-#: Settings of a stack of its own.
-_POD_SETTINGS = ("device", "dtype", "max_model_len", "kv_memory", "threads")
+_POD_SETTINGS = ("device", "dtype", "max_model_len", "kv_memory", "threads")  #: Settings of a stack of its own.
 STACK_SETTINGS = frozenset({"model", "served_name", "prefill", "decode", "log_level", *_POD_SETTINGS})
 SYNC_S = 1.0  # Interval of fsync: the answers that a crash of the machine may lose.
 MOST_REASONS = 5  # Most reasons of failures that the summary lists.
