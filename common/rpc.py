@@ -13,9 +13,9 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, error_from_grpc_status
 from common.pb import types_pb2
+from common.tls import SERVER_NAME, Pems, TlsFiles
 from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from common.wire import error_from_pb, error_to_pb
 
@@ -62,9 +63,86 @@ _SERVER_OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Opens a channel to host:port. Calls to a dead or frozen peer fail within 15 s; it reconnects within 2 s."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(
+    address: str, tls: TlsFiles | None = None, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
+) -> grpc.aio.Channel:
+    """Opens a channel to host:port. Calls to a dead or frozen peer fail within 15 s; it reconnects within 2 s.
+
+    With `tls` both ends prove themselves by certificates. Without it the connection is plain.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+    return cast("grpc.aio.Channel", _TlsChannel(address, tls, interceptors))
+
+
+class _TlsChannel:
+    """A channel for services that opens a new connection, for later calls, when the certificates have changed.
+
+    Calls in progress, like a token stream, stay on the connection on which they began.
+    """
+
+    def __init__(self, address: str, tls: TlsFiles, interceptors: Sequence[grpc.aio.ClientInterceptor]) -> None:
+        self._address, self._tls, self._interceptors = address, tls, interceptors
+        self._pems: Pems | None = None
+        self._channels: list[grpc.aio.Channel] = []
+        self.newest()
+
+    def newest(self) -> grpc.aio.Channel:
+        """Returns the channel with the current certificates."""
+        if (pems := self._tls.pems()) is not self._pems:
+            options = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
+            credentials = self._tls.channel_credentials()
+            made = grpc.aio.secure_channel(self._address, credentials, options=options, interceptors=self._interceptors)
+            self._channels.append(made)
+            self._pems = pems
+        return self._channels[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods that make calls follow the certificates; all others are those of the newest channel."""
+        if name not in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            return getattr(self.newest(), name)
+
+        def method(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+            channel = self.newest()
+            begin = getattr(channel, name)(*args, **kwargs)
+
+            def call(*call_args: Any, **call_kwargs: Any) -> Any:
+                nonlocal channel, begin
+                if (newest := self.newest()) is not channel:
+                    channel, begin = newest, getattr(newest, name)(*args, **kwargs)
+                return begin(*call_args, **call_kwargs)
+
+            return call
+
+        return method
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes all connections."""
+        await asyncio.gather(*(channel.close(grace) for channel in self._channels))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def connection_hint(details: str) -> str:
+    """Returns why a connection may have failed, if one end uses TLS and the other does not; otherwise ""."""
+    if "failed to connect" not in details:
+        return ""
+    if "WRONG_VERSION_NUMBER" in details:
+        return "the peer does not use TLS: it has no tls_dir, or it is of a previous version (upgrade it)"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return (
+            "this process's ca.pem does not verify the peer's certificate: do both have certificates of one authority?"
+        )
+    if "Socket closed" in details or "reset by peer" in details:
+        return (
+            "the peer ended the connection at its start: does it use TLS, which needs a certificate of its authority "
+            "here (tls_dir, made by `baton certs DIR`)?"
+        )
+    return ""
 
 
 def trace_context_of(metadata: Mapping[str, str | bytes]) -> TraceContext | None:
@@ -96,6 +174,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
         if key == ERROR_KEY and isinstance(value, bytes):
             return error_from_pb(types_pb2.Error.FromString(value))
     code, details = error.code().name, error.details() or error.code().name
+    if hint := connection_hint(details):
+        details = f"{details}; {hint}"
     if code == "CANCELLED":  # by the peer: a local cancel raises CancelledError
         return Unavailable(f"the peer ended the call: {details}")
     return error_from_grpc_status(code, details)
@@ -113,13 +193,26 @@ def translate_rpc_errors() -> Iterator[None]:
 class RpcServer:
     """A gRPC server on host:port (port 0: any free) with reflection, and health per service and LIVENESS_SERVICE."""
 
-    def __init__(self, host: str, port: int, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._host, self._port = host, port
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        *,
+        tls: TlsFiles | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+    ) -> None:
+        """With `tls` that has authorities the server refuses clients without a certificate of these.
+
+        `interceptors` are called inside the one that turns errors into statuses, so they may raise BatonError.
+        """
+        self._host, self._port, self._tls, self._interceptors = host, port, tls, interceptors
         self._options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes))
         self._adders: list[Callable[[grpc.aio.Server], None]] = []
         self._names: list[str] = []
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
         self._server: grpc.aio.Server | None = None
+        self._credentials: grpc.ServerCredentials | None = None  # kept as long as the server, which calls into them
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add_servicer(
@@ -131,15 +224,21 @@ class RpcServer:
 
     async def start(self) -> int:
         """Binds and serves; returns the port. Health is NOT_SERVING until set_serving(True). Raises ConfigError."""
-        server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=self._options)
+        server = grpc.aio.server(interceptors=[_ErrorInterceptor(), *self._interceptors], options=self._options)
         for add in self._adders:
             add(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        address = f"{self._host}:{self._port}"
         try:
-            if not (port := server.add_insecure_port(f"{self._host}:{self._port}")):
+            if self._tls is None:
+                port = server.add_insecure_port(address)
+            else:
+                self._credentials = self._tls.server_credentials()
+                port = server.add_secure_port(address, self._credentials)
+            if not port:
                 raise RuntimeError("the address cannot be bound")
         except RuntimeError as e:
             raise ConfigError(f"port: cannot listen on {self._host}:{self._port}: {e}", field="port") from e

@@ -44,7 +44,7 @@ ROOMS = {
     "common": [
         "errors block_hash",
         "types kv_layout redis.url",
-        "redis tracing grammar grammar_limits grammar_prover grammar_zygote process model logs telemetry",
+        "redis tracing grammar grammar_limits grammar_prover grammar_zygote process model logs telemetry tls",
         "settings wire auth pb",
         "rpc",
     ],
