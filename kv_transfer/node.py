@@ -24,6 +24,7 @@ from functools import partial
 from common.auth import Signer
 from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
+from common.tls import TlsFiles
 from common.types import KvTarget, TransferId
 from kv_transfer.backend.interface import Backend, Notification
 from kv_transfer.memory import PinnedBlocks, PoolMemory, release_unless_handed_on
@@ -68,6 +69,7 @@ class TransferNode:
     write_limits: WriteLimits | None = None  # Sizes of writes. None: DEFAULT_WRITE_LIMITS of the memory
     #: Commits go as notifications to receivers that poll often. False is for benchmarks.
     commit_notifications: bool = True
+    tls: TlsFiles | None = None  # This pod's certificates for calls to other pods. None: plain calls
 
     def __post_init__(self) -> None:
         memory, info, clock = self.memory, self.info, time.monotonic
@@ -76,7 +78,7 @@ class TransferNode:
         self._closing = False
         self._dropped = DroppedMessages()
         self._pairs = PairTrafficTable(clock)
-        self._rpc = PeerRpcClient(self.signer, info, self.address)
+        self._rpc = PeerRpcClient(self.signer, info, self.address, self.tls)
         self._thread = thread = TransferThread(self.backend, clock)
         self._connector = PeerConnector(thread, self._rpc, memory, info, clock, self.allow_tcp)
         self._incoming = TransferReceiver(thread, self._rpc, memory, clock, self._dropped)

@@ -13,6 +13,7 @@ import grpc
 from common.errors import BatonError, ConfigError
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel
+from common.tls import TlsFiles
 from common.types import Role
 from prefix_index.publisher import IndexPublisher, read_name_owner
 from prefix_index.reader import IndexReader
@@ -44,7 +45,7 @@ class CacheEventRelay:
             self.index.evicted(hashes, tier)
 
 
-async def require_free_name(redis: str, scope: str, name: str, address: str) -> None:
+async def require_free_name(redis: str, scope: str, name: str, address: str, tls: TlsFiles | None = None) -> None:
     """Raises ConfigError if a live pod with this name answers at another address than `address`, the caller's own.
 
     The index entry of a dead pod is no obstacle: the address must answer as that pod and generation. If two pods start
@@ -54,7 +55,7 @@ async def require_free_name(redis: str, scope: str, name: str, address: str) -> 
     if holder is None or holder.address == address:
         return
     try:
-        async with open_channel(holder.address) as peer:
+        async with open_channel(holder.address, tls) as peer:
             stub = transfer_pb2_grpc.TransferStub(peer)
             info = await stub.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
     except grpc.aio.AioRpcError as e:

@@ -33,6 +33,7 @@ from common.rpc import RpcServer, trace_context_of
 from common.settings.configs import PodConfig, PodEngineSettings
 from common.settings.table import declared
 from common.telemetry import MetricsServer
+from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer
 from common.types import PodLoad, Role, SamplingParams, ValidRequest
 from common.wire import PROTOCOL_VERSION, layout_to_pb, load_to_pb, pool_counts_to_pb, role_to_pb
@@ -68,7 +69,13 @@ class PodRuntime:
     """
 
     def __init__(
-        self, config: PodConfig, engine: Engine, cache_events: CacheEventRelay, generation: int, backend: BackendFactory
+        self,
+        config: PodConfig,
+        engine: Engine,
+        cache_events: CacheEventRelay,
+        generation: int,
+        backend: BackendFactory,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -99,13 +106,14 @@ class PodRuntime:
             lend=self._lend,
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
+            tls=tls,
         )
         self.metrics = PodMetrics(engine, self.transfer_node, self.load, self.computed_tokens)
         self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))
         self._gpu = gpu_monitor(engine.device)
         if self._gpu is not None:
             add_gpu_metrics(self.metrics.metrics, self._gpu)
-        self._server = RpcServer(config.host, config.port)
+        self._server = RpcServer(config.host, config.port, tls=tls)
         self._service: PodService | None = None
         self._index: IndexPublisher | None = None
         self._peers: PeerDiscovery | None = None
@@ -128,6 +136,7 @@ class PodRuntime:
 
         backend: makes the transfer backend; by default the one that config.transport names.
         """
+        tls = TlsFiles.of_directory(config.tls_dir, config.role.value)
         settings = engine_config(config)
         if settings.resolve_device().type == "cuda":
             require_mappable_kv(config)
@@ -144,10 +153,11 @@ class PodRuntime:
         name, scope = config.resolve_name(), engine.layout.scope
         config = dataclasses.replace(config, name=name)
         if config.redis is not None:
-            await require_free_name(config.redis, scope, name, config.advertise or f"{config.host}:{config.port}")
+            own_address = config.advertise or f"{config.host}:{config.port}"
+            await require_free_name(config.redis, scope, name, own_address, tls)
         generation = await mint_generation(config.redis, scope, name)
         make_backend = backend or functools.partial(pod_backend, members=engine.rank_group)
-        return cls(config, engine, cache_events, generation, make_backend)
+        return cls(config, engine, cache_events, generation, make_backend, tls)
 
     # -- life ---------------------------------------------------------------------------------------------------------
     async def start(self, service: PodService) -> None:

@@ -17,6 +17,7 @@ from common.process.lifecycle import Lifecycle
 from common.process.tether import tether_command
 from common.rpc import RpcServer
 from common.settings.configs import WorkerConfig
+from common.tls import TlsFiles
 from engine.parallel.rank_group import SECRET_VARIABLE, STOP_S
 from pod.rank import rank_command
 
@@ -32,7 +33,7 @@ class Worker:
         if config.tensor_parallel_node == 0:
             raise ConfigError("tensor_parallel_node: 0 is the pod's own machine", field="tensor_parallel_node")
         self._config = config
-        self._server = RpcServer(config.host, config.port)
+        self._server = RpcServer(config.host, config.port, tls=TlsFiles.of_directory(config.tls_dir, "worker"))
         self._lifecycle = Lifecycle(self._wait_for_pod, drain_s=config.drain_s)
         self._over = asyncio.Event()
 

@@ -41,6 +41,24 @@ class ServiceSettings(Settings, section="Process"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TlsSettings(ServiceSettings, section="Process"):
+    """Certificates of one service, for calls between services."""
+
+    tls_dir: str | None = optional_setting(
+        kinds.text("a directory", r".+", "DIR"),
+        "Directory with ca.pem, cert.pem and key.pem of this service (`baton certs`), for mutual TLS between services; "
+        "needed if --host is no loopback address; default: no TLS",
+        per_process=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tls_dir is None and not _is_loopback(self.host):
+            problem = f"missing: listening on {self.host} needs certificates (make them with `baton certs DIR`)"
+            raise setting_error("tls_dir", problem)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TraceSettings(Settings, section="Process"):
     """Tracing of pods, gateways and stacks."""
 
@@ -213,7 +231,7 @@ class PodConfig(
     HandOffSettings,
     RankSettings,
     TraceSettings,
-    ServiceSettings,
+    TlsSettings,
     command="serve",
     section="Pod",
 ):
@@ -237,7 +255,7 @@ class PodConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(RankSettings, ServiceSettings, command="worker", section="Worker"):
+class WorkerConfig(RankSettings, TlsSettings, command="worker", section="Worker"):
     """The ranks that one machine adds to a tensor-parallel pod of another machine, which sends everything else."""
 
     tensor_parallel_size: int = setting(kinds.RANK_COUNT, 2, "Ranks of the pod on all machines together")
@@ -284,7 +302,7 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(ApiSettings, ServiceSettings, command="gateway", section="Gateway"):
+class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gateway"):
     """The gateway. Pods are found by the index in `redis`, the static list `pods`, Kubernetes, or several of these."""
 
     models: tuple[str, ...] = setting(
@@ -293,6 +311,15 @@ class GatewayConfig(ApiSettings, ServiceSettings, command="gateway", section="Ga
     alias: tuple[str, ...] = setting(kinds.tuple_of(kinds.ALIAS), (), "Further name of a model; may be repeated")
     port: int = setting(kinds.PORT, DEFAULT_PORT, "HTTP port", per_process=True)
     grpc_port: int = setting(kinds.PORT, 0, "Port of the public gRPC API; default: off", per_process=True)
+    tls_cert: str | None = optional_setting(
+        kinds.text("a file", r".+", "FILE"),
+        "Certificate chain (PEM) of the public side, for HTTPS and gRPC over TLS; read again when it changes; default: "
+        "no TLS",
+        per_process=True,
+    )
+    tls_key: str | None = optional_setting(
+        kinds.text("a file", r".+", "FILE"), "Private key (PEM) of --tls-cert; default: none", per_process=True
+    )
     pods: tuple[str, ...] = setting(
         kinds.tuple_of(kinds.ADDRESS), (), "Pods to use, with or without Redis; default: none", per_process=True
     )
@@ -329,6 +356,9 @@ class GatewayConfig(ApiSettings, ServiceSettings, command="gateway", section="Ga
         super().__post_init__()
         if self.drain_delay_s > self.drain_s:
             raise setting_error("drain_delay_s", "longer than drain_s, which it is a part of")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_cert"
+            raise setting_error(missing, "missing: tls_cert and tls_key are given together")
         if self.models and self.served_name is not None:
             raise setting_error("served_name", "not allowed together with models, which names each model")
         _parse_name_value_pairs("models", self.models)
@@ -374,6 +404,11 @@ class UpConfig(
     log_dir: str | None = optional_setting(
         kinds.text("a directory", r".+"),
         "Directory for logs; default: a new one in the user's state directory",
+        per_process=True,
+    )
+    tls_dir: str | None = optional_setting(
+        kinds.text("a directory", r".+", "DIR"),
+        "Directory that `baton certs` made, for TLS between the processes; default: certificates for this run only",
         per_process=True,
     )
     max_tokens: int = setting(kinds.integer(1, 1 << 24), 96, "Longest answer to --once, in tokens")

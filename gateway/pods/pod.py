@@ -28,6 +28,7 @@ from common.pb import (
     transfer_pb2,
     transfer_pb2_grpc,
 )
+from common.tls import TlsFiles
 from common.types import PodLoad, Role
 from common.wire import PROTOCOL_VERSION, load_from_pb
 from gateway.pods.info import PodActivity, PodInfo
@@ -71,6 +72,7 @@ class Pod:
         static: bool,
         on_change: Callable[[], None],
         only_model: bool = True,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.address = address
         self.static = static  #: The address is configured, so the pod is never forgotten.
@@ -88,7 +90,7 @@ class Pod:
         self._model = model  #: The served name that the pod must have.
         self._only_model = only_model  #: The gateway serves no other model, so a pod without a served name is used.
         self._on_change = on_change  #: Called when the pod comes, goes or changes.
-        self._channel = rpc.open_channel(address)
+        self._channel = rpc.open_channel(address, tls)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeStub(self._channel)
         self.control = control_pb2_grpc.ControlStub(self._channel)
@@ -221,7 +223,9 @@ class Pod:
             if not (timed_out and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
                 if self.alive:
                     _log.warning("pod %s at %s does not answer: %s", self.name, self.address, e.details())
-                self.alive = False
+                if (hint := rpc.connection_hint(e.details() or "")) and self.refusal != hint:
+                    _log.warning("pod at %s is not used: %s", self.address, hint)
+                self.alive, self.refusal = False, hint or self.refusal
         except BatonError as e:  # the pod answers but cannot be used; the reason is logged once, not with every answer
             if self.refusal != str(e):
                 _log.warning("pod at %s is not used: %s", self.address, e)

@@ -18,6 +18,7 @@ import grpc
 
 from common.errors import IndexUnavailable, Unavailable
 from common.pb import control_pb2
+from common.tls import TlsFiles
 from common.types import Role
 from gateway.pods.info import ModelLimits, PodInfo
 from gateway.pods.pod import Pod
@@ -81,7 +82,14 @@ class PodTable:
     """Finds the pods of a model, and says which of them can be used for which task."""
 
     def __init__(
-        self, static: Iterable[str], index: IndexReader | None, *, gateway_id: str, model: str, only_model: bool = True
+        self,
+        static: Iterable[str],
+        index: IndexReader | None,
+        *,
+        gateway_id: str,
+        model: str,
+        only_model: bool = True,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.index = index  #: None if Redis is not configured.
         self.index_up = False  #: The index answered the last poll.
@@ -90,7 +98,7 @@ class PodTable:
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
         self._model = model
         self._new_pod = partial(
-            Pod, gateway_id=gateway_id, model=model, only_model=only_model, on_change=self.notify_changed
+            Pod, gateway_id=gateway_id, model=model, only_model=only_model, on_change=self.notify_changed, tls=tls
         )
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()

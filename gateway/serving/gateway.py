@@ -30,6 +30,7 @@ from common.errors import (
     Unavailable,
 )
 from common.settings.configs import GatewayConfig
+from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer
 from gateway.admission.api_keys import Caller
 from gateway.admission.forecast import QueueForecast
@@ -89,9 +90,13 @@ class Gateway:
             max_running=settings.max_running, max_queue=settings.max_queue, max_ttft_s=settings.max_ttft_s
         )
 
+        tls = TlsFiles.of_directory(settings.tls_dir, "gateway")
+
         def served_model(text: TextProcessor) -> ServedModel:
             only_model = len(processors) == 1
-            table = PodTable(settings.pods, index, gateway_id=gateway_id, model=text.name, only_model=only_model)
+            table = PodTable(
+                settings.pods, index, gateway_id=gateway_id, model=text.name, only_model=only_model, tls=tls
+            )
             gate = Gate(gate_limits, QueueForecast(table), self.metrics)
             return ServedModel(text.name, text.tokenizer, text.chat_format, table, Router(table, self.metrics), gate)
 

@@ -20,6 +20,7 @@ from common.auth import Signer
 from common.errors import BatonError, DeadlineExceeded
 from common.pb import transfer_pb2
 from common.rpc import open_channel, translate_rpc_errors
+from common.tls import TlsFiles
 from common.types import KvTarget, TransferId
 from common.wire import finish_reason_to_pb, kv_target_to_pb, transfer_id_to_pb
 from kv_transfer.messages import Commit, WantedBlocks, Writer
@@ -44,6 +45,7 @@ class PeerRpcClient:
     signer: Signer
     info_of_pod: Callable[[], transfer_pb2.InfoResponse]  # Current description of this pod
     address: Callable[[], str]  # host:port of this pod's gRPC server, once it is bound
+    tls: TlsFiles | None = None  # This pod's certificates. None: plain calls
 
     def __post_init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -133,7 +135,7 @@ class PeerRpcClient:
         metadata = self.signer.sign(method_path(name), request) if sign else ()
         unused: list[grpc.aio.Channel] = []
         if address not in self._channels:
-            unused, self._channels[address] = self._take_unused(), open_channel(address)
+            unused, self._channels[address] = self._take_unused(), open_channel(address, self.tls)
         self._used[address] = time.monotonic()
         serialize, parse = type(request).SerializeToString, response.FromString
         call = self._channels[address].unary_unary(method_path(name), serialize, parse)

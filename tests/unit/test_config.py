@@ -12,7 +12,7 @@ import pytest
 
 from cli.settings_page import PAGE, with_table
 from common.errors import ConfigError
-from common.settings.configs import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
+from common.settings.configs import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig, WorkerConfig
 from common.settings.table import current_names, declared
 from common.types import Role
 from engine.config import EngineConfig
@@ -225,7 +225,17 @@ def test_listening_beyond_this_machine_needs_a_secret(host: str) -> None:
         with pytest.raises(ConfigError) as e:
             cls.load(file=None, env={}, flags={**flags, "host": host})
         assert e.value.field == "secret"
-        assert cls.load(file=None, env={"BATON_SECRET": "long enough"}, flags={**flags, "host": host}).host == host
+        env = {"BATON_SECRET": "long enough", "BATON_TLS_DIR": "certs"}
+        assert cls.load(file=None, env=env, flags={**flags, "host": host}).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "pod.example"])
+def test_a_service_that_listens_beyond_this_machine_needs_certificates(host: str) -> None:
+    worker = {"tensor_parallel_master": "10.0.0.1:7001"}
+    for cls, flags in ((PodConfig, {"role": "both"}), (WorkerConfig, worker), (GatewayConfig, {})):
+        with pytest.raises(ConfigError, match="make them with `baton certs DIR`") as e:
+            cls.load(file=None, env={"BATON_SECRET": "long enough"}, flags={**flags, "host": host})
+        assert e.value.field == "tls_dir"
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])

@@ -32,7 +32,7 @@ class Channel:
 async def test_unused_channels_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Channel] = []
 
-    def channel(address: str) -> Channel:
+    def channel(address: str, tls: None) -> Channel:
         made.append(Channel(address))
         return made[-1]
 
