@@ -8,6 +8,7 @@ without a required part raises InvalidRequest with the name of this part.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -186,7 +187,8 @@ def error_to_pb(error: BatonError) -> types_pb2.Error:
 def error_from_pb(pb: types_pb2.Error) -> BatonError:
     """Returns the error of a message; an unknown kind, of a newer peer, becomes InternalError."""
     cls = BatonError.by_kind.get(pb.kind, InternalError)
-    return cls(pb.message, field=pb.field or None, retry_after_s=pb.retry_after_s or None)
+    retry_after_s = pb.retry_after_s if 0 < pb.retry_after_s < math.inf else None
+    return cls(pb.message, field=pb.field or None, retry_after_s=retry_after_s)
 
 
 def layout_to_pb(layout: KVLayout) -> transfer_pb2.Layout:

@@ -123,7 +123,7 @@ class IndexReader:
         for name, known, (epoch, version, rows), gateways in polled:
             scope = _ScopeState(epoch, version, gateways=gateways, asked_at=asked_at)
             for pod, generation, slot, load, info in rows:
-                owner = (pod.decode(), int(generation))
+                owner = (pod.decode(errors="replace"), int(generation))
                 if not info and owner not in known.records:  # the pod was not alive when its version was read
                     scope.version = b""
                     continue
@@ -268,8 +268,8 @@ class IndexReader:
 
 def _record(pod: str, generation: int, info: Sequence[bytes]) -> PodRecord | None:
     """Returns the record of a pod; None, with a warning in the log, if it is unreadable."""
-    values = [part.decode() for part in info]
     try:
+        values = [part.decode() for part in info]
         return PodRecord.from_fields(dict(zip(values[::2], values[1::2], strict=True)))
     except (KeyError, ValueError) as e:
         _log.warning("pod %s of generation %d left out: its record is unreadable: %r", pod, generation, e)
@@ -279,6 +279,6 @@ def _record(pod: str, generation: int, info: Sequence[bytes]) -> PodRecord | Non
 def _load(pod: str, generation: int, load: bytes) -> PodLoad:
     try:
         return PodLoad.from_json(load.decode()) if load else PodLoad()
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, RecursionError) as e:
         _log.warning("pod %s of generation %d counts as idle: its load is unreadable: %r", pod, generation, e)
         return PodLoad()

@@ -69,18 +69,11 @@ class PodRecord:
     @classmethod
     def from_fields(cls, raw: Mapping[str, str]) -> PodRecord:
         """Parses the record of `to_fields`; ignores unknown fields (of a newer pod). Raises KeyError, ValueError."""
-        return cls(
-            pod=raw["pod"],
-            generation=int(raw["generation"]),
-            address=raw["address"],
-            role=Role(raw["role"]),
-            model=raw["model"],
-            scope=raw["scope"],
-            fingerprint=raw["fingerprint"],
-            block_size=int(raw["block_size"]),
-            max_model_len=int(raw["max_model_len"]),
-            num_blocks=int(raw["num_blocks"]),
-        )
+        numbers = {name: int(raw[name]) for name in ("generation", "block_size", "max_model_len", "num_blocks")}
+        if min(numbers.values()) < 0 or not numbers["block_size"]:
+            raise ValueError(f"a number is too small: {numbers}")
+        texts = {name: raw[name] for name in ("pod", "address", "model", "scope", "fingerprint")}
+        return cls(role=Role(raw["role"]), **texts, **numbers)
 
 
 @dataclass(frozen=True, slots=True)

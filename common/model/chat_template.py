@@ -39,11 +39,17 @@ def special_token_text(config: Mapping[str, Any], name: str) -> str:
 
 
 def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the chat templates by name: "tool_use", if present, is for tools, "default" for the rest; or none."""
+    """Returns the chat templates by name: "tool_use", if present, is for tools, "default" for the rest; or none.
+
+    Raises ConfigError for a file that is no text.
+    """
     path = model_dir / "chat_template.jinja"
-    named = {p.stem: p.read_text("utf-8") for p in sorted(model_dir.glob("additional_chat_templates/*.jinja"))}
-    if path.is_file():
-        return {**named, "default": path.read_text("utf-8")}
+    try:
+        named = {p.stem: p.read_text("utf-8") for p in sorted(model_dir.glob("additional_chat_templates/*.jinja"))}
+        if path.is_file():
+            return {**named, "default": path.read_text("utf-8")}
+    except ValueError as e:
+        raise ConfigError(f"model: a chat template is not UTF-8 text: {e}", field="model") from e
     template = config.get("chat_template")
     if isinstance(template, list):
         pairs = [(t.get("name"), t.get("template")) for t in template if isinstance(t, dict)]
@@ -73,7 +79,7 @@ class ChatTemplate:
             if "tool_use" in sources:
                 self._with_tools = env.from_string(sources["tool_use"])
             self.supports_tools = "tools" in meta.find_undeclared_variables(env.parse(self.source))
-        except jinja2.TemplateError as e:
+        except Exception as e:  # constants are computed here, so that any error of an expression is possible
             raise ConfigError(f"model: the chat template does not compile: {e}", field="model") from e
 
     def render(
@@ -92,6 +98,6 @@ class ChatTemplate:
             return template.render({**self._names, **(kwargs or {}), **named}, add_generation_prompt=True)
         except jinja2.TemplateError as e:
             raise InvalidRequest(f"the model's chat template refuses these messages: {e}", field="messages") from e
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as e:
+        except Exception as e:  # a template is a program, which may divide by zero or call itself
             text = f"the model's chat template cannot render these messages: {type(e).__name__}"
             raise InvalidRequest(text, field="messages") from e

@@ -75,7 +75,7 @@ def check_model_dir(path: Path, *, tokenizer: bool = True, weights: bool = True)
             found[name] = json.loads((path / name).read_bytes())
         except FileNotFoundError:
             raise ConfigError(f"model directory {path} has no {name}", field="model") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"model directory {path}: {name} is not readable: {error}", field="model") from error
     if weights and not any(path.glob("*.safetensors")):
         raise ConfigError(f"model directory {path} has no *.safetensors", field="model")

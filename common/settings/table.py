@@ -216,7 +216,7 @@ def _read_toml(file: Path | None) -> Mapping[str, object]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
         raise setting_error("config", f"cannot read {file}: {e.strerror}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:  # also text that is not UTF-8, and numbers that are too long
         raise setting_error("config", f"{file} is not TOML: {e}") from e
 
 

@@ -231,7 +231,7 @@ def read_json(path: Path, *, required: bool) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", field="model")

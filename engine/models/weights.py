@@ -171,7 +171,7 @@ def weights_revision(spec: ModelShape, model_dir: Path) -> str:
                 header: dict[str, Any] = json.loads(header_bytes)
                 offsets = [header[name]["data_offsets"] for name in sorted(header.keys() - {"__metadata__"})]
                 spans = [(int(begin), int(end)) for begin, end in offsets]
-            except (ValueError, AttributeError, KeyError, TypeError) as error:
+            except (ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise ConfigError(f"{path} is not a safetensors file", field="model") from error
             complete = 8 + header_size + max((end for _, end in spans), default=0)
             if complete > size:
@@ -193,12 +193,12 @@ def _files(model_dir: Path) -> list[Path]:
         raise ConfigError(f"{model_dir} has neither model.safetensors nor an index of shards", field="model")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        files = [model_dir / name for name in names]
+        missing = next((file for file in files if not file.is_file()), None)
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(f"{index} is not an index of shards: {error!r}", field="model") from error
-    files = [model_dir / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"{file}, named by the index, does not exist", field="model")
+    if missing is not None:
+        raise ConfigError(f"{missing}, named by the index, does not exist", field="model")
     return files
 
 

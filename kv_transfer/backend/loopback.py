@@ -178,7 +178,7 @@ class LoopbackBackend:
         self._notified_peers.discard(peer)
 
     def _require(self, peer: str, metadata: bytes) -> None:
-        if metadata.decode() != peer:
+        if metadata != peer.encode():
             raise TransferFailed(f"the metadata belongs to {metadata!r}, not to {peer}")
         self._fabric.require_alive(peer)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ _LUA = Path(__file__).parent / "lua"
 TIMEOUT_S = 1.0
 MAX_ENTRY_BYTES = 4 << 20
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,11 @@ class ResponseStore:
     async def find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Returns a response, None if it is not stored or has expired."""
         entry = await self._bounded(lambda: self._client.get(_keys(tenant)[0] + response_id))
-        return None if entry is None else StoredResponse(**orjson.loads(entry))
+        try:
+            return None if entry is None else StoredResponse(**orjson.loads(entry))
+        except (ValueError, TypeError) as e:
+            _log.warning("the stored response %s is unreadable and counts as expired: %s", response_id, e)
+            return None
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Deletes a response. Returns False if it was not stored."""
