@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import itertools
 import random
 import statistics
@@ -29,7 +30,9 @@ from benchmarks.support.transfer_peer import FreePin, TransferPeer, answer_lines
 from cli.gpus import visible_gpus
 from common.errors import BatonError
 from common.kv_layout import KVLayout
-from common.types import KvTarget, Role, TransferId
+from common.pb import types_pb2
+from common.types import Role
+from common.wire import kv_target_from_pb, kv_target_to_pb
 from kv_transfer.messages import Commit, ExposedParts, TransferReport
 from kv_transfer.node import TransferNode
 from kv_transfer.sender.transfers import DEFAULT_WRITE_LIMITS, WriteLimits
@@ -87,15 +90,15 @@ PLANS = {
 
 
 async def receive(plan: HandoffSizes, device: str) -> None:
-    """Main function of the receiving process: expects a transfer for each question and answers with its number."""
+    """Main function of the receiving process: expects a transfer for each question and answers with its target."""
 
     def ignore(_: Commit | BatonError) -> None:
         """Does nothing: the sender measures the transfer and sees its errors."""
 
     async with transfer_peer(Role.DECODE, plan.layout, plan.pool_blocks, device) as peer:
 
-        def expect(order: dict[str, Any]) -> dict[str, int]:
-            transfer_id = peer.node.expect_transfer(
+        def expect(order: dict[str, Any]) -> str:
+            target = peer.node.expect_transfer(
                 request_id=order["request"],
                 first_block=0,
                 blocks=order["blocks"],
@@ -104,9 +107,9 @@ async def receive(plan: HandoffSizes, device: str) -> None:
                 on_ready=ignore,
                 on_failed=ignore,
             )
-            return {"generation": transfer_id.generation, "number": transfer_id.number}
+            return base64.b64encode(kv_target_to_pb(target).SerializeToString()).decode()
 
-        await answer_lines({"pod": peer.name, "address": peer.address}, expect)
+        await answer_lines(None, expect)
 
 
 def scattered(total: int, run: int, rng: random.Random) -> list[int]:
@@ -123,13 +126,11 @@ class TransferBench:
     plan: HandoffSizes
     device: str
     allow_tcp: bool
-    greeting: dict[str, str]  # Name and address of the receiver.
     ask: Callable[[object], Awaitable[Any]]
 
     async def move(self, node: TransferNode, request: str, local: list[int], remote: list[int]) -> TransferReport:
-        number = await self.ask({"request": request, "blocks": remote})
-        transfer_id, fingerprint = TransferId(**number), self.plan.layout.fingerprint
-        target = KvTarget(transfer_id, self.greeting["pod"], self.greeting["address"], 0, tuple(remote), fingerprint)
+        packed = base64.b64decode(await self.ask({"request": request, "blocks": remote}))
+        target = kv_target_from_pb(types_pb2.KvTarget.FromString(packed))
         transfer = node.start_transfer(target, request, len(local), 60.0)
         await asyncio.sleep(0.05)  # the transfer opens in this time, as it does during the first chunk of a prompt
         transfer.push(0, local, FreePin(local))
@@ -293,8 +294,8 @@ async def measure(args: argparse.Namespace) -> None:
             metrics["decode_step_ratio_while_receiving"] = more["receiving"]["ratio"]
         report.write(args.out, "handoff", metrics, *pd_stack.PACKAGES, **more)
     if "payload" in args.only:
-        async with other_process(__file__, "--receive", "--shape", shape, device=args.device) as (greeting, ask):
-            bench = TransferBench(plan, args.device, args.allow_tcp, greeting, ask)
+        async with other_process(__file__, "--receive", "--shape", shape, device=args.device) as (_, ask):
+            bench = TransferBench(plan, args.device, args.allow_tcp, ask)
             more["ends"] = await bench.ends()
             more["rows"] = await bench.payload()
         # Reversed, because the first rows have the pods' default write limits.

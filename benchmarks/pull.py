@@ -31,6 +31,7 @@ from benchmarks.support.pd_stack import CONFIGS, make_model, prompts
 from benchmarks.support.report import ms, percentiles_ms, spread
 from benchmarks.support.transfer_peer import FreePin, TransferPeer, answer_lines, other_process, transfer_peer
 from cli.gpus import visible_gpus
+from common.auth import GATEWAY, Signer, sign_calls
 from common.kv_layout import KVLayout
 from common.pb import prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel
@@ -111,7 +112,7 @@ async def hold(plan: PullSizes, layout: KVLayout, device: str) -> None:
         await answer_lines({"pod": peer.name, "address": peer.address})
 
 
-async def pull(peer: TransferPeer, holder: str, blocks: list[int]) -> float:
+async def pull(peer: TransferPeer, holder: tuple[str, str], blocks: list[int]) -> float:
     """Pulls the first blocks of a chain into `blocks` and checks their content. Returns the seconds."""
     for block in (blocks[0], blocks[-1]):
         peer.memory.write_block(block, bytes(peer.memory.block_bytes))
@@ -120,7 +121,7 @@ async def pull(peer: TransferPeer, holder: str, blocks: list[int]) -> float:
         request_id="r", hashes=hashes, first_block=0, blocks=blocks, pin=FreePin(blocks), timeout_s=60.0
     )
     began = time.perf_counter()
-    result = await peer.node.pull(holder, wanted)
+    result = await peer.node.pull(*holder, wanted)
     seconds = time.perf_counter() - began
     assert result.blocks == len(blocks), result
     for number in (0, len(blocks) - 1):
@@ -138,14 +139,14 @@ async def measure(layout: KVLayout, device: str, repeats: int) -> list[dict[str,
         other_process(__file__, "--hold", layout.model, device=device) as (greeting, _),
         transfer_peer(Role.PREFILL, layout, plan.pool_blocks, device, allow_tcp=True) as peer,  # slow transports too
     ):
-        holder = greeting["address"]
+        holder = greeting["address"], greeting["pod"]
         first_s = await pull(peer, holder, free[:1])
         for count in plan.counts:
             seconds = [await pull(peer, holder, free[:count]) for _ in range(repeats)]
             row = {"block_kib": layout.block_bytes >> 10, "blocks": count, "first_ms": ms(first_s)}
             row |= {"median_ms": ms(statistics.median(seconds)), "p90_ms": percentiles_ms(seconds, "p90")["p90"]}
             rows.append(row | {"gb_s": round(count * layout.block_bytes / statistics.median(seconds) / 1e9, 3)})
-        carried_by = (await peer.node.connect(holder)).transport
+        carried_by = (await peer.node.connect(*holder)).transport
     return [{**row, "carried_by": carried_by} for row in rows]
 
 
@@ -162,7 +163,8 @@ class PodCaller:
 
     def __init__(self, pod: local_stack.BarePod) -> None:
         self.pod = pod
-        self._channel = open_channel(pod.address)
+        signer = Signer(pod.secret.encode(), GATEWAY, "bench", 1)
+        self._channel = sign_calls(open_channel(pod.address), signer, lambda: pod.name)
         self._calls = 0
 
     async def holds(self, tokens: int) -> prefill_pb2.PullHint:

@@ -162,7 +162,7 @@ class TransferId:
 
 @dataclass(frozen=True, slots=True)
 class KvTarget:
-    """The blocks on a decode pod that a prompt's KV is written to."""
+    """The blocks on a decode pod that a prompt's KV is written to. A capability: the decode pod signs it."""
 
     transfer_id: TransferId
     pod: str
@@ -170,6 +170,8 @@ class KvTarget:
     first_block: int  # First logical block of the transfer; the decode pod's cache holds the blocks before it.
     blocks: tuple[int, ...]  # blocks[i] is the physical block for logical block first_block + i.
     fingerprint: str
+    expires_at: int = 0  # End of the signature, in milliseconds since the epoch.
+    signature: bytes = b""  # Of the fields above and the request id (Signer.sign_target in common/auth.py).
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,10 @@ class PodLoad:
     def from_json(cls, raw: str) -> PodLoad:
         """Parses the load from `to_json`. Unknown fields, of a newer pod, are ignored. Raises ValueError, TypeError."""
         values = json.loads(raw)
-        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        if not all(isinstance(value, int | float) and abs(value) < 2**63 for value in known.values()):
+            raise ValueError(f"a value is no finite number: {known}")
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class DecodeHandOff:
         assert lease is not None, "a remote prompt has a lease"
         first = lease.cached_blocks
         blocks = tuple(lease.blocks[first : pod.engine.layout.blocks_for(self.request.context_len)])
-        transfer_id = node.expect_transfer(
+        target = node.expect_transfer(
             request_id=self.request.request_id,
             first_block=first,
             blocks=blocks,
@@ -128,8 +128,8 @@ class DecodeHandOff:
             on_ready=self._on_transfer_ready,
             on_failed=self._on_transfer_failed,
         )
-        self._reservation.callback(node.release, transfer_id)
-        return KvTarget(transfer_id, pod.name, pod.address, first, blocks, pod.engine.layout.fingerprint)
+        self._reservation.callback(node.release, target.transfer_id)
+        return target
 
     def _local_sequence(self) -> Sequence:
         """Returns the sequence whose uncached tokens the engine computes. The other children fork in the engine.

@@ -16,7 +16,8 @@ from typing import Any
 
 import grpc
 
-from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from common.auth import current_caller
+from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from common.pb import decode_pb2, decode_pb2_grpc
 from common.rpc import remaining_s
 from common.settings.configs import PodConfig
@@ -68,6 +69,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         grammar = await pod.compile_grammar(valid)
         pod.require_ready()
         pod.limits.check(valid, generates=True)
+        _require_own_id(request.gateway_id)
         stream = self._streams.get(request.gateway_id)
         if stream is None or stream.paused:
             problem = "reads its token stream too slowly" if stream else "has no token stream to this pod"
@@ -132,6 +134,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise DeadlineExceeded(f"no hello within {HELLO_TIMEOUT_S:.0f} s") from None
         if hello is None or not hello.gateway_id:
             raise InvalidRequest("the first message must have a gateway_id", field="gateway_id")
+        _require_own_id(hello.gateway_id)
         stream = self._open(hello.gateway_id)
         reader = self._aio.create_task(self._read_acks(stream, request_iterator))
         try:
@@ -220,6 +223,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self.requests.fail_all(error)
         for stream in list(self._streams.values()):
             self._aio.call_soon_threadsafe(stream.close)  # queued behind the errors above
+
+
+def _require_own_id(gateway_id: str) -> None:
+    """Raises Unauthenticated unless the caller's signature names this gateway: no gateway takes another's stream."""
+    if (signed := current_caller().name) != gateway_id:
+        raise Unauthenticated(f"gateway_id is {gateway_id!r}, but the call is signed by {signed!r}")
 
 
 def record_spans(tracer: Tracer, parent: TraceContext, hand_off: DecodeHandOff) -> None:

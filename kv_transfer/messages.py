@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import struct
 import threading
 from collections import Counter
@@ -16,7 +17,8 @@ _RANGE = struct.Struct(">4sQQII")
 _COMMIT = struct.Struct(">4sQQH")
 _FIRST = struct.Struct(">IB")  # First token, finish reason
 _COMMITTED = struct.Struct(">4sQQI")
-_RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN1", b"BTN2", b"BTN3"
+_RANGE_MAGIC, _COMMIT_MAGIC, _COMMITTED_MAGIC = b"BTN4", b"BTN5", b"BTN6"  # 1 to 3 had no mac
+_MAC_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,8 @@ class RangeWritten:
     first: int
     count: int
 
-    def pack(self) -> bytes:
-        return _RANGE.pack(_RANGE_MAGIC, self.transfer_id.generation, self.transfer_id.number, self.first, self.count)
+    def pack(self, signature: bytes) -> bytes:
+        return _sealed(_RANGE.pack(_RANGE_MAGIC, *_pair(self.transfer_id), self.first, self.count), signature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +155,12 @@ class CommitNotification:
     transfer_id: TransferId
     commit: Commit
 
-    def pack(self) -> bytes:
+    def pack(self, signature: bytes) -> bytes:
         firsts = zip(self.commit.first_tokens, self.commit.finish_reasons, strict=True)
         packed = [_FIRST.pack(token, finish_reason_to_pb(finish)) for token, finish in firsts]
-        return b"".join([_COMMIT.pack(_COMMIT_MAGIC, *_pair(self.transfer_id), len(packed)), *packed])
+        return _sealed(
+            b"".join([_COMMIT.pack(_COMMIT_MAGIC, *_pair(self.transfer_id), len(packed)), *packed]), signature
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,33 +170,47 @@ class CommittedNotification:
     transfer_id: TransferId
     awaited_us: int  # Microseconds from the arrival of the commit to the arrival of the last range
 
-    def pack(self) -> bytes:
-        return _COMMITTED.pack(_COMMITTED_MAGIC, *_pair(self.transfer_id), min(self.awaited_us, 0xFFFFFFFF))
+    def pack(self, signature: bytes) -> bytes:
+        awaited_us = min(self.awaited_us, 0xFFFFFFFF)
+        return _sealed(_COMMITTED.pack(_COMMITTED_MAGIC, *_pair(self.transfer_id), awaited_us), signature)
 
 
 TransferNotification = RangeWritten | CommitNotification | CommittedNotification
 
 
 def parse_notification(payload: bytes) -> TransferNotification | None:
-    """Returns None for a payload that is not one of these notifications."""
+    """Returns None for a payload that is not one of these notifications. Does not verify the mac: see is_sealed."""
+    payload = payload[:-_MAC_BYTES]
     try:
         match payload[:4]:
-            case b"BTN1":
+            case b"BTN4":
                 _, generation, number, first, count = _RANGE.unpack(payload)
                 return RangeWritten(TransferId(generation, number), first, count) if count else None
-            case b"BTN2":
+            case b"BTN5":
                 _, generation, number, n = _COMMIT.unpack_from(payload)
                 firsts = list(_FIRST.iter_unpack(payload[_COMMIT.size :]))
                 if len(firsts) != n:
                     return None
                 commit = Commit(tuple(t for t, _ in firsts), tuple(finish_reason_from_pb(f) for _, f in firsts))
                 return CommitNotification(TransferId(generation, number), commit)
-            case b"BTN3":
+            case b"BTN6":
                 _, generation, number, awaited_us = _COMMITTED.unpack(payload)
                 return CommittedNotification(TransferId(generation, number), awaited_us)
     except struct.error:
         pass
     return None
+
+
+def is_sealed(payload: bytes, signature: bytes) -> bool:
+    """Returns whether a process that knows the signature of the KV target packed this notification.
+
+    NIXL does not authenticate notifications, and the signature itself does not travel over NIXL.
+    """
+    return bool(signature) and hmac.compare_digest(payload, _sealed(payload[:-_MAC_BYTES], signature))
+
+
+def _sealed(body: bytes, signature: bytes) -> bytes:
+    return body + hmac.digest(signature, body, "sha256")[:_MAC_BYTES]
 
 
 def _pair(transfer_id: TransferId) -> tuple[int, int]:

@@ -36,6 +36,7 @@ from kv_transfer.messages import (
     PullResult,
     TransferStats,
     WantedBlocks,
+    is_sealed,
     parse_notification,
 )
 from kv_transfer.peers.connections import PeerConnector, agent_name
@@ -74,7 +75,7 @@ class TransferNode:
     def __post_init__(self) -> None:
         memory, info, clock = self.memory, self.info, time.monotonic
         self._clock = clock
-        self._generation = 0
+        self._generation, self._fingerprint = 0, ""
         self._closing = False
         self._dropped = DroppedMessages()
         self._pairs = PairTrafficTable(clock)
@@ -101,7 +102,7 @@ class TransferNode:
         """Starts the transfer agent, named after the pod and its generation. Raises TransferFailed."""
         info = self.info()
         self._rpc.start()
-        self._generation = info.generation
+        self._generation, self._fingerprint = info.generation, info.fingerprint
         started = self._thread.start(agent_name(info), self.memory, self)
         try:
             await asyncio.wait_for(asyncio.wrap_future(started), START_S)
@@ -142,17 +143,20 @@ class TransferNode:
     def start_transfer(
         self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float
     ) -> OutgoingTransfer:
-        """Starts a transfer to `target` in the background. Event loop. Failures are raised by done().
+        """Starts a transfer to `target` in the background. Event loop. Later failures are raised by done().
 
         num_prompt_blocks: blocks of the whole prompt, with the partial last one. Raises Unavailable before start() and
-        after stop().
+        after stop(); Unauthenticated or UnknownTransfer for a target without a right signature for this request.
         """
         self._require_running()
+        self.signer.verify_target(target, request_id)
         return self._outgoing.start(target, request_id, num_prompt_blocks, deadline_s)
 
-    async def connect(self, address: str, generation: int | None = None, timeout_s: float = 30.0) -> PeerStats:
-        """Connects to and probes the pod at `address` (None: any generation). Returns at once if connected."""
-        return (await self._connector.connect(address, timeout_s, generation)).stats
+    async def connect(
+        self, address: str, pod: str, generation: int | None = None, timeout_s: float = 30.0
+    ) -> PeerStats:
+        """Connects to and probes `pod` at `address` (None: any generation). Returns at once if connected."""
+        return (await self._connector.connect(address, pod, timeout_s, generation)).stats
 
     # -- receiving ----------------------------------------------------------------------------------------------------
     def expect_transfer(
@@ -165,10 +169,11 @@ class TransferNode:
         deadline_s: float,
         on_ready: Callable[[Commit], None],
         on_failed: Callable[[BatonError], None],
-    ) -> TransferId:
+    ) -> KvTarget:
         """Makes room for a transfer of logical blocks first_block... into the physical `blocks`. Any thread.
 
-        Exactly one callback runs, once, on the transfer thread. It must not block.
+        Returns the signed target, which expires with the deadline. Exactly one callback runs, once, on the transfer
+        thread. It must not block.
         - on_ready: the KV is complete and the pin was released.
         - on_failed: deadline, damage, the writer's end, or release() before READY.
 
@@ -177,12 +182,19 @@ class TransferNode:
         """
         with release_unless_handed_on(pin) as scope:
             self._require_running()
-            transfer_id, deadline = self._incoming.new_transfer_id(self._generation), self._clock() + deadline_s
+            target = self._signed_target(request_id, first_block, blocks, deadline_s)
+            transfer_id, deadline = target.transfer_id, self._clock() + deadline_s
             machine = ReceiverMachine(transfer_id, first_block=first_block, num_blocks=len(blocks), deadline=deadline)
-            entry = IncomingTransfer(machine, request_id, tuple(blocks), pin, on_ready, on_failed)
+            entry = IncomingTransfer(machine, request_id, target, pin, on_ready, on_failed)
             self._thread.submit(partial(self._incoming.add, entry))
             scope.pop_all()
-        return transfer_id
+        return target
+
+    def _signed_target(self, request_id: str, first_block: int, blocks: Sequence[int], valid_s: float) -> KvTarget:
+        """Returns the capability to write these blocks of this pod for a request."""
+        transfer_id = self._incoming.new_transfer_id(self._generation)
+        where = (self.signer.name, self.address(), first_block, tuple(blocks))
+        return self.signer.sign_target(KvTarget(transfer_id, *where, self._fingerprint), request_id, valid_s)
 
     def release(self, transfer_id: TransferId) -> None:
         """Tells the node that the request has ended on this pod. Any thread; idempotent; ignores unknown ids.
@@ -193,8 +205,8 @@ class TransferNode:
         self._thread.submit(lambda: self._incoming.release(transfer_id))
 
     # -- pulling ------------------------------------------------------------------------------------------------------
-    def pull(self, address: str, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
-        """Pulls cached blocks from the pod at `address`, which pushes them. Event loop.
+    def pull(self, address: str, pod: str, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
+        """Pulls cached blocks from `pod` at `address`, which pushes them. Event loop.
 
         The node owns wanted.pin from this call on, also if it raises. It releases the pin once no byte can land any
         more, also if the task is cancelled before its first step. The task raises BatonError; then no block of the pull
@@ -202,10 +214,8 @@ class TransferNode:
         """
         with release_unless_handed_on(wanted.pin) as scope:
             self._require_running()
-            info, transfer_id = self.info(), self._incoming.new_transfer_id(self._generation)
-            first, blocks = wanted.first_block, tuple(wanted.blocks)
-            target = KvTarget(transfer_id, info.pod, self.address(), first, blocks, info.fingerprint)
-            task = self._incoming.pull(address, target, wanted)
+            target = self._signed_target(wanted.request_id, wanted.first_block, wanted.blocks, wanted.timeout_s)
+            task = self._incoming.pull(address, pod, target, wanted)
             scope.pop_all()
         return task
 
@@ -223,7 +233,7 @@ class TransferNode:
             open_outgoing=self._outgoing.num_open,
             loans=len(self.servicer.loans),
             pending_writes=self._thread.num_pending,
-            dropped=self._dropped.snapshot(),
+            dropped=self._dropped.snapshot() | ({"unauthenticated": n} if (n := self.signer.refused) else {}),
             peers=self._connector.stats(),
         )
 
@@ -240,6 +250,11 @@ class TransferNode:
         message = parse_notification(notification.payload)
         if message is None:
             self._dropped.count("notification_malformed")
+            return
+        side = self._outgoing if isinstance(message, CommittedNotification) else self._incoming
+        signature = side.signature_of(notification.peer, message.transfer_id)
+        if signature is not None and not is_sealed(notification.payload, signature):
+            self._dropped.count("notification_forged")
         elif isinstance(message, CommittedNotification):
             self._outgoing.on_committed(notification.peer, message)
         else:

@@ -1,4 +1,4 @@
-"""Transfer service of a pod: verifies the caller of each call and passes the call to the transfer thread.
+"""Transfer service of a pod: passes each call to the transfer thread. The server's CallGuard verified the caller.
 
 A writer has to shake hands before it opens a transfer. Calls of a generation older than the newest that shook hands are
 refused and counted. A writer that is not among the last MAX_WRITERS gets UnknownTransfer (field `pod`) and repeats it.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
-from common.auth import Signer
+from common.auth import Signer, current_caller
 from common.block_hash import HASH_BYTES
 from common.errors import (
     DeadlineExceeded,
@@ -35,7 +33,6 @@ from common.wire import finish_reason_from_pb, kv_target_from_pb, transfer_id_fr
 from kv_transfer.memory import PinnedBlocks, PoolMemory, release_unless_handed_on
 from kv_transfer.messages import Commit, DroppedMessages, TransferReport, Writer
 from kv_transfer.peers.connections import agent_name, probe_digest, require_compatible, watch_process
-from kv_transfer.peers.rpc_client import method_path
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.receiver.transfers import TransferReceiver
 from kv_transfer.sender.transfers import OutgoingTransfer, TransferSender
@@ -90,7 +87,7 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self, request: transfer_pb2.HandshakeRequest, context: Context
     ) -> transfer_pb2.HandshakeResponse:
         pod, generation = request.info.pod, request.info.generation
-        self._verify("Handshake", request, context, pod, generation)
+        self._require_own_name(pod, generation)
         mine = self.info()
         require_compatible(mine, request.info)
         known = self._writers.get(pod)
@@ -121,21 +118,21 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         )
 
     async def Probe(self, request: transfer_pb2.ProbeRequest, context: Context) -> transfer_pb2.ProbeResponse:
-        self._verify("Probe", request, context, request.pod, request.generation)
+        self._require_own_name(request.pod, request.generation)
         self._expecting_until = self.clock() + EXPECT_WRITES_S
         block = await self._on_thread(lambda: self.memory.read_block(self.memory.probe_block), context)
         intact = block.startswith(request.nonce) and probe_digest(request.nonce, block) == request.digest
         return transfer_pb2.ProbeResponse(intact=intact)
 
     async def Open(self, request: transfer_pb2.OpenRequest, context: Context) -> transfer_pb2.OpenResponse:
-        self._verify("Open", request, context, request.pod, request.generation)
+        self._require_own_name(request.pod, request.generation)
         info = self._writer(request.pod, request.generation)
         agent = agent_name(info)
         writer = Writer(request.pod, request.generation, agent, request.address, request.polled)
         if agent not in self.incoming.watches:
             await asyncio.to_thread(self._watch, agent, info, request.address)
-        transfer_id = transfer_id_from_pb(request.transfer_id)
-        await self._on_thread(lambda: self.incoming.open_transfer(transfer_id, request.request_id, writer), context)
+        opened = (transfer_id_from_pb(request.transfer_id), request.request_id, request.signature, writer)
+        await self._on_thread(lambda: self.incoming.open_transfer(*opened), context)
         return transfer_pb2.OpenResponse()
 
     def _watch(self, agent: str, info: transfer_pb2.InfoResponse, address: str) -> None:
@@ -144,26 +141,31 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         self.thread.submit(lambda: self.incoming.watch(agent, watch))
 
     async def Commit(self, request: transfer_pb2.CommitRequest, context: Context) -> transfer_pb2.CommitResponse:
-        generation = request.generation
-        self._writer(self._verify("Commit", request, context, None, generation), generation)
+        pod, generation = current_caller().name, request.generation
+        self._require_own_name(pod, generation)
+        self._writer(pod, generation)
         transfer_id = transfer_id_from_pb(request.transfer_id)
         finishes = tuple(map(finish_reason_from_pb, request.finish_reasons))
         commit = Commit(tuple(request.first_tokens), finishes, tuple(request.checksums))
         answer: Future[float] = Future()
         self._require_running()
-        self.thread.submit(lambda: self.incoming.commit(transfer_id, generation, commit, answer))
+        signature = request.signature
+        self.thread.submit(lambda: self.incoming.commit(transfer_id, generation, signature, commit, answer))
         return transfer_pb2.CommitResponse(awaited_s=await self._within(answer, context))
 
     async def Drain(self, request: transfer_pb2.DrainRequest, context: Context) -> transfer_pb2.DrainResponse:
         transfer_id = transfer_id_from_pb(request.transfer_id)
-        pod = self._verify("Drain", request, context, None, transfer_id.generation)
+        pod = current_caller().name
+        self._require_own_name(pod, transfer_id.generation)
         stopped = await self._on_thread(lambda: self.outgoing.drain(pod, transfer_id), context)
         clean = await self._within(stopped, context)
         return transfer_pb2.DrainResponse(generation=self.info().generation, clean=clean)
 
     async def Pull(self, request: transfer_pb2.PullRequest, context: Context) -> transfer_pb2.PullResponse:
         target = kv_target_from_pb(request.target)
-        pod = self._verify("Pull", request, context, target.pod, target.transfer_id.generation)
+        pod = target.pod
+        self._require_own_name(pod, target.transfer_id.generation)
+        self.signer.verify_target(target, request.request_id)
         if target.fingerprint != self.info().fingerprint:
             raise LayoutMismatch(f"the KV layout of {pod} has another fingerprint", field="fingerprint")
         self._require_running()
@@ -203,16 +205,13 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         if error := outcome.exception():
             _log.info("the loan to %s failed: %s", loan.target.pod, error, extra={"request_id": loan.request_id})
 
-    def _verify(self, method: str, request: Message, context: Context, pod: str | None, generation: int) -> str:
-        """Returns the caller's pod. Raises Unauthenticated unless the caller is this pod (None: any) and generation."""
-        try:
-            caller = self.signer.verify(method_path(method), request, context.invocation_metadata(), time.time())
-            if caller != (caller[0] if pod is None else pod, generation):
-                raise Unauthenticated(f"{method} is in the name of another pod or generation")
-        except Unauthenticated:
-            self.dropped.count("unauthenticated")
-            raise
-        return caller[0]
+    def _require_own_name(self, pod: str, generation: int) -> None:
+        """Raises Unauthenticated unless the message names its caller."""
+        caller = current_caller()
+        if (caller.name, caller.generation) != (pod, generation):
+            self.signer.refused += 1
+            signed = f"signed by generation {caller.generation} of {caller.name}"
+            raise Unauthenticated(f"the message is in the name of generation {generation} of {pod}, but {signed}")
 
     def _writer(self, pod: str, generation: int) -> transfer_pb2.InfoResponse:
         """Returns the writer's handshake. Raises UnknownTransfer; its field is `pod` if a new handshake would help."""

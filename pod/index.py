@@ -76,8 +76,8 @@ class PeerDiscovery:
 
     reader: IndexReader
     scope: str
-    #: Makes and proves the connection to (address, generation). It is cheap for a pod that is connected.
-    connect: Callable[[str, int], Awaitable[object]]
+    #: Makes and proves the connection to (address, pod, generation). It is cheap for a pod that is connected.
+    connect: Callable[[str, str, int], Awaitable[object]]
 
     def __post_init__(self) -> None:
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}  # By pod and generation
@@ -135,7 +135,7 @@ class PeerDiscovery:
 
     async def _connect_to(self, record: PodRecord) -> None:
         try:
-            await self.connect(record.address, record.generation)
+            await self.connect(record.address, record.pod, record.generation)
         except BatonError as error:
             _log.info("decode pod %s at %s is not connected yet: %s", record.pod, record.address, error.message)
         except Exception:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from common.auth import Signer
+from common.auth import CallGuard, Signer
 from common.block_hash import hash_blocks, matchable_blocks
 from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
 from common.grammar import CompiledGrammar, GrammarSource
@@ -97,11 +97,12 @@ class PodRuntime:
         self.lifecycle = Lifecycle(self._drain, drain_s=config.drain_s)
         self.engine_loop = EngineLoop(engine, self._on_step)
         self._embedder = Embedder(engine, self.engine_loop, self._check_embedding)
+        signer = Signer(config.secret.encode(), config.role.value, self.name, generation)
         self.transfer_node = TransferNode(
             backend=backend(config),
             memory=pool_memory(engine.kv),
             info=self.info,
-            signer=Signer(config.secret.encode(), self.name, generation),
+            signer=signer,
             address=lambda: self.address,
             lend=self._lend,
             checksums=config.checksums,
@@ -113,7 +114,7 @@ class PodRuntime:
         self._gpu = gpu_monitor(engine.device)
         if self._gpu is not None:
             add_gpu_metrics(self.metrics.metrics, self._gpu)
-        self._server = RpcServer(config.host, config.port, tls=tls)
+        self._server = RpcServer(config.host, config.port, tls=tls, interceptors=(CallGuard(signer),))
         self._service: PodService | None = None
         self._index: IndexPublisher | None = None
         self._peers: PeerDiscovery | None = None

@@ -118,7 +118,7 @@ class PrefixPuller:
             )
             pod.metrics.pulls_asked.inc()
             try:
-                got = await pod.transfer_node.pull(hint.address, wanted)
+                got = await pod.transfer_node.pull(hint.address, hint.pod, wanted)
             except DeadlineExceeded:
                 pod.rates.observe_pull(time.monotonic() - asked, 0.0)
                 raise

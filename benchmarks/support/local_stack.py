@@ -108,6 +108,7 @@ class BarePod:
     name: str
     address: str
     process: ChildProcess
+    secret: str
 
 
 def connections(process: ChildProcess) -> list[str]:
@@ -146,7 +147,7 @@ def running_pods(
                 env=env if gpu is None else env | {"CUDA_VISIBLE_DEVICES": gpu[0].id},
             )
             stack.callback(process.kill, STOP_S)
-            started[name] = BarePod(name, port.address, process)
+            started[name] = BarePod(name, port.address, process, env["BATON_SECRET"])
         with logs_on_failure(pod.process for pod in started.values()):
             for pod in started.values():
                 pod.process.start()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.gpus import shared_out, visible_gpus
-from common.auth import Signer
+from common.auth import CallGuard, Signer
 from common.kv_layout import KVLayout
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import host_boot_id
@@ -66,12 +66,13 @@ async def transfer_peer(
         pid=os.getpid(),
         boot_id=host_boot_id(),
     )
-    server, address = RpcServer("127.0.0.1", 0), ""
+    signer = Signer(b"one benchmark", role.value, info.pod, generation)
+    server, address = RpcServer("127.0.0.1", 0, interceptors=(CallGuard(signer),)), ""
     node = TransferNode(
         backend=NixlBackend(),
         memory=memory,
         info=lambda: info,
-        signer=Signer(b"one benchmark", info.pod, generation),
+        signer=signer,
         address=lambda: address,
         **options,
     )

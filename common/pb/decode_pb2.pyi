@@ -230,7 +230,7 @@ class TokensRequest(_message.Message):
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     ACKED_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
-    """First message: id of the gateway, unique per gateway process."""
+    """First message: id of the gateway, unique per gateway process. It must be the name in the call's signature."""
     acked: _builtins.int
     """Later messages: the highest TokenBatch.number that the gateway has consumed. With too many unacknowledged tokens
     the pod pauses the gateway's sequences, and aborts them if that lasts.

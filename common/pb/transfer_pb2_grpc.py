@@ -100,7 +100,7 @@ class TransferServicer:
 
     def Open(self, request, context):
         """The writer announces its writes. Acknowledged before the first write. Idempotent.
-        Errors: NOT_FOUND (unknown, expired or aborted transfer; nothing may be written).
+        Errors: NOT_FOUND (unknown, expired or aborted transfer, or a wrong signature; nothing may be written).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

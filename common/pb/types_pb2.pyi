@@ -484,7 +484,8 @@ Global___TransferId: _TypeAlias = TransferId  # noqa: Y015
 @_typing.final
 class KvTarget(_message.Message):
     """The blocks on a decode pod that a prompt's KV is written to. Reserve returns it, and the gateway passes it to the
-    prefill pod.
+    prefill pod. It is a capability: the decode pod signs it, and the prefill pod writes only to a target with a right
+    signature. Open, Commit and the notifications of a transfer prove that the writer knows the signature.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -495,6 +496,8 @@ class KvTarget(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     pod: _builtins.str
     """Name of the decode pod."""
     address: _builtins.str
@@ -503,6 +506,10 @@ class KvTarget(_message.Message):
     """First logical block to write; the blocks before it are in the decode pod's prefix cache."""
     fingerprint: _builtins.str
     """Fingerprint of the decode pod's KV layout."""
+    expires_at: _builtins.int
+    """End of the signature, in milliseconds since the epoch."""
+    signature: _builtins.bytes
+    """HMAC-SHA256 with the cluster's secret over the fields above and the request id."""
     @_builtins.property
     def transfer_id(self) -> Global___TransferId:
         """Transfer into these blocks."""
@@ -520,10 +527,12 @@ class KvTarget(_message.Message):
         first_block: _builtins.int = ...,
         blocks: _abc.Iterable[_builtins.int] | None = ...,
         fingerprint: _builtins.str = ...,
+        expires_at: _builtins.int = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "fingerprint", b"fingerprint", "first_block", b"first_block", "pod", b"pod", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "expires_at", b"expires_at", "fingerprint", b"fingerprint", "first_block", b"first_block", "pod", b"pod", "signature", b"signature", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

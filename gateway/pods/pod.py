@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from common import rpc
+from common.auth import Signer, sign_calls
 from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable
 from common.pb import (
     control_pb2_grpc,
@@ -66,7 +67,7 @@ class Pod:
     def __init__(
         self,
         address: str,
-        gateway_id: str,
+        signer: Signer,
         *,
         model: str,
         static: bool,
@@ -86,11 +87,11 @@ class Pod:
         self.index_draining = False  #: The pod leaves, as the index says or as Kubernetes says.
         self.terminating = False
         self._reports_load = False  #: Info carries the load, so reports of the index are not needed.
-        self.gateway_id = gateway_id
+        self.gateway_id = signer.name
         self._model = model  #: The served name that the pod must have.
         self._only_model = only_model  #: The gateway serves no other model, so a pod without a served name is used.
         self._on_change = on_change  #: Called when the pod comes, goes or changes.
-        self._channel = rpc.open_channel(address, tls)
+        self._channel = sign_calls(rpc.open_channel(address, tls), signer, lambda: self.name)
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeStub(self._channel)
         self.control = control_pb2_grpc.ControlStub(self._channel)
@@ -272,7 +273,7 @@ class Pod:
     # -- the token stream
 
     async def _keep_token_stream(self) -> None:
-        backoff = _BACKOFF_S[0]
+        backoff, logged = _BACKOFF_S[0], ""
         while True:
             await self._can_stream.wait()
             try:
@@ -287,6 +288,9 @@ class Pod:
                 _log.warning("token stream of %s: %s", self.name, why)
                 self._on_change()
                 backoff = _BACKOFF_S[0]
+            elif why != logged:
+                _log.warning("token stream of %s cannot be opened: %s", self.name, why)
+            logged = why
             self.recheck()
             await asyncio.sleep(backoff)
             backoff = min(_BACKOFF_S[1], 2 * backoff)
@@ -318,6 +322,8 @@ class Pod:
             await asyncio.wait({hello}, timeout=HELLO_TIMEOUT_S)
         finally:
             hello.cancel()
+        if call.done():  # the pod refused the stream
+            return
         self.token_stream_up = True
         self._on_change()
 

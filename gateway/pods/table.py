@@ -16,6 +16,7 @@ from functools import partial
 
 import grpc
 
+from common.auth import Signer
 from common.errors import IndexUnavailable, Unavailable
 from common.pb import control_pb2
 from common.tls import TlsFiles
@@ -86,7 +87,7 @@ class PodTable:
         static: Iterable[str],
         index: IndexReader | None,
         *,
-        gateway_id: str,
+        signer: Signer,
         model: str,
         only_model: bool = True,
         tls: TlsFiles | None = None,
@@ -98,7 +99,7 @@ class PodTable:
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
         self._model = model
         self._new_pod = partial(
-            Pod, gateway_id=gateway_id, model=model, only_model=only_model, on_change=self.notify_changed, tls=tls
+            Pod, signer=signer, model=model, only_model=only_model, on_change=self.notify_changed, tls=tls
         )
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()

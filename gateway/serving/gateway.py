@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from common.auth import GATEWAY, Signer
 from common.errors import (
     BatonError,
     Cancelled,
@@ -85,7 +87,8 @@ class Gateway:
         self.keys = KeyRing() if keys is None else keys
         self.metrics = GatewayMetrics()
         self.timelines = RecentTimelines()
-        self.id = gateway_id = f"gateway-{secrets.token_hex(8)}"
+        self.id = f"gateway-{secrets.token_hex(8)}"
+        signer = Signer(settings.secret.encode(), GATEWAY, self.id, time.time_ns())
         gate_limits = GateLimits(
             max_running=settings.max_running, max_queue=settings.max_queue, max_ttft_s=settings.max_ttft_s
         )
@@ -94,9 +97,7 @@ class Gateway:
 
         def served_model(text: TextProcessor) -> ServedModel:
             only_model = len(processors) == 1
-            table = PodTable(
-                settings.pods, index, gateway_id=gateway_id, model=text.name, only_model=only_model, tls=tls
-            )
+            table = PodTable(settings.pods, index, signer=signer, model=text.name, only_model=only_model, tls=tls)
             gate = Gate(gate_limits, QueueForecast(table), self.metrics)
             return ServedModel(text.name, text.tokenizer, text.chat_format, table, Router(table, self.metrics), gate)
 

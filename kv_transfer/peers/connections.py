@@ -158,7 +158,7 @@ class PeerConnector:
 
     def __post_init__(self) -> None:
         self._connections: dict[str, PeerConnection] = {}
-        self._attempts: dict[str, asyncio.Task[PeerConnection]] = {}
+        self._attempts: dict[tuple[str, str], asyncio.Task[PeerConnection]] = {}  # By address and pod
         self._attached: list[PeerConnection] = []  # Connections that the backend knows. Owned by the transfer thread.
         self._probe_lock = asyncio.Lock()  # Guards this pod's probe block
         self._next_process_check = 0.0
@@ -171,18 +171,21 @@ class PeerConnector:
     def stats(self) -> tuple[PeerStats, ...]:
         return tuple(c.stats for c in list(self._connections.values()) if not c.broken)
 
-    async def connect(self, address: str, timeout_s: float, generation: int | None = None) -> PeerConnection:
-        """Returns a connection that passed its probe, to `generation` if given.
+    async def connect(self, address: str, pod: str, timeout_s: float, generation: int | None = None) -> PeerConnection:
+        """Returns a connection to `pod` that passed its probe, to `generation` if given.
 
-        Raises LayoutMismatch, Unauthenticated, Unavailable, DeadlineExceeded, or TransferFailed if another generation
-        answers.
+        The name must come from a signed message or the index, not from the process at `address`: only `pod` accepts the
+        handshake, so another process cannot relay it. Raises LayoutMismatch, Unauthenticated, Unavailable,
+        DeadlineExceeded, or TransferFailed if another pod or generation answers.
         """
         connection = self._connections.get(address)
-        if connection is None or connection.broken or (generation is not None and connection.generation < generation):
-            attempt = self._attempts.get(address)
+        if connection is not None and (connection.broken or connection.pod != pod):
+            connection = None
+        if connection is None or (generation is not None and connection.generation < generation):
+            attempt = self._attempts.get((address, pod))
             if attempt is None:
-                attempt = self._attempts[address] = asyncio.create_task(self._establish(address))
-                attempt.add_done_callback(lambda task: self._on_connected(address, task))
+                attempt = self._attempts[address, pod] = asyncio.create_task(self._establish(address, pod))
+                attempt.add_done_callback(lambda task: self._on_connected(address, pod, task))
             try:
                 connection = await asyncio.wait_for(asyncio.shield(attempt), timeout_s)
             except TimeoutError as e:
@@ -196,14 +199,16 @@ class PeerConnector:
             raise TransferFailed(f"{found}, the transfer needs {generation}")
         return connection
 
-    def _on_connected(self, address: str, task: asyncio.Task[PeerConnection]) -> None:
-        del self._attempts[address]
+    def _on_connected(self, address: str, pod: str, task: asyncio.Task[PeerConnection]) -> None:
+        del self._attempts[address, pod]
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("no connection to %s: %s", address, error)
+            _log.warning("no connection to %s at %s: %s", pod, address, error)
 
-    async def _establish(self, address: str) -> PeerConnection:
+    async def _establish(self, address: str, pod: str) -> PeerConnection:
         mine = self.info()
-        answer = await self._handshake(address, mine)
+        answer = await self._handshake(address, pod, mine)
+        if answer.info.pod != pod:
+            raise TransferFailed(f"{answer.info.pod} answers at {address}, the transfer needs {pod}")
         require_compatible(mine, answer.info)
         connection = await asyncio.to_thread(_describe, address, answer)
         try:
@@ -220,14 +225,17 @@ class PeerConnector:
         _log.info("connected to %s generation %d over %s, %.2f GB/s", *found)
         return connection
 
-    async def _handshake(self, address: str, mine: transfer_pb2.InfoResponse) -> transfer_pb2.HandshakeResponse:
+    async def _handshake(
+        self, address: str, pod: str, mine: transfer_pb2.InfoResponse
+    ) -> transfer_pb2.HandshakeResponse:
         """Shakes hands and retries for a while: gRPC's back-off may refuse a call to a pod that was just restarted."""
         metadata = await self.thread.run(self.thread.backend.metadata)
         request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata)
         until = self.clock() + UNREACHABLE_S
         while True:
             try:
-                return await self.rpc.call(address, "Handshake", request, transfer_pb2.HandshakeResponse, HANDSHAKE_S)
+                response = transfer_pb2.HandshakeResponse
+                return await self.rpc.call(address, pod, "Handshake", request, response, HANDSHAKE_S)
             except Unavailable:
                 if self.clock() >= until:
                     raise
@@ -274,8 +282,8 @@ class PeerConnector:
                 seconds = await self._time_probe_writes(connection, burst)
                 proof = {"nonce": nonce, "digest": probe_digest(nonce, data)}
                 request = transfer_pb2.ProbeRequest(pod=info.pod, generation=info.generation, **proof)
-                to, response = connection.address, transfer_pb2.ProbeResponse
-                answer = await self.rpc.call(to, "Probe", request, response, HANDSHAKE_S)
+                to, response = (connection.address, connection.pod), transfer_pb2.ProbeResponse
+                answer = await self.rpc.call(*to, "Probe", request, response, HANDSHAKE_S)
             if answer.intact:
                 break
         else:

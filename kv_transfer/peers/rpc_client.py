@@ -16,7 +16,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from common.auth import Signer
+from common.auth import Signer, sign_calls
 from common.errors import BatonError, DeadlineExceeded
 from common.pb import transfer_pb2
 from common.rpc import open_channel, translate_rpc_errors
@@ -31,11 +31,6 @@ SERVICE = "baton.v1.Transfer"
 UNUSED_S = 600.0  # Longer than any call
 
 _Response = TypeVar("_Response", bound=Message)
-
-
-def method_path(name: str) -> str:
-    """Returns the full name of a method, as signatures cover it."""
-    return f"/{SERVICE}/{name}"
 
 
 @dataclass(eq=False)
@@ -79,7 +74,7 @@ class PeerRpcClient:
     async def info(self, address: str, timeout_s: float) -> transfer_pb2.InfoResponse:
         """Calls Info of the pod at `address`."""
         request, response = transfer_pb2.InfoRequest(), transfer_pb2.InfoResponse
-        return await self.call(address, "Info", request, response, timeout_s, sign=False)
+        return await self.call(address, "", "Info", request, response, timeout_s)
 
     async def open(self, target: KvTarget, request_id: str, polled: bool, timeout_s: float) -> None:
         info = self.info_of_pod()
@@ -90,8 +85,9 @@ class PeerRpcClient:
             generation=info.generation,
             address=self.address(),
             polled=polled,
+            signature=target.signature,
         )
-        await self.call(target.address, "Open", request, transfer_pb2.OpenResponse, timeout_s)
+        await self.call(target.address, target.pod, "Open", request, transfer_pb2.OpenResponse, timeout_s)
 
     async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float:
         """Returns the seconds that the commit waited on the receiver for the last range."""
@@ -101,22 +97,24 @@ class PeerRpcClient:
             first_tokens=commit.first_tokens,
             finish_reasons=[finish_reason_to_pb(reason) for reason in commit.finish_reasons],
             checksums=commit.checksums,
+            signature=target.signature,
         )
-        answer = await self.call(target.address, "Commit", request, transfer_pb2.CommitResponse, timeout_s)
+        response = transfer_pb2.CommitResponse
+        answer = await self.call(target.address, target.pod, "Commit", request, response, timeout_s)
         return answer.awaited_s
 
-    async def pull(self, address: str, target: KvTarget, wanted: WantedBlocks) -> transfer_pb2.PullResponse:
+    async def pull(self, address: str, pod: str, target: KvTarget, wanted: WantedBlocks) -> transfer_pb2.PullResponse:
         request = transfer_pb2.PullRequest(
             request_id=wanted.request_id,
             target=kv_target_to_pb(target),
             hashes=wanted.hashes,
             timeout_s=wanted.timeout_s,
         )
-        return await self.call(address, "Pull", request, transfer_pb2.PullResponse, wanted.timeout_s)
+        return await self.call(address, pod, "Pull", request, transfer_pb2.PullResponse, wanted.timeout_s)
 
     async def drain(self, writer: Writer, transfer_id: TransferId, timeout_s: float) -> transfer_pb2.DrainResponse:
         request = transfer_pb2.DrainRequest(transfer_id=transfer_id_to_pb(transfer_id))
-        return await self.call(writer.address, "Drain", request, transfer_pb2.DrainResponse, timeout_s)
+        return await self.call(writer.address, writer.pod, "Drain", request, transfer_pb2.DrainResponse, timeout_s)
 
     async def is_replaced(self, writer: Writer, timeout_s: float) -> bool:
         """Returns whether a newer generation of the same pod answers at the writer's address."""
@@ -127,22 +125,22 @@ class PeerRpcClient:
         return info.pod == writer.pod and info.generation > writer.generation
 
     async def call(
-        self, address: str, name: str, request: Message, response: type[_Response], timeout_s: float, sign: bool = True
+        self, address: str, pod: str, name: str, request: Message, response: type[_Response], timeout_s: float
     ) -> _Response:
-        """Makes a call. Raises the peer's BatonError, Unavailable or DeadlineExceeded."""
+        """Makes a call, signed for `pod` unless the method is open. Raises BatonError of the peer or the channel."""
         if timeout_s <= 0:
             raise DeadlineExceeded(f"no time left for {name}")
-        metadata = self.signer.sign(method_path(name), request) if sign else ()
         unused: list[grpc.aio.Channel] = []
         if address not in self._channels:
             unused, self._channels[address] = self._take_unused(), open_channel(address, self.tls)
         self._used[address] = time.monotonic()
         serialize, parse = type(request).SerializeToString, response.FromString
-        call = self._channels[address].unary_unary(method_path(name), serialize, parse)
+        channel = sign_calls(self._channels[address], self.signer, lambda: pod)
+        call = channel.unary_unary(f"/{SERVICE}/{name}", serialize, parse)
         for one in unused:
             await one.close(None)
         with translate_rpc_errors():
-            answer: _Response = await call(request, timeout=timeout_s, metadata=metadata)
+            answer: _Response = await call(request, timeout=timeout_s)
         return answer
 
     def _take_unused(self) -> list[grpc.aio.Channel]:

@@ -121,7 +121,7 @@ class ReceiverMachine:
         """Handles the writer's open. Raises UnknownTransfer if the transfer has ended or another writer opened it."""
         if self.state is ReceiverState.RESERVED and now < self.deadline:
             self.writer, self.state = writer, ReceiverState.OPEN
-        elif self.state is not ReceiverState.OPEN or writer != self.writer:
+        elif self.state is not ReceiverState.OPEN or writer != self.writer or now >= self.deadline:
             raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value} or late")
 
     def range_written(self, agent: str, first: int, count: int, now: float) -> list[ReceiverAction] | None:
@@ -135,7 +135,7 @@ class ReceiverMachine:
             return self._free(blocks)
         self.missing.difference_update(blocks)
         self._landed.update(blocks)
-        return self._complete()
+        return self._complete() if now < self.deadline else []  # a late transfer fails at the next tick
 
     def shrink_to(self, num_blocks: int) -> list[ReceiverAction]:
         """Keeps the first num_blocks blocks, which the holder of a pulled prefix sends, and releases the others."""
@@ -149,8 +149,8 @@ class ReceiverMachine:
 
         Raises UnknownTransfer if the transfer has ended or belongs to another writer.
         """
-        if self.state is not ReceiverState.OPEN or not self._is_writer(generation):
-            raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value}")
+        if self.state is not ReceiverState.OPEN or not self._is_writer(generation) or now >= self.deadline:
+            raise UnknownTransfer(f"transfer {self.transfer_id} is {self.state.value} or late")
         if self._commit is None:
             self._commit = commit
         return self._complete()

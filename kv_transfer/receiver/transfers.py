@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import itertools
 import logging
 import zlib
@@ -64,7 +65,7 @@ class IncomingTransfer:
 
     machine: ReceiverMachine
     request_id: str
-    blocks: tuple[int, ...]  # Physical blocks
+    target: KvTarget  # The signed blocks; the machine's blocks may be fewer
     pin: PinnedBlocks
     on_ready: Callable[[Commit], None]
     on_failed: Callable[[BatonError], None]
@@ -101,22 +102,22 @@ class TransferReceiver:
         """Adds a transfer that waits for its writer, and owns the pin. See TransferNode.expect_transfer."""
         self._table[entry.machine.transfer_id] = entry
 
-    def pull(self, address: str, target: KvTarget, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
-        """Starts a task that asks the pod at `address` to write the blocks to `target`. Event loop.
+    def pull(self, address: str, pod: str, target: KvTarget, wanted: WantedBlocks) -> asyncio.Task[PullResult]:
+        """Starts a task that asks `pod` at `address` to write the blocks to `target`. Event loop.
 
         The task raises BatonError. When this method returns, the table owns the pin, and the end of the task releases
         the transfer. The coroutine owns nothing, because a task that is cancelled before its first step never runs its
         `finally` blocks.
         """
-        transfer_id, first, blocks = target.transfer_id, target.first_block, target.blocks
+        transfer_id, first, count = target.transfer_id, target.first_block, len(target.blocks)
         over: Future[Commit] = Future()
         deadline = self.clock() + wanted.timeout_s
-        machine = ReceiverMachine(transfer_id, first_block=first, num_blocks=len(blocks), deadline=deadline)
+        machine = ReceiverMachine(transfer_id, first_block=first, num_blocks=count, deadline=deadline)
         ends = (over.set_result, over.set_exception)
-        self.thread.submit(partial(self.add, IncomingTransfer(machine, wanted.request_id, blocks, wanted.pin, *ends)))
+        self.thread.submit(partial(self.add, IncomingTransfer(machine, wanted.request_id, target, wanted.pin, *ends)))
 
         async def ask_holder() -> PullResult:
-            answer = await self.rpc.pull(address, target, wanted)
+            answer = await self.rpc.pull(address, pod, target, wanted)
             if answer.blocks:
                 if answer.blocks < len(wanted.blocks):
                     self.thread.submit(partial(self.update, transfer_id, lambda m, _: m.shrink_to(answer.blocks)))
@@ -189,15 +190,29 @@ class TransferReceiver:
         """Returns the agents of writers of open transfers."""
         return {writer.agent for entry in self._table.values() if (writer := entry.machine.writer) is not None}
 
-    def open_transfer(self, transfer_id: TransferId, request_id: str, writer: Writer) -> None:
-        """Raises UnknownTransfer if the writer may not write."""
+    def open_transfer(self, transfer_id: TransferId, request_id: str, signature: bytes, writer: Writer) -> None:
+        """Raises UnknownTransfer if the writer may not write. signature: of the KV target."""
         entry = self._table.get(transfer_id)
         if entry is None or entry.request_id != request_id:
             self.dropped.count("open_unknown")
             raise UnknownTransfer(f"transfer {transfer_id} of request {request_id} is not expected by this pod")
+        self._require_signature(entry, signature)
         entry.machine.open(writer, self.clock())
 
-    def commit(self, transfer_id: TransferId, generation: int, commit: Commit, answer: Future[float]) -> None:
+    def _require_signature(self, entry: IncomingTransfer, signature: bytes) -> None:
+        if not hmac.compare_digest(entry.target.signature, signature):
+            self.dropped.count("wrong_capability")
+            unproven = f"the writer of transfer {entry.machine.transfer_id} does not know its KV target's signature"
+            raise UnknownTransfer(unproven)
+
+    def signature_of(self, _peer: str, transfer_id: TransferId) -> bytes | None:
+        """Returns the signature of a transfer's KV target; None for an unknown transfer."""
+        entry = self._table.get(transfer_id)
+        return None if entry is None else entry.target.signature
+
+    def commit(
+        self, transfer_id: TransferId, generation: int, signature: bytes, commit: Commit, answer: Future[float]
+    ) -> None:
         """Handles a Commit call. Idempotent. The answer is the seconds that the first commit waited for all ranges.
 
         Errors: Unavailable if a range takes longer than COMMIT_WAIT_S; UnknownTransfer or TransferFailed if the KV will
@@ -211,6 +226,7 @@ class TransferReceiver:
             if entry is None:
                 self.dropped.count("commit_unknown")
                 raise UnknownTransfer(f"transfer {transfer_id} has ended")
+            self._require_signature(entry, signature)
             actions = entry.machine.commit(generation, commit, self.clock())
         except UnknownTransfer as error:
             _resolve(answer, error)
@@ -224,7 +240,7 @@ class TransferReceiver:
         entry.waiting.append((now + COMMIT_WAIT_S, answer))
 
     def on_notification(self, peer: str, message: RangeWritten | CommitNotification) -> None:
-        """Handles a range or a commit that arrived. One that does not fit is dropped and counted.
+        """Handles a range or a commit that arrived, with a right mac. One that does not fit is dropped and counted.
 
         A commit notification that fails gets no answer: the call that follows gets the error.
         """
@@ -313,7 +329,9 @@ class TransferReceiver:
         for action in actions:
             match action:
                 case FreeBlocks(blocks):
-                    release_and_log_errors(entry.pin, [entry.blocks[block - machine.first_block] for block in blocks])
+                    release_and_log_errors(
+                        entry.pin, [entry.target.blocks[block - machine.first_block] for block in blocks]
+                    )
                 case CheckChecksums(commit):
                     error = self._mismatch(entry, commit)
                     self.damaged_transfers += error is not None
@@ -342,22 +360,23 @@ class TransferReceiver:
         waiting, entry.waiting = [answer for _, answer in entry.waiting], []
         awaited_s = self.clock() - entry.asked_at
         if error is None and None in waiting:
-            self._notify_committed(entry.machine, awaited_s)
+            self._notify_committed(entry, awaited_s)
         for answer in filter(None, waiting):
             _resolve(answer, awaited_s if error is None else error)
 
-    def _notify_committed(self, machine: ReceiverMachine, awaited_s: float) -> None:
-        writer, message = machine.writer, CommittedNotification(machine.transfer_id, int(awaited_s * 1e6))
+    def _notify_committed(self, entry: IncomingTransfer, awaited_s: float) -> None:
+        message = CommittedNotification(entry.machine.transfer_id, int(awaited_s * 1e6))
+        writer = entry.machine.writer
         assert writer is not None, "a commit without a writer"
         if writer.agent not in self._notification_peers:
             return  # the peer's call follows
         try:
-            self.thread.backend.notify(writer.agent, message.pack())
+            self.thread.backend.notify(writer.agent, message.pack(entry.target.signature))
         except TransferFailed as e:
             _log.warning("%s cannot be notified: %s", writer.pod, e.message)
 
     def _mismatch(self, entry: IncomingTransfer, commit: Commit) -> str | None:
-        blocks = entry.blocks[: entry.machine.num_blocks]
+        blocks = entry.target.blocks[: entry.machine.num_blocks]
         if len(commit.checksums) != len(blocks):
             return f"{len(commit.checksums)} checksums for {len(blocks)} blocks"
         for index, (block, expected) in enumerate(zip(blocks, commit.checksums, strict=True)):

@@ -165,7 +165,10 @@ class TransferSender:
     def start(
         self, target: KvTarget, request_id: str, num_prompt_blocks: int, deadline_s: float, *, for_pull: bool = False
     ) -> OutgoingTransfer:
-        """Starts to connect and open in the background. Event loop. for_pull: the target asked for cached blocks."""
+        """Starts to connect and open in the background. Event loop. for_pull: the target asked for cached blocks.
+
+        The caller has verified the target's signature.
+        """
         limits, block_bytes = self.write_limits, self.memory.block_bytes
         machine = SenderMachine(
             target,
@@ -179,7 +182,9 @@ class TransferSender:
 
         async def connect() -> None:
             try:
-                connection = await self.connector.connect(target.address, deadline_s, target.transfer_id.generation)
+                connection = await self.connector.connect(
+                    target.address, target.pod, deadline_s, target.transfer_id.generation
+                )
             except BatonError as e:
                 self.thread.submit(partial(self.fail, transfer, e))
             else:
@@ -235,6 +240,13 @@ class TransferSender:
             transfer.drains.append(answer)
             self.fail(transfer, TransferFailed(f"{pod} gave the transfer up"))
         return answer
+
+    def signature_of(self, peer: str, transfer_id: TransferId) -> bytes | None:
+        """Returns the signature of the KV target of a transfer to the agent `peer`; None for an unknown transfer."""
+        for (_, known), transfer in self._table.items():
+            if known == transfer_id and transfer.connection is not None and transfer.connection.agent == peer:
+                return transfer.target.signature
+        return None
 
     def on_committed(self, peer: str, message: CommittedNotification) -> None:
         """Handles that the receiver acknowledged a commit. Ignored if the answer to the call ended the transfer."""
@@ -320,7 +332,8 @@ class TransferSender:
 
         connection.in_flight += 1
         pair.begin()
-        self.thread.write(connection.agent, write.local, write.remote, written.pack(), ended)
+        notification = written.pack(transfer.target.signature)
+        self.thread.write(connection.agent, write.local, write.remote, notification, ended)
         transfer.posted_at = self.clock()
 
     def _apply(self, transfer: OutgoingTransfer, actions: Sequence[SenderAction]) -> None:
@@ -336,7 +349,11 @@ class TransferSender:
                 case RenotifyRanges():
                     everything = RangeWritten(target.transfer_id, target.first_block, len(target.blocks))
                     connection = transfer.connection
-                    if connection is not None and not connection.broken and self._notify(connection, everything):
+                    if (
+                        connection is not None
+                        and not connection.broken
+                        and self._notify(connection, transfer, everything)
+                    ):
                         _log.info("notified %s of transfer %s again", target.pod, target.transfer_id)
                 case ReleasePush(push):
                     release_and_log_errors(transfer.pins.pop(push))
@@ -373,7 +390,8 @@ class TransferSender:
             and self._needs_target_polls(transfer)
             and not commit.checksums
         )
-        if use_notification and self._notify(connection, CommitNotification(transfer.target.transfer_id, commit)):
+        notification = CommitNotification(transfer.target.transfer_id, commit)
+        if use_notification and self._notify(connection, transfer, notification):
             transfer.unacknowledged_commit = commit
         else:
             self._call_commit(transfer, commit)
@@ -405,10 +423,12 @@ class TransferSender:
             return True
         return transfer.connection is not None and transfer.connection.transport in REFUSABLE_TRANSPORTS
 
-    def _notify(self, connection: PeerConnection, notification: TransferNotification) -> bool:
+    def _notify(
+        self, connection: PeerConnection, transfer: OutgoingTransfer, notification: TransferNotification
+    ) -> bool:
         """Sends a notification. Returns whether the backend accepted it."""
         try:
-            self.thread.backend.notify(connection.agent, notification.pack())
+            self.thread.backend.notify(connection.agent, notification.pack(transfer.target.signature))
         except TransferFailed as e:
             _log.warning("%s cannot be notified: %s", connection.pod, e)
             return False

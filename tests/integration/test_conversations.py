@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
+from common.auth import GATEWAY, Signer
 from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
 from gateway.dispatch.dispatch import Dispatch
@@ -87,7 +88,7 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
         ) as cluster:
             # Index answers are not cached, and a slow one is awaited.
             reader = IndexReader(url, timeout_s=20.0, clock=lambda: time.monotonic() * 1e6)
-            table = PodTable((), reader, gateway_id="g", model="tiny")
+            table = PodTable((), reader, signer=Signer(b"secret", GATEWAY, "g", 1), model="tiny")
             router = Router(table, GatewayMetrics(), rng=random.Random(1))
             await table.start()
             try:

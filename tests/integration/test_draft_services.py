@@ -202,7 +202,9 @@ async def test_pods_with_different_drafts_refuse_each_other(model_dir: Path, tmp
     settings = drafting("draft_model", model_dir, tmp_path)
     async with Cluster.start(model_dir, decode_config=settings | {"kv_memory": 1 << 20}) as cluster:
         with pytest.raises(BatonError, match="draft_layers"):
-            await cluster.prefill.runtime.transfer_node.connect(cluster.decode.runtime.address)
+            await cluster.prefill.runtime.transfer_node.connect(
+                cluster.decode.runtime.address, cluster.decode.runtime.name
+            )
 
 
 @pytest.mark.long

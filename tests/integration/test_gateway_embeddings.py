@@ -10,7 +10,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from common.errors import InternalError, Unavailable
+from common.errors import InternalError, Unauthenticated, Unavailable
 from common.types import Role
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
 from tests.rigs.pods.fake_pods import FakeCluster, FakePod, fake_cluster
@@ -97,11 +97,12 @@ async def test_a_failing_pod_is_avoided_and_the_rest_is_reported(
     assert (await post(gw, input=["a", "b", "c"])).status_code == 200
     monkeypatch.setattr(second.faults, "embed_error", Unavailable("not now either"))
     assert (await post(gw)).status_code == 503
-    monkeypatch.setattr(first.faults, "embed_error", InternalError("a secret"))
-    monkeypatch.setattr(second.faults, "embed_error", InternalError("a secret"))
-    failed = await post(gw)
-    assert failed.status_code == 500
-    assert "secret" not in failed.text
+    for error in (InternalError("a secret"), Unauthenticated("a secret")):
+        monkeypatch.setattr(first.faults, "embed_error", error)
+        monkeypatch.setattr(second.faults, "embed_error", error)
+        failed = await post(gw)
+        assert failed.status_code == 500
+        assert "secret" not in failed.text
 
 
 async def test_inputs_are_spread_over_the_pods(gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:

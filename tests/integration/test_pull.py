@@ -142,8 +142,8 @@ class TestMiss:
         async with Cluster.start(model_dir, prefill=2) as cluster:
             first, second = cluster.prefills
             await with_prefix(cluster, first)
-            await first.runtime.transfer_node.connect(second.runtime.address)
-            await second.runtime.transfer_node.connect(first.runtime.address)
+            await first.runtime.transfer_node.connect(second.runtime.address, second.runtime.name)
+            await second.runtime.transfer_node.connect(first.runtime.address, first.runtime.name)
             hint = first.holds(PREFIX // BLOCK)
             if what == "lost":
                 first.runtime.engine.pool.reset_prefix_cache()

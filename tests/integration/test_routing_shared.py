@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cli.stack.valkey import EmbeddedValkey
+from common.auth import GATEWAY, Signer
 from common.errors import IndexUnavailable
 from common.types import Role, SamplingParams, ValidRequest
 from gateway.pods.info import PodInfo
@@ -34,11 +35,11 @@ BURST = 64
 
 def gateway(url: str, roles: list[Role], seed: int) -> tuple[Router, IndexReader]:
     """Returns a router that knows these pods, which do not exist, and its index reader."""
-    index = IndexReader(url, timeout_s=20.0)
-    table = PodTable((), index, gateway_id=f"g{seed}", model="m")
+    index, signer = IndexReader(url, timeout_s=20.0), Signer(b"secret", GATEWAY, f"g{seed}", 1)
+    table = PodTable((), index, signer=signer, model="m")
     table.index_up = True
     for i, role in enumerate(roles):
-        pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=table.notify_changed)
+        pod = Pod(f"127.0.0.1:{i + 1}", signer, model="m", static=True, on_change=table.notify_changed)
         pod.info = PodInfo(
             name=f"{role}-{i}",
             generation=1,

@@ -29,7 +29,7 @@ from common.wire import request_to_pb, token_to_pb
 from engine.llm import LLM
 from prefill_service.hand_off import PrefillHandOff
 from tests.rigs.engine.grammar_shapes import BOMBS
-from tests.rigs.pods.harness import MAX_LEN, VOCAB, Answer, Cluster, expected, prompt_of, request
+from tests.rigs.pods.harness import MAX_LEN, VOCAB, Answer, Cluster, expected, gateway_client, prompt_of, request
 from tests.rigs.waiting import until
 
 
@@ -156,8 +156,9 @@ class TestAdmission:
     async def test_reserve_needs_the_gateways_stream(self, model_dir: Path) -> None:
         async with Cluster.start(model_dir) as cluster:
             message = decode_pb2.ReserveRequest(request=request_to_pb(request([5])), gateway_id="nobody")
-            with pytest.raises(Unavailable), translate_rpc_errors():
-                await cluster.decode.decode.Reserve(message, timeout=30)
+            async with gateway_client(cluster.decode.runtime, "nobody") as nobody:
+                with pytest.raises(Unavailable), translate_rpc_errors():
+                    await nobody.decode.Reserve(message, timeout=30)
 
 
 class TestIsolation:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from cli.probes import trouble
+from cli.stack.certificates import Authority
 from cli.stack.supervisor import ChildProcess, PortLease
 from common.errors import BatonError, LayoutMismatch
+from common.tls import TlsFiles
 from common.types import Role
 from engine.llm import LLM
 from tests.rigs.pods.harness import BLOCK, CHUNK, Cluster, prompt_of, request
@@ -44,7 +46,7 @@ async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path
         # A pod with one device is refused at the handshake.
         alone = await cluster.add(Role.PREFILL, checksums=False)
         with pytest.raises(LayoutMismatch, match="differ in tensor_parallel") as refused:
-            await alone.runtime.transfer_node.connect(decode.runtime.address)
+            await alone.runtime.transfer_node.connect(decode.runtime.address, decode.runtime.name)
         assert refused.value.field == "tensor_parallel"
 
         # A lost rank ends its pod soon and with a reason.
@@ -59,19 +61,28 @@ async def test_kv_of_all_ranks_moves_and_tokens_equal_one_device(model_dir: Path
 
 
 async def test_a_pod_over_two_machines(model_dir: Path, llm: LLM, tmp_path: Path) -> None:
-    """The rank of the second machine is a `baton worker`. It starts first, serves health, and ends with the pod."""
+    """The rank of the second machine is a `baton worker`. It starts first, serves health, and ends with the pod.
+
+    Both have certificates, so the channels of the group are TLS.
+    """
+    authority, certificates = Authority.create(), {role: tmp_path / role for role in ("both", "worker", "gateway")}
+    for role, directory in certificates.items():
+        authority.issue(directory, role, role, days=1)
+    worker_tls = TlsFiles.of_directory(certificates["worker"], "worker")
     leases = PortLease(), PortLease()
     master, health = (lease.port for lease in leases)
     argv = [sys.executable, "-m", "cli", "worker", f"--tensor-parallel-master=127.0.0.1:{master}"]
+    argv.append(f"--tls-dir={certificates['worker']}")
     worker = ChildProcess("worker", [*argv, f"--port={health}"], log=tmp_path / "worker.log", env=dict(os.environ))
     worker.start()
     try:
         two = {**TWO, "tensor_parallel_nodes": 2, "tensor_parallel_master": f"127.0.0.1:{master}"}
+        two |= {"tls_dir": str(certificates["both"]), "gateway_tls": str(certificates["gateway"])}
         async with Cluster.start(model_dir, prefill=0, role=Role.BOTH, decode_config=two, own_backend=True) as cluster:
             r = request(prompt_of(21, seed=4), 5)
             assert (await cluster.generate(r)).ids == llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
-            assert await trouble(f"grpc://127.0.0.1:{health}", 60.0) is None
-            assert await trouble(f"grpc://127.0.0.1:{health}/live", 60.0) is None
+            assert await trouble(f"grpc://127.0.0.1:{health}", 60.0, worker_tls) is None
+            assert await trouble(f"grpc://127.0.0.1:{health}/live", 60.0, worker_tls) is None
             worker.send(signal.SIGTERM)  # the worker drains, but waits for the pod
             await until(lambda: "draining" in "".join(worker.tail()))
             r = request(prompt_of(22, seed=5), 5)

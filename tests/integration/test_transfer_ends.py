@@ -35,7 +35,7 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
 @pytest.mark.parametrize("stage", ["before open", "while writing", "after all writes"])
 async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
     prefill, decode = await cluster.pair()
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     if stage == "while writing":
         prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     incoming = decode.reserve("r", 0, range(8))
@@ -70,7 +70,7 @@ async def test_sender_aborts(cluster: Cluster, stage: str) -> None:
 async def test_late_write_lands_in_quarantine_only(cluster: Cluster) -> None:
     """Decode aborts while a write is in flight: its block stays pinned until the writer confirms the end."""
     prefill, decode = await cluster.pair()
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     prefill.backend.on_write = lambda _p, local, _r: WriteFaultPlan(delay_s=600.0 if 20 in local else 0.0)
     incoming = decode.reserve("r", 0, [3, 4])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 30.0)
@@ -161,7 +161,7 @@ async def test_decode_restarts_under_its_name(cluster: Cluster, unused_tcp_port:
 async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port: int) -> None:
     """Blocks that the dead process could write are released once a newer generation answers at its address."""
     prefill, decode = await cluster.pair(prefill_port=unused_tcp_port)
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=60.0)
     incoming = decode.reserve("r", 0, [1, 2])
     transfer = prefill.node.start_transfer(incoming.target, "r", 2, 60.0)
@@ -180,7 +180,7 @@ async def test_prefill_restarts_under_its_name(cluster: Cluster, unused_tcp_port
         transfer_id=transfer_id_to_pb(incoming.target.transfer_id), generation=prefill.generation
     )
     with pytest.raises(UnknownTransfer):
-        await prefill.node._rpc.call(decode.address, "Commit", request, transfer_pb2.CommitResponse, 5.0)
+        await prefill.node._rpc.call(decode.address, decode.name, "Commit", request, transfer_pb2.CommitResponse, 5.0)
     assert decode.node.stats().dropped["old_generation"] == 1
 
 
@@ -222,7 +222,7 @@ async def test_reservations_expire_in_the_order_of_their_deadlines(cluster: Clus
 async def test_blocks_are_not_reused_while_a_write_may_land(cluster: Cluster) -> None:
     """Delayed writes, late and doubled notifications, aborts at any time, and blocks that are reused once free."""
     prefill, decode = await cluster.pair()
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     rng = random.Random(11)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=rng.choice((0, 0, 0.02, 0.1, 0.4)))
     decode.backend.on_notification = lambda _n: rng.choice(((0.0,), (0.0,), (0.1,), (0.0, 0.2)))
@@ -282,7 +282,7 @@ async def test_process_watches_are_closed_however_the_connection_ends(monkeypatc
 
         prefill.backend.connect = refuse  # type: ignore[method-assign]
         with pytest.raises(TransferFailed, match="refused"):
-            await prefill.node.connect(decode.address)
+            await prefill.node.connect(decode.address, decode.name)
         await until(lambda: opened[0].closed)
         prefill.backend.connect = connect  # type: ignore[method-assign]
         await hand_over(prefill, decode, 1)
@@ -307,7 +307,7 @@ async def test_decode_is_gone(cluster: Cluster) -> None:
 
 async def test_stop_lets_running_transfers_end(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=0.3)
     incoming = decode.reserve("r", 0, [1])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)

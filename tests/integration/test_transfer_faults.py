@@ -100,7 +100,7 @@ async def test_failed_write(cluster: Cluster) -> None:
 
 async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     incoming = decode.reserve("good", 0, range(4))
     transfer = prefill.node.start_transfer(incoming.target, "good", 4, 30.0)
     transfer.push(0, range(4), FakePin(list(range(4))))
@@ -125,7 +125,7 @@ async def test_damage_is_found_by_checksums(cluster: Cluster) -> None:
 async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluster: Cluster) -> None:
     """Checksums are taken when a block is finished, so they also find a source that was reused too early."""
     prefill, decode = await cluster.pair()
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
 
     def change(*_blocks: object) -> WriteFaultPlan:
         """Changes a block that was pushed but not written."""
@@ -147,7 +147,7 @@ async def test_a_source_block_that_changes_before_it_is_written_is_damage(cluste
 async def test_damage_goes_unnoticed_without_checksums(cluster: Cluster) -> None:
     """Without checksums the damaged block is accepted."""
     prefill, decode = await cluster.pair(checksums=False)
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     prefill.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=0)
     incoming = decode.reserve("r", 0, [9])
     transfer = prefill.node.start_transfer(incoming.target, "r", 1, 30.0)

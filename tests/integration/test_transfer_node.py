@@ -83,9 +83,9 @@ async def test_a_peer_that_accepts_no_writes_delays_no_other_connection() -> Non
         prefill, silent = await cluster.pair()
         others = [await cluster.start(f"decode-{i}", Role.DECODE) for i in (1, 2)]
         cluster.fabric.freeze(silent.agent)
-        late = asyncio.create_task(prefill.node.connect(silent.address))
+        late = asyncio.create_task(prefill.node.connect(silent.address, silent.name))
         await until(lambda: prefill.node.stats().pending_writes == 1)
-        peers = await asyncio.gather(*(prefill.node.connect(other.address) for other in others))
+        peers = await asyncio.gather(*(prefill.node.connect(other.address, other.name) for other in others))
         assert [peer.pod for peer in peers] == ["decode-1", "decode-2"]
         assert not late.done()
         cluster.fabric.thaw(silent.agent)
@@ -98,13 +98,13 @@ async def test_a_peer_that_accepts_no_writes_delays_no_other_connection() -> Non
 async def test_a_broken_connection_is_not_kept_forever(cluster: Cluster) -> None:
     """The address of a pod that ended may never be used again."""
     prefill, gone = await cluster.pair()
-    await prefill.node.connect(gone.address)
+    await prefill.node.connect(gone.address, gone.name)
     connector = prefill.node._connector
     (connection,) = connector._connections.values()
     prefill.node._thread.submit(lambda: setattr(connection, "broken", True))
     await until(lambda: connection not in connector._attached)
     other = await cluster.start("decode-1", Role.DECODE)
-    await prefill.node.connect(other.address)
+    await prefill.node.connect(other.address, other.name)
     assert list(connector._connections) == [other.address]
 
 
@@ -134,7 +134,7 @@ async def test_wrong_secret(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     stranger = await cluster.start("stranger", Role.PREFILL, secret=b"guessed")
     with pytest.raises(Unauthenticated):
-        await stranger.node.connect(decode.address)
+        await stranger.node.connect(decode.address, decode.name)
     incoming = decode.reserve("r", 0, [1])
     with pytest.raises(Unauthenticated):
         await stranger.node.start_transfer(incoming.target, "r", 1, 5.0).done()
@@ -157,7 +157,7 @@ async def test_other_layouts_are_refused_with_the_field(field: str, layout: KVLa
         decode = await cluster.start("decode-0", Role.DECODE)
         other = await cluster.start("prefill-1", Role.PREFILL, layout=layout)
         with pytest.raises(LayoutMismatch) as refusal:
-            await other.node.connect(decode.address)
+            await other.node.connect(decode.address, decode.name)
         assert refusal.value.field == field
         with pytest.raises(LayoutMismatch):
             await other.node.start_transfer(decode.reserve("r", 0, [1]).target, "r", 1, 5.0).done()
@@ -165,7 +165,7 @@ async def test_other_layouts_are_refused_with_the_field(field: str, layout: KVLa
             await cluster.start("prefill-0", Role.PREFILL), decode, 1
         )  # hand-offs between equal layouts still work
         with pytest.raises(LayoutMismatch) as refusal:
-            await decode.node.connect(other.address)
+            await decode.node.connect(other.address, other.name)
         assert refusal.value.field == field
     finally:
         await cluster.stop()
@@ -184,12 +184,12 @@ async def test_gpu_memory_never_travels_over_tcp_without_permission(transport: s
     cluster = Device("loopback")
     try:
         prefill, decode = await cluster.pair()
-        assert (await prefill.node.connect(decode.address)).transport == transport
+        assert (await prefill.node.connect(decode.address, decode.name)).transport == transport
         other = await cluster.start("prefill-1", Role.PREFILL, kind="VRAM")
         with pytest.raises(TransferFailed, match="allow_tcp"):
-            await other.node.connect(decode.address)
+            await other.node.connect(decode.address, decode.name)
         allowed = await cluster.start("prefill-2", Role.PREFILL, kind="VRAM", allow_tcp=True)
-        assert (await allowed.node.connect(decode.address)).transport == transport
+        assert (await allowed.node.connect(decode.address, decode.name)).transport == transport
     finally:
         await cluster.stop()
 
@@ -205,6 +205,6 @@ async def test_commit_is_idempotent(cluster: Cluster) -> None:
     request = transfer_pb2.CommitRequest(
         transfer_id=transfer_id_to_pb(incoming.target.transfer_id), generation=prefill.generation, first_tokens=[9]
     )
-    await prefill.node._rpc.call(decode.address, "Commit", request, transfer_pb2.CommitResponse, 5.0)
+    await prefill.node._rpc.call(decode.address, decode.name, "Commit", request, transfer_pb2.CommitResponse, 5.0)
     await until(lambda: incoming.over)  # the acknowledgement goes first
     assert incoming.committed == [Commit((1,), (None,))]

@@ -70,7 +70,7 @@ def lose(pod: Pod, kind: type, *, copies: Sequence[float] = ()) -> list[Notifica
 
 async def pair(cluster: Cluster, **options: bool) -> tuple[Pod, Pod]:
     prefill, decode = await cluster.pair(checksums=False, **options)
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     return prefill, decode
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -15,12 +16,14 @@ import pytest
 import pytest_asyncio
 
 from common.errors import BatonError, DeadlineExceeded, TransferFailed
+from common.pb import types_pb2
 from common.process.lifecycle import host_boot_id
-from common.types import KvTarget, Role, TransferId
+from common.types import KvTarget, Role
+from common.wire import kv_target_from_pb, kv_target_to_pb
 from kv_transfer.peers.connections import watch_process
 from kv_transfer.receiver import state_machine
 from kv_transfer.sender.transfers import OutgoingTransfer
-from tests.rigs.transfer.transfer_pods import LAYOUT, Cluster, FakePin, Pod
+from tests.rigs.transfer.transfer_pods import Cluster, FakePin, Pod
 from tests.rigs.waiting import until
 
 
@@ -66,8 +69,7 @@ class Child:
 
     async def reserve(self, request_id: str, blocks: list[int], deadline_s: float = 30.0) -> KvTarget:
         answer = await self.ask("reserve", id=request_id, blocks=blocks, deadline_s=deadline_s)
-        transfer_id = TransferId(self.generation, answer["number"])
-        return KvTarget(transfer_id, self.name, self.address, 0, tuple(blocks), LAYOUT.fingerprint)
+        return kv_target_from_pb(types_pb2.KvTarget.FromString(base64.b64decode(answer["target"])))
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -121,11 +123,7 @@ async def start_writer(decode: Pod, writer: Child, request_id: str, blocks: list
     await writer.ask(
         "send",
         id=request_id,
-        pod=decode.name,
-        address=decode.address,
-        generation=decode.generation,
-        number=incoming.target.transfer_id.number,
-        blocks=blocks,
+        target=base64.b64encode(kv_target_to_pb(incoming.target).SerializeToString()).decode(),
         delay_s=600.0,
     )
     await writer.state_until(lambda state: state["pending"] > 0)
@@ -135,7 +133,7 @@ async def start_writer(decode: Pod, writer: Child, request_id: str, blocks: list
 async def test_transport_is_known(hosts: Hosts) -> None:
     decode = await hosts.child(Role.DECODE, "decode-0")
     prefill = await hosts.start("prefill-0", Role.PREFILL)
-    peer = await prefill.node.connect(decode.address)
+    peer = await prefill.node.connect(decode.address, decode.name)
     assert peer.transport == ("tcp" if os.environ.get("UCX_TLS") == "tcp" else "cma")
     assert peer.gb_s > 0
     assert await outcome(await send(prefill, await decode.reserve("r", [1, 2, 3]), "r")) is None
@@ -205,7 +203,7 @@ async def test_prefill_is_frozen(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) 
 async def test_decode_is_frozen(hosts: Hosts) -> None:
     decode = await hosts.child(Role.DECODE, "decode-0")
     prefill = await hosts.start("prefill-0", Role.PREFILL)
-    await prefill.node.connect(decode.address)
+    await prefill.node.connect(decode.address, decode.name)
     target = await decode.reserve("r", [1, 2])
     transfer = prefill.node.start_transfer(target, "r", 2, 3.0)
     transfer.push(0, [1], FakePin([1]))

@@ -53,7 +53,7 @@ async def pull(
 ) -> tuple[PullResult, FakePin, WantedBlocks]:
     wanted = ask(first, total, timeout_s)
     assert isinstance(wanted.pin, FakePin)
-    return await puller.node.pull(owner.address, wanted), wanted.pin, wanted
+    return await puller.node.pull(owner.address, owner.name, wanted), wanted.pin, wanted
 
 
 def ask(first: int, total: int, timeout_s: float = 20.0) -> WantedBlocks:
@@ -125,7 +125,7 @@ async def test_a_failed_write_fails_the_pull_and_frees_after_the_grace(cluster: 
     owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(fail="the link broke")
     wanted = ask(1, 20, 1.5)
     with pytest.raises(BatonError):
-        await puller.node.pull(owner.address, wanted)
+        await puller.node.pull(owner.address, owner.name, wanted)
     assert isinstance(wanted.pin, FakePin)
     assert not wanted.pin.free  # bytes may still land after an error
     await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ async def test_damage_fails_the_pull(cluster: Cluster) -> None:
     owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(corrupt=0)
     wanted = ask(2, 6)
     with pytest.raises(TransferFailed, match=r"damaged|gave the transfer up"):
-        await puller.node.pull(owner.address, wanted)
+        await puller.node.pull(owner.address, owner.name, wanted)
     assert puller.node.stats().damaged_transfers == 1
     await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
@@ -154,7 +154,7 @@ async def test_a_late_write_finds_its_blocks_still_pinned(cluster: Cluster) -> N
     wanted = ask(2, 6, 1.0)
     before = puller.digest(wanted.blocks)
     with pytest.raises(DeadlineExceeded):
-        await puller.node.pull(owner.address, wanted)
+        await puller.node.pull(owner.address, owner.name, wanted)
     assert isinstance(wanted.pin, FakePin)
     assert not wanted.pin.free
     owner.release_late_writes()
@@ -169,7 +169,7 @@ async def test_a_cancelled_caller_frees_its_blocks(cluster: Cluster) -> None:
     await at_rest(owner, puller)
     owner.backend.on_write = lambda _p, _l, _r: WriteFaultPlan(delay_s=600.0)
     wanted = ask(0, 8)
-    pulling = puller.node.pull(owner.address, wanted)
+    pulling = puller.node.pull(owner.address, owner.name, wanted)
     await until(lambda: owner.node.stats().pending_writes > 0)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -184,7 +184,7 @@ async def test_a_cancelled_caller_frees_its_blocks(cluster: Cluster) -> None:
 async def test_a_pull_that_is_cancelled_before_its_first_step_frees_its_blocks(cluster: Cluster) -> None:
     owner, puller = await two(cluster)
     wanted = ask(0, 8, 600.0)  # the deadline is after the end of this test
-    pulling = puller.node.pull(owner.address, wanted)
+    pulling = puller.node.pull(owner.address, owner.name, wanted)
     pulling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await pulling
@@ -203,7 +203,7 @@ async def test_a_caller_that_is_cancelled_before_it_waits_frees_its_blocks(clust
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
-        await puller.node.pull(owner.address, wanted)
+        await puller.node.pull(owner.address, owner.name, wanted)
 
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(caller())
@@ -227,7 +227,7 @@ async def test_a_pull_that_cannot_start_frees_its_blocks(
         monkeypatch.setattr(puller.node._rpc, "pull", broken)
     wanted = ask(0, 8, 600.0)
     with pytest.raises(RuntimeError, match="a bug"):
-        await puller.node.pull(owner.address, wanted)
+        await puller.node.pull(owner.address, owner.name, wanted)
     await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     await at_rest(owner, puller)
 
@@ -237,7 +237,7 @@ async def test_a_holder_that_stops_or_has_ended(cluster: Cluster) -> None:
     await owner.stop()
     wanted = ask(0, 8, 2.0)
     with pytest.raises((Unavailable, DeadlineExceeded, TransferFailed)):
-        await puller.node.pull(owner.address, wanted)
+        await puller.node.pull(owner.address, owner.name, wanted)
     assert isinstance(wanted.pin, FakePin)
     await until(lambda: wanted.pin.free)  # type: ignore[attr-defined]
     cluster.pods.remove(owner)
@@ -251,7 +251,7 @@ async def test_a_holder_has_a_limit_of_open_loans(cluster: Cluster) -> None:
     for i, one in enumerate(asked):  # each into its own blocks
         blocks = tuple(range(4 * i, 4 * i + 4))
         asked[i] = replace(one, request_id=f"r{i}", blocks=blocks, pin=FakePin(list(blocks)))
-    pulls = [puller.node.pull(owner.address, one) for one in asked]
+    pulls = [puller.node.pull(owner.address, owner.name, one) for one in asked]
     await until(lambda: sum(pull.done() for pull in pulls) == 4)
     owner.release_late_writes()
     got = await asyncio.gather(*pulls)
@@ -269,7 +269,7 @@ async def test_other_layouts_and_other_pods_are_refused(cluster: Cluster) -> Non
     for pod, error in ((different, LayoutMismatch), (stranger, Unauthenticated)):
         wanted = ask(0, 8, 5.0)
         with pytest.raises(error) as refused:
-            await pod.node.pull(owner.address, wanted)
+            await pod.node.pull(owner.address, owner.name, wanted)
         if error is LayoutMismatch:
             assert refused.value.field == "fingerprint"
         assert isinstance(wanted.pin, FakePin)

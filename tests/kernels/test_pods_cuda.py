@@ -18,10 +18,9 @@ import torch
 from benchmarks.support.local_stack import BarePod, running_pods
 from benchmarks.support.pd_stack import make_model
 from common.pb import prefill_pb2
-from common.rpc import open_channel
 from common.types import ValidRequest
 from engine.llm import LLM
-from tests.rigs.pods.harness import Answer, GatewayStream, PlayedGateway, PodClient, prompt_of, request
+from tests.rigs.pods.harness import Answer, GatewayStream, PlayedGateway, PodClient, gateway_channel, prompt_of, request
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -91,7 +90,7 @@ async def driving(processes: dict[str, BarePod]) -> AsyncIterator[Pods]:
     pods = Pods()
     try:
         for name, bare in processes.items():
-            pod = ProcessPod(open_channel(bare.address), bare, 0)
+            pod = ProcessPod(gateway_channel(bare.address, name, f"gw-{name}", secret=bare.secret), bare, 0)
             pod.generation = (await pod.info()).generation
             (pods.decodes if name.startswith("decode") else pods.prefills).append(pod)
             if name.startswith("decode"):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.auth import GATEWAY, Signer
 from common.errors import IndexUnavailable, Unavailable
 from common.types import FinishReason, PodLoad, Role, SamplingParams, Token, ValidRequest
 from gateway.dispatch.token_queue import TokenOrder
@@ -25,6 +26,7 @@ from prefix_index.store import PrefixHits
 from tests.rigs.waiting import until
 
 FP = "ab" * 16
+SIGNER = Signer(b"secret", GATEWAY, "g", 1)
 
 
 @given(size=st.integers(1, 12), earlier=st.integers(0, 5), seed=st.integers(0, 2**32))
@@ -106,11 +108,11 @@ class FakeIndex:
 class World:
     def __init__(self, roles: dict[str, Role], index: FakeIndex | None = None) -> None:
         self.index = index
-        self.table = PodTable((), index, gateway_id="g", model="m")  # type: ignore[arg-type]
+        self.table = PodTable((), index, signer=SIGNER, model="m")  # type: ignore[arg-type]
         self.table.index_up = index is not None
         self.router = Router(self.table, GatewayMetrics(), rng=random.Random(1))
         for i, (name, role) in enumerate(roles.items()):
-            pod = Pod(f"127.0.0.1:{i + 1}", "g", model="m", static=True, on_change=self.table.notify_changed)
+            pod = Pod(f"127.0.0.1:{i + 1}", SIGNER, model="m", static=True, on_change=self.table.notify_changed)
             pod.info = PodInfo(
                 name=name,
                 generation=1,

@@ -37,7 +37,7 @@ async def test_unused_channels_are_closed(monkeypatch: pytest.MonkeyPatch) -> No
         return made[-1]
 
     monkeypatch.setattr(rpc_client, "open_channel", channel)
-    rpc = PeerRpcClient(Signer(b"secret", "prefill-0", 1), transfer_pb2.InfoResponse, lambda: "")
+    rpc = PeerRpcClient(Signer(b"secret", "prefill", "prefill-0", 1), transfer_pb2.InfoResponse, lambda: "")
     for address in ("gone", "used", "used"):
         assert (await rpc.info(address, 1.0)).pod == address
     for address in ("gone", "used"):

@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from common.errors import BatonError, TransferFailed
+import pytest
+
+from common.errors import BatonError, TransferFailed, UnknownTransfer
 from common.types import KvTarget, TransferId
 from kv_transfer.memory import PeerMemory, host_pool
 from kv_transfer.messages import Commit, CommitNotification, DroppedMessages, RangeWritten, Writer
@@ -20,6 +22,7 @@ from kv_transfer.transfer_thread import HOT_POLL_LIMIT_S
 ID = TransferId(5, 1)
 WRITER = Writer("prefill-0", 7, "prefill-prefill-0-7", "127.0.0.1:1")
 COMMIT = Commit((1,), (None,))
+SIGNATURE = b"signature"
 
 
 class Now:
@@ -87,24 +90,58 @@ def entry(
     transfer_id: TransferId, deadline: float, on_failed: Callable[[BatonError], None] = lambda _: None
 ) -> IncomingTransfer:
     machine = ReceiverMachine(transfer_id, first_block=0, num_blocks=1, deadline=deadline)
-    return IncomingTransfer(machine, "r", (3,), FakePin(), lambda _: None, on_failed)
+    target = KvTarget(transfer_id, "decode-0", "127.0.0.1:2", 0, (3,), "f", signature=SIGNATURE)
+    return IncomingTransfer(machine, "r", target, FakePin(), lambda _: None, on_failed)
 
 
 def test_a_commit_without_its_ranges_is_polled_hot_for_a_moment_only() -> None:
     now = Now()
     table = receiving(now, Agents())
     table.add(entry(ID, now() + 60.0))
-    table.open_transfer(ID, "r", WRITER)
+    table.open_transfer(ID, "r", SIGNATURE, WRITER)
     assert not table.poll_hot
     answer: Future[float] = Future()
-    table.commit(ID, 7, COMMIT, answer)
+    table.commit(ID, 7, SIGNATURE, COMMIT, answer)
     assert table.poll_hot
     now.s += HOT_POLL_LIMIT_S + 0.01
-    table.commit(ID, 7, COMMIT, Future())  # asked again
+    table.commit(ID, 7, SIGNATURE, COMMIT, Future())  # asked again
     assert (table.poll_hot, table.poll_fast) == (False, True)
     table.on_notification(WRITER.agent, RangeWritten(ID, 0, 1))
     assert answer.result(0) > HOT_POLL_LIMIT_S
     assert not table.poll_fast
+
+
+def test_open_and_commit_need_the_signature_of_the_target() -> None:
+    table = receiving(Now(), Agents())
+    table.add(entry(ID, 200.0))
+    for wrong in (b"", b"another", SIGNATURE + b"x"):
+        with pytest.raises(UnknownTransfer, match="signature"):
+            table.open_transfer(ID, "r", wrong, WRITER)
+    table.open_transfer(ID, "r", SIGNATURE, WRITER)
+    refused: Future[float] = Future()
+    table.commit(ID, 7, b"another", COMMIT, refused)
+    assert isinstance(refused.exception(0), UnknownTransfer)
+    assert not table.poll_fast
+    assert table.dropped.snapshot() == {"wrong_capability": 4}
+
+
+def test_nothing_counts_after_the_deadline() -> None:
+    """Also before the tick that ends the transfer."""
+    now = Now()
+    table = receiving(now, Agents())
+    table.add(entry(ID, now() + 60.0))
+    table.open_transfer(ID, "r", SIGNATURE, WRITER)
+    now.s += 60.0
+    with pytest.raises(UnknownTransfer, match="late"):
+        table.open_transfer(ID, "r", SIGNATURE, WRITER)
+    refused: Future[float] = Future()
+    table.commit(ID, 7, SIGNATURE, COMMIT, refused)
+    assert isinstance(refused.exception(0), UnknownTransfer)
+    table.on_notification(WRITER.agent, CommitNotification(ID, COMMIT))
+    table.on_notification(WRITER.agent, RangeWritten(ID, 0, 1))
+    assert (table.num_open, table.received_transfers) == (1, 0)
+    table.tick(now())
+    assert (table.num_open, table.received_transfers) == (0, 0)
 
 
 def test_an_acknowledgement_is_polled_hot_for_a_moment_only() -> None:
@@ -154,14 +191,14 @@ def test_a_forgotten_writer_gets_no_notification() -> None:
         transfer_id = TransferId(5, number)
         assert table.add_peer(WRITER.agent, b"good")
         table.add(entry(transfer_id, 200.0))
-        table.open_transfer(transfer_id, "r", WRITER)
+        table.open_transfer(transfer_id, "r", SIGNATURE, WRITER)
         table.on_notification(WRITER.agent, CommitNotification(transfer_id, COMMIT))
         if forgotten:
             table.forget_writer(WRITER.agent)
         table.on_notification(WRITER.agent, RangeWritten(transfer_id, 0, 1))
         assert len(agents.told) == 1
         answer: Future[float] = Future()
-        table.commit(transfer_id, 7, COMMIT, answer)
+        table.commit(transfer_id, 7, SIGNATURE, COMMIT, answer)
         assert answer.result(0) == 0.0
 
 
@@ -180,7 +217,7 @@ def test_a_forgotten_writer_with_an_open_transfer_is_watched_until_the_transfer_
     failed: list[Exception] = []
     table.add(entry(ID, now() + 60.0, failed.append))
     table.watch(WRITER.agent, as_watch)  # type: ignore[arg-type]
-    table.open_transfer(ID, "r", WRITER)
+    table.open_transfer(ID, "r", SIGNATURE, WRITER)
     table.forget_writer(WRITER.agent)
     table.tick(now())
     assert not watch.closed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import math
 import struct
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import grpc
 
-from common.errors import BatonError, InvalidRequest, Unavailable
+from common.errors import BatonError, InternalError, InvalidRequest, Unauthenticated, Unavailable
 from common.pb import embedding_pb2
 from common.rpc import error_from_rpc, timeout_until
 from common.types import Role, SamplingParams, ValidRequest
@@ -29,6 +30,8 @@ from gateway.serving.answers import gather_or_cancel
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
 from gateway.serving.request import CompletionBody, GenerationSpec, PromptInput, RequestContext
+
+_log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_INPUTS = 16  #: Inputs of one request that are computed at the same time.
 MAX_ATTEMPTS = 3  #: Pods that one input is tried on.
@@ -87,6 +90,9 @@ class EmbeddingsHandler:
                     return list(answer.values)
                 except grpc.aio.AioRpcError as e:
                     error = error_from_rpc(e)
+                    if isinstance(error, Unauthenticated):  # the pod refuses this gateway, not the client
+                        _log.error("pod %s refuses this gateway: %s", pod.name, error)
+                        raise InternalError("the pods that serve this model refuse this gateway") from e
                     if not error.retryable:
                         raise error from e
                     avoid.add(pod.address)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.auth import CallGuard, Signer
 from common.errors import BatonError, Unavailable
 from common.kv_layout import KVLayout
 from common.pb import (
@@ -29,6 +30,8 @@ from common.pb import (
     types_pb2,
 )
 from common.rpc import RpcServer
+from common.settings.configs import DEFAULT_SECRET
+from common.tls import TlsFiles
 from common.types import FinishReason, Role, Token, TokenLogprob, ValidRequest
 from common.wire import (
     PROTOCOL_VERSION,
@@ -153,6 +156,7 @@ class FakePod(
         self.seen = Seen()
         self.ready = True
         self.draining = False
+        self.tls_dir: str | None = None
         self.layout = LAYOUT
         self.protocol_version = PROTOCOL_VERSION
         self.served_name = ""  # as older pods report it
@@ -186,7 +190,9 @@ class FakePod(
         return not self._running
 
     async def start(self) -> None:
-        self._server = RpcServer("127.0.0.1", self.port)
+        signer = Signer(DEFAULT_SECRET.encode(), self.role.value, self.name, self.generation)
+        tls = TlsFiles.of_directory(self.tls_dir, self.role.value)
+        self._server = RpcServer("127.0.0.1", self.port, tls=tls, interceptors=(CallGuard(signer),))
         self._server.add_servicer(decode_pb2_grpc.add_DecodeServicer_to_server, self, "baton.v1.Decode")
         self._server.add_servicer(prefill_pb2_grpc.add_PrefillServicer_to_server, self, "baton.v1.Prefill")
         if self.role is not Role.DECODE and self.embeds:

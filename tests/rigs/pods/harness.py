@@ -20,10 +20,12 @@ from typing import Any, Generic, TypeVar
 import grpc
 import torch
 
+from common.auth import GATEWAY, Signer, sign_calls
 from common.errors import BatonError, Overloaded
 from common.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel, translate_rpc_errors
-from common.settings.configs import PodConfig
+from common.settings.configs import DEFAULT_SECRET, PodConfig
+from common.tls import TlsFiles
 from common.types import FinishReason, KvTarget, Role, SamplingParams, Token, ValidRequest
 from common.wire import (
     error_from_pb,
@@ -94,6 +96,23 @@ def oracle(model_dir: Path, **engine: Any) -> LLM:
 def expected(llm: LLM, r: ValidRequest) -> list[int]:
     """Returns the tokens of a request that runs to max_tokens."""
     return llm.generate([r.prompt_ids], r.sampling, ignore_eos=True)[0].ids
+
+
+def gateway_channel(
+    address: str, pod: str, gateway_id: str = "gw", *, secret: str = DEFAULT_SECRET, tls: TlsFiles | None = None
+) -> grpc.aio.Channel:
+    """Opens a channel to `pod` that signs its calls as this gateway."""
+    return sign_calls(open_channel(address, tls), Signer(secret.encode(), GATEWAY, gateway_id, 1), lambda: pod)
+
+
+@contextlib.asynccontextmanager
+async def gateway_client(pod: PodRuntime, gateway_id: str) -> AsyncIterator[PodClient]:
+    """Yields the stubs of a pod for another gateway."""
+    client = PodClient(gateway_channel(pod.address, pod.name, gateway_id))
+    try:
+        yield client
+    finally:
+        await client.channel.close()
 
 
 @dataclass
@@ -420,9 +439,15 @@ class Cluster(PlayedGateway[Pod]):
                 await pod.close()
 
     async def add(
-        self, role: Role, *, num_blocks: int = 64, stream: Mapping[str, Any] | None = None, **fields: Any
+        self,
+        role: Role,
+        *,
+        num_blocks: int = 64,
+        stream: Mapping[str, Any] | None = None,
+        gateway_tls: str | None = None,
+        **fields: Any,
     ) -> Pod:
-        """Starts one more pod. `fields` are of PodConfig, `stream` of DecodeServicer."""
+        """Starts one more pod. `fields` are of PodConfig, `stream` of DecodeServicer, `gateway_tls` as `tls_dir`."""
         kv_bytes_per_block = 2 * 2 * 2 * BLOCK * 16 * 4
         config = PodConfig(
             **{
@@ -450,8 +475,10 @@ class Cluster(PlayedGateway[Pod]):
         except BaseException:
             await runtime.stop()
             raise
-        pod = Pod(open_channel(runtime.address), runtime, service)
+        gateway_id = f"gw-{next(_ids)}"
+        tls = TlsFiles.of_directory(gateway_tls, GATEWAY)
+        pod = Pod(gateway_channel(runtime.address, runtime.name, gateway_id, tls=tls), runtime, service)
         (self.prefills if role is Role.PREFILL else self.decodes).append(pod)
         if role is not Role.PREFILL:
-            self.streams.append(await GatewayStream(pod, f"gw-{next(_ids)}").open())
+            self.streams.append(await GatewayStream(pod, gateway_id).open())
         return pod

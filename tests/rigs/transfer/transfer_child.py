@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import sys
 import time
 from typing import Any
 
-from common.auth import Signer
+from common.auth import CallGuard, Signer
 from common.errors import BatonError
-from common.pb import transfer_pb2, transfer_pb2_grpc
+from common.pb import transfer_pb2, transfer_pb2_grpc, types_pb2
 from common.process.lifecycle import host_boot_id
 from common.process.tether import die_with_parent
 from common.rpc import RpcServer
-from common.types import KvTarget, Role, TransferId
-from common.wire import layout_to_pb, role_to_pb
+from common.types import Role
+from common.wire import kv_target_from_pb, kv_target_to_pb, layout_to_pb, role_to_pb
 from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import host_pool
 from kv_transfer.node import TransferNode
@@ -28,7 +29,8 @@ async def main(role: Role, name: str, port: int) -> None:
     generation = time.time_ns() // 1_000_000
     memory = host_pool(NUM_BLOCKS, LAYOUT.block_bytes)
     backend = FaultyBackend(NixlBackend())
-    server = RpcServer("127.0.0.1", port)
+    signer = Signer(SECRET, role.value, name, generation)
+    server = RpcServer("127.0.0.1", port, interceptors=(CallGuard(signer),))
     info = transfer_pb2.InfoResponse(
         protocol_version=1,
         pod=name,
@@ -44,7 +46,7 @@ async def main(role: Role, name: str, port: int) -> None:
         backend=backend,
         memory=memory,
         info=lambda: info,
-        signer=Signer(SECRET, name, generation),
+        signer=signer,
         address=lambda: pod.address,
         checksums=True,
     )
@@ -63,16 +65,14 @@ async def main(role: Role, name: str, port: int) -> None:
         match order["op"]:
             case "reserve":
                 incoming[order["id"]] = got = pod.reserve(order["id"], 0, order["blocks"], order["deadline_s"])
-                number = got.target.transfer_id.number
-                say({"number": number, "digests": [d.hex() for d in pod.digest(order["blocks"])]})
+                target = base64.b64encode(kv_target_to_pb(got.target).SerializeToString()).decode()
+                say({"target": target, "digests": [d.hex() for d in pod.digest(order["blocks"])]})
             case "send":
-                await node.connect(
-                    order["address"]
-                )  # so that a pending write belongs to the transfer, not to the probe
+                target = kv_target_from_pb(types_pb2.KvTarget.FromString(base64.b64decode(order["target"])))
+                # so that a pending write belongs to the transfer, not to the probe
+                await node.connect(target.address, target.pod)
                 backend.on_write = lambda _p, _l, _r, d=order["delay_s"]: WriteFaultPlan(delay_s=d)
-                transfer_id = TransferId(order["generation"], order["number"])
-                blocks = tuple(order["blocks"])
-                target = KvTarget(transfer_id, order["pod"], order["address"], 0, blocks, LAYOUT.fingerprint)
+                blocks = target.blocks
                 transfer = node.start_transfer(target, order["id"], len(blocks), 60.0)
                 transfer.push(0, blocks, FakePin(list(blocks)))
                 transfer.finish([1], [None])

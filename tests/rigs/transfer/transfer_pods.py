@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.auth import Signer
+from common.auth import CallGuard, Signer
 from common.errors import BatonError
 from common.kv_layout import KVLayout
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import RpcServer
-from common.types import KvTarget, Role, TransferId
+from common.types import KvTarget, Role
 from common.wire import layout_to_pb, role_to_pb
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
@@ -109,23 +109,22 @@ class Pod:
 
     def reserve(self, request_id: str, first: int, blocks: Sequence[int], deadline_s: float = 30.0) -> Incoming:
         pin = FakePin(list(blocks))
-        place = KvTarget(TransferId(0, 0), self.name, self.address, first, tuple(blocks), self.layout.fingerprint)
-        incoming = Incoming(place, pin)
 
         def on_ready(commit: Commit) -> None:
             incoming.pin_was_free.append(pin.free)
             incoming.ready.append(commit)
 
-        transfer_id = self.node.expect_transfer(
+        failed: list[BatonError] = []
+        target = self.node.expect_transfer(
             request_id=request_id,
             first_block=first,
             blocks=blocks,
             pin=pin,
             deadline_s=deadline_s,
             on_ready=on_ready,
-            on_failed=incoming.failed.append,
+            on_failed=failed.append,
         )
-        incoming.target = replace(place, transfer_id=transfer_id)
+        incoming = Incoming(target, pin, failed=failed)
         return incoming
 
     async def stop(self, grace_s: float = 1.0) -> None:
@@ -167,7 +166,8 @@ class Cluster:
         memory = replace(host_pool(NUM_BLOCKS, layout.block_bytes), kind=kind)
         clock = Clock()
         backend = FaultyBackend(self.backend(), clock)
-        server = RpcServer("127.0.0.1", port)
+        signer = Signer(secret, role.value, name, generation)
+        server = RpcServer("127.0.0.1", port, interceptors=(CallGuard(signer),))
         info = transfer_pb2.InfoResponse(
             protocol_version=1,
             pod=name,
@@ -181,7 +181,7 @@ class Cluster:
             backend=backend,
             memory=memory,
             info=lambda: info,
-            signer=Signer(secret, name, generation),
+            signer=signer,
             address=lambda: pod.address,
             lend=lambda hashes, first: pod.lend(hashes, first),
             checksums=checksums,
