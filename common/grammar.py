@@ -17,15 +17,16 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from common import grammar_limits
 from common.errors import BatonError, InvalidRequest
 from common.grammar_limits import refused
+from common.grammar_matcher import Matcher, MatcherState, MatcherTokenizer
 from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -33,17 +34,17 @@ MAX_GBNF_CHARS = 1 << 15  #: Each character takes 2 us to read.
 MAX_CACHED = 256  #: Most compiled grammars in the cache.
 MAX_CACHED_CHARS = 8 << 20  #: Most characters of their texts together.
 MAX_SPACE = 40  #: Most characters of white space in a row, so that a model that indents for ever ends.
-#: Processor seconds that one token's mask may take. A request beyond it fails, so that the others of its batch do not
-#: wait again. A mask takes 0.03 ms as a rule, and 5 ms in the slowest ordinary grammar of the tests.
-MASK_LIMIT_S = 0.08
-#: Of llguidance, by measurement: the ordinary grammars of the tests need 12,000 items (3,000 optional properties), fuel
-#: of 50,000, 500 states and a size of 50,000. They bound a mask, but not tightly: a row of the parser is completed
-#: before its items are counted, and 10,000 take 50 ms. MASK_LIMIT_S ends the request of a grammar with a slower row.
-_LIMITS: dict[str, Any] = {
-    "max_items_in_row": 2000,
-    "step_max_items": 20_000,
-    "step_lexer_fuel": 100_000,
-    "max_lexer_states": 50_000,
+#: Processor seconds that one token may take. A request beyond it fails. A token takes 0.05 ms as a rule, and 0.7 s at
+#: most in an object that may follow 1,000 schemas. Other sequences do not wait for it (engine/sampling/mask_jobs.py).
+MASK_LIMIT_S = 1.5
+#: Of llguidance, by measurement: the ordinary grammars of the tests need 13,500 items in a row, 60,000 for a mask, fuel
+#: of 400,000, 1,000 states and a size of 50,000. They do not bound the time, which grows by the square of the items of
+#: a row, and a row is completed before it is counted.
+_LIMITS = {
+    "max_items_in_row": 16_000,
+    "step_max_items": 100_000,
+    "step_lexer_fuel": 1_000_000,
+    "max_lexer_states": 10_000,  # each copy of a matcher has its own: 15 MB at most
     "max_grammar_size": 60_000,
     "verbose_errors": False,
 }
@@ -159,10 +160,17 @@ class GrammarTokenizer:
         self.model_dir = model_dir
         self.vocab_size = vocab_size  #: Bits of a mask; at least the tokenizer's size.
         self._lock = threading.Lock()
-        self._built: LLTokenizer | None = None
+        self._built: tuple[LLTokenizer, MatcherTokenizer] | None = None
 
     def get(self) -> LLTokenizer:
         """Raises InvalidRequest where the model has no tokenizer that will do."""
+        return self._build()[0]
+
+    def for_matchers(self) -> MatcherTokenizer:
+        """Returns the same tokens for matchers. Raises InvalidRequest as `get` does."""
+        return self._build()[1]
+
+    def _build(self) -> tuple[LLTokenizer, MatcherTokenizer]:
         with self._lock:
             if self._built is not None:
                 return self._built
@@ -173,10 +181,10 @@ class GrammarTokenizer:
                 built = LLTokenizer(text, eos_token=eos)
                 if self.vocab_size > built.vocab_size:  # the model's embedding is padded
                     built = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+                self._built = built, MatcherTokenizer(built)
             except (OSError, ValueError) as error:
                 raise InvalidRequest(f"this model cannot follow a grammar: {error}", field=None) from error
-            self._built = built
-            return built
+            return self._built
 
 
 @dataclass(slots=True, eq=False)
@@ -185,12 +193,15 @@ class CompiledGrammar:
 
     grammar: Grammar
     tokenizer: LLTokenizer
-    prototype: LLMatcher
-    too_slow: bool = False  #: A mask took far more than MASK_LIMIT_S: no sequence may use the grammar any more.
+    prototype: Matcher
+    start: MatcherState  #: The state before the first token.
+    too_slow: bool = False  #: A token took more than MASK_LIMIT_S: no sequence may use the grammar any more.
+    _copying: threading.Lock = field(default_factory=threading.Lock)
 
-    def matcher(self) -> LLMatcher:
+    def matcher(self) -> Matcher:
         """Returns a new matcher at the start of the grammar."""
-        return self.prototype.deep_copy()
+        with self._copying:
+            return self.prototype.copy()
 
 
 class GrammarCompiler:
@@ -249,23 +260,23 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar, *, proven: bo
     if not proven:
         _require_short(grammar.text, grammar.field)
         grammar_limits.check(grammar.text, grammar.field)
+    if "\0" in grammar.text:  # would end the text for llguidance
+        raise refused(grammar.field, "has a NUL character")
     try:
-        tokens = tokenizer.get()
+        tokens = tokenizer.for_matchers()
     except BatonError as error:
         raise InvalidRequest(error.message, field=grammar.field) from error
 
-    def compiled() -> LLMatcher:
-        matcher = LLMatcher(tokens, grammar.text, log_level=0, limits=LLParserLimits(**_LIMITS))
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # what the first mask costs, and may refuse, belongs to compiling
-        return matcher
+    def compiled() -> tuple[Matcher, MatcherState]:
+        matcher = Matcher(tokens, grammar.text, _LIMITS)
+        return matcher, matcher.look()  # what the first mask costs, and may refuse, belongs to compiling
 
-    matcher = _on_large_stack(compiled)
-    if matcher.is_error():
-        raise InvalidRequest(_refusal(grammar, matcher.get_error()), field=grammar.field)
-    if matcher.is_stopped():
+    matcher, start = _on_large_stack(compiled)
+    if start.failure is not None:
+        raise InvalidRequest(_refusal(grammar, start.failure), field=grammar.field)
+    if start.mask is None:
         raise refused(grammar.field, "allows no text at all")
-    return CompiledGrammar(grammar, tokens, matcher)
+    return CompiledGrammar(grammar, tokenizer.get(), matcher, start)
 
 
 def _on_large_stack(work: Callable[[], _T]) -> _T:

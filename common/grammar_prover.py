@@ -36,7 +36,7 @@ PATIENCE_S = 1.8  #: Seconds from `submit` to the verdict or to an error, unless
 POD_PATIENCE_S = 8.0  #: The same in a pod, where a gateway has proven the grammar.
 LEAST_S = 0.2  #: A proof does not start with less time than this.
 MAX_PROOFS = 8  #: Proofs at the same time.
-MAX_TENANT_PROOFS = 2  #: Those of one tenant.
+MAX_CLIENT_PROOFS = 2  #: Those of one API key, or of one client address without a key.
 MAX_WAITING = 64  #: Proofs that wait for their turn.
 MAX_KEPT, MAX_KEPT_CHARS = 4096, 16 << 20  #: Most verdicts that are kept, and most characters of their grammars.
 COSTLY_KEPT_S = 60.0  #: Seconds for which "too costly" is kept; the machine may have been busy.
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 class _Proof:
     body: bytes
     key: bytes
-    tenant: str | None
+    client: str | None
     deadline: float
     result: Future[dict[str, Any]]
     patient: bool
@@ -79,9 +79,9 @@ class GrammarProver:
         self._number = 0
         self._proving: dict[int, _Proof] = {}  # by id
         self._waiting: list[_Proof] = []
-        #: Proofs that run or wait, by key and tenant: a request does not wait for another tenant's turn.
+        #: Proofs that run or wait, by key and client: a request does not wait for another client's turn.
         self._open: dict[tuple[bytes, str | None], _Proof] = {}
-        self._tenants: Counter[str | None] = Counter()  # proofs that run
+        self._clients: Counter[str | None] = Counter()  # proofs that run
         self._kept: OrderedDict[bytes, tuple[dict[str, Any], float]] = OrderedDict()  # verdict and when it expires
         self._kept_chars = 0
 
@@ -96,15 +96,16 @@ class GrammarProver:
             self._start()
 
     def submit(
-        self, source: GrammarSource, *, tenant: str | None = None, deadline: float | None = None
+        self, source: GrammarSource, *, client: str | None = None, deadline: float | None = None
     ) -> Future[Grammar]:
         """Proves a grammar. The result is the grammar as pods compile it.
 
-        The future raises InvalidRequest with the source's field, RateLimited if the tenant has too many grammars in
+        The future raises InvalidRequest with the source's field, RateLimited if the client has too many grammars in
         proof, and Unavailable if the process fails.
 
         Args:
-            tenant: At most MAX_TENANT_PROOFS of it run. "" (no API keys are in use) and None (in a pod) have no limit.
+            client: The sender's API key or address; at most MAX_CLIENT_PROOFS of one client run, and clients take
+                turns. None (in a pod) has no limit.
             deadline: time.monotonic() until which the proof may wait and run. None: PATIENCE_S from now, in a pod
                 POD_PATIENCE_S; only there a proof may run for more than WALL_S.
         """
@@ -117,10 +118,10 @@ class GrammarProver:
             except BatonError as error:
                 answer.set_exception(type(error)(error.message, field=source.field, retry_after_s=error.retry_after_s))
 
-        self._verdict(source, tenant, deadline).add_done_callback(tell)
+        self._verdict(source, client, deadline).add_done_callback(tell)
         return answer
 
-    def _verdict(self, source: GrammarSource, tenant: str | None, deadline: float | None) -> Future[dict[str, Any]]:
+    def _verdict(self, source: GrammarSource, client: str | None, deadline: float | None) -> Future[dict[str, Any]]:
         result: Future[dict[str, Any]] = Future()
         try:
             value = json.dumps({"form": source.form, "value": source.value}).encode()
@@ -135,21 +136,24 @@ class GrammarProver:
                 self._kept.move_to_end(key)
                 result.set_result(kept)
                 return result
-            if (proof := self._open.get((key, tenant))) is not None:
+            if (proof := self._open.get((key, client))) is not None:
                 return proof.result
             if deadline is None:
-                deadline = now + (POD_PATIENCE_S if tenant is None else PATIENCE_S)
-            proof = self._open[key, tenant] = _Proof(value, key, tenant, deadline, result, tenant is None)
+                deadline = now + (POD_PATIENCE_S if client is None else PATIENCE_S)
+            proof = self._open[key, client] = _Proof(value, key, client, deadline, result, client is None)
             self._waiting.append(proof)
             self._next()
         return result
 
     def _next(self) -> None:
-        """Sends the proofs that may run, in their order. Under the lock."""
-        for proof in [*self._waiting]:
+        """Sends the proofs that may run: of the clients with the fewest proofs first. Under the lock."""
+        waiting = Counter(proof.client for proof in self._waiting)
+        [(greediest, _)] = waiting.most_common(1) or [(None, 0)]
+        last = next((proof for proof in reversed(self._waiting) if proof.client == greediest), None)
+        for proof in sorted(self._waiting, key=lambda proof: self._clients[proof.client]):
             left = proof.deadline - time.monotonic()
-            turn = not proof.tenant or self._tenants[proof.tenant] < MAX_TENANT_PROOFS
-            if left < LEAST_S or (len(self._waiting) > MAX_WAITING and proof is self._waiting[-1]):
+            turn = proof.client is None or self._clients[proof.client] < MAX_CLIENT_PROOFS
+            if left < LEAST_S or (len(self._waiting) > MAX_WAITING and proof is last):
                 self._waiting.remove(proof)
                 busy = RateLimited("too many grammars are being compiled for this client", retry_after_s=WALL_S)
                 self._finish(proof, busy)
@@ -163,7 +167,7 @@ class GrammarProver:
         head = json.dumps({"id": self._number, "wall_s": wall_s}).encode()
         body = head[:-1] + b", " + proof.body[1:]
         self._proving[self._number] = proof
-        self._tenants[proof.tenant] += 1
+        self._clients[proof.client] += 1
         try:
             self._start().sendall(len(body).to_bytes(4, "big") + body)
         except OSError as error:
@@ -171,7 +175,7 @@ class GrammarProver:
             if self._process is not None:
                 self._process.kill()  # it may have a part of the order
             del self._proving[self._number]
-            self._tenants -= Counter([proof.tenant])
+            self._clients -= Counter([proof.client])
             self._finish(proof, Unavailable("grammars cannot be compiled now", retry_after_s=1.0))
 
     def _start(self) -> socket.socket:
@@ -219,7 +223,7 @@ class GrammarProver:
             self._socket = None
             sock.close()
             lost, self._proving = self._proving, {}
-            self._tenants.clear()
+            self._clients.clear()
             for proof in lost.values():
                 self._finish(proof, Unavailable("grammars cannot be compiled now", retry_after_s=1.0))
             self._next()
@@ -228,8 +232,9 @@ class GrammarProver:
         with self._lock:
             if (proof := self._proving.pop(answer["id"], None)) is None:
                 return
-            self._tenants -= Counter([proof.tenant])
+            self._clients -= Counter([proof.client])
             if answer["verdict"] == "failed":
+                _log.error("trying a grammar failed: %s", answer.get("cause", "the child ended without an answer"))
                 self._finish(proof, Unavailable("grammars cannot be compiled now", retry_after_s=1.0))
             elif answer["verdict"] == "busy":
                 self._finish(proof, Overloaded("the grammar was not compiled in time", retry_after_s=1.0))
@@ -250,7 +255,7 @@ class GrammarProver:
 
     def _finish(self, proof: _Proof, outcome: dict[str, Any] | BatonError) -> None:
         """Tells the callers. Under the lock, so their callbacks must not use this prover."""
-        self._open.pop((proof.key, proof.tenant), None)
+        self._open.pop((proof.key, proof.client), None)
         if isinstance(outcome, BatonError):
             proof.result.set_exception(outcome)
         else:

@@ -9,7 +9,7 @@ socket ends, or its parent's pid changes. Children end with this process (PR_SET
 A frame in either direction is a length (4 bytes, big-endian) and that many bytes of JSON. Orders have `id`, `form`,
 `value` and `wall_s`. Answers have `id` and `verdict`: "proven" with `text`, `cpu_s` and `memory`; "refused" with
 `message`, in which FIELD stands for the name of the field; "costly" with `reason`; "busy" where the time ran out before
-the child had a good part of it on a processor; "failed" where the proof itself failed.
+the child had a good part of it on a processor; "failed" with `cause` where the proof itself failed.
 
 Run as `python -m common.grammar_zygote FD PARENT_PID MODEL_DIR VOCAB_SIZE [EOS_ID ...]`.
 """
@@ -28,6 +28,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ BUSY_SHARE = 0.6  #: Share of its time that a child must have had on a processor
 NICE = 10  #: Of a child at its start.
 LATE_NICE, LATE_S = 15, 0.15  #: Of a child that has run for LATE_S seconds, so that short proofs overtake long ones.
 WALKS, WALK_TOKENS = 4, 12  #: Random answers of a proof, and the most tokens of each.
+WALK_S = 0.4  #: Processor seconds after which no further token is tried.
 
 _SOME_BITS = re.compile(rb"[^\0]")
 
@@ -110,8 +112,8 @@ class _Zygote:
             self._spare = None
             sock.sendall(json.dumps(order).encode())
             sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            self._send({"id": order["id"], "verdict": "failed"})
+        except OSError as error:
+            self._send({"id": order["id"], "verdict": "failed", "cause": f"no child could be started: {error}"})
             return
         now = time.monotonic()
         self._children[sock.fileno()] = _Child(pid, sock, order["id"], now, now + order["wall_s"])
@@ -202,8 +204,9 @@ def _verdict(tokenizer: GrammarTokenizer, order: dict[str, Any]) -> dict[str, An
         return {"verdict": "refused", "message": f"{FIELD} is not valid Unicode"}
     except (MemoryError, RecursionError):
         return {"verdict": "costly", "reason": "memory"}
-    except Exception:
-        return {"verdict": "failed"}
+    except Exception as error:  # its text may have parts of the grammar, which do not belong in a log
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return {"verdict": "failed", "cause": f"{type(error).__name__} in {last.name}, {last.filename}:{last.lineno}"}
     if slowest > MASK_LIMIT_S:
         return {"verdict": "costly", "reason": "mask"}
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -218,15 +221,17 @@ def _verdict(tokenizer: GrammarTokenizer, order: dict[str, Any]) -> dict[str, An
 
 def _walk(compiled: CompiledGrammar) -> float:
     """Follows random answers. Returns the processor seconds of the slowest token. Matchers that fail are left alone."""
-    slowest, rng = 0.0, random.Random(0)
+    slowest, rng, end = 0.0, random.Random(0), time.thread_time() + WALK_S
     for _ in range(WALKS):
         began = time.thread_time()
         matcher = compiled.matcher()
         for _ in range(WALK_TOKENS):
             mask = matcher.compute_bitmask()
-            if matcher.is_error() or matcher.is_stopped():
+            if matcher.is_stopped():
                 break
             slowest = max(slowest, time.thread_time() - began)
+            if time.thread_time() > end:
+                return slowest
             start = rng.randrange(len(mask))
             found = _SOME_BITS.search(mask, start) or _SOME_BITS.search(mask)
             if found is None:

@@ -8,7 +8,7 @@
 - A step has decodes first, one token each, then prompt chunks. If prompts wait, decodes take at most three quarters.
 - A decode without a free block preempts the last sequence in rank below it, so the first in rank always makes progress.
   No sequence is preempted while a step in flight or a copy to the host is about to free blocks.
-- If nothing can run, a paused sequence gives up its blocks. Only leases and pins of other pods' transfers are then
+- If nothing can run, a blocked sequence gives up its blocks. Only leases and pins of other pods' transfers are then
   left; they end by themselves, and the step is empty until then.
 - Drafts only use what is left: tokens after the prompts' share, and blocks after one for each running sequence.
 
@@ -184,6 +184,12 @@ class Scheduler:
         self._dequeue(seq)
         self._drop_partial_block(seq)
         seq.finish_reason = reason
+        if seq.constraint is not None:
+            seq.constraint.close()
+
+    def stall(self, seq: Sequence) -> None:
+        """Preempts a sequence with a mask that is late. It runs again when it is not `blocked` any more."""
+        self._preempt(seq)
 
     def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:
         """Removes the sequences of a request, or one child, and returns the removed ones.
@@ -212,7 +218,7 @@ class Scheduler:
     @property
     def waits_for_blocks(self) -> bool:
         """Whether a sequence waits for blocks; new requests from other pods should not lease any before it has them."""
-        return any(seq.lease is None and not seq.paused for seq in tuple(self._waiting))
+        return any(seq.lease is None and not seq.blocked for seq in tuple(self._waiting))
 
     def stats(self) -> SchedulerStats:
         running, waiting = tuple(self._running), tuple(self._waiting)
@@ -252,7 +258,7 @@ class Scheduler:
     def draft_candidates(self) -> list[Sequence]:
         """Admits what waits with its blocks; returns the sequences that decode next with all tokens on the host."""
         self._admit(new=False)
-        return [seq for seq in self._running if seq.decoding and not (seq.paused or seq.launched or seq.pending)]
+        return [seq for seq in self._running if seq.decoding and not (seq.blocked or seq.launched or seq.pending)]
 
     def reserve_for_drafts(self, seq: Sequence, end: int) -> int:
         """Grows the lease of a draft candidate towards `end` tokens if the pool can spare the blocks.
@@ -268,7 +274,7 @@ class Scheduler:
         for seq in tuple(self._waiting):
             if len(self._running) == self.config.max_seqs:
                 return
-            if seq.paused:
+            if seq.blocked:
                 continue
             if seq.lease is None and not (new and self._allocate(seq)):
                 return
@@ -292,7 +298,7 @@ class Scheduler:
             if len(decodes) == limit:
                 break
             # A sequence that this loop has preempted has no KV, so it is not `decoding`.
-            if seq.paused or not seq.decoding or seq.reaches_limit or seq.num_drafted or seq.forking:
+            if seq.blocked or not seq.decoding or seq.reaches_limit or seq.num_drafted or seq.forking:
                 continue
             start, lease, copy = seq.start, seq.lease, None
             assert lease is not None
@@ -327,13 +333,13 @@ class Scheduler:
         if decodes or config.prompt_step_tokens is None:
             spare = config.chunk_tokens - sum(entry.num_new for entry in decodes)
             return min(spare, config.local_chunk_tokens) if decodes and config.local_chunk_tokens else spare
-        prompts = sum(not (seq.paused or seq.decoding) for seq in self._running)
-        alone = prompts == 1 and all(seq.paused for seq in self._waiting)
+        prompts = sum(not (seq.blocked or seq.decoding) for seq in self._running)
+        alone = prompts == 1 and all(seq.blocked for seq in self._waiting)
         return config.max_step_tokens if alone else config.prompt_step_tokens
 
     def _schedule_chunks(self, limit: int) -> list[ScheduledSequence]:
         """Returns the prompt chunks of the step, `limit` tokens together."""
-        prompts = [seq for seq in self._running if not (seq.paused or seq.decoding)]
+        prompts = [seq for seq in self._running if not (seq.blocked or seq.decoding)]
         if not prompts or limit <= 0:
             return []
         for seq in prompts:
@@ -367,8 +373,8 @@ class Scheduler:
         return (self.config.chunk_tokens + 2) // 4
 
     def _has_prompts(self) -> bool:
-        return any(not (seq.paused or seq.decoding) for seq in self._running) or any(
-            not seq.paused for seq in self._waiting
+        return any(not (seq.blocked or seq.decoding) for seq in self._running) or any(
+            not seq.blocked for seq in self._waiting
         )
 
     # -- blocks -------------------------------------------------------------------------------------------------------
@@ -445,14 +451,14 @@ class Scheduler:
         """Returns the last sequence in rank below `seq`, else the last one that is paused or waits for a slot."""
         holders = self._sequences_with_lease()
         below = [other for other in holders if _priority_key(other) > _priority_key(seq)]
-        stopped = [other for other in holders if other is not seq and (other.paused or other in self._waiting)]
+        stopped = [other for other in holders if other is not seq and (other.blocked or other in self._waiting)]
         return max(below or stopped, key=_priority_key, default=None)
 
     def _preempt_paused(self) -> bool:
         """Preempts the last paused sequence in rank, if a sequence waits and no blocks will be freed without that."""
-        if all(seq.paused for seq in self._waiting) or self._blocks_will_be_freed():
+        if all(seq.blocked for seq in self._waiting) or self._blocks_will_be_freed():
             return False
-        paused = [seq for seq in self._sequences_with_lease() if seq.paused]
+        paused = [seq for seq in self._sequences_with_lease() if seq.blocked]
         if paused:
             self._preempt(max(paused, key=_priority_key))
         return bool(paused)

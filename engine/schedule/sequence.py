@@ -131,6 +131,11 @@ class Sequence:
         self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt, known=hashes)
 
     @property
+    def blocked(self) -> bool:
+        """Whether it is not scheduled now: its reader has to catch up, or a mask of its constraint is late."""
+        return self.paused or (self.constraint is not None and self.constraint.busy)
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
 
@@ -223,7 +228,7 @@ class Sequence:
             fingerprint=self._fingerprint,
             block_size=self.block_size,
             hand_off=self.hand_off,
-            constraint=None if self.constraint is None else self.constraint.copy(),
+            constraint=None if self.constraint is None else self.constraint.child(child),
             child=child,
         )
         other.cached_tokens, other.host_tokens = self.cached_tokens, self.host_tokens

@@ -14,6 +14,7 @@ With overlap, a step is launched before the result of the step before it is read
   result after the launch, unless a sequence ended or a chunk was done.
 - A limit on tokens is known in advance. A stop token, an abort, a failure or a preemption is known one step late: the
   result of the step in flight is then discarded, and the fence of that step keeps the blocks until it has ended.
+- A step waits for masks for at most STEP_WAIT_S. A sequence with a later one is preempted and joins a later step.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import BatonError, InternalError
+from common.grammar import MASK_LIMIT_S
 from common.types import FinishReason, PromptLogprobs, Token
 from engine.kv.blocks import BlockPool, Lease, StepFence
+from engine.sampling.mask_jobs import STEP_WAIT_S, MaskJob, run_jobs
 from engine.schedule.outputs import EngineCounters, Inbox, OnStep, SequenceOutput, StepResult
 from engine.schedule.scheduler import NO_DRAFTS, ScheduledSequence, Scheduler
 from engine.schedule.sequence import DraftTokens, Sequence
@@ -278,11 +281,21 @@ class Stepper(Generic[L]):
         finally:
             step.fence.end()
         outputs = list(step.known_outputs)
+        live = [
+            (entry, result)
+            for entry, lease, result in zip(step.scheduled, step.leases, results, strict=True)
+            if entry.seq.finish_reason is None and entry.seq.lease is lease
+        ]
+        late = self._late_constraints(live)
         kept: list[ScheduledSequence] = []
-        for entry, lease, result in zip(step.scheduled, step.leases, results, strict=True):
-            if entry.seq.finish_reason is None and entry.seq.lease is lease:
-                kept.append(entry)
-                outputs += self._apply_output(entry, result)
+        for entry, result in live:
+            if entry.seq.finish_reason is not None:  # with another child of its request
+                continue
+            if entry.seq in late:
+                self._scheduler.stall(entry.seq)
+                continue
+            kept.append(entry)
+            outputs += self._apply_output(entry, result)
         self.counters.discarded_sequences += len(step.scheduled) - len(kept)
         now = time.perf_counter()
         seconds, self._ended_at = now - max(step.began_at, self._ended_at), now
@@ -291,6 +304,19 @@ class Stepper(Generic[L]):
         if self.speculator is not None:
             self.speculator.on_step(kept, seconds, waited=step.launched_late)
         return self._count(kept, outputs, seconds)
+
+    def _late_constraints(
+        self, live: abc.Sequence[tuple[ScheduledSequence, RunnerOutput | InternalError]]
+    ) -> set[Sequence]:
+        """Lets the constraints follow the sampled tokens. Returns the sequences with masks that take too long."""
+        jobs: dict[Sequence, list[MaskJob]] = {}
+        for entry, result in live:
+            if (constraint := entry.seq.constraint) is not None and isinstance(result, RunnerOutput):
+                children = {token.child: token.id for token in result.child_tokens}
+                jobs[entry.seq] = constraint.start([token.id for token in result.tokens], children)
+        if all_jobs := [job for each in jobs.values() for job in each]:
+            run_jobs(all_jobs, STEP_WAIT_S, MASK_LIMIT_S)
+        return {seq for seq, each in jobs.items() if not all(job.done for job in each)}
 
     def _wait(self, step: InFlightStep[L]) -> list[RunnerOutput | InternalError]:
         if isinstance(step.launched, InternalError):

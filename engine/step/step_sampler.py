@@ -156,7 +156,7 @@ class StepSampler:
         """Samples the unmasked sequences of a step again, under their masks. Overwrites results and `last_tokens`."""
         first_results = step.first_results()
         pairs = [(step.scheduled[i], first_results[i]) for i in step.unmasked]
-        pairs = [(entry, result) for entry, result in pairs if entry.seq.finish_reason is None]
+        pairs = [(entry, result) for entry, result in pairs if entry.seq.slot >= 0]  # else ended or preempted
         if not pairs:
             return
         assert step.logits is not None
@@ -188,7 +188,7 @@ class StepSampler:
         """
         for index, entry in enumerate(step.scheduled):
             seq, params = entry.seq, entry.seq.request.sampling
-            if not entry.samples or seq.num_samples == 1 or seq.finish_reason is not None:
+            if not entry.samples or seq.num_samples == 1 or seq.slot < 0:
                 continue
             assert step.logits is not None
             mask = None if seq.constraint is None else _masks(entry)[0]

@@ -12,7 +12,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from hashlib import blake2b
@@ -152,6 +152,16 @@ class Caller:
     models: tuple[str, ...] = ()  # names of the models that may be used; empty for all
     isolated: bool = False  # the tenant shares its prefix cache with no other tenant
     admin: bool = False  # administrative routes and the requests of all tenants may be used
+    address: str = ""  # address of a client without a key
+
+    @property
+    def client(self) -> str:
+        """The API key, or the address of a client without one; grammars in proof are limited for each client."""
+        return self.key_id or self.address
+
+    def at(self, address: str) -> Caller:
+        """Returns the caller with the client address if it has no key."""
+        return self if self.key_id else replace(self, address=address)
 
     def may_use(self, *names: str) -> bool:
         """Returns whether a model with these names and aliases may be used."""

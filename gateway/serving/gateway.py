@@ -292,7 +292,7 @@ class Gateway:
         model = self.model_for(context.caller, spec.model)
         limits = model.pod_table.limits()
         if spec.grammar is not None:
-            spec = replace(spec, grammar=await model.chat_format.prove(spec.grammar, context.caller.tenant))
+            spec = replace(spec, grammar=await model.chat_format.prove(spec.grammar, context.caller.client))
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
         for text in texts:
             _reject_too_long(text, model, limits, "prompt")
@@ -314,7 +314,7 @@ class Gateway:
             body.template_kwargs,
             body.tools,
             body.spec.grammar,
-            tenant=context.caller.tenant,
+            client=context.caller.client,
             include_reasoning=body.include_reasoning,
             keep_special=not body.spec.skip_special_tokens,
         )

@@ -66,17 +66,17 @@ class ChatFormat:
         tools: RequestTools | None,
         source: GrammarSource | Grammar | None,
         *,
-        tenant: str = "",
+        client: str = "",
         include_reasoning: bool = True,
         keep_special: bool = False,
     ) -> PreparedChat:
         """Renders a chat and derives the parser configuration and the grammar of its answers. Raises InvalidRequest.
 
         `source` is the client's grammar for the answer's text; `keep_special` shows special tokens in it. Proofs of
-        grammars count for `tenant`.
+        grammars count for `client`.
         """
         deadline = time.monotonic() + PATIENCE_S
-        text = None if source is None else await self.prove(source, tenant, deadline)
+        text = None if source is None else await self.prove(source, client, deadline)
         prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
         reasoning = self.reasoning_format
         # Without reasoning sections the answer begins at once, as it does after a section.
@@ -92,7 +92,7 @@ class ChatFormat:
                 field=tools.field if tools else "",
             )
         if grammar is not None and grammar is not text:
-            await self._check_answer_grammar(grammar, tools, tenant, deadline)
+            await self._check_answer_grammar(grammar, tools, client, deadline)
         config = self._parser_config(tools, section, include_reasoning=include_reasoning, keep_special=keep_special)
         return PreparedChat(prompt, config, grammar)
 
@@ -134,29 +134,29 @@ class ChatFormat:
 
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
-    async def prove(self, source: GrammarSource | Grammar, tenant: str, deadline: float | None = None) -> Grammar:
+    async def prove(self, source: GrammarSource | Grammar, client: str, deadline: float | None = None) -> Grammar:
         """Returns the grammar as the pods will compile it, tried in another process; see GrammarProver.submit.
 
         Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported.
         """
         if isinstance(source, Grammar):
             source = GrammarSource("text", source.text, source.field)
-        return await asyncio.wrap_future(self._prover.submit(source, tenant=tenant, deadline=deadline))
+        return await asyncio.wrap_future(self._prover.submit(source, client=client, deadline=deadline))
 
     async def _check_answer_grammar(
-        self, grammar: Grammar, tools: RequestTools | None, tenant: str, deadline: float
+        self, grammar: Grammar, tools: RequestTools | None, client: str, deadline: float
     ) -> None:
         """Raises InvalidRequest if the grammar is rejected.
 
         The error names the function whose parameters are the reason, if there is one.
         """
         try:
-            await self.prove(grammar, tenant, deadline)
+            await self.prove(grammar, client, deadline)
         except InvalidRequest as refusal:
             for function in tools.callable_functions if tools else ():
                 try:
                     await self.prove(
-                        GrammarSource("json", parameters_schema(function), function.field), tenant, deadline
+                        GrammarSource("json", parameters_schema(function), function.field), client, deadline
                     )
                 except Overloaded:  # no time is left to find the function
                     break

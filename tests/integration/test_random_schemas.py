@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from common import grammar as grammars
 from common.types import FinishReason, Grammar, SamplingParams
 from engine.llm import LLM, Completion
 from engine.sampling.constraint import Constraint
+from engine.schedule.outputs import StepResult
 from tests.rigs.engine.grammar_shapes import ambiguous
 
 COUNT = 100
@@ -114,3 +118,52 @@ def test_a_slow_mask_fails_only_its_own_sequence_of_a_batch(llm: LLM, monkeypatc
     bomb, good = Grammar(ambiguous(300), "guided"), grammars.from_regex("[a-z]{4}", field="f")
     done = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=8), grammar=[good, bomb, good], show_progress=False)
     assert [completion.finish for completion in done] == [FinishReason.STOP, FinishReason.ERROR, FinishReason.STOP]
+
+
+def test_a_late_mask_delays_only_its_own_sequence(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence with a mask that takes a second joins later steps, and its answer is the same."""
+    schema = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 3, "maxItems": 3}
+    late, good = grammars.from_json_schema(schema, field="late"), grammars.from_regex("[a-z]{12}", field="f")
+    prompts, params = ["JSON:", "b", "c"], SamplingParams(max_tokens=40)
+    usual = llm.generate(prompts, params, grammar=[late, good, good], show_progress=False)
+    taken, ended, waited = Counter[str](), dict[str, float](), threading.Event()
+    take = Constraint._take
+
+    def slow_take(self: Constraint, *args: Any) -> Any:
+        taken[str(self._field)] += 1
+        if self._field == "late" and taken["late"] in (2, 5):
+            waited.wait(0.5)
+        return take(self, *args)
+
+    def on_step(result: StepResult) -> None:
+        for output in result.outputs:
+            if output.ended:
+                ended[output.seq.request_id] = time.monotonic()
+
+    monkeypatch.setattr(Constraint, "_take", slow_take)
+    notify = llm.engine._stepper._notify
+    monkeypatch.setattr(llm.engine._stepper, "_notify", lambda result, then: (on_step(result), notify(result, then))[1])
+    before = llm.engine.scheduler.stats().preemptions
+    done = llm.generate(prompts, params, grammar=[late, good, good], show_progress=False)
+    assert [completion.text for completion in done] == [completion.text for completion in usual]
+    assert llm.engine.scheduler.stats().preemptions == before + 2
+    first, second, third = (when for _, when in sorted(ended.items()))
+    assert first > max(second, third) + 0.3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_late_masks_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """With masks that are late at random, also those of first tokens, all answers stay the same."""
+    rng, take = random.Random(3), Constraint._take
+    schemas = [random_schema(rng) for _ in range(12)]
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=MAX_TOKENS, n=n) for i in range(len(schemas))]
+    rules = [grammars.from_json_schema(schema, field="f") for schema in schemas]
+    usual = llm.generate(["JSON:"] * len(schemas), params, grammar=rules, show_progress=False)
+    monkeypatch.setattr(
+        Constraint, "_take", lambda *args: (time.sleep(0.05 if rng.random() < 0.1 else 0), take(*args))[1]
+    )
+    before, failed = llm.engine.scheduler.stats().preemptions, llm.engine.counters.failed_sequences
+    done = llm.generate(["JSON:"] * len(schemas), params, grammar=rules, show_progress=False)
+    assert llm.engine.scheduler.stats().preemptions > before
+    assert [completion.text for completion in done] == [completion.text for completion in usual]
+    assert llm.engine.counters.failed_sequences == failed

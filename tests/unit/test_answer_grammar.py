@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
 
 from common import grammar as g
 from common.errors import InvalidRequest
@@ -68,9 +67,9 @@ def compose(
 def matches(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
     """Whether the grammar accepts the text and may end after it."""
     assert grammar is not None
-    matcher: LLMatcher = compiler.compile(grammar).matcher()
+    matcher = compiler.compile(grammar).matcher()
     ids = compiler.tokenizer.get().tokenize_str(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    return all(map(matcher.consume_token, ids)) and matcher.is_accepting()
 
 
 def written(fmt: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -193,7 +192,7 @@ def test_special_tokens_stand_in_grammars_by_id(tmp_path: Path, smollm2_dir: Pat
     ):
         assert grammar is not None
         matcher = compiler.compile(grammar).matcher()
-        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == good
+        assert (all(map(matcher.consume_token, ids)) and matcher.is_accepting()) == good
 
 
 def test_functions_without_strict_accept_any_schema(compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
@@ -213,18 +212,16 @@ def test_the_parser_reads_what_the_grammar_generates(
 ) -> None:
     """Generates with the first token that the mask allows, so that unusual white space and key orders occur too."""
     import numpy as np
-    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
     grammar = compose(tokenizer, fmt, parallel=False)
     assert grammar is not None
     vocab = compiler.tokenizer.get().vocab_size
-    mask = allocate_token_bitmask(1, vocab)
     closing = np.array([t < 2 or any(c in tokenizer.token_bytes(t) for c in b'"}),') for t in range(vocab)])
     for seed in range(6):
         rng, matcher, ids = np.random.default_rng(seed), compiler.compile(grammar).matcher(), []
         while not matcher.is_stopped() and len(ids) < 400:
-            fill_next_token_bitmask(matcher, mask)
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
             quick = allowed[closing[allowed]]
             token = int(rng.choice(quick if len(quick) and rng.random() < 0.6 else allowed))
             assert matcher.consume_token(token)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,9 @@ from common.errors import InvalidRequest
 from common.grammar import CompiledGrammar, GrammarTokenizer, compile_grammar
 from common.types import Grammar, SamplingParams, ValidRequest
 from engine.sampling.constraint import Constraint, needs_constraint
+from engine.sampling.mask_jobs import MaskJob, run_jobs
+from tests.rigs.engine import grammar_shapes as shapes
+from tests.rigs.engine.grammar_cases import PREFIX, WIDE, behind_prefix
 from tests.rigs.engine.grammar_shapes import ambiguous
 
 VOCAB, EOS = 49152, 2
@@ -203,3 +208,93 @@ def test_a_grammar_with_a_far_too_slow_mask_is_given_up(
         follow(first, tokenizer.get().tokenize_str("abcabc"))
     with pytest.raises(InvalidRequest, match="too costly"):
         constraint(SamplingParams(), slow)
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_an_answer_may_follow_one_of_a_thousand_schemas(tokenizer: GrammarTokenizer, name: str) -> None:
+    compiled = compile_grammar(tokenizer, Grammar(shapes.ORDINARY[name](), "f"))
+    for text in WIDE[name]:
+        rules = constraint(SamplingParams(stop_token_ids=(EOS,)), compiled)
+        for token in tokenizer.get().tokenize_str(text):
+            rules.advance(token)
+        assert rules.is_complete or EOS in allowed(rules.mask())
+
+
+def test_a_token_is_cancelled_at_its_limit(tokenizer: GrammarTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask after the literal takes 10 s."""
+    monkeypatch.setattr("engine.sampling.constraint.MASK_LIMIT_S", 0.2)
+    compiled = compile_grammar(tokenizer, Grammar(behind_prefix(1500), "guided"))
+    rules = constraint(SamplingParams(), compiled)
+    before = time.process_time()
+    with pytest.raises(InvalidRequest, match="guided is too costly"):
+        follow(rules, tokenizer.get().tokenize_str(f"{PREFIX}abcabcabc"))
+    assert time.process_time() - before < 3
+
+
+def test_the_interpreter_goes_on_while_a_token_is_followed(tokenizer: GrammarTokenizer) -> None:
+    compiled = compile_grammar(tokenizer, Grammar(behind_prefix(300), "guided"))
+    rules = constraint(SamplingParams(), compiled)
+    ended, longest, spent = threading.Event(), 0.0, 0.0
+
+    def work() -> None:
+        nonlocal longest, spent
+        for token in tokenizer.get().tokenize_str(f"{PREFIX}abcabcab"):
+            before = time.process_time()
+            rules.advance(token)
+            spent = max(spent, time.process_time() - before)
+        ended.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    gaps = []
+    while not ended.wait(0.001):
+        before = time.monotonic()
+        sum(range(100))
+        gaps.append(time.monotonic() - before)
+    thread.join()
+    assert spent > 0.05
+    assert len(gaps) > 20
+    assert sorted(gaps)[len(gaps) * 9 // 10] < 0.01
+
+
+def test_a_late_constraint_is_busy_and_takes_the_same_token_later(
+    tokenizer: GrammarTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile_grammar(tokenizer, grammars.from_regex("[ab]{4}", field="f"))
+    a, b = (tokenizer.get().tokenize_str(x)[0] for x in "ab")
+    rules, go_on = constraint(SamplingParams(), compiled), threading.Event()
+    take = Constraint._take
+    monkeypatch.setattr(Constraint, "_take", lambda *args: (go_on.wait(30), take(*args))[1])
+    before = allowed(rules.mask())
+    [job] = rules.start([a])
+    run_jobs([job], 0.01, 1.0)
+    assert rules.busy
+    assert not job.done
+    assert allowed(rules.mask()) == before
+    assert rules.masks([a, b])[0] == []
+    go_on.set()
+    while rules.busy:
+        time.sleep(0.001)
+    assert rules.start([a]) == []
+    rules.advance(a)
+    plain = constraint(SamplingParams(), compiled, (a,))
+    assert allowed(rules.mask()) == allowed(plain.mask())
+    [job] = rules.start([a])  # the token that is sampled the second time may be another one
+    run_jobs([job], 5.0, 1.0)
+    rules.advance(b)
+    plain.advance(b)
+    assert allowed(rules.mask()) == allowed(plain.mask())
+    assert rules.masks([a])[0] == plain.masks([a])[0] == [a]
+
+
+def test_jobs_do_not_wait_for_a_slow_one() -> None:
+    go_on = threading.Event()
+    slow = [MaskJob(lambda _: (go_on.wait(30), None)[1], lambda: None) for _ in range(3)]
+    quick = [MaskJob(lambda _: None, lambda: None) for _ in range(20)]
+    began = time.monotonic()
+    run_jobs([*slow, *quick], 0.1, 1.0)
+    assert time.monotonic() - began < 2
+    while not all(job.done for job in quick):
+        time.sleep(0.001)
+    assert not any(job.done for job in slow)
+    go_on.set()

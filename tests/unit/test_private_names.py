@@ -34,7 +34,10 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
             f"{_HTTP}.STATUS_LINE",
             *(f"{_HTTP}.HttpToolsProtocol.on_{event}" for event in ("message_begin", "headers_complete", "body")),
             *(f"{_HTTP}.HttpToolsProtocol.{name}" for name in ("on_response_complete", "send_400_response")),
-            *(f"{_HTTP}.HttpToolsProtocol.{{{name}}}" for name in ("cycle", "loop", "pipeline", "scope", "transport")),
+            *(
+                f"{_HTTP}.HttpToolsProtocol.{{{name}}}"
+                for name in ("client", "cycle", "loop", "pipeline", "scope", "transport")
+            ),
             *(f"{_HTTP}.RequestResponseCycle.{{{name}}}" for name in ("chunked_encoding", "disconnected", "flow")),
             *(f"{_HTTP}.RequestResponseCycle.{{{name}}}" for name in ("keep_alive", "message_event", "more_body")),
             *(f"{_HTTP}.RequestResponseCycle.{{{name}}}" for name in ("response_complete", "response_started")),
@@ -57,6 +60,7 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "grpcio": {"common/pb/decode_pb2_grpc.py": ("grpc._utilities.first_version_is_lower",)},
     "nixl-cu13": {"kv_transfer/backend/nixl.py": ("nixl_cu13._api.nixl_agent", "nixl_cu13._api.nixl_agent_config")},
+    "llguidance": {"common/grammar_matcher.py": ("llguidance._lib",)},  # it checks the C functions itself
     "typer": {"cli/app.py": ("typer.BadParameter.format_message", "typer.BadParameter.exit_code")},
     "torch": {
         "engine/parallel/collectives.py": (_GLOO, f"{_GLOO}._devices", f"{_GLOO}._timeout"),

@@ -319,7 +319,7 @@ COSTLY: dict[str, Callable[[], tuple[str, Any]]] = {
         "start: A\nA: " + " & ".join(rf"/(.|\n)*a.{{{i}}}b.*/" for i in range(1, 40)) + "\n",
     ),
     "a regular expression": lambda: ("regex", "a?" * 26_000),
-    "slow masks": lambda: ("grammar", ambiguous(300)),
+    "slow masks": lambda: ("grammar", ambiguous(1500)),
 }
 
 

@@ -101,7 +101,7 @@ def fits(model_dir: Path, grammar: Grammar | None, text: str) -> bool:
     assert grammar is not None
     compiler = compiler_of(model_dir)
     matcher, ids = compiler.compile(grammar).matcher(), compiler.tokenizer.get().tokenize_str(text)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    return all(map(matcher.consume_token, ids)) and matcher.is_accepting()
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
