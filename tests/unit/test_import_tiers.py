@@ -42,7 +42,7 @@ PACKAGES["baton"] = {"common", "engine"}  # the import name for users; no packag
 #: The rooms of a package, lowest first. A module may import its own line and the lines before it.
 ROOMS = {
     "common": [
-        "errors block_hash",
+        "errors block_hash grammar_matcher",
         "types kv_layout redis.url",
         "redis tracing grammar grammar_limits grammar_prover grammar_zygote process model logs telemetry tls",
         "settings wire auth pb",
