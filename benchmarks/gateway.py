@@ -3,10 +3,10 @@
     python benchmarks/gateway.py --out benchmarks/results/gateway.json
 
 Three processes run: the gateway as `baton gateway` starts it, pods that compute nothing (support/step_pods.py) behind
-real gRPC, and a client that reads server-sent events (support/sse_client.py). 256 chat streams get one token per step
-from 8 decode pods with 32 streams each. The steps of the pods are spread evenly over time, because real pods are not
-synchronised. `chrt -r 5` before the command keeps other processes from interrupting the measured ones. It reduces CPU
-per token by 4% on an idle machine too.
+real gRPC with TLS, and a client that reads server-sent events (support/sse_client.py). 256 chat streams get one token
+per step from 8 decode pods with 32 streams each. The steps of the pods are spread evenly over time, because real pods
+are not synchronised. `chrt -r 5` before the command keeps other processes from interrupting the measured ones. It
+reduces CPU per token by 4% on an idle machine too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from benchmarks.support.local_stack import await_ready, said, start_script
 from benchmarks.support.report import ms, percentiles_ms
 from cli import probes
 from cli.demo.model import demo_model
+from cli.stack.certificates import Authority
 from cli.stack.supervisor import ChildProcess, PortLease
 
 METRICS = """
@@ -82,14 +83,19 @@ class GatewayUnderTest:
 
 
 @contextmanager
-def stack(tmp: Path, *, decodes: int, step_ms: float, stall: bool = False) -> Iterator[GatewayUnderTest]:
-    """Runs pods and a gateway for the block."""
+def stack(tmp: Path, *, decodes: int, step_ms: float, tls: bool, stall: bool = False) -> Iterator[GatewayUnderTest]:
+    """Runs pods and a gateway for the block, with or without TLS between them."""
     model, emitted = demo_model(), tmp / "emitted.json"
     flags: list[object] = ["--decodes", decodes, "--step-ms", step_ms, "--model", model, "--emitted", emitted]
-    with start_script("step_pods.py", *flags, *(["--stall"] if stall else [])) as pods, PortLease() as lease:
+    certs, authority = tmp / "certs", Authority.create()
+    for role in ("gateway", "prefill", "decode"):
+        authority.issue(certs / role, role, role, days=1)
+    flags += ["--stall"] * stall + ["--certs", certs] * tls
+    with start_script("step_pods.py", *flags) as pods, PortLease() as lease:
         addresses = ",".join(said(pods))
         argv = [sys.executable, "-m", "cli", "gateway", f"--port={lease.port}", f"--model={model}"]
         argv += [f"--served-name={MODEL}", f"--pods={addresses}", f"--max-inflight={2 * IDLE_STREAMS}"]
+        argv += [f"--tls-dir={certs / 'gateway'}"] * tls
         gateway = ChildProcess("gateway", [*argv, "--log-level=warning"], log=tmp / "gateway.log")
         gateway.start()
         try:
@@ -106,14 +112,14 @@ def client(port: int, *flags: object) -> subprocess.Popen[str]:
     return start_script("sse_client.py", "--port", port, "--model", MODEL, *flags)
 
 
-def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dict[str, Any]:
+def streaming(*, streams: int, rate: float, decodes: int, seconds: float, tls: bool) -> dict[str, Any]:
     """Runs `streams` streams that get `rate` tokens per second in total from `decodes` pods. Returns the row."""
     step_s = streams / rate
     tokens = int(seconds / step_s)
     with tempfile.TemporaryDirectory() as folder:
         tmp = Path(folder)
         out = tmp / "client.json"
-        with stack(tmp, decodes=decodes, step_ms=1e3 * step_s) as running:
+        with stack(tmp, decodes=decodes, step_ms=1e3 * step_s, tls=tls) as running:
             begin_cpu = running.cpu_s()
             with client(running.port, "--streams", streams, "--tokens", tokens, "--out", out) as reader:
                 begun: float = said(reader)["begun"]
@@ -134,6 +140,7 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float) -> dic
     added = [delay for at, delay in all_delays if window <= at < window_end]
     return {
         "streams": streams,
+        "tls": tls,
         "decode_pods": decodes,
         "tokens_per_stream": tokens,
         "tok_s": round(sum(inside) / (window_end - window)),
@@ -158,9 +165,12 @@ def delays(chunks: list[tuple[float, int]], sent: list[float]) -> Iterator[tuple
         index += size
 
 
-def idle(streams: int) -> dict[str, Any]:
+def idle(streams: int, tls: bool) -> dict[str, Any]:
     """Measures the memory of streams that have begun and get no tokens."""
-    with tempfile.TemporaryDirectory() as folder, stack(Path(folder), decodes=2, step_ms=20, stall=True) as running:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stack(Path(folder), decodes=2, step_ms=20, tls=tls, stall=True) as running,
+    ):
         before = running.gateway.memory_info().rss
         with client(running.port, "--streams", streams, "--tokens", 1000, "--idle") as reader:
             said(reader)
@@ -188,10 +198,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=12.0, help="duration of a run")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--idle", type=int, default=IDLE_STREAMS, help="idle streams; 0: skip this part")
+    parser.add_argument("--plain", action="store_true", help="no TLS between gateway and pods")
     args = parser.parse_args()
-    rows = []
+    tls, rows = not args.plain, []
     for decodes in [args.decodes] * args.runs + [1]:
-        rows.append(streaming(streams=args.streams, rate=args.rate, decodes=decodes, seconds=args.seconds))
+        rows.append(streaming(streams=args.streams, rate=args.rate, decodes=decodes, seconds=args.seconds, tls=tls))
         print(json.dumps(rows[-1]), flush=True)
     *spread, one = rows
     best = min(spread, key=lambda row: row["cpu_us_per_token"])
@@ -199,7 +210,7 @@ def main() -> None:
     metrics = {name: best[name] for name in names}
     metrics["tok_s_per_core"] = round(1e6 / best["cpu_us_per_token"])
     metrics |= {f"one_pod_{name}": one[name] for name in ("cpu_us_per_token", "added_ms_p50", "added_ms_p99")}
-    idle_row = idle(args.idle) if args.idle else {}
+    idle_row = idle(args.idle, tls) if args.idle else {}
     metrics |= {name: idle_row[name] for name in ("idle_mib", "idle_kib_per_stream") if idle_row}
     print(json.dumps(metrics, indent=2))
     report.write(args.out, "gateway", metrics, *PACKAGES, rows=rows, idle=idle_row)

@@ -9,6 +9,7 @@ import typer
 
 from cli import exits
 from cli.commands.batch import batch
+from cli.commands.certs import certs
 from cli.commands.checks import doctor, probe
 from cli.commands.keys import keys
 from cli.commands.loadtest import loadtest
@@ -50,7 +51,7 @@ def baton(
     """Serves large language models with prefill and decode on different machines."""
 
 
-for command in (up, serve, worker, gateway, batch, doctor, probe, plan, loadtest, version):
+for command in (up, serve, worker, gateway, certs, batch, doctor, probe, plan, loadtest, version):
     app.command(cls=SectionedCommand)(command)
 app.add_typer(keys, name="keys")
 

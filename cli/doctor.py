@@ -32,8 +32,9 @@ from common.model.directory import SMOLLM2, cache_dir, smollm2_dir
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.redis.client import REDIS_FAILURES, connect_redis
 from common.redis.url import RedisUrl
-from common.rpc import open_channel
+from common.rpc import connection_hint, open_channel
 from common.telemetry import memory_usage
+from common.tls import TlsFiles
 from common.wire import role_from_pb
 from prefix_index.reader import IndexReader
 
@@ -62,7 +63,7 @@ class Finding:
     fix: str = ""  # Advice for the user; empty if there is nothing to do.
 
 
-async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
+async def report(redis_url: str | None, pods: Sequence[str] = (), tls: TlsFiles | None = None) -> int:
     """Prints each finding as its check ends. Returns 1 if a requirement is missing, else 0.
 
     `pods` are addresses of running pods that the index may not have.
@@ -70,7 +71,7 @@ async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
     console = Console(highlight=False)
     marks = {Level.OK: "[green]ok     [/]", Level.WARN: "[yellow]warning[/]", Level.MISSING: "[red]missing[/]"}
     missing = False
-    async for finding in _findings(redis_url, pods):
+    async for finding in _findings(redis_url, pods, tls):
         missing |= finding.level is Level.MISSING
         mark, what, detail = marks[finding.level], escape(finding.what), escape(finding.detail)
         console.print(f"{mark}  [bold]{what}[/]: {detail}", soft_wrap=True)
@@ -79,7 +80,7 @@ async def report(redis_url: str | None, pods: Sequence[str] = ()) -> int:
     return int(missing)
 
 
-async def _findings(redis_url: str | None, pods: Sequence[str]) -> AsyncIterator[Finding]:
+async def _findings(redis_url: str | None, pods: Sequence[str], tls: TlsFiles | None) -> AsyncIterator[Finding]:
     """Runs all checks, one after another."""
     gpus = await asyncio.to_thread(visible_gpus)
     # On a machine with GPUs, NIXL needs UCX with support for their memory.
@@ -91,7 +92,7 @@ async def _findings(redis_url: str | None, pods: Sequence[str]) -> AsyncIterator
     yield await _check_redis(redis_url)
     yield _check_memory()
     yield _check_model()
-    for findings in (_check_pairs(gpus), check_pods(redis_url, pods)):
+    for findings in (_check_pairs(gpus), check_pods(redis_url, pods, tls)):
         async for finding in findings:
             yield finding
 
@@ -257,10 +258,12 @@ async def _json_of_child(argv: Sequence[str], env: dict[str, str]) -> dict[str, 
     return reply
 
 
-async def check_pods(redis_url: str | None, addresses: Sequence[str]) -> AsyncIterator[Finding]:
+async def check_pods(
+    redis_url: str | None, addresses: Sequence[str], tls: TlsFiles | None = None
+) -> AsyncIterator[Finding]:
     """Checks the pods at these addresses and the pods in the index, concurrently."""
     known = dict.fromkeys([*addresses, *await _indexed(redis_url)])
-    answers = await asyncio.gather(*(_ask(address) for address in known))
+    answers = await asyncio.gather(*(_ask(address, tls) for address in known))
     for address, answer in zip(known, answers, strict=True):
         for finding in _of_pod(address, answer):
             yield finding
@@ -279,12 +282,13 @@ async def _indexed(redis_url: str | None) -> list[str]:
         await reader.close()
 
 
-async def _ask(address: str) -> transfer_pb2.InfoResponse | str:
-    async with open_channel(address) as peer:
+async def _ask(address: str, tls: TlsFiles | None) -> transfer_pb2.InfoResponse | str:
+    async with open_channel(address, tls) as peer:
         try:
             return await transfer_pb2_grpc.TransferStub(peer).Info(transfer_pb2.InfoRequest(), timeout=INFO_S)
         except grpc.aio.AioRpcError as e:
-            return e.details() or e.code().name
+            details = e.details() or e.code().name
+            return connection_hint(details) or details
 
 
 def _of_pod(address: str, answer: transfer_pb2.InfoResponse | str) -> list[Finding]:

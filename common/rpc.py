@@ -63,16 +63,14 @@ _SERVER_OPTIONS = (
 )
 
 
-def open_channel(
-    address: str, tls: TlsFiles | None = None, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
-) -> grpc.aio.Channel:
+def open_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
     """Opens a channel to host:port. Calls to a dead or frozen peer fail within 15 s; it reconnects within 2 s.
 
     With `tls` both ends prove themselves by certificates. Without it the connection is plain.
     """
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS, interceptors=interceptors)
-    return cast("grpc.aio.Channel", _TlsChannel(address, tls, interceptors))
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return cast("grpc.aio.Channel", _TlsChannel(address, tls))
 
 
 class _TlsChannel:
@@ -81,8 +79,8 @@ class _TlsChannel:
     Calls in progress, like a token stream, stay on the connection on which they began.
     """
 
-    def __init__(self, address: str, tls: TlsFiles, interceptors: Sequence[grpc.aio.ClientInterceptor]) -> None:
-        self._address, self._tls, self._interceptors = address, tls, interceptors
+    def __init__(self, address: str, tls: TlsFiles) -> None:
+        self._address, self._tls = address, tls
         self._pems: Pems | None = None
         self._channels: list[grpc.aio.Channel] = []
         self.newest()
@@ -91,8 +89,8 @@ class _TlsChannel:
         """Returns the channel with the current certificates."""
         if (pems := self._tls.pems()) is not self._pems:
             options = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME))
-            credentials = self._tls.channel_credentials()
-            made = grpc.aio.secure_channel(self._address, credentials, options=options, interceptors=self._interceptors)
+            credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+            made = grpc.aio.secure_channel(self._address, credentials, options=options)
             self._channels.append(made)
             self._pems = pems
         return self._channels[-1]
@@ -125,6 +123,23 @@ class _TlsChannel:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    """Returns the credentials of one server. With authorities it refuses clients without a certificate of these."""
+    given = tls.pems()
+
+    def configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:  # called for every handshake
+        nonlocal given
+        if (now := tls.pems()) is given:
+            return None
+        given = now
+        return configuration(now)
+
+    return grpc.dynamic_ssl_server_credentials(configuration(given), changed, given.ca is not None)
 
 
 def connection_hint(details: str) -> str:
@@ -236,7 +251,7 @@ class RpcServer:
             if self._tls is None:
                 port = server.add_insecure_port(address)
             else:
-                self._credentials = self._tls.server_credentials()
+                self._credentials = _server_credentials(self._tls)
                 port = server.add_secure_port(address, self._credentials)
             if not port:
                 raise RuntimeError("the address cannot be bound")

@@ -21,8 +21,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-import grpc
-
 from common.errors import ConfigError
 
 SERVER_NAME = "baton"  #: DNS name of every service's certificate, so that addresses need no names.
@@ -56,11 +54,17 @@ def peer_identity(context: Any) -> tuple[str, str] | None:
     return identities[0] if len(identities) == 1 else None
 
 
+def socket_identity(sock: ssl.SSLSocket) -> tuple[str, str] | None:
+    """Returns (role, name) of the peer's verified certificate; None without one URI name of a role."""
+    names = (sock.getpeercert() or {}).get("subjectAltName", ())
+    identities = [parse_identity(str(value)) for kind, value in names if kind == "URI"]  # type: ignore[misc]
+    return identities[0] if len(identities) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Pems:
-    """The contents of the files at one time. `version` counts the changes."""
+    """The contents of the files at one time."""
 
-    version: int
     cert: bytes
     key: bytes
     ca: bytes | None
@@ -73,10 +77,13 @@ class TlsFiles:
         """Reads the files. Raises ConfigError for `setting` if they cannot be used."""
         self._paths = {"cert": cert, "key": key, **({"ca": ca} if ca is not None else {})}
         self._setting = setting
+        self._remedy = "" if ca is None else " (make certificates: baton certs DIR)"
         self._lock = threading.Lock()
+        self._problem, self._next_warning = "", 0.0
         self._seen = self._stamp()
-        self._pems = self._read(0)
+        self._pems = self._read()
         self._next_check = time.monotonic() + CHECK_S
+        self._warn_before_expiry(time.monotonic())
 
     @classmethod
     def of_directory(cls, directory: str | Path | None, *roles: str) -> TlsFiles | None:
@@ -114,27 +121,37 @@ class TlsFiles:
             self._next_check = now + CHECK_S
             try:
                 if (stamp := self._stamp()) != self._seen:
-                    self._pems, self._seen = self._read(self._pems.version + 1), stamp
+                    self._pems = self._read()
+                    self._seen, self._problem = stamp, ""
                     _log.info("certificates in %s are read again", self._paths["cert"].parent)
             except ConfigError as error:
-                _log.warning("changed certificates are not used: %s", error.message)
+                if self._problem != error.message:
+                    self._problem = error.message
+                    _log.warning("changed certificates are not used: %s", error.message)
+            self._warn_before_expiry(now)
             return self._pems
+
+    def _warn_before_expiry(self, now: float) -> None:
+        """Logs once a day that the certificate expires within WARN_S."""
+        if now >= self._next_warning and self._expires.timestamp() - time.time() < WARN_S:
+            self._next_warning = now + 86400.0
+            _log.warning("%s expires on %s", self._paths["cert"], f"{self._expires:%Y-%m-%d %H:%M} UTC")
 
     def _stamp(self) -> tuple[object, ...]:
         """Returns what changes with the files. Raises ConfigError if one is missing."""
         try:
             stats = [os.stat(path) for path in self._paths.values()]
         except OSError as error:
-            self._fail(f"cannot read {error.filename}: {error.strerror} (make certificates: baton certs DIR)")
+            self._fail(f"cannot read {error.filename}: {error.strerror}{self._remedy}")
         return tuple((s.st_mtime_ns, s.st_ino, s.st_size) for s in stats)
 
-    def _read(self, version: int) -> Pems:
+    def _read(self) -> Pems:
         """Reads and checks the files. Raises ConfigError."""
         try:
             read = {name: path.read_bytes() for name, path in self._paths.items()}
         except OSError as error:
-            self._fail(f"cannot read {error.filename}: {error.strerror} (make certificates: baton certs DIR)")
-        pems = Pems(version, read["cert"], read["key"], read.get("ca"))
+            self._fail(f"cannot read {error.filename}: {error.strerror}{self._remedy}")
+        pems = Pems(read["cert"], read["key"], read.get("ca"))
         self._check(pems)
         return pems
 
@@ -153,38 +170,14 @@ class TlsFiles:
             self._fail(f"{cert} and the files beside it are not PEM files without a password: {error}")
         if key.public_key().public_bytes(*shape) != certificate.public_key().public_bytes(*shape):
             self._fail(f"{self._paths['key']} is not the key of {cert}")
-        left = (certificate.not_valid_after_utc - datetime.now(UTC)).total_seconds()
-        if left <= 0:
-            self._fail(f"{cert} expired on {certificate.not_valid_after_utc:%Y-%m-%d} (renew it: baton certs DIR)")
-        if left < WARN_S:
-            _log.warning("%s expires on %s", cert, f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+        expires = certificate.not_valid_after_utc
+        if expires <= datetime.now(UTC):
+            self._fail(f"{cert} expired on {expires:%Y-%m-%d}{self._remedy}")
+        self._expires = expires
 
     def _fail(self, problem: str) -> NoReturn:
         raise ConfigError(f"{self._setting}: {problem}", field=self._setting)
 
-    # -- gRPC
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns the credentials of one gRPC server. With authorities it refuses clients without a certificate."""
-        given = self.pems()
-
-        def configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
-            return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
-
-        def changed() -> grpc.ServerCertificateConfiguration | None:  # called for every handshake
-            nonlocal given
-            if (now := self.pems()) is given:
-                return None
-            given = now
-            return configuration(now)
-
-        return grpc.dynamic_ssl_server_credentials(configuration(given), changed, given.ca is not None)
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns the credentials of a channel, with the current contents."""
-        pems = self.pems()
-        return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
-
-    # -- sockets
     def server_context(self) -> ssl.SSLContext:
         """Returns a server's context. Each handshake uses the current contents."""
         newest, made = self._context(ssl.PROTOCOL_TLS_SERVER), self.pems()
@@ -208,7 +201,10 @@ class TlsFiles:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self._paths["cert"], self._paths["key"])
-        if "ca" in self._paths:
+        if "ca" in self._paths:  # between services
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            if protocol == ssl.PROTOCOL_TLS_SERVER:
+                context.num_tickets = 0  # a readable socket has a message
             context.load_verify_locations(self._paths["ca"])
             context.verify_mode = ssl.CERT_REQUIRED
         return context

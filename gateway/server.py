@@ -17,6 +17,7 @@ import gc
 import logging
 import socket
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import uvicorn
 
@@ -26,7 +27,8 @@ from common.model.directory import default_served_name, resolve_model
 from common.pb import inference_pb2_grpc
 from common.process.lifecycle import Lifecycle
 from common.rpc import RpcServer
-from common.settings.configs import GatewayConfig
+from common.settings.configs import GatewayConfig, is_loopback
+from common.tls import TlsFiles
 from common.tracing.tracer import Tracer
 from gateway.admission.key_store import KeyRing
 from gateway.api.grpc.servicer import InferenceServicer
@@ -126,6 +128,9 @@ class GatewayServer:
         if config.discovery == "k8s":
             api = api or KubernetesApi.in_cluster()
             self._endpoints = EndpointSliceWatcher(api, config.k8s_services, self._set_endpoints)
+        self._tls: TlsFiles | None = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            self._tls = TlsFiles(Path(config.tls_cert), Path(config.tls_key), setting="tls_cert")
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
             ttl_s, most = config.response_ttl_s, config.response_memory
@@ -137,7 +142,7 @@ class GatewayServer:
         sock = listening_socket(config.host, config.port)
         try:
             if config.grpc_port:
-                self._grpc = RpcServer(config.host, config.grpc_port, config.max_body_bytes)
+                self._grpc = RpcServer(config.host, config.grpc_port, config.max_body_bytes, tls=self._tls)
                 add = inference_pb2_grpc.add_InferenceServicer_to_server
                 self._grpc.add_servicer(add, InferenceServicer(self.gateway), "baton.v1.Inference")
                 self.grpc_port = await self._grpc.start()
@@ -161,6 +166,9 @@ class GatewayServer:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=5,
         )
+        if self._tls is not None:
+            options.load()
+            options.ssl = self._tls.server_context()
         self._http = _UvicornServer(options)
         self._http_task = asyncio.get_running_loop().create_task(self._http.serve(sockets=[sock]))
         accepting = asyncio.ensure_future(self._http.accepting.wait())
@@ -169,7 +177,10 @@ class GatewayServer:
         if self._http_task.done():
             self._http_task.result()
             raise ConfigError("port: the HTTP server did not start", field="port")
-        _log.info("gateway listens on http://%s:%d (gRPC: %s)", config.host, self.port, self.grpc_port or "off")
+        scheme = "http" if self._tls is None else "https"
+        _log.info("gateway listens on %s://%s:%d (gRPC: %s)", scheme, config.host, self.port, self.grpc_port or "off")
+        if self._tls is None and not is_loopback(config.host):
+            _log.warning("keys and prompts of clients are not encrypted: give --tls-cert, or put a TLS proxy before")
 
     def _on_change(self) -> None:
         if self._grpc is not None:

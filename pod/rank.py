@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from common.errors import InternalError, Unavailable
 from common.logs import setup_logs
-from common.process.rank_channel import RankChannel
+from common.process.rank_channel import MEMBER_ROLES, RankChannel
 from common.settings.configs import PodConfig, WorkerConfig
+from common.tls import TlsFiles
 from engine.config import EngineConfig
 from engine.kv.kv_pool import KVPool
 from engine.parallel.rank import EXIT_ABANDONED, EXIT_FAILED, Rank, exit_with, join, serve
@@ -49,13 +50,23 @@ def start_ranks(config: PodConfig, engine: EngineConfig) -> RankGroup:
         secret=config.secret if engine.tensor_parallel_nodes > 1 else None,
         command=functools.partial(rank_command, config),
         kinds=(ENGINE_CHANNEL, TRANSFER_CHANNEL),
+        tls=TlsFiles.of_directory(_group_tls_dir(config), config.role.value),
     )
+
+
+def _group_tls_dir(config: PodConfig | WorkerConfig) -> str | None:
+    """The certificates for the channels of a group; none for a group of one machine, which uses the loopback."""
+    return config.tls_dir if config.tensor_parallel_nodes > 1 else None
 
 
 def rank_command(config: PodConfig | WorkerConfig, rank: int, master: str, ready_fd: int | None = None) -> list[str]:
     """Returns the command line of a rank of a pod. ready_fd gets a byte once the rank is ready."""
     names = ("transport", "net_devices", "log_level", "log_format")
-    settings = {"ready_fd": ready_fd, **{name: getattr(config, name) for name in names}}
+    settings = {
+        "ready_fd": ready_fd,
+        "tls_dir": _group_tls_dir(config),
+        **{name: getattr(config, name) for name in names},
+    }
     return [sys.executable, "-P", "-m", "pod.rank", str(rank), master, json.dumps(settings)]
 
 
@@ -118,7 +129,8 @@ def main(argv: list[str]) -> int:
     rank, master, settings = int(argv[0]), argv[1], json.loads(argv[2])
     setup_logs(settings["log_level"], settings["log_format"])
     limit = JOIN_S if settings["ready_fd"] is None else JOIN_NODES_S  # the pod of another machine may start later
-    engine, transfers = (join(rank, master, kind, limit) for kind in (ENGINE_CHANNEL, TRANSFER_CHANNEL))
+    tls = TlsFiles.of_directory(settings["tls_dir"], *MEMBER_ROLES)
+    engine, transfers = (join(rank, master, kind, limit, tls) for kind in (ENGINE_CHANNEL, TRANSFER_CHANNEL))
     exit_with(engine)
     pool = _RankPool(settings["ready_fd"])
     make = functools.partial(make_backend, settings["transport"], settings["net_devices"])

@@ -168,6 +168,7 @@ async def serve(args: argparse.Namespace) -> None:
     cluster, n, step_s = FakeCluster(), args.decodes, args.step_ms / 1e3
     decodes = [StepDecode(cluster, f"decode-{i}", step_s, i / n, ids, stall=args.stall) for i in range(n)]
     for pod in (StepPrefill(cluster, ids[0]), *decodes):
+        pod.tls_dir = args.certs and str(args.certs / pod.role.value)
         await pod.start()
     print(json.dumps(cluster.addresses), flush=True)
     steps = [asyncio.create_task(pod.run()) for pod in decodes]
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--stall", action="store_true", help="send no tokens after the first")
     parser.add_argument("--model", type=Path, required=True, help="directory with tokenizer.json")
+    parser.add_argument("--certs", type=Path, help="directory of `baton certs` for TLS")
     parser.add_argument("--emitted", type=Path, help="file for the times at which tokens were sent")
     uvloop.run(serve(parser.parse_args()))
 

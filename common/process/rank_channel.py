@@ -6,7 +6,8 @@
                        <-- welcome (HMAC of the rank's nonce)
     first message      -->
 
-Both ends prove that they know the group's secret. A message is a kind, a few JSON fields and raw bytes. After a peer
+Both ends prove that they know the group's secret. With certificates the connection is TLS 1.3, and both ends prove
+their role before the challenge. A message is a kind, a few JSON fields and raw bytes. After a peer
 has disconnected, every call raises Unavailable. One thread uses an end, except for peer_closed.
 """
 
@@ -18,12 +19,14 @@ import json
 import os
 import select
 import socket
+import ssl
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from common.errors import Unauthenticated, Unavailable
+from common.tls import SERVER_NAME, TlsFiles, socket_identity
 
 SEND_S = 30.0  #: A peer that receives nothing for this time, or stops inside a message, counts as gone.
 HELLO_S = 10.0  #: Longest pause between messages of a peer that has not proved itself.
@@ -31,6 +34,8 @@ KEEP_ALIVE_S = 15  #: Silence after which TCP keep-alive probes the peer's machi
 _HEAD = struct.Struct("<IQ")  #: Bytes of the fields, bytes of the payload.
 _MAX_FIELD_BYTES = 1 << 20
 _NONCE_BYTES = 32
+LEADER_ROLES = ("prefill", "decode", "both")  #: Certificates of the accepting rank, which is in the pod's process.
+MEMBER_ROLES = ("worker", *LEADER_ROLES)
 _HELLO_BYTES = 256  #: Longest payload before both ends have proved themselves.
 
 
@@ -54,13 +59,17 @@ class RankChannel:
         self._sock, self.name = sock, name
 
     @classmethod
-    def accept(cls, listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Self, RankMessage] | None:
+    def accept(
+        cls, listener: socket.socket, secret: bytes, timeout_s: float, tls: TlsFiles | None = None
+    ) -> tuple[Self, RankMessage] | None:
         """Returns the channel to a peer, its first message; None without one. Raises Unauthenticated, Unavailable."""
         if not _poll(listener, select.POLLIN, timeout_s):
             return None
         sock, address = listener.accept()
         channel = cls(sock, str(address[0]))
         try:
+            if tls is not None:
+                channel._secure(lambda sock: tls.server_context().wrap_socket(sock, server_side=True), MEMBER_ROLES)
             nonce = os.urandom(_NONCE_BYTES)
             channel.send("challenge", nonce)
             answer = channel.receive(HELLO_S, max_bytes=_HELLO_BYTES)
@@ -74,13 +83,18 @@ class RankChannel:
             raise
 
     @classmethod
-    def connect(cls, host: str, port: int, secret: bytes, name: str, kind: str, **fields: Any) -> Self:
+    def connect(
+        cls, host: str, port: int, secret: bytes, name: str, kind: str, tls: TlsFiles | None = None, **fields: Any
+    ) -> Self:
         """Connects to a peer in `accept` and sends the first message. Raises Unavailable, Unauthenticated."""
         try:
             channel = cls(socket.create_connection((host, port), timeout=SEND_S), name)
         except OSError as error:
             raise Unavailable(f"{name} at {host}:{port} cannot be reached: {error}") from error
         try:
+            if tls is not None:
+                wrap = tls.client_context().wrap_socket
+                channel._secure(lambda sock: wrap(sock, server_hostname=SERVER_NAME), LEADER_ROLES)
             nonce = os.urandom(_NONCE_BYTES)
             challenge = channel.receive(HELLO_S, max_bytes=_HELLO_BYTES).payload
             channel.send("answer", nonce + _proof(secret, b"member", challenge))
@@ -92,6 +106,20 @@ class RankChannel:
             channel.close()
             raise
         return channel
+
+    def _secure(self, wrap: Callable[[socket.socket], ssl.SSLSocket], roles: Collection[str]) -> None:
+        """Makes the TLS handshake. Raises Unauthenticated if the peer has no certificate of one of these roles."""
+        self._sock.settimeout(HELLO_S)
+        try:
+            self._sock = secured = wrap(self._sock)
+        except OSError as error:
+            reason = getattr(error, "reason", None) or error
+            hint = "does it have certificates of the same authority (tls_dir)?"
+            raise Unauthenticated(f"{self.name} did not complete the TLS handshake: {reason}; {hint}") from error
+        self._sock.settimeout(SEND_S)
+        if (identity := socket_identity(secured)) is None or identity[0] not in roles:
+            has = "no role" if identity is None else f"the role {identity[0]}"
+            raise Unauthenticated(f"the certificate of {self.name} has {has}; expected {' or '.join(roles)}")
 
     @property
     def host(self) -> str:
@@ -108,6 +136,8 @@ class RankChannel:
 
     def wait_readable(self, timeout_s: float | None = 0.0) -> bool:
         """Waits until a message, or the end of the stream, can be received; False after timeout_s (None: no limit)."""
+        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return True
         try:
             return bool(_poll(self._sock, select.POLLIN, timeout_s))
         except (OSError, ValueError) as error:  # closed

@@ -36,7 +36,7 @@ class ServiceSettings(Settings, section="Process"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.secret == DEFAULT_SECRET and not _is_loopback(self.host):
+        if self.secret == DEFAULT_SECRET and not is_loopback(self.host):
             raise setting_error("secret", f"listening on {self.host} needs a cluster secret (set BATON_SECRET)")
 
 
@@ -53,9 +53,11 @@ class TlsSettings(ServiceSettings, section="Process"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tls_dir is None and not _is_loopback(self.host):
-            problem = f"missing: listening on {self.host} needs certificates (make them with `baton certs DIR`)"
-            raise setting_error("tls_dir", problem)
+        master = getattr(self, "tensor_parallel_master", None)
+        for host, what in ((self.host, "listening on"), ((master or "").rpartition(":")[0], "a group of machines at")):
+            if host and self.tls_dir is None and not is_loopback(host):
+                problem = f"missing: {what} {host} needs certificates (make them with `baton certs DIR`)"
+                raise setting_error("tls_dir", problem)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +296,9 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
         (),
         "Files of API keys (JSON if it ends in .json, else TOML), or redis; default: no key needed",
     )
+    share_cache: bool = setting(
+        kinds.BOOL, False, "Tenants share cached prefixes, so each can find out which prompts the others sent"
+    )
     tool_parser: str = choice_setting(kinds.TOOL_PARSERS, f"Format of tool calls: {', '.join(kinds.TOOL_PARSERS)}")
     reasoning_parser: str = choice_setting(
         kinds.REASONING_PARSERS, f"Format of reasoning: {', '.join(kinds.REASONING_PARSERS)}"
@@ -333,6 +338,15 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
     max_body_bytes: int = setting(kinds.size(1024), 8 << 20, "Largest request body; larger ones get 413")
     request_timeout_s: float = setting(kinds.seconds(0.1, 86400), 600.0, "Deadline of requests that set none")
     max_inflight: int = setting(kinds.integer(1, 1 << 20), 1024, "Most requests at once; more get 429")
+    max_client_connections: int = setting(
+        kinds.integer(0, 1 << 20), 4096, "Most connections of one client address; 0: three quarters of all"
+    )
+    max_client_slow: int = setting(
+        kinds.integer(0, 1 << 20),
+        128,
+        "Most heads and bodies of one client address, or bodies of one key, that take over 1 s; the oldest beyond get "
+        "408; 0: no limit",
+    )
     response_ttl_s: float = setting(
         kinds.seconds(0, 30 * 86400), 3600.0, "Seconds that /v1/responses stay in Redis; 0: not stored"
     )
@@ -414,7 +428,8 @@ class UpConfig(
     max_tokens: int = setting(kinds.integer(1, 1 << 24), 96, "Longest answer to --once, in tokens")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Returns whether only processes of this machine reach an address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

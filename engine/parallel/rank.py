@@ -25,6 +25,7 @@ import torch
 from common.errors import BatonError, ConfigError, Unavailable
 from common.kv_layout import KVLayout
 from common.process.rank_channel import RankChannel, RankMessage
+from common.tls import TlsFiles
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
@@ -135,16 +136,21 @@ class Rank:
         self._kv.copy([BlockCopy(*pair) for pair in pairs])
 
 
-def join(rank: int, master: str, kind: str = ENGINE_CHANNEL, timeout_s: float = JOIN_S) -> RankChannel:
-    """Opens a channel to rank 0. Raises Unavailable if rank 0 does not listen in time."""
+def join(
+    rank: int, master: str, kind: str = ENGINE_CHANNEL, timeout_s: float = JOIN_S, tls: TlsFiles | None = None
+) -> RankChannel:
+    """Opens a channel to rank 0. Raises Unavailable if rank 0 does not listen in time, Unauthenticated."""
     host, port = split_address(master)
-    until = time.monotonic() + timeout_s
+    until, secret, reason = time.monotonic() + timeout_s, os.environ[SECRET_VARIABLE].encode(), ""
     while True:
         try:
-            return RankChannel.connect(host, port, os.environ[SECRET_VARIABLE].encode(), "rank 0", kind, rank=rank)
-        except Unavailable:
+            return RankChannel.connect(host, port, secret, "rank 0", kind, tls, rank=rank)
+        except Unavailable as error:
             if time.monotonic() > until:
                 raise
+            if reason != error.message:
+                reason = error.message
+                _log.info("waiting for rank 0: %s", reason)
             time.sleep(POLL_S)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from common.errors import ConfigError, InternalError, Unauthenticated, Unavailable
 from common.process.rank_channel import RankChannel, RankMessage
 from common.process.tether import tether_command
+from common.tls import TlsFiles
 from engine.config import EngineConfig
 
 _log = logging.getLogger(__name__)
@@ -73,12 +74,14 @@ class RankGroup:
         secret: str | None = None,
         command: RankCommand = rank_command,
         kinds: Sequence[str] = (ENGINE_CHANNEL,),
+        tls: TlsFiles | None = None,
     ) -> RankGroup:
         """Starts the ranks of this machine and waits until all ranks have joined.
 
         Args:
             secret: secret of the group. None: a new secret, which only the child processes get.
             command: command line of the ranks of this machine.
+            tls: certificates of rank 0; then the other ranks need certificates too. None: plain connections.
 
         Raises:
             ConfigError: the configuration allows no group.
@@ -101,7 +104,7 @@ class RankGroup:
             group._watch(commands, {SECRET_VARIABLE: group_secret})
             limit = JOIN_S if config.tensor_parallel_nodes == 1 else JOIN_NODES_S
             try:
-                group._accept_ranks(listener, group_secret.encode(), time.monotonic() + limit)
+                group._accept_ranks(listener, group_secret.encode(), time.monotonic() + limit, tls)
             except BaseException:
                 group.close()
                 raise
@@ -180,7 +183,7 @@ class RankGroup:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(2 * STOP_S)
 
-    def _accept_ranks(self, listener: socket.socket, secret: bytes, until: float) -> None:
+    def _accept_ranks(self, listener: socket.socket, secret: bytes, until: float, tls: TlsFiles | None = None) -> None:
         """Accepts connections until every rank has opened every channel."""
         wanted = [(kind, rank) for kind in self._channels for rank in range(1, self.size)]
         while missing := sorted({rank for kind, rank in wanted if rank not in self._channels[kind]}):
@@ -188,7 +191,7 @@ class RankGroup:
             if time.monotonic() > until:
                 raise InternalError(f"tensor-parallel ranks {missing} did not join in time")
             try:
-                accepted = RankChannel.accept(listener, secret, POLL_S)
+                accepted = RankChannel.accept(listener, secret, POLL_S, tls)
             except (Unavailable, Unauthenticated) as error:
                 _log.warning("refused a connection that does not belong to the group: %s", error.message)
                 continue

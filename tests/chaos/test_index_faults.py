@@ -120,7 +120,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def stage(smollm2_dir: Path, tmp_path: Path) -> AsyncIterator[Stage]:
-    valkey = EmbeddedValkey(0, tmp_path)
+    valkey = EmbeddedValkey(0, tmp_path, password="")
     url = await valkey.start()
     port = int(url.rpartition(":")[2].partition("/")[0])
     async with (
@@ -159,7 +159,8 @@ async def test_requests_go_on_while_redis_is_killed_wiped_and_frozen(stage: Stag
         os.kill(pid, signal.SIGKILL)
         await until(lambda: stage.mode() in ("local", "hash"))
         await stage.valkey.stop()
-        stage.valkey = EmbeddedValkey(int(stage.url.rpartition(":")[2].partition("/")[0]), tmp_path / "again")
+        port = int(stage.url.rpartition(":")[2].partition("/")[0])
+        stage.valkey = EmbeddedValkey(port, tmp_path / "again", password="")
         await stage.valkey.start()
         await stage.routed_by_redis()
 

@@ -125,7 +125,7 @@ async def test_a_gateway_that_starts_without_redis_finds_it_later(
     async with rig(cluster, smollm2_dir, redis=url) as gw:
         assert (await gw.complete()).status_code == 200
         assert not gw.gateway.pod_table.index_up
-        valkey = EmbeddedValkey(port=unused_tcp_port, directory=tmp_path)
+        valkey = EmbeddedValkey(port=unused_tcp_port, directory=tmp_path, password="")
         await valkey.start()
         try:
             await until(lambda: gw.gateway.pod_table.index_up)

@@ -34,9 +34,9 @@ async def test_pods_return_after_a_wipe_and_a_freeze(rig: Rig) -> None:
 
 async def test_pods_return_after_the_server_was_replaced(tmp_path: Path, unused_tcp_port: int) -> None:
     blocks = chain(20, 10)
-    first = EmbeddedValkey(unused_tcp_port, tmp_path / "first")
+    first = EmbeddedValkey(unused_tcp_port, tmp_path / "first", password="")
     url = await first.start()
-    second = EmbeddedValkey(unused_tcp_port, tmp_path / "second")
+    second = EmbeddedValkey(unused_tcp_port, tmp_path / "second", password="")
     async with Rig(first, url) as rig, rig.pod(hashes=blocks) as pool:
         assert pool.index is not None
         index = pool.index

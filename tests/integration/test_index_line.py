@@ -37,7 +37,7 @@ ECHO = "return {KEYS[1], ARGV[1]}"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    valkey = EmbeddedValkey(0, tmp_path_factory.mktemp("valkey"))
+    valkey = EmbeddedValkey(0, tmp_path_factory.mktemp("valkey"), password="")
     yield await valkey.start()
     await valkey.stop()
 
@@ -258,7 +258,7 @@ async def node(directory: Path) -> tuple[EmbeddedValkey, str]:
     with socket.socket() as bus:
         bus.bind(("127.0.0.1", 0))
         bus_port = bus.getsockname()[1]
-    valkey = EmbeddedValkey(0, directory, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)])
+    valkey = EmbeddedValkey(0, directory, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)], password="")
     return valkey, await valkey.start()
 
 

@@ -96,7 +96,7 @@ async def test_a_cluster(tmp_path: Path) -> None:
 
 
 async def test_a_user_with_the_minimal_rights(tmp_path: Path) -> None:
-    valkey = EmbeddedValkey(0, tmp_path)
+    valkey = EmbeddedValkey(0, tmp_path, password="")
     plain = await valkey.start()
     try:
         async with connect_redis(plain, timeout_s=5.0) as client:
@@ -134,7 +134,7 @@ async def test_tls_verifies_the_server_by_default(tmp_path: Path) -> None:
     context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
     context.load_verify_locations(tmp_path / "ca.pem")
     context.verify_mode = ssl.CERT_REQUIRED
-    valkey = EmbeddedValkey(0, tmp_path / "valkey")
+    valkey = EmbeddedValkey(0, tmp_path / "valkey", password="")
     port = port_of(await valkey.start())
     client = f"ssl_certfile={tmp_path}/client.pem&ssl_keyfile={tmp_path}/client.key"
     ca = f"ssl_ca_certs={tmp_path}/ca.pem"
@@ -157,9 +157,9 @@ async def test_tls_verifies_the_server_by_default(tmp_path: Path) -> None:
 async def test_sentinels_lead_to_the_new_primary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "HEARTBEAT_S", 0.2)
     monkeypatch.setattr(publisher, "_MAX_BACKOFF_S", 0.2)
-    primary = EmbeddedValkey(0, tmp_path / "primary")
+    primary = EmbeddedValkey(0, tmp_path / "primary", password="")
     port = port_of(await primary.start())
-    replica = EmbeddedValkey(0, tmp_path / "replica", ["--replicaof", "127.0.0.1", str(port)])
+    replica = EmbeddedValkey(0, tmp_path / "replica", ["--replicaof", "127.0.0.1", str(port)], password="")
     await replica.start()
     async with connect_redis(f"redis://127.0.0.1:{port}", timeout_s=5.0) as client:
 

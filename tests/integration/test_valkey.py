@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from redis.exceptions import AuthenticationError
 
+from cli.probes import redis_ready
 from cli.stack import valkey as valkey_module
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import Unavailable
 from common.redis.client import connect_redis
+from common.redis.url import RedisUrl
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +33,27 @@ async def test_the_server_answers_until_stop(tmp_path: Path) -> None:
     await valkey.stop()
     assert valkey.pid is None
     assert not psutil.pid_exists(pid)
+
+
+async def test_the_server_needs_a_password_that_is_in_no_command_line(tmp_path: Path) -> None:
+    valkey = EmbeddedValkey(0, tmp_path)
+    url = await valkey.start()
+    try:
+        password, address = RedisUrl.parse(url).password, str(RedisUrl.parse(url))
+        assert password
+        assert len(password) >= 32
+        assert valkey.pid is not None
+        assert not any(password in word for word in psutil.Process(valkey.pid).cmdline())
+        assert stat.S_IMODE((tmp_path / valkey_module.CONFIG_FILE).stat().st_mode) == 0o600
+        for wrong in (address, address.replace("redis://", "redis://:guess@")):
+            async with connect_redis(wrong, timeout_s=5.0) as client:
+                with pytest.raises(AuthenticationError):
+                    await client.ping()
+        port = RedisUrl.parse(url).nodes[0][1]
+        assert await redis_ready("127.0.0.1", port, password)
+        assert not await redis_ready("127.0.0.1", port, "guess")
+    finally:
+        await valkey.stop()
 
 
 async def test_a_port_in_use_is_an_error_and_the_other_server_keeps_running(tmp_path: Path) -> None:
@@ -60,7 +85,7 @@ async def test_a_free_port_that_another_process_takes_is_replaced(
         monkeypatch.setattr(valkey_module, "_free_port", lambda: next(picks))
         valkey = EmbeddedValkey(0, tmp_path)
         try:
-            assert await valkey.start() == f"redis://127.0.0.1:{free}/0"
+            assert str(RedisUrl.parse(await valkey.start())) == f"redis://127.0.0.1:{free}"
         finally:
             await valkey.stop()
 

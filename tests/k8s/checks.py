@@ -19,6 +19,7 @@ from common.errors import ConfigError
 from common.redis.url import RedisUrl
 from common.rpc import LIVENESS_SERVICE
 from common.settings.configs import GatewayConfig, PodConfig, WorkerConfig
+from common.tls import CA_FILE, CERT_FILE, KEY_FILE, ROLES
 from gateway.api.docs.operations import OPERATIONS
 from gateway.pods.endpoint_slices import PORT_NAME
 from gateway.server import STOP_S
@@ -49,6 +50,7 @@ Check = Callable[[list[Object]], Problems]
 # Objects that an operator creates before `kubectl apply -k`; see k8s/README.md.
 OUTSIDE = {
     ("Secret", "baton-secrets"): ("cluster-secret", "redis-password"),
+    **{("Secret", f"baton-tls-{role}"): (CA_FILE, CERT_FILE, KEY_FILE) for role in ROLES},
     ("PersistentVolumeClaim", "baton-models"): (),
 }
 FIELDS = {"status.podIP": "192.0.2.7", "metadata.name": "pod-0"}
@@ -112,6 +114,7 @@ def commands(objects: list[Object]) -> Problems:
             env = environment(objects, container, FIELDS)
             words = command(container, env)
             left = [word for word in (*words, *env.values()) if re.search(r"\$\([A-Za-z_]", word)]
+            left += [word for word in words if set(re.findall(r"\$([A-Z][A-Z_]*)", word)) - env.keys()]  # of a shell
             if left:
                 yield f"{where}: {left} names a variable that is not defined before"
             if words[0] == "baton" and settings_of(objects, workload) is None:
@@ -178,7 +181,7 @@ def ports(objects: list[Object]) -> Problems:
                 if found is None or port not in [entry["port"] for entry in found["spec"]["ports"]]:
                     yield f"{where}: there is no Service {host} with port {port}"
         for name, probe in _probes(container):
-            port = next(handler["port"] for kind, handler in probe.items() if kind in ("httpGet", "grpc", "tcpSocket"))
+            port = health(probe)[0]
             if port_number(container, port) is None:
                 yield f"{where}: {name} asks port {port}, which is not declared"
     for service in of_kind(objects, "Service"):
@@ -198,6 +201,19 @@ def _probes(container: Object) -> Iterator[tuple[str, Object]]:
             yield name, container[name]
 
 
+def health(probe: Object) -> tuple[str | int, str | None]:
+    """The port that a probe asks, and the path or the gRPC health service; None for another kind of probe."""
+    if "exec" in probe:
+        program, command, url = probe["exec"]["command"]
+        assert (program, command) == ("baton", "probe")
+        parts = urlsplit(url)
+        assert (parts.scheme, parts.hostname) == ("grpc", "127.0.0.1")
+        assert parts.port is not None
+        return parts.port, parts.path.strip("/")
+    kind = next(kind for kind in ("httpGet", "tcpSocket") if kind in probe)
+    return probe[kind]["port"], probe[kind].get("path")
+
+
 def probes(objects: list[Object]) -> Problems:
     """Each container has all three probes, of existing endpoints, and liveness differs from readiness."""
     paths = {operation.path for operation in OPERATIONS}
@@ -210,12 +226,9 @@ def probes(objects: list[Object]) -> Problems:
         for name, probe in found.items():
             if "httpGet" in probe and probe["httpGet"]["path"] not in paths:
                 yield f"{where}: {name} asks {probe['httpGet']['path']}, which is no path of the gateway"
-            if "grpc" in probe and probe["grpc"].get("service", "") not in ("", LIVENESS_SERVICE):
-                yield f"{where}: {name} asks for the health of {probe['grpc']['service']}, which nobody serves"
-        asks = {
-            name: probe.get("httpGet", {}).get("path", probe.get("grpc", {}).get("service", ""))
-            for name, probe in found.items()
-        }
+            if "exec" in probe and health(probe)[1] not in ("", LIVENESS_SERVICE):
+                yield f"{where}: {name} asks for the health of {health(probe)[1]}, which nobody serves"
+        asks = {name: health(probe)[1] for name, probe in found.items()}
         engines = [*ENGINES, *map(worker_of, ENGINES)]
         expected = {"gateway": ("/ready", "/live"), **dict.fromkeys(engines, ("", LIVENESS_SERVICE))}.get(
             component(workload)
@@ -325,6 +338,9 @@ def _references(objects: list[Object], workload: Object) -> Problems:
             and named(objects, "PersistentVolumeClaim", claim) is None
         ):
             yield f"{where}: there is no claim {claim}"
+        secret = volume.get("secret", {}).get("secretName")
+        if secret and not _keys(objects, "Secret", secret):
+            yield f"{where}: there is no Secret {secret}"
         config = volume.get("configMap", {}).get("name")
         if config and named(objects, "ConfigMap", config) is None:
             yield f"{where}: there is no ConfigMap {config}"
@@ -468,14 +484,14 @@ def kv_ports(objects: list[Object], engine: Object) -> tuple[int, int]:
 
 
 def images(objects: list[Object]) -> Problems:
-    """Every image has a version. Baton's images are targets of the Dockerfile and have this version."""
+    """Every image has a version, and one of somebody else a digest. Baton's are targets of the Dockerfile."""
     targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for workload in workloads(objects):
         for container in containers(workload):
             image, where = container["image"], f"{workload['metadata']['name']}/{container['name']}"
             name, _, tag = image.rpartition("/")[2].partition("@")[0].partition(":")
-            if "@sha256:" not in image and (not tag or tag == "latest"):
+            if not tag or tag == "latest" or not (name.startswith("baton-") or "@sha256:" in image):
                 yield f"{where}: {image} may be any version"
             if name.startswith("baton-") and (name.removeprefix("baton-") not in targets or tag != version):
                 yield f"{where}: {image} is not what the Dockerfile makes of version {version}"
@@ -492,6 +508,27 @@ def resources(objects: list[Object]) -> Problems:
         for volume in pod_spec(workload).get("volumes", []):
             if "emptyDir" in volume and "sizeLimit" not in volume["emptyDir"]:
                 yield f"{where}: {volume['name']} has no limit"
+
+
+def certificates(objects: list[Object]) -> Problems:
+    """Every Baton container has the certificates of its role, which its user can read."""
+    for workload in workloads(objects):
+        settings = _quietly(objects, workload)
+        if settings is None:
+            continue
+        where, spec = workload["metadata"]["name"], pod_spec(workload)
+        if isinstance(settings, PodConfig):
+            role = settings.role.value
+        else:
+            role = "worker" if isinstance(settings, WorkerConfig) else "gateway"
+        mounts = {mount["mountPath"]: mount for mount in main_container(workload)["volumeMounts"]}
+        mount = mounts.get(settings.tls_dir or "", {})
+        secrets = {volume["name"]: volume["secret"] for volume in spec["volumes"] if "secret" in volume}
+        secret = secrets.get(mount.get("name", ""), {})
+        if secret.get("secretName") != f"baton-tls-{role}" or not mount.get("readOnly"):
+            yield f"{where}: {settings.tls_dir} does not have the certificates of a {role}"
+        elif secret.get("defaultMode", 0o644) != 0o440 or "fsGroup" not in spec["securityContext"]:
+            yield f"{where}: others can read its key, or its user cannot"
 
 
 def security(objects: list[Object]) -> Problems:
@@ -539,4 +576,16 @@ def security(objects: list[Object]) -> Problems:
                 yield f"{where}: /dev/shm has 64 MiB"
 
 
-CHECKS: tuple[Check, ...] = (commands, ports, probes, grace, selectors, groups, network, images, resources, security)
+CHECKS: tuple[Check, ...] = (
+    commands,
+    ports,
+    probes,
+    grace,
+    selectors,
+    groups,
+    network,
+    images,
+    resources,
+    certificates,
+    security,
+)

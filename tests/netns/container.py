@@ -7,6 +7,7 @@ embedded one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -43,7 +44,11 @@ def image_env() -> dict[str, str]:
 
 @dataclass
 class Container:
-    """One container. `seeds` maps paths in the container to host directories with the volumes' initial files."""
+    """One container.
+
+    `seeds` maps paths in the container to host directories with the volumes' initial files, `secrets` names of Secrets
+    to directories with their files.
+    """
 
     host: str
     pod: Object
@@ -53,6 +58,7 @@ class Container:
     names: Path
     log: Path
     seeds: Mapping[str, Path]
+    secrets: Mapping[str, Path]
     account: Path | None = None
     _popen: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -120,10 +126,23 @@ class Container:
         if self.account is not None:
             lines += ["mkdir /mnt/account", f"cp {shlex.quote(str(self.account))}/[tcn]* /mnt/account"]
         lines += ["mount -t tmpfs -o mode=755 tmpfs /root", *mount_again("/root")]
-        if self.account is not None:
-            lines += ["mount -t tmpfs -o mode=755 tmpfs /run", f"mkdir -p {ACCOUNT}", f"cp /mnt/account/* {ACCOUNT}"]
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
-        for mount in self.spec.get("volumeMounts", []):
+        mounts = self.spec.get("volumeMounts", [])
+        secrets = {m["mountPath"]: volumes[m["name"]]["secret"] for m in mounts if "secret" in volumes[m["name"]]}
+        for number, secret in enumerate(secrets.values()):
+            files = shlex.quote(str(self.secrets[secret["secretName"]]))
+            lines += [f"mkdir /mnt/secret{number}", f"cp {files}/*.pem /mnt/secret{number}"]
+        lines.append("mount -t tmpfs -o mode=755 tmpfs /run")
+        if self.account is not None:
+            lines += [f"mkdir -p {ACCOUNT}", f"cp /mnt/account/* {ACCOUNT}"]
+        group = self.pod["securityContext"]["fsGroup"]
+        for number, (path, secret) in enumerate(secrets.items()):
+            assert Path(path).is_relative_to("/run"), path
+            lines += [f"mkdir -p {path}", f"cp /mnt/secret{number}/* {path}", f"chgrp {group} {path}/*"]
+            lines.append(f"chmod {secret['defaultMode']:o} {path}/*")
+        for mount in mounts:
+            if mount["mountPath"] in secrets:
+                continue
             path, limit = mount["mountPath"], size(volumes[mount["name"]]["emptyDir"]["sizeLimit"])
             lines += [f"[ -d {path} ] || {{ mount -t tmpfs tmpfs $(dirname {path}); mkdir {path}; }}"]
             lines += [f"mount -t tmpfs -o size={limit},mode=1777 tmpfs {path}", *mount_again(path)]
@@ -136,12 +155,29 @@ class Container:
         return [*lines, "mount -o remount,bind,ro /"]
 
     def _exec(self) -> str:
+        return f"cd /tmp\nexec {shlex.join(self._as_user(self.argv))}"
+
+    def _as_user(self, argv: Sequence[str]) -> list[str]:
+        """Returns the command with the container's user, rights and environment."""
         context = self.pod["securityContext"]
         user, group = context["runAsUser"], context["runAsGroup"]
-        argv = [str(valkey_binary()) if self.argv[0] == "valkey-server" else self.argv[0], *self.argv[1:]]
-        variables = [f"{name}={value}" for name, value in {**image_env(), **self.env}.items()]
-        words = [
-            *("exec", "setpriv", f"--reuid={user}", f"--regid={group}", "--clear-groups", "--no-new-privs"),
+        env = {**image_env(), **self.env}
+        env["PATH"] += f":{valkey_binary().parent}"
+        variables = [f"{name}={value}" for name, value in env.items()]
+        return [
+            *("setpriv", f"--reuid={user}", f"--regid={group}", f"--groups={context['fsGroup']}", "--no-new-privs"),
             *("--bounding-set=-all", "--inh-caps=-all", "env", "-i", *variables, *argv),
         ]
-        return "cd /tmp\n" + shlex.join(words)
+
+    def succeeds(self, argv: Sequence[str], timeout_s: float) -> bool:
+        """Runs a command in the container and returns whether it ends with 0 in time."""
+        if not (children := self._children()):
+            return False
+        enter = ["nsenter", f"--target={children[0]}", "--mount", "--pid", "--net"]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            quiet = subprocess.DEVNULL
+            done = subprocess.run(
+                [*enter, *self._as_user(argv)], stdout=quiet, stderr=quiet, timeout=timeout_s, check=False
+            )
+            return done.returncode == 0
+        return False

@@ -60,11 +60,11 @@ class Pod:
     async def asks(self, probe: Object) -> bool:
         """Probes once, from the node."""
         limit = probe.get("timeoutSeconds", 1)
-        kind, handler = next((k, v) for k, v in probe.items() if k in ("httpGet", "grpc", "tcpSocket"))
+        kind, handler = next((k, v) for k, v in probe.items() if k in ("httpGet", "exec", "tcpSocket"))
+        if kind == "exec":
+            return await asyncio.to_thread(self.container.succeeds, handler["command"], limit)
         port = port_number(self.spec, handler["port"])
         assert port is not None
-        if kind == "grpc":
-            return await probes.trouble(f"grpc://{self.address}:{port}/{handler.get('service', '')}", limit) is None
         if kind == "httpGet":
             return await probes.trouble(f"http://{self.address}:{port}{handler['path']}", limit) is None
         try:
@@ -77,13 +77,14 @@ class Pod:
 
 @dataclass
 class Kubelet:
-    """Runs the Deployments of `objects`. `seeds` are the initial files of volumes (see Container)."""
+    """Runs the Deployments of `objects`. `seeds` and `secrets` are files of volumes (see Container)."""
 
     objects: list[Object]
     hosts: Hosts
     kube: FakeKube
     logs: Path
     seeds: Mapping[str, Path]
+    secrets: Mapping[str, Path]
     pods: dict[str, list[Pod]] = field(default_factory=dict)
     gone: list[Pod] = field(default_factory=list)
     _count: int = 0
@@ -131,6 +132,7 @@ class Kubelet:
             seeds={
                 path: seed for path, seed in self.seeds.items() if any(Path(path).is_relative_to(m) for m in mounted)
             },
+            secrets=self.secrets,
             account=account,
         )
 

@@ -19,6 +19,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from cli.stack.certificates import Authority
 from tests.k8s.checks import ENGINES, NEEDED, OURS, kv_ports
 from tests.k8s.manifests import K8S, ROOT, Peer, Policies, component, environment, main_container, named, render
 from tests.netns.hosts import NODE, Hosts, run
@@ -47,7 +48,11 @@ async def kubelet(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -
     kube = FakeKube(account, host=NODE, port=6443)
     await kube.start()
     hosts.add("client", Peer({"app": "client"}, {"kubernetes.io/metadata.name": "elsewhere"}))
-    running = Kubelet(objects, hosts, kube, tmp, {MODEL_DIR: smollm2_dir})
+    authority, secrets = Authority.create(), {}
+    for role in ("gateway", *ENGINES):
+        secrets[f"baton-tls-{role}"] = tmp / "certificates" / role
+        authority.issue(secrets[f"baton-tls-{role}"], role, role, days=1)
+    running = Kubelet(objects, hosts, kube, tmp, {MODEL_DIR: smollm2_dir}, secrets)
     try:
         await running.run("redis")
         replicas = {c: running.deployment(c)["spec"]["replicas"] for c in ("prefill", "decode", "gateway")}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,12 +14,15 @@ import pytest
 
 from cli.gpus import Gpu
 from cli.stack import stack as stack_module
+from cli.stack.certificates import Authority
 from cli.stack.stack import Stack
 from cli.stack.supervisor import PortLease
 from common.errors import ConfigError
+from common.redis.url import RedisUrl
 from common.settings.configs import UpConfig
 from common.settings.table import declared
 from common.telemetry import MemoryUsage
+from common.tls import TlsFiles
 
 REDIS = "redis://127.0.0.1:6379/0"
 
@@ -26,11 +31,12 @@ REDIS = "redis://127.0.0.1:6379/0"
 def planned(settings: Mapping[str, object], said: list[str] | None = None, gpus: Sequence[Gpu] = ()) -> Iterator[Stack]:
     config = UpConfig.load(file=None, env={}, flags={"redis": REDIS, **settings})
     say = (said if said is not None else []).append
-    stack = Stack.plan(config, Path("/model"), Path("/logs"), env={}, gpus=gpus, say=say)
-    try:
-        yield stack
-    finally:
-        stack.close()
+    with tempfile.TemporaryDirectory() as logs:
+        stack = Stack.plan(config, Path("/model"), Path(logs), env={}, gpus=gpus, say=say)
+        try:
+            yield stack
+        finally:
+            stack.close()
 
 
 @contextlib.contextmanager
@@ -108,9 +114,10 @@ def test_every_setting_that_a_stack_shares_with_its_processes_reaches_them() -> 
     other |= {"tool_parser": "hermes", "reasoning_parser": "think", "api_keys": "keys.toml", "redis": REDIS}
     with planned({"port": 0, **other}) as stack:
         commands = {spec.name: list(spec.process.argv[5:]) for spec in stack.specs}
+        envs = {spec.name: {"BATON_REDIS": (spec.process.env or {})["BATON_REDIS"]} for spec in stack.specs}
     plain = UpConfig(redis=REDIS)
     for name, command in (("prefill-0", "serve"), ("decode-0", "serve"), ("gateway", "gateway")):
-        loaded = UpConfig.of_command[command].load(file=None, env={}, flags=_flags(commands[name]))
+        loaded = UpConfig.of_command[command].load(file=None, env=envs[name], flags=_flags(commands[name]))
         for setting in other.keys() & declared(type(loaded)).keys() - {"speculation_model"}:
             expected = getattr(UpConfig.load(file=None, env={}, flags=other), setting)
             assert getattr(loaded, setting) == expected, (name, setting)
@@ -120,6 +127,39 @@ def test_every_setting_that_a_stack_shares_with_its_processes_reaches_them() -> 
 def _flags(argv: Sequence[str]) -> dict[str, object]:
     pairs = [word.removeprefix("--").partition("=") for word in argv]
     return {name.replace("-", "_"): value if equals else True for name, equals, value in pairs}
+
+
+def test_keys_and_passwords_are_private_and_in_no_command_line() -> None:
+    with planned({"port": 0, "redis": None}) as stack:
+        private = stack.log_dir / "private"
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        keys = [*private.glob("*/key.pem"), private / "valkey.conf"]
+        assert len(keys) == 4
+        assert {stat.S_IMODE(key.stat().st_mode) for key in keys} == {0o600}
+        assert not list(private.rglob("ca-key.pem")), "the throw-away authority's key is not stored"
+        password = RedisUrl.parse(stack.redis).password
+        assert password
+        for spec in stack.specs:
+            assert not any(password in word or stack.secret in word for word in spec.process.argv)
+            if spec.role != "store":
+                assert (spec.process.env or {})["BATON_REDIS"] == stack.redis
+                assert f"--tls-dir={private / spec.name}" in spec.process.argv
+                files = TlsFiles.of_directory(private / spec.name, spec.role)
+                assert files is not None
+                assert files.identity() == (spec.role, spec.name)
+    assert not private.exists()
+
+
+def test_a_stack_takes_certificates_from_a_directory(tmp_path: Path) -> None:
+    authority = Authority.create()
+    for role in ("gateway", "prefill"):
+        authority.issue(tmp_path / role, role, role, days=1)
+    with pytest.raises(ConfigError, match=r"decode/cert\.pem.*baton certs DIR"), planned({"tls_dir": str(tmp_path)}):
+        pass
+    authority.issue(tmp_path / "decode", "decode", "decode", days=1)
+    with planned({"port": 0, "tls_dir": str(tmp_path), "prefill": 2}) as stack:
+        for spec in stack.specs:
+            assert f"--tls-dir={tmp_path / spec.role}" in spec.process.argv
 
 
 GPUS = [Gpu("GPU-a", "H100", "0-3"), Gpu("GPU-b", "H100", "4-7")]

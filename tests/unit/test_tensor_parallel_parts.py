@@ -15,8 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cli.stack.certificates import Authority
 from common.errors import TransferFailed, Unauthenticated, Unavailable
+from common.process import rank_channel
 from common.process.rank_channel import RankChannel, RankMessage
+from common.tls import TlsFiles
 from engine.attention.base import StepShape
 from engine.models import weights
 from engine.models.decoder import Decoder
@@ -96,22 +99,28 @@ def test_an_unpacked_step_equals_the_packed_one(rows: list[tuple[int, int]], blo
     assert [list(b) for b in unpacked.blocks] == [list(b[:n]) for b, n in zip(blocks, needed, strict=True)]
 
 
-def pair(secret: bytes = SECRET) -> tuple[RankChannel, RankChannel]:
-    """Both ends of a channel, the end of rank 0 first."""
+def pair(
+    secret: bytes = SECRET, leader: TlsFiles | None = None, member: TlsFiles | None = None
+) -> tuple[RankChannel, RankChannel]:
+    """Both ends of a channel, the end of rank 0 first. The files are certificates of the ends."""
     accepted: list[tuple[RankChannel, RankMessage] | None] = []
     refused: list[Exception] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def accept() -> None:
             try:
-                accepted.append(RankChannel.accept(listener, SECRET, 10.0))
+                accepted.append(RankChannel.accept(listener, SECRET, 10.0, leader))
             except (Unauthenticated, Unavailable) as error:
                 refused.append(error)
 
         thread = threading.Thread(target=accept)
         thread.start()
         try:
-            other = RankChannel.connect("127.0.0.1", listener.getsockname()[1], secret, "rank 0", "hello", rank=1)
+            port = listener.getsockname()[1]
+            other = RankChannel.connect("127.0.0.1", port, secret, "rank 0", "hello", member, rank=1)
+        except (Unauthenticated, Unavailable) as error:
+            thread.join()
+            raise min([error, *refused], key=lambda e: isinstance(e, Unavailable)) from None  # the end that knows why
         finally:
             thread.join()
     if refused:
@@ -123,8 +132,17 @@ def pair(secret: bytes = SECRET) -> tuple[RankChannel, RankChannel]:
     return channel, other
 
 
-def test_a_channel_carries_messages_until_one_end_closes() -> None:
-    left, right = pair()
+def certificates(authority: Authority, directory: Path, role: str) -> TlsFiles | None:
+    authority.issue(directory / role, role, role, days=1)
+    return TlsFiles.of_directory(directory / role, role)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_channel_carries_messages_until_one_end_closes(tls: bool, tmp_path: Path) -> None:
+    authority = Authority.create()
+    left, right = pair(
+        SECRET, *(certificates(authority, tmp_path, role) if tls else None for role in ("both", "worker"))
+    )
     left.send("one", b"\x00" * 300_000, number=5)
     left.send("two")
     first = right.receive(10.0)
@@ -140,6 +158,28 @@ def test_a_channel_carries_messages_until_one_end_closes() -> None:
     with pytest.raises(Unavailable, match="is gone"):
         right.receive(10.0)
     right.close()
+
+
+def test_certificates_of_both_ends_are_of_one_authority_and_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_channel, "HELLO_S", 1.0)
+    ours, other = Authority.create(), Authority.create()
+    leader, worker = (certificates(ours, tmp_path, role) for role in ("prefill", "worker"))
+    gateway, stranger = certificates(ours, tmp_path, "gateway"), certificates(other, tmp_path / "other", "worker")
+    left, right = pair(SECRET, leader, worker)
+    assert left.peer_closed() is right.peer_closed() is False
+    left.close()
+    right.close()
+    for first, second, reason in (
+        (leader, gateway, "has the role gateway; expected worker or prefill"),
+        (gateway, worker, "has the role gateway; expected prefill or decode or both"),
+        (leader, stranger, "did not complete the TLS handshake"),
+        (leader, None, "did not complete the TLS handshake.*tls_dir"),
+        (None, worker, "did not complete the TLS handshake.*tls_dir|invalid message"),
+    ):
+        with pytest.raises((Unauthenticated, Unavailable), match=reason):
+            pair(SECRET, first, second)
 
 
 def test_a_wrong_secret_is_refused() -> None:

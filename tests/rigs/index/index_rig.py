@@ -140,7 +140,7 @@ async def one_node_cluster(directory: Path) -> AsyncIterator[tuple[EmbeddedValke
     with socket.socket() as bus:
         bus.bind(("127.0.0.1", 0))
         bus_port = bus.getsockname()[1]
-    valkey = EmbeddedValkey(0, directory, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)])
+    valkey = EmbeddedValkey(0, directory, ["--cluster-enabled", "yes", "--cluster-port", str(bus_port)], password="")
     url = await valkey.start()
     try:
         async with connect_redis(url, timeout_s=5.0) as client:

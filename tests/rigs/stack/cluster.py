@@ -28,6 +28,7 @@ from cli.stack.stack import Stack
 from cli.stack.supervisor import ServiceSpec
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.settings.configs import UpConfig
+from common.tls import SERVER_NAME
 from common.types import Role
 
 #: Shape of the cluster that the fixture `cluster` starts; its pods write spans to SPANS in the log directory.
@@ -154,7 +155,10 @@ class Cluster:
 
     def info(self, name: str) -> transfer_pb2.InfoResponse:
         """Returns the GetInfo answer of a pod."""
-        with grpc.insecure_channel(self.address(name)) as channel:
+        pems = self.stack.tls.pems()
+        credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+        options = [("grpc.ssl_target_name_override", SERVER_NAME)]
+        with grpc.secure_channel(self.address(name), credentials, options) as channel:
             return transfer_pb2_grpc.TransferStub(channel).Info(transfer_pb2.InfoRequest(), timeout=60.0)
 
     def check_idle(self, timeout_s: float = IDLE_S) -> None:
