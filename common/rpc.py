@@ -139,7 +139,8 @@ def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
         given = now
         return configuration(now)
 
-    return grpc.dynamic_ssl_server_credentials(configuration(given), changed, given.ca is not None)
+    fetch: Any = changed  # the stub lacks that None means no change
+    return grpc.dynamic_ssl_server_credentials(configuration(given), fetch, given.ca is not None)
 
 
 def connection_hint(details: str) -> str:

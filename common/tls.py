@@ -56,8 +56,8 @@ def peer_identity(context: Any) -> tuple[str, str] | None:
 
 def socket_identity(sock: ssl.SSLSocket) -> tuple[str, str] | None:
     """Returns (role, name) of the peer's verified certificate; None without one URI name of a role."""
-    names = (sock.getpeercert() or {}).get("subjectAltName", ())
-    identities = [parse_identity(str(value)) for kind, value in names if kind == "URI"]  # type: ignore[misc]
+    names: Any = (sock.getpeercert() or {}).get("subjectAltName", ())  # Pairs of kind and value
+    identities = [parse_identity(value) for kind, value in names if kind == "URI"]
     return identities[0] if len(identities) == 1 else None
 
 
@@ -190,7 +190,7 @@ class TlsFiles:
             connection.context = newest
 
         front = self._context(ssl.PROTOCOL_TLS_SERVER)
-        front.sni_callback = choose  # type: ignore[assignment]  # the stub lacks the callback's type
+        front.sni_callback = choose
         return front
 
     def client_context(self) -> ssl.SSLContext:

@@ -198,10 +198,13 @@ def _on(
 
 
 def _shared_with(cls: type[Settings], config: UpConfig) -> dict[str, object]:
-    """The settings of a stack that apply as they are to each of its processes with settings of this class."""
+    """The settings of a stack that apply as they are to each of its processes with settings of this class.
+
+    The URL of Redis is not among them: it may have a password, and command lines are public.
+    """
     mine, theirs = declared(UpConfig), [s for s in declared(cls).values() if s.flag and not s.per_process]
     names = [s.name for s in theirs if s.name in mine and s.kind.shape is mine[s.name].kind.shape]
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in names if name != "redis"}
 
 
 def _baton(command: str, settings: Mapping[str, object]) -> list[str]:

@@ -143,6 +143,7 @@ def test_keys_and_passwords_are_private_and_in_no_command_line() -> None:
             assert not any(password in word or stack.secret in word for word in spec.process.argv)
             if spec.role != "store":
                 assert (spec.process.env or {})["BATON_REDIS"] == stack.redis
+                assert not any(word.startswith("--redis") for word in spec.process.argv)
                 assert f"--tls-dir={private / spec.name}" in spec.process.argv
                 files = TlsFiles.of_directory(private / spec.name, spec.role)
                 assert files is not None
