@@ -23,6 +23,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--inputs", type=int, default=100_000, help="inputs of all targets together")
     parser.add_argument("--seed", default="1", help="number from which the inputs follow")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="the run ends after this time at the latest"
+    )
     parser.add_argument("--out", type=Path, default=Path(".run/fuzz"), help="folder of saved inputs and report.json")
     parser.add_argument("--replay", metavar="TARGET", choices=TARGETS, help="runs the files as inputs of this target")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -62,7 +65,7 @@ def main() -> int:
     if unknown := set(args.targets) - TARGETS.keys():
         sys.exit(f"unknown target {min(unknown)}; known: {', '.join(TARGETS)}")
     counts = counts_of(args.targets or TARGETS, args.inputs)
-    reports = fuzz(counts, seed=int(args.seed), jobs=args.jobs, on_report=show)
+    reports = fuzz(counts, seed=int(args.seed), jobs=args.jobs, most_s=60 * args.minutes, on_report=show)
     saved = [path for report in reports for path in save(report.crashes, report.name, args.out)]
     result = {"seed": int(args.seed), **summary(reports)}
     args.out.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.worker import HANG_S, Crash, Mailbox
 
-START_S = 180.0  #: Time in which a worker must run its first input.
+START_S = 600.0  #: Time in which a worker must run its first input.
 MAX_RESTARTS = 20  #: Of the workers of one slice.
 SLICE_INPUTS = 50_000  #: Inputs of one worker; each worker begins with the seeds.
 _POLL_S = 0.05
@@ -114,9 +115,14 @@ def fuzz(
     seed: int,
     jobs: int,
     hang_s: float = HANG_S,
+    most_s: float = math.inf,
     on_report: Callable[[TargetReport], None] = lambda _: None,
 ) -> list[TargetReport]:
-    """Runs `counts` inputs of each target in `jobs` processes at a time. Returns one report per target."""
+    """Runs `counts` inputs of each target in `jobs` processes at a time. Returns one report per target.
+
+    It ends after `most_s` seconds; then the reports have fewer inputs.
+    """
+    until = time.monotonic() + most_s
     reports = {name: TargetReport(name) for name in counts}
     waiting = [
         (name, number, min(SLICE_INPUTS, count - number * SLICE_INPUTS))
@@ -127,7 +133,7 @@ def fuzz(
     running: list[_Slice] = []
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as folder:
         try:
-            while waiting or running:
+            while (waiting or running) and time.monotonic() < until:
                 while waiting and len(running) < jobs:
                     name, number, inputs = waiting.pop(0)
                     running.append(_Slice(name, seed, number, inputs, Path(folder), hang_s))
@@ -142,6 +148,7 @@ def fuzz(
         finally:
             for part in running:
                 part.kill()
+                part.add_to(reports[part.name])
     return list(reports.values())
 
 

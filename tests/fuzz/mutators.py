@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 
-USUAL_BYTES, MAX_BYTES = 1 << 10, 1 << 16
+MAX_BYTES = 1 << 16
 _MessageT = TypeVar("_MessageT", bound=Message)
 
 #: Values that a JSON field does not expect.
@@ -32,8 +32,10 @@ def words(name: str) -> tuple[bytes, ...]:
     return tuple((Path(__file__).parent / "words" / f"{name}.txt").read_bytes().splitlines())
 
 
-def mutate(data: bytes, rng: Random, pieces: Sequence[bytes] = (), others: Sequence[bytes] = ()) -> bytes:
-    """Returns the bytes with one to six changes: rarely more than USUAL_BYTES, never more than MAX_BYTES."""
+def mutate(
+    data: bytes, rng: Random, pieces: Sequence[bytes] = (), others: Sequence[bytes] = (), usual: int = 1024
+) -> bytes:
+    """Returns the bytes with one to six changes. One in a hundred is longer than `usual`, up to MAX_BYTES."""
     out = bytearray(data)
     for _ in range(1 + min(rng.randrange(6), rng.randrange(6))):
         at, end = sorted(rng.randrange(len(out) + 1) for _ in range(2))
@@ -58,7 +60,7 @@ def mutate(data: bytes, rng: Random, pieces: Sequence[bytes] = (), others: Seque
             out[at:at] = rng.choice(_DEEP)
         elif pieces:
             out[at : at if rng.random() < 0.7 else end] = rng.choice(pieces)
-    return bytes(out[: MAX_BYTES if rng.random() < 0.01 else max(USUAL_BYTES, len(data))])
+    return bytes(out[: MAX_BYTES if rng.random() < 0.01 else max(usual, len(data))])
 
 
 def bend(value: Any, rng: Random, odd: Sequence[Any] = ODD) -> Any:

@@ -19,6 +19,7 @@ class FuzzTarget(ABC):
     """One surface of the code that gets bytes from outside. A context manager: inputs run inside the block."""
 
     words: Sequence[bytes] = ()  #: Texts that mutations insert.
+    usual_bytes = 1024  #: Most bytes of an input, but for one in a hundred.
 
     def __enter__(self) -> Self:
         return self
@@ -33,7 +34,7 @@ class FuzzTarget(ABC):
 
     def make(self, corpus: Sequence[bytes], rng: Random) -> bytes:
         """Returns the next input. `corpus` are the seeds, and inputs with outcomes that no earlier input had."""
-        return mutate(rng.choice(corpus), rng, self.words, corpus)
+        return mutate(rng.choice(corpus), rng, self.words, corpus, self.usual_bytes)
 
     @abstractmethod
     def run(self, data: bytes) -> str:

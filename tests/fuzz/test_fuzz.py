@@ -10,7 +10,7 @@ from tests.fuzz.fuzzer import counts_of, fuzz, save
 from tests.fuzz.targets import TARGETS, target_entry
 from tests.fuzz.worker import Crash, replay
 
-SHORT_RUN = 30_000  #: Inputs of all targets: a few seconds for each.
+SHORT_RUN = 15_000  #: Inputs of all targets: a few seconds for each.
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -23,19 +23,19 @@ class TargetEntry:
 
 #: By name. The slowest first, so that the processes end at about the same time.
 TARGETS = {
-    "http-bodies": TargetEntry("gateway", "HttpBodies", 6),
-    "http-bytes": TargetEntry("gateway", "HttpBytes", 6),
-    "inference": TargetEntry("gateway", "Inference", 3),
-    "pods": TargetEntry("pods", "Pods", 2),
-    "notifications": TargetEntry("pods", "Notifications", 8),
-    "model-files": TargetEntry("model_files", "ModelFiles", 3),
-    "tokenizer-files": TargetEntry("model_files", "TokenizerFiles", 5),
-    "templates": TargetEntry("templates", "Templates", 8),
-    "settings": TargetEntry("files", "SettingsFiles", 6),
-    "records": TargetEntry("files", "Records", 6),
-    "tool-calls": TargetEntry("answers", "ToolCalls", 24),
-    "reasoning": TargetEntry("answers", "Reasoning", 8),
-    "wire": TargetEntry("wire", "Wire", 20),
+    "http-bodies": TargetEntry("gateway", "HttpBodies", 4),
+    "http-bytes": TargetEntry("gateway", "HttpBytes", 4),
+    "inference": TargetEntry("gateway", "Inference", 2),
+    "pods": TargetEntry("pods", "Pods", 1),
+    "templates": TargetEntry("templates", "Templates", 5),
+    "tokenizer-files": TargetEntry("model_files", "TokenizerFiles", 3),
+    "model-files": TargetEntry("model_files", "ModelFiles", 2),
+    "tool-calls": TargetEntry("answers", "ToolCalls", 20),
+    "records": TargetEntry("files", "Records", 4),
+    "settings": TargetEntry("files", "SettingsFiles", 5),
+    "notifications": TargetEntry("pods", "Notifications", 10),
+    "reasoning": TargetEntry("answers", "Reasoning", 12),
+    "wire": TargetEntry("wire", "Wire", 28),
 }
 
 

@@ -37,7 +37,7 @@ _ARGUMENTS: list[dict[str, object]] = [
 ]
 _MARKERS = chain(*((s.start, s.end) for s in REASONING_FORMATS))
 WORDS = (*words("answers"), *(marker.encode() for marker in _MARKERS), b" ", b"\n")
-_MOST_CUTS = 32  #: Longer texts are not cut in two at every place.
+_MOST_CUTS = 16  #: Longer texts are not cut in two at every place.
 
 
 def _cuts(text: str) -> Iterable[list[str]]:
@@ -52,6 +52,7 @@ class ToolCalls(FuzzTarget):
     """The parsers of tool calls, behind reasoning sections."""
 
     words = WORDS
+    usual_bytes = 256
 
     def seeds(self) -> Sequence[bytes]:
         calls = [ToolCall("x", name, json.dumps(arguments)) for name, arguments in product(NAMES, _ARGUMENTS)]
@@ -100,6 +101,7 @@ class Reasoning(FuzzTarget):
     """The parser of reasoning sections."""
 
     words = WORDS
+    usual_bytes = 256
 
     def seeds(self) -> Sequence[bytes]:
         return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -74,6 +75,8 @@ class Templates(FuzzTarget):
 
     def __enter__(self) -> Templates:
         self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        self._compiled = lru_cache(256)(lambda text: ChatTemplate(folder, {"chat_template": text, "bos_token": "<s>"}))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,7 +110,7 @@ class Templates(FuzzTarget):
     def run(self, data: bytes) -> str:
         entry = json.loads(data)
         try:
-            template = ChatTemplate(Path(self._folder.name), {"chat_template": entry["template"], "bos_token": "<s>"})
+            template = self._compiled(entry["template"])
         except ConfigError as error:
             return error.message[:60]
         try:
