@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import ClassVar
 
 log = logging.getLogger(__name__)
-STEP_WAIT_S = 0.02  # Longest wait of a step for the masks of its sequences
+STEP_WAIT_S = 0.03  # Longest wait of a step for the masks of its sequences
 SLICE_S = 0.004  # A job that takes longer than this no longer holds up the jobs behind it
 MAX_IDLE = 4  # Helpers that wait for work
 MAX_EXTRA = 32  # Helpers that start at the end of a step's wait, so that quick jobs are done for the next step

@@ -19,11 +19,12 @@ from common.errors import (
     ModelNotFound,
     Overloaded,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
 )
-from common.grammar import from_regex
+from common.grammar import GrammarCompiler, from_regex
 from common.pb import decode_pb2, prefill_pb2, types_pb2
-from common.rpc import translate_rpc_errors
+from common.rpc import open_channel, translate_rpc_errors
 from common.types import FinishReason, Grammar, Role, Token, ValidRequest
 from common.wire import request_to_pb, token_to_pb
 from engine.llm import LLM
@@ -80,6 +81,25 @@ class TestAdmission:
                 await cluster.prefill.prefill.Prefill(message, timeout=30).read()
             await cluster.abort(held.request_id)
             assert len((await cluster.generate(request(prompt_of(9)))).ids) == 8
+
+    async def test_no_grammar_of_a_stranger_is_proven_or_compiled(
+        self, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[object] = []
+        monkeypatch.setattr("pod.runtime.prover_of", lambda *args: asked.append(args))
+        monkeypatch.setattr(GrammarCompiler, "compile", lambda *args, **_: asked.append(args))
+        grammar = from_regex("[a-z]{4}", field="f")
+        async with Cluster.start(model_dir) as cluster:
+            r = request_to_pb(replace(request(prompt_of(9)), grammar=grammar))
+            for pod, method, message in (
+                (cluster.decode, "Decode/Reserve", decode_pb2.ReserveRequest(request=r, gateway_id="x")),
+                (cluster.prefill, "Prefill/Prefill", prefill_pb2.PrefillRequest(request=r)),
+            ):
+                async with open_channel(pod.runtime.address) as channel:
+                    call = channel.unary_stream(f"/baton.v1.{method}")(message.SerializeToString(), timeout=30)
+                    with pytest.raises(Unauthenticated), translate_rpc_errors():
+                        await call.read()
+        assert asked == []
 
     async def test_a_grammar_that_takes_too_long_is_refused_and_the_pod_goes_on(
         self, model_dir: Path, smollm2_dir: Path, tmp_path: Path
