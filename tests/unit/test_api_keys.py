@@ -6,6 +6,8 @@ import stat
 import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +16,7 @@ from cli.app import app
 from common.errors import BatonError, ConfigError, InvalidApiKey
 from gateway.admission.api_keys import Caller, KeySet, create_key
 from gateway.admission.key_store import KeyFile, KeyRing
+from gateway.api.http.endpoint import AuthMiddleware, caller_of
 
 FIELDS = {"requests_per_minute": 5, "weight": 2.5, "models": ("a", "b"), "note": 'quo"te\x7f ü', "isolated": True}
 
@@ -145,6 +148,11 @@ def test_priority_and_salt_of_a_key_bind_its_requests() -> None:
         Caller(tenant="c", key_id="3").effective_salt(""),
     }
     assert len(salts) == 7
+    for stranger in (Caller(), Caller(tenant="d", key_id="4"), Caller(tenant="d", key_id="4", isolated=True)):
+        guesses = {stranger.effective_salt(salt, share_cache=True) for salt in (*salts, "", "x")}
+        assert not guesses & salts
+    shared = {Caller(tenant=t, key_id=t).effective_salt("x", share_cache=True) for t in ("c", "d")}
+    assert shared == {Caller().effective_salt("x")}
 
 
 def test_the_keys_command_creates_lists_and_revokes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,3 +198,18 @@ def test_the_keys_command_names_the_error(argv: list[str], said: str, tmp_path: 
     assert isinstance(error, ConfigError)
     assert said.format(path=path) in error.message
     assert not path.parent.exists()
+
+
+async def test_a_client_without_a_key_is_known_by_its_address() -> None:
+    """Its grammars in proof are limited by its address, those of a key by the key."""
+    callers: list[Caller] = []
+
+    async def app(scope: Any, _receive: Any, _send: Any) -> None:
+        callers.append(caller_of(scope))
+
+    key, record = create_key("acme")
+    for keys, head in ((KeyRing().current, []), (KeySet([record]), [(b"authorization", f"Bearer {key}".encode())])):
+        auth = AuthMiddleware(app, keys=SimpleNamespace(current=keys), open_metrics=True)  # type: ignore[arg-type]
+        scope = {"type": "http", "path": "/v1/models", "headers": head, "client": ("10.1.2.3", 5)}
+        await auth(scope, None, None)  # type: ignore[arg-type]
+    assert [caller.client for caller in callers] == ["10.1.2.3", record.id]

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import Message
@@ -92,7 +93,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     def _caller(self, context: _Context) -> Caller:
         """Returns the caller. Raises InvalidApiKey."""
         value = dict(context.invocation_metadata() or ()).get("authorization")
-        return self._gateway.keys.current.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
+        caller = self._gateway.keys.current.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
+        host, _, _ = unquote(context.peer()).partition(":")[2].rpartition(":")  # of ipv4:1.2.3.4:5 or ipv6:[::1]:5
+        return caller.at(host.strip("[]"))
 
     async def _generate(self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext) -> None:
         # A task of its own, so that Abort can cancel it, and its error differs from a cancelled call.

@@ -112,7 +112,8 @@ class AuthMiddleware:
             except BatonError as e:
                 await HttpResponse(send, None).send_error(e)
                 return
-            scope[_CALLER] = caller
+            host, _ = scope.get("client") or ("", 0)
+            scope[_CALLER] = caller.at(host)
         await self._app(scope, receive, send)
 
 
