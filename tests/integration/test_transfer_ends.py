@@ -136,7 +136,9 @@ async def test_drain_before_open_refuses_the_open(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     incoming = decode.reserve("r", 0, [1])
     request = transfer_pb2.DrainRequest(transfer_id=transfer_id_to_pb(incoming.target.transfer_id))
-    answer = await decode.node._rpc.call(prefill.address, "Drain", request, transfer_pb2.DrainResponse, 5.0)
+    answer = await decode.node._rpc.call(
+        prefill.address, prefill.name, "Drain", request, transfer_pb2.DrainResponse, 5.0
+    )
     assert answer.generation == prefill.generation
     with pytest.raises(TransferFailed):
         await prefill.node.start_transfer(incoming.target, "r", 1, 30.0).done()
