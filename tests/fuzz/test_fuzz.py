@@ -24,12 +24,12 @@ def test_a_short_run_has_no_crash(name: str, smollm2_dir: Path, tmp_path: Path) 
 
 
 def test_every_kind_of_crash_is_found_and_its_input_saved(tmp_path: Path) -> None:
-    [report] = fuzz({"broken:Broken": 20}, seed=1, jobs=1, hang_s=3.0)
+    [report] = fuzz({"broken:Broken": 20}, seed=1, jobs=1, hang_s=12.0)
     assert report.inputs == 20
     found = {crash.data: crash.kind.split(" at ")[0] for crash in report.crashes}
     assert found == {
         b"raise": "LookupError",
-        b"log": "AssertionError: logged by x: unexpected",
+        b"log": "AssertionError",
         b"exit": "process end 3",
         b"slow": "slow",
         b"hang": "hang",

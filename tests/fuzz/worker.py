@@ -134,11 +134,12 @@ def work(target: FuzzTarget, *, seed: str, inputs: int, first: int, box: Path, o
     mailbox, rng = Mailbox(box), Random(f"{seed} {first}")
     with target, out.open("a") as report:
         runner = InputRunner(target)
-        corpus = list(target.seeds())
+        seeds = target.seeds()
+        corpus = list(seeds)
         outcomes: dict[str, int] = {}
         started = time.monotonic()
         for number in range(first, inputs):
-            data = corpus[number] if number < len(corpus) and not first else target.make(corpus, rng)
+            data = seeds[number] if number < len(seeds) else target.make(corpus, rng)
             mailbox.put(number, data)
             outcome = runner.run(data)
             if isinstance(outcome, Crash):
