@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from common.errors import BatonError, InvalidRequest, Unavailable
 from gateway.api.docs.document import openapi_document
-from gateway.api.http.endpoint import AuthMiddleware, Endpoint, RequestHandler, caller_of
+from gateway.api.http.endpoint import AuthMiddleware, Endpoint, RequestHandler, caller_of, known_caller
 from gateway.api.http.json import error_body, error_headers
 from gateway.api.openai.embeddings import EmbeddingsHandler
 from gateway.api.openai.generate import GenerateHandler
@@ -102,8 +102,13 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
         return {"status": "live"}
 
     async def metrics(request: Request) -> Response:
-        base, accept = gateway.metrics.base, request.headers.get("accept", "")
-        return Response(base.exposition(accept), headers={"content-type": base.content_type(accept)})
+        caller, accept = known_caller(request.scope), request.headers.get("accept", "")
+
+        def may_see(tenant: str) -> bool:
+            return caller is not None and (caller.admin or caller.tenant == tenant)
+
+        text = gateway.metrics.exposition(accept, may_see)
+        return Response(text, headers={"content-type": gateway.metrics.base.content_type(accept)})
 
     async def reset_prefix_cache(_request: Request) -> dict[str, Any]:
         pods = [dataclasses.asdict(reset) for reset in await gateway.reset_prefix_cache()]

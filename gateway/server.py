@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import logging
+import resource
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from common.rpc import RpcServer
 from common.settings.configs import GatewayConfig, is_loopback
 from common.tls import TlsFiles
 from common.tracing.tracer import Tracer
+from gateway.admission.client_limits import ClientLimits
 from gateway.admission.key_store import KeyRing
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.protocol import BoundedHttpProtocol, WriteBatcher
@@ -45,6 +47,8 @@ STOP_S = 15.0  #: Longest time of `GatewayServer.stop`.
 GRPC_DRAIN_DELAY_S = 0.25  #: After GOAWAY, gRPC calls that were on their way are served for this long.
 GRPC_STOP_S = 0.5  #: Aborted gRPC calls have this long to send their error.
 GC_THRESHOLD = 20_000  #: New objects after which Python's garbage collector examines the youngest generation.
+MAX_FILES = 1 << 16  #: Open files that a gateway asks the system for.
+RESERVED_FILES = 256  #: Open files that stay free for pods, Redis and gRPC clients.
 _log = logging.getLogger(__name__)
 
 
@@ -158,7 +162,9 @@ class GatewayServer:
             await self._endpoints.start()
         options = uvicorn.Config(
             build_app(self.gateway, self.metrics_history, self._responses),
-            http=functools.partial(BoundedHttpProtocol, batcher=WriteBatcher()),  # type: ignore[arg-type]  # it is called, no more
+            http=functools.partial(  # type: ignore[arg-type]  # it is called, no more
+                BoundedHttpProtocol, batcher=WriteBatcher(), limits=self._client_limits()
+            ),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -181,6 +187,17 @@ class GatewayServer:
         _log.info("gateway listens on %s://%s:%d (gRPC: %s)", scheme, config.host, self.port, self.grpc_port or "off")
         if self._tls is None and not is_loopback(config.host):
             _log.warning("keys and prompts of clients are not encrypted: give --tls-cert, or put a TLS proxy before")
+
+    def _client_limits(self) -> ClientLimits:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        files = MAX_FILES if files == resource.RLIM_INFINITY else files
+        return ClientLimits(
+            self.gateway.metrics,
+            connections=self._config.max_client_connections,
+            slow=self._config.max_client_slow,
+            all_connections=max(files - RESERVED_FILES, files // 2),
+            all_slow=self._config.max_inflight,
+        )
 
     def _on_change(self) -> None:
         if self._grpc is not None:
@@ -246,9 +263,18 @@ def _tune_gc() -> None:
     gc.set_threshold(GC_THRESHOLD, 20, 20)
 
 
+def _raise_file_limit() -> None:
+    """Raises the limit of open files. Shells often allow 1024, which a thousand idle connections would use up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def serve(config: GatewayConfig) -> None:
     """Runs a gateway until SIGTERM or SIGINT. Raises ConfigError."""
     setup_logs(config.log_level, config.log_format)
+    _raise_file_limit()
     server = GatewayServer(config, make_gateway(config))
     lifecycle = Lifecycle(server.drain, drain_s=config.drain_s)
     lifecycle.install_signals()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
 
 from common.errors import SERVER_FAULTS
 from common.telemetry import LATENCY_BUCKETS, Metrics, UnlabeledHistogram
@@ -89,6 +90,14 @@ class GatewayMetrics:
         for name in ("redis", "local", "hash"):
             self._index_mode.labels(name).set(name == mode)
 
+    def exposition(self, accept: str, may_see: Callable[[str], bool]) -> bytes:
+        """Returns the metrics in the format that the Accept header asks for, as Metrics.exposition.
+
+        Samples with the label `tenant` are left out unless `may_see` allows their tenant.
+        """
+        encode, _ = choose_encoder(accept)
+        return encode(_VisibleMetrics(self.base.registry, may_see))
+
     def totals(self) -> Mapping[str, float]:
         """Returns the counters of the dashboard, and the number of running requests."""
         ended = _values(self.requests)
@@ -115,6 +124,21 @@ class GatewayMetrics:
             "exposed": self.exposed_hand_off,
         }
         return {name: next(iter(histogram.collect())) for name, histogram in histograms.items()}
+
+
+class _VisibleMetrics(CollectorRegistry):
+    """The metrics of a registry, without the samples of tenants that the caller may not see."""
+
+    def __init__(self, registry: CollectorRegistry, may_see: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._of, self._may_see = registry, may_see
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._of.collect():
+            family.samples = [
+                s for s in family.samples if "tenant" not in s.labels or self._may_see(s.labels["tenant"])
+            ]
+            yield family
 
 
 def _values(counter: Counter) -> list[tuple[Mapping[str, str], float]]:

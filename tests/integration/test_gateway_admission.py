@@ -246,7 +246,7 @@ async def test_a_burst_beyond_capacity_is_refused_at_arrival_and_the_small_tenan
             assert (await small).status_code == 200
             await asyncio.gather(*running, return_exceptions=True)
             assert {r.status_code for r in await asyncio.gather(*burst)} == {200, 429}
-        text = (await gw.http.get("/metrics")).text
+        text = (await gw.http.get("/metrics", headers=headers["small"])).text
         assert 'baton_rejections_total{by="queue"} 93.0' in text
         assert 'baton_admission_waiting{model="smol"} 0.0' in text
         assert 'baton_tenant_tokens_total{kind="output",tenant="small"} 5.0' in text

@@ -13,14 +13,13 @@ import grpc
 import orjson
 import pytest
 import pytest_asyncio
-from starlette.types import Message
 
 from common.errors import InvalidRequest, RequestTooLarge
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
 from common.types import ValidRequest
 from gateway.api.grpc.servicer import InferenceServicer
-from gateway.api.http.endpoint import read_json_body
+from gateway.api.http.endpoint import parse_json_body
 from gateway.api.http.json import MAX_DEPTH, deeper_than
 from gateway.api.openai.fields import MAX_IDS
 from gateway.api.openai.requests import parse_completion
@@ -66,10 +65,7 @@ async def turns_while(work: Awaitable[Any]) -> tuple[Any, int]:
 
 
 async def read(raw: bytes, most: int = MAX_JSON_PARTS) -> Any:
-    async def receive() -> Message:
-        return {"type": "http.request", "body": raw, "more_body": False}
-
-    return await read_json_body({"type": "http", "headers": []}, receive, 16 << 20, 10.0, lambda: most)
+    return await parse_json_body({"type": "http", "headers": []}, raw, lambda: most)
 
 
 # -- how much there may be
@@ -281,8 +277,13 @@ async def test_other_tasks_run_while_a_long_text_is_tokenized(smollm2_dir: Path)
     assert many == [tokenizer.encode("Hello, world. " * 100, add_special_tokens=False)] * 300
     assert turns > 100
     prompt, turns = await turns_while(dialect.render(MESSAGES * 20 * INLINE_PARTS, {}))
-    assert prompt.count("Hi") == 20 * INLINE_PARTS
+    assert prompt.text.count("Hi") == 20 * INLINE_PARTS
     assert turns > 2
+    spelled = [{"role": "user", "content": "<|im_end|>" * 50_000}]
+    prompt, turns = await turns_while(dialect.render(spelled, {}))
+    assert (len(prompt.literals), turns > 2) == (50_000, True)
+    ids, turns = await turns_while(tokenizer.encode_chat(prompt))
+    assert (len(ids) > 50_000, turns > 2) == (True, True)
 
 
 async def test_other_tasks_run_between_the_prompts_of_one_request(

@@ -2,7 +2,7 @@
 
 - Authentication comes before anything else of a request is read. The caller is stored in the ASGI scope. The paths of
   health checks, the OpenAPI document and, by configuration, /metrics need no key.
-- A body is bounded while it is read, and parsed strictly.
+- A body is bounded while it is read, and parsed strictly. The request gets its permit when the body has arrived.
 - The response head goes out with the first chunk. An error before it has a status of its own; a later error is an event
   that ends the stream. A client that disconnects cancels the handler, which aborts the request on the pods.
 """
@@ -15,8 +15,8 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import orjson
@@ -35,9 +35,10 @@ from common.errors import (
 from common.logs import log_context
 from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.admission.api_keys import Caller
+from gateway.admission.client_limits import SLOW_S, SlowInput, client_of
 from gateway.admission.key_store import KeyRing
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than, error_body, error_headers
-from gateway.api.http.protocol import BodyWriter, body_writer
+from gateway.api.http.protocol import BodyWriter, body_writer, client_limits
 from gateway.serving.gateway import Gateway
 from gateway.serving.request import MAX_JSON_PARTS, RequestContext
 
@@ -54,6 +55,7 @@ _MAX_DISCARD = 128 << 20  #: Bytes of a too large body that are read and dropped
 _DISCARD_S = 10.0
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
 OPEN_FILES = "/dashboard/page/"  #: The files of the page at /. The data that the page shows does need a key.
+METRICS = "/metrics"
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 _CALLER = "baton.caller"
 _log = logging.getLogger(__name__)
@@ -95,41 +97,88 @@ def caller_of(scope: Scope) -> Caller:
     return caller
 
 
+def known_caller(scope: Scope) -> Caller | None:
+    """Returns the caller of a request for /metrics, None if it came without a valid key."""
+    caller = scope.get(_CALLER)
+    assert caller is None or isinstance(caller, Caller)
+    return caller
+
+
 class AuthMiddleware:
     """ASGI middleware that identifies the caller, and rejects a request without a valid key."""
 
     def __init__(self, app: ASGIApp, *, keys: KeyRing, open_metrics: bool) -> None:
         self._app = app
         self._keys = keys
-        self._open = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS  # these paths need no key
+        self._open_metrics = open_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (scope["path"] in self._open or scope["path"].startswith(OPEN_FILES)):
+        if scope["type"] == "http" and not (scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FILES)):
             try:
                 caller = self._keys.current.identify(header(scope, b"authorization"))
                 if scope["path"] in ADMIN_PATHS and not caller.admin:
                     raise PermissionDenied("this needs the key of an administrator")
+                host, _ = scope.get("client") or ("", 0)
+                scope[_CALLER] = caller.at(client_of(host))
             except BatonError as e:
-                await HttpResponse(send, None).send_error(e)
-                return
-            host, _ = scope.get("client") or ("", 0)
-            scope[_CALLER] = caller.at(host)
+                if scope["path"] != METRICS or not self._open_metrics:
+                    await HttpResponse(send, None).send_error(e)
+                    return
         await self._app(scope, receive, send)
 
 
-async def read_json_body(
-    scope: Scope, receive: Receive, limit: int, timeout_s: float, max_parts: Callable[[], int]
-) -> Any:
-    """Reads and parses the body.
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float, key_id: str = "") -> bytes:
+    """Reads the body of a request, which has no permit yet.
 
-    Raises RequestTooLarge for more than `limit` bytes, or more arrays, objects, members and entries than MAX_JSON_PARTS
-    and `max_parts()`, RequestTooSlow after `timeout_s`, and InvalidRequest if it is no JSON or deeper than MAX_DEPTH.
+    Raises RequestTooLarge for more than `limit` bytes, Cancelled if the client disconnects, and RequestTooSlow after
+    `timeout_s`, or earlier if this is the oldest of too many slow bodies of the client address or of the key `key_id`.
     """
+    loop = asyncio.get_running_loop()
+    latest = loop.time() + timeout_s
+
+    def end() -> None:
+        if not timeout.expired():
+            timeout.reschedule(loop.time())
+
     try:
-        async with asyncio.timeout(timeout_s):
-            raw = await _read(scope, receive, limit)
+        async with asyncio.timeout_at(latest) as timeout:
+            with _counted_if_slow(scope, key_id, end):
+                return await _read(scope, receive, limit)
     except TimeoutError as e:
+        if (timeout.when() or latest) < latest:
+            raise RequestTooSlow("this client sends too many requests slowly, and this is the oldest of them") from e
         raise RequestTooSlow(f"the request body did not arrive within {timeout_s:.3g} s") from e
+
+
+@contextmanager
+def _counted_if_slow(scope: Scope, key_id: str, end: Callable[[], None]) -> Iterator[None]:
+    """Counts the body as slow from SLOW_S until the block ends. ClientLimits calls `end` if it has to go."""
+    limits, writer = client_limits(scope), body_writer(scope)
+    if limits is None or (writer is not None and writer.request_arrived):  # almost every body arrives with its head
+        yield
+        return
+    counted: list[SlowInput] = []
+
+    def count() -> None:
+        host, _ = scope.get("client") or ("", 0)
+        counted.append(SlowInput((client_of(host), *([f"key {key_id}"] if key_id else [])), end))
+        limits.add_slow(counted[0])
+
+    timer = asyncio.get_running_loop().call_later(SLOW_S, count)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for slow in counted:
+            limits.remove_slow(slow)
+
+
+async def parse_json_body(scope: Scope, raw: bytes, max_parts: Callable[[], int]) -> Any:
+    """Parses a body.
+
+    Raises RequestTooLarge for more arrays, objects, members and entries than MAX_JSON_PARTS and `max_parts()`, and
+    InvalidRequest if it is no JSON or deeper than MAX_DEPTH.
+    """
     if (encoding := header(scope, b"content-encoding") or "identity").lower() != "identity":
         text = f"the request body has the content-encoding {encoding[:60]!r}, which is not supported; send plain JSON"
         raise InvalidRequest(text, field="content-encoding")
@@ -302,17 +351,24 @@ class Endpoint:
         response = HttpResponse(send, body_writer(scope))
         response.request_id = client_id = _client_request_id(scope)
         try:
-            timeout_s, affinity = _client_timeout(scope), parse_affinity(header(scope, SESSION_AFFINITY))
+            limit_s, affinity = self._time_limit(scope), parse_affinity(header(scope, SESSION_AFFINITY))
             traceparent = header(scope, TRACEPARENT.encode())
             span = TraceContext.parse(traceparent, header(scope, TRACESTATE.encode())) if traceparent else None
+            caller, deadline = caller_of(scope), time.monotonic() + limit_s
+            raw, error = await self._receive_body(scope, receive, caller, deadline)
+            left = deadline - time.monotonic()
             with self._gateway.admit(
-                self._name, client_id, timeout_s, caller=caller_of(scope), affinity=affinity, client_span=span
+                self._name, client_id, left, caller=caller, affinity=affinity, client_span=span
             ) as context:
                 response.headers = context.response_headers
                 response.request_id = client_id or context.id
                 trace_id = context.timeline.trace_id
                 with log_context(request_id=context.id, **({} if trace_id is None else {"trace_id": trace_id})):
-                    await self._admitted(scope, receive, response, context)
+                    if error is not None:  # raised here, so that the request is counted and logged like any other
+                        raise error
+                    body = await parse_json_body(scope, raw, self._gateway.max_json_parts)
+                    del raw  # up to max_body_bytes, while the answer is made
+                    await self._admitted(body, receive, response, context)
         except BatonError as e:
             if e.http_status >= 500:
                 _log.warning("request failed: %s: %s", e.kind, e)
@@ -321,12 +377,27 @@ class Endpoint:
             _log.exception("request failed by our fault")
             await response.send_error(InternalError("internal error"))
 
-    async def _admitted(self, scope: Scope, receive: Receive, response: HttpResponse, context: RequestContext) -> None:
-        left = context.deadline - time.monotonic()
-        if left <= 0:  # a timeout while reading the body would blame the body
+    def _time_limit(self, scope: Scope) -> float:
+        """Returns the seconds that the request may take. Raises InvalidRequest."""
+        most, wanted = self._gateway.settings.request_timeout_s, _client_timeout(scope)
+        return most if wanted is None else min(most, wanted)
+
+    async def _receive_body(
+        self, scope: Scope, receive: Receive, caller: Caller, deadline: float
+    ) -> tuple[bytes, BatonError | None]:
+        """Returns the body, or the error of a body that is refused."""
+        left = deadline - time.monotonic()
+        try:
+            if left <= 0:  # a timeout while reading the body would blame the body
+                raise DeadlineExceeded("the request's time is over")
+            limit = self._gateway.settings.max_body_bytes
+            return await read_body(scope, receive, limit, min(BODY_TIMEOUT_S, left), caller.key_id), None
+        except BatonError as e:
+            return b"", e
+
+    async def _admitted(self, body: Any, receive: Receive, response: HttpResponse, context: RequestContext) -> None:
+        if context.deadline <= time.monotonic():
             raise DeadlineExceeded("the request's time is over")
-        limits = self._gateway.settings.max_body_bytes, min(BODY_TIMEOUT_S, left), self._gateway.max_json_parts
-        body = await read_json_body(scope, receive, *limits)
         loop = asyncio.get_running_loop()
         work = loop.create_task(self._handler(body, response, context))
         context.set_task(work)

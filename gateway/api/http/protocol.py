@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with bounds, and a fast way to write chunks of an answer.
 
 uvicorn accepts header lines of any length and number, for any time. Here a connection may send MAX_HEAD_BYTES without
-completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head.
+completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head. `ClientLimits` bounds the connections
+and the slow heads of one client.
 
 `BodyWriter`, found in the scope's state, writes a chunk without a coroutine and without the middlewares, because an
 answer has a thousand chunks. The server's `WriteBatcher` writes the chunks to the sockets.
@@ -16,13 +17,15 @@ import orjson
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from common.errors import BatonError, InvalidRequest, RequestTooSlow
+from common.errors import BatonError, InvalidRequest, Overloaded, RequestTooSlow
+from gateway.admission.client_limits import SLOW_S, ClientLimits, SlowInput, client_of
 from gateway.api.http.json import error_body
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
 MAX_BATCHED_WRITES = 8
 _BODY = "baton.body"
+_LIMITS = "baton.client_limits"
 
 
 class WriteBatcher:
@@ -84,6 +87,11 @@ class BodyWriter:
             self._batcher.put(cycle.transport, b"%x\r\n%b\r\n" % (len(piece), piece))
         return not cycle.flow.write_paused
 
+    @property
+    def request_arrived(self) -> bool:
+        """The whole body of the request has arrived."""
+        return not self._cycle.more_body
+
     def flush(self) -> None:
         """Writes waiting chunks; must be called before `send`."""
         self._batcher.flush()
@@ -94,6 +102,13 @@ def body_writer(scope: Scope) -> BodyWriter | None:
     writer = scope.get("state", {}).get(_BODY)
     assert writer is None or isinstance(writer, BodyWriter)
     return writer
+
+
+def client_limits(scope: Scope) -> ClientLimits | None:
+    """Returns the server's bounds on clients, None for a request that did not come through BoundedHttpProtocol."""
+    limits = scope.get("state", {}).get(_LIMITS)
+    assert limits is None or isinstance(limits, ClientLimits)
+    return limits
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -108,19 +123,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
     _input_closed = False  #: Further input is ignored.
+    _client = ""  #: The client address.
+    _counted = False  #: `_limits` counts the connection.
+    _slow_head: SlowInput | None = None
 
-    def __init__(self, *args: Any, batcher: WriteBatcher, **kwargs: Any) -> None:
-        """`batcher` is the server's batcher of writes. The other arguments are uvicorn's."""
+    def __init__(self, *args: Any, batcher: WriteBatcher, limits: ClientLimits, **kwargs: Any) -> None:
+        """`batcher` is the server's batcher of writes, `limits` its bounds on clients. The rest is uvicorn's."""
         super().__init__(*args, **kwargs)
         self._batcher = batcher
+        self._limits = limits
 
     def connection_made(self, transport: Any) -> None:
+        """Counts the connection; one beyond the client's bound gets an error and is closed."""
         super().connection_made(transport)
-        self._await_head()
+        self._client = client_of(self.client[0]) if self.client else ""
+        self._counted = self._limits.connect(self._client)
+        if self._counted:
+            self._await_head()
+        else:
+            self._refuse(Overloaded("this client has too many open connections; close some, or use them again"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stops the timer and notifies the request that is being answered; uvicorn notifies only the newest one."""
         self._stop_timer()
+        if self._counted:
+            self._limits.disconnect(self._client)
         super().connection_lost(exc)
         if (answering := self._answering) is not None and not answering.response_complete:
             answering.disconnected = True
@@ -132,6 +159,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         super().data_received(data)
+        if self._answering is None and not self.transport.is_closing():
+            self._await_head()  # input that begins no head also stops uvicorn's timer of idle connections
         if self._head_bytes > MAX_HEAD_BYTES and not (self._input_closed or self.transport.is_closing()):
             text = f"the request's head is larger than {MAX_HEAD_BYTES} bytes"
             self._refuse(InvalidRequest(text), 431)
@@ -145,7 +174,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:  # its application starts in a later turn of the loop
-            self.scope["state"][_BODY] = BodyWriter(self.cycle, self._batcher)
+            state = self.scope["state"]
+            state[_BODY], state[_LIMITS] = BodyWriter(self.cycle, self._batcher), self._limits
             if not self.pipeline:
                 self._answering = self.cycle
 
@@ -167,19 +197,34 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+            self._head_timer = self.loop.call_later(min(SLOW_S, HEAD_TIMEOUT_S), self._on_slow_head)
 
-    def _too_slow(self) -> None:
+    def _on_slow_head(self) -> None:
         self._head_timer = None
         if self.pipeline:  # reading may pause while pipelined requests wait
             self._await_head()
             return
+        self._head_timer = self.loop.call_later(max(0.0, HEAD_TIMEOUT_S - SLOW_S), self._too_slow)
+        self._slow_head = SlowInput((self._client,), self._end_slow_head)
+        self._limits.add_slow(self._slow_head)
+
+    def _too_slow(self) -> None:
+        self._stop_timer()
+        if self.pipeline:
+            self._await_head()
+            return
         self._refuse(RequestTooSlow(f"the request's head did not arrive within {HEAD_TIMEOUT_S:g} s"))
+
+    def _end_slow_head(self) -> None:
+        self._refuse(RequestTooSlow("this client sends too many requests slowly, and this is the oldest of them"))
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        if self._slow_head is not None:
+            self._limits.remove_slow(self._slow_head)
+            self._slow_head = None
 
     def _refuse(self, error: BatonError, status: int | None = None) -> None:
         """Closes the input and sends an error, unless an earlier request is still being answered."""
