@@ -46,7 +46,7 @@ def keys_create(
     model: Annotated[
         list[str] | None, opt("A model that it may use; may be repeated; default: all.", metavar="NAME")
     ] = None,
-    isolated: Annotated[bool, opt("The tenant shares no prefix cache with others.", "--isolated")] = False,
+    isolated: Annotated[bool, opt("The tenant shares no prefix cache, also with --share-cache.", "--isolated")] = False,
     admin: Annotated[bool, opt("May reset caches and see the timelines of all requests.", "--admin")] = False,
     days: Annotated[int, _most("Days until it expires", never="never")] = 0,
     note: Annotated[str, opt("Purpose of the key.", metavar="TEXT")] = "",

@@ -150,7 +150,7 @@ class Caller:
     weight: float = 1.0  # share of the tenant relative to the others
     priority: int | None = None  #: Highest priority of its requests, and their default; None allows any.
     models: tuple[str, ...] = ()  # names of the models that may be used; empty for all
-    isolated: bool = False  # the tenant shares its prefix cache with no other tenant
+    isolated: bool = False  # the tenant shares its prefix cache with no other tenant, also with --share-cache
     admin: bool = False  # administrative routes and the requests of all tenants may be used
     address: str = ""  # address of a client without a key
 
@@ -171,11 +171,14 @@ class Caller:
         """Returns the priority of a request that asks for `wanted`; 0 asks for none."""
         return wanted if self.priority is None else min(wanted or self.priority, self.priority)
 
-    def effective_salt(self, wanted: str) -> str:
-        """Returns the cache salt of a request that asks for `wanted`. No other tenant gets an isolated one's salt."""
-        if self.isolated:
+    def effective_salt(self, wanted: str, *, share_cache: bool = False) -> str:
+        """Returns the cache salt of a request that asks for `wanted`.
+
+        No other tenant gets the salt of a tenant. With `share_cache`, tenants that are not isolated share their salts.
+        """
+        if self.key_id and (self.isolated or not share_cache):
             return f"tenant:{self.tenant}:{wanted}"
-        return f"salt:{wanted}" if wanted and self.key_id else wanted
+        return f"salt:{wanted}" if wanted.startswith(("tenant:", "salt:")) else wanted
 
 
 ANONYMOUS = Caller(admin=True)

@@ -318,8 +318,8 @@ class Gateway:
             include_reasoning=body.include_reasoning,
             keep_special=not body.spec.skip_special_tokens,
         )
-        _reject_too_long(chat.prompt, model, limits, "messages")
-        ids = await model.tokenizer.encode_async(chat.prompt, add_special_tokens=False)
+        _reject_too_long(chat.prompt.text, model, limits, "messages")
+        ids = await model.tokenizer.encode_chat(chat.prompt)
         spec = replace(body.spec, grammar=chat.grammar)
         return await self._choices(context, model, spec, [ids], chat.parser_config, prompt_field="messages")
 
@@ -337,7 +337,8 @@ class Gateway:
         """Checks the tokenized prompts, and returns their choices when they may go to the pods."""
         caller, limits = context.caller, model.pod_table.limits()
         bad_words = await model.tokenizer.encode_words(spec.bad_words)
-        priority, salt = caller.effective_priority(spec.priority), caller.effective_salt(spec.cache_salt)
+        salt = caller.effective_salt(spec.cache_salt, share_cache=self.settings.share_cache)
+        priority = caller.effective_priority(spec.priority)
         effective = replace(spec, model=model.name, priority=priority, cache_salt=salt)
         deadline, timeline, affinity = context.deadline, context.timeline, context.affinity
         choices: list[Choice] = []

@@ -16,6 +16,7 @@ from common.grammar_prover import PATIENCE_S, prover_of
 from common.model.chat_template import ChatTemplate
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
+from gateway.text.control_tokens import ChatPrompt, Placeholders, json_text
 from gateway.text.output import OutputParserConfig
 from gateway.text.reasoning import ReasoningSection, choose_reasoning_format
 from gateway.text.tokenizer import TextTokenizer
@@ -24,13 +25,16 @@ from gateway.text.tools.format import RequestTools, ToolCall, ToolFormat
 from gateway.text.tools.lark import parameters_schema
 
 INLINE_PARTS = 128  #: Chats with more messages and tools are rendered in a thread. Each takes about 10 us.
+#: Fields of an assistant's message with text of the model, in which the model's markers stay tokens.
+ANSWER_FIELDS = ("content", "reasoning_content", "reasoning")
+INLINE_BYTES = 1 << 18  #: Chats with longer JSON are rendered in a thread.
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
     """A rendered chat."""
 
-    prompt: str
+    prompt: ChatPrompt
     parser_config: OutputParserConfig | None  # how the answers are parsed, None if all of their text is content
     grammar: Grammar | None  # the grammar that the answers have to match, None if any text is allowed
 
@@ -52,12 +56,16 @@ class ChatFormat:
         added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
         self.tool_format = choose_tool_format(tool_parser, template.source, added)
         self.reasoning_format = choose_reasoning_format(reasoning_parser, template.source, added)
+        self._assistant_markers = {*self.tool_format.markers}
+        if self.reasoning_format is not None:
+            self._assistant_markers |= {self.reasoning_format.start, self.reasoning_format.end}
         self._prover = prover_of(model_dir, tuple(tokenizer.eos_ids))
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
-        """Starts the process that tries grammars, so that the first one does not wait for it."""
+        """Prepares the process that tries grammars and the encoding of literals, so that no request waits for them."""
         self._prover.start()
+        self._tokenizer.control_tokens.warm_up()
 
     async def prepare(
         self,
@@ -80,7 +88,7 @@ class ChatFormat:
         prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
         reasoning = self.reasoning_format
         # Without reasoning sections the answer begins at once, as it does after a section.
-        section = ReasoningSection.AFTER if reasoning is None else ReasoningSection.from_prompt(reasoning, prompt)
+        section = ReasoningSection.AFTER if reasoning is None else ReasoningSection.from_prompt(reasoning, prompt.text)
         grammar = None
         if text is not None or tools is not None:
             grammar = self._answer_grammar.build(
@@ -123,16 +131,39 @@ class ChatFormat:
         messages: Sequence[Mapping[str, Any]],
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
+    ) -> ChatPrompt:
         """Returns the prompt; long chats render in a thread. Raises InvalidRequest if the template rejects the chat."""
+        body, control_tokens = json_text([messages, tools, template_kwargs]), self._tokenizer.control_tokens
 
-        def render() -> str:
-            with_tools = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
-            if with_tools and not self._template.supports_tools:
-                return self._template.render(render_tools_as_text(messages, tools, self.tool_format), template_kwargs)
-            return self._template.render(messages, template_kwargs, tools=tools or None)
+        def render() -> ChatPrompt:
+            if not control_tokens.may_be_in(body):
+                return ChatPrompt(self._render(messages, template_kwargs, tools))
+            placeholders = Placeholders(control_tokens, body)
+            kept = self._assistant_markers
+            safe = [
+                {
+                    **placeholders.put(m),
+                    **{k: placeholders.put(m[k], kept) for k in ANSWER_FIELDS if k in m and m["role"] == "assistant"},
+                    "role": m["role"],
+                }
+                for m in messages
+            ]
+            return placeholders.restore(self._render(safe, placeholders.put(template_kwargs), placeholders.put(tools)))
 
-        return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
+        if len(messages) + len(tools) > INLINE_PARTS or len(body) > INLINE_BYTES or control_tokens.may_be_in(body):
+            return await asyncio.to_thread(render)
+        return ChatPrompt(self._render(messages, template_kwargs, tools))
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
+        with_tools = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+        if with_tools and not self._template.supports_tools:
+            return self._template.render(render_tools_as_text(messages, tools, self.tool_format), template_kwargs)
+        return self._template.render(messages, template_kwargs, tools=tools or None)
 
     async def prove(self, source: GrammarSource | Grammar, client: str, deadline: float | None = None) -> Grammar:
         """Returns the grammar as the pods will compile it, tried in another process; see GrammarProver.submit.

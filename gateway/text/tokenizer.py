@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from tokenizers import Tokenizer
 
 from common.errors import ConfigError
 from common.model.chat_template import special_token_text
+from gateway.text.control_tokens import ChatPrompt, ControlTokens
 
 INLINE_CHARS = 8192  #: Longer texts are tokenized in a thread, so that the event loop waits a few milliseconds at most.
 CALL_CHARS = 16  #: Fixed cost of tokenizing one text, in characters.
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text("utf-8"))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"model: {path.name} is not valid JSON: {e}", field="model") from e
     if not isinstance(value, dict):
         raise ConfigError(f"model: {path.name} is not a JSON object", field="model")
@@ -80,6 +83,7 @@ class TextTokenizer:
         self.byte_level: bool = decoder.get("type") == "ByteLevel"  #: Tokens are byte strings.
         self.vocab_size: int = raw.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
+        self.control_tokens = ControlTokens(raw)
         self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self.eos_ids = self._find_eos(model_dir)  # the model's end-of-sequence tokens
         #: Most characters that one token can stand for. A normalizer may shorten a text, some of them by a lot.
@@ -91,7 +95,10 @@ class TextTokenizer:
         for name in ("generation_config.json", "config.json"):
             eos = read_json(model_dir / name).get("eos_token_id")
             given = eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
-            if ids := tuple(int(i) for i in given if int(i) >= 0):  # -1 means none
+            if not all(isinstance(i, int) for i in given):
+                problem = f"eos_token_id is {eos!r}; expected a token id or a list of token ids"
+                raise ConfigError(f"model: {name}: {problem}", field="model")
+            if ids := tuple(i for i in given if i >= 0):  # -1 means none
                 return ids
         token = special_token_text(self.config, "eos_token")
         eos = self.raw.token_to_id(token) if token else None
@@ -119,6 +126,13 @@ class TextTokenizer:
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes one text, in a thread if it is long."""
         return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+
+    async def encode_chat(self, prompt: ChatPrompt, *, add_special_tokens: bool = False) -> list[int]:
+        """Encodes a rendered chat, in a thread if it is long. Its literals are encoded as ordinary text."""
+        if prompt.literals:
+            encode = self.control_tokens.encode
+            return await asyncio.to_thread(encode, prompt, add_special_tokens=add_special_tokens)
+        return await self.encode_async(prompt.text, add_special_tokens=add_special_tokens)
 
     async def encode_words(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of words, at the start of a text and after a space."""
@@ -161,6 +175,6 @@ class TextTokenizer:
             table = byte_of_char()
             decoded = [table[c] for c in token if c in table]
             return bytes(decoded) if len(decoded) == len(token) else token.encode()
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
         return token.replace("▁", " ").encode()

@@ -23,6 +23,7 @@ from common.pb import inference_pb2_grpc
 from common.rpc import CALLER_DISCONNECTED, trace_context_of
 from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.api_keys import Caller
+from gateway.admission.client_limits import client_of
 from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, parse_affinity
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
@@ -95,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         value = dict(context.invocation_metadata() or ()).get("authorization")
         caller = self._gateway.keys.current.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
         host, _, _ = unquote(context.peer()).partition(":")[2].rpartition(":")  # of ipv4:1.2.3.4:5 or ipv6:[::1]:5
-        return caller.at(host.strip("[]"))
+        return caller.at(client_of(host.strip("[]")))
 
     async def _generate(self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext) -> None:
         # A task of its own, so that Abort can cancel it, and its error differs from a cancelled call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import model_validator
@@ -91,13 +92,15 @@ class TokenizeHandler:
         model = self._model(context, r.model)
         if r.prompt is not None:
             text, special = r.prompt, r.add_special_tokens is not False
+            encode = partial(model.tokenizer.encode_async, text, add_special_tokens=special)
         else:
             variables = template_variables(r.chat_template_kwargs)
-            text = await model.chat_format.render(messages, variables, tuple({**tool} for tool in r.tools))
-            special = r.add_special_tokens or False
+            chat = await model.chat_format.render(messages, variables, tuple({**tool} for tool in r.tools))
+            text, special = chat.text, r.add_special_tokens or False
+            encode = partial(model.tokenizer.encode_chat, chat, add_special_tokens=special)
         # Only one long text at a time, so that prompts of other requests find a free thread.
         async with self._long_texts if len(text) > LONG_CHARS else nullcontext():
-            tokens = await model.tokenizer.encode_async(text, add_special_tokens=special)
+            tokens = await encode()
         context.timeline.mark("tokenized", prompt_tokens=len(tokens))
         strings = await model.tokenizer.token_strings_async(tokens) if r.return_token_strs else None
         max_model_len = model.pod_table.limits().max_model_len if model.pod_table.ready else None
