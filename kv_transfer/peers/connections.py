@@ -36,6 +36,7 @@ from kv_transfer.transfer_thread import TransferThread
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
+LAST_ATTEMPTS_S = 0.5
 UNREACHABLE_S = 3.0
 PROBE_WRITE_S = 10.0  # UCX connects lazily: the first write can take seconds
 PROBE_TRIES = 8
@@ -315,7 +316,10 @@ class PeerConnector:
             raise Unavailable(f"a probe write to {connection.pod} did not end within {PROBE_WRITE_S:g} s") from e
 
     async def close(self) -> None:
+        """Ends the attempts, at first without force: a peer with our metadata is connecting just now."""
         attempts = list(self._attempts.values())
+        if attempts:
+            await asyncio.wait(attempts, timeout=LAST_ATTEMPTS_S)
         for attempt in attempts:
             attempt.cancel()
         await asyncio.gather(*attempts, return_exceptions=True)
