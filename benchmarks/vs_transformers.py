@@ -47,7 +47,6 @@ Each ratio is the time of transformers over the time of Baton, from the call to 
 batch has as many steps as its longest output), and the result file records this.
 """
 
-BARS = {"ratio_batch1": 6.0, "ratio_batch64": 6.0, "ratio_continuous256": 24.0}
 SHORTEST = 16  # Fewest output tokens of a request of ratio_continuous256.
 
 
@@ -86,8 +85,7 @@ class ComparisonResult:
     def add_theirs(self, row: BatchTimes, seconds: float) -> None:
         row.theirs_s, row.ratio = seconds, seconds / row.ours_s
         self._save("transformers", row, seconds)
-        bar = BARS.get(f"ratio_{row.name}")
-        print(f"ratio         {row.name:<14} {row.ratio:8.2f}{'' if bar is None else f'  bar {bar:g}'}", flush=True)
+        print(f"ratio         {row.name:<14} {row.ratio:8.2f}", flush=True)
 
     def _save(self, side: str, row: BatchTimes, seconds: float) -> None:
         """Prints the times of one side and writes the result file."""
