@@ -81,6 +81,10 @@ class LoopbackFabric:
         with self._lock:
             self._agents[name].frozen = True
 
+    def thaw(self, name: str) -> None:
+        with self._lock:
+            self._agents[name].frozen = False
+
     def require_alive(self, name: str) -> None:
         """Raises TransferFailed if the agent does not exist or is dead."""
         with self._lock:
