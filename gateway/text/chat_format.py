@@ -56,7 +56,7 @@ class ChatFormat:
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
-        """Starts the process that tries grammars, so that the first one does not wait for it."""
+        """Starts the process that proves grammars, so that the first one does not wait for it."""
         self._prover.start()
 
     async def prepare(
@@ -92,7 +92,7 @@ class ChatFormat:
                 field=tools.field if tools else "",
             )
         if grammar is not None and grammar is not text:
-            await self._check_answer_grammar(grammar, tools, tenant, deadline)
+            await self._prove_answer_grammar(grammar, tools, tenant, deadline)
         config = self._parser_config(tools, section, include_reasoning=include_reasoning, keep_special=keep_special)
         return PreparedChat(prompt, config, grammar)
 
@@ -135,7 +135,7 @@ class ChatFormat:
         return await asyncio.to_thread(render) if len(messages) + len(tools) > INLINE_PARTS else render()
 
     async def prove(self, source: GrammarSource | Grammar, tenant: str, deadline: float | None = None) -> Grammar:
-        """Returns the grammar as the pods will compile it, tried in another process; see GrammarProver.submit.
+        """Proves a grammar and returns it as the pods will compile it; see GrammarProver.submit.
 
         Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported.
         """
@@ -143,7 +143,7 @@ class ChatFormat:
             source = GrammarSource("text", source.text, source.field)
         return await asyncio.wrap_future(self._prover.submit(source, tenant=tenant, deadline=deadline))
 
-    async def _check_answer_grammar(
+    async def _prove_answer_grammar(
         self, grammar: Grammar, tools: RequestTools | None, tenant: str, deadline: float
     ) -> None:
         """Raises InvalidRequest if the grammar is rejected.
