@@ -1,4 +1,4 @@
-"""Has grammars tried in a child process before this process compiles them (grammar_zygote.py is that process).
+"""Has grammars proven in a child process before this process compiles them (grammar_zygote.py is that process).
 
 A grammar may overflow the native stack, take gigabytes or run for minutes. A proof that does so ends only its child.
 The verdict is kept by the grammar's digest, so that a retry or n samples need one proof.
@@ -167,7 +167,7 @@ class GrammarProver:
         try:
             self._start().sendall(len(body).to_bytes(4, "big") + body)
         except OSError as error:
-            _log.warning("the process that tries grammars cannot be reached: %s", error)
+            _log.warning("the process that proves grammars cannot be reached: %s", error)
             if self._process is not None:
                 self._process.kill()  # it may have a part of the order
             del self._proving[self._number]
@@ -214,7 +214,7 @@ class GrammarProver:
                 del inbox[:end]
         process.kill()
         process.wait()
-        _log.warning("the process that tries grammars has ended; the next grammar starts another one")
+        _log.warning("the process that proves grammars has ended; the next grammar starts another one")
         with self._lock:
             self._socket = None
             sock.close()

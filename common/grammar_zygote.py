@@ -1,4 +1,4 @@
-"""The process that tries grammars: it has built a model's tokenizer, and forks a child for each grammar.
+"""The process that proves grammars: it has built a model's tokenizer, and forks a child for each grammar.
 
     gateway or pod  --- GrammarProver --- socket --- this process (no threads) --- fork --- child: one proof
 
@@ -246,7 +246,7 @@ def _renice(pid: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Builds the tokenizer, then tries grammars until the parent is gone."""
+    """Builds the tokenizer, then proves grammars until the parent is gone."""
     descriptor, parent, model_dir, vocab_size, *eos = argv
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
