@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=int, default=128, help="output tokens of ratio_batch*")
     parser.add_argument("--batch", type=int, default=64, help="size of the second batch")
     parser.add_argument("--requests", type=int, default=256, help="requests of ratio_continuous*")
-    parser.add_argument("--longest", type=int, default=512, help="most output tokens of ratio_continuous*")
+    parser.add_argument("--longest", type=int, default=512, help="max output tokens of ratio_continuous*")
     parser.add_argument("--rows", type=int, default=16, help="requests of a static batch")
     parser.add_argument("--repeats", type=int, default=3, help="runs of ratio_batch*")
     parser.add_argument("--static-batches", type=int, default=0, help="measure only the first N (0: all)")

@@ -1,4 +1,4 @@
-"""Grammars: made of what clients send, and compiled by llguidance. The gateway refuses with it, pods sample with it.
+"""Grammars: made of what clients send, and compiled by llguidance. The gateway refuses bad ones, pods obey them.
 
 Compiling takes from under a millisecond to a second, without the GIL: call it in a thread. A constraint that cannot be
 enforced is refused, so an answer that ended by itself always matches. Some texts that a schema allows are never
@@ -30,9 +30,9 @@ from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
 MAX_GBNF_CHARS = 1 << 15  #: Each character takes 2 us to read.
-MAX_CACHED = 256  #: Most compiled grammars in the cache.
-MAX_CACHED_CHARS = 8 << 20  #: Most characters of their texts together.
-MAX_SPACE = 40  #: Most characters of white space in a row, so that a model that indents for ever ends.
+MAX_CACHED = 256  #: Max compiled grammars in the cache.
+MAX_CACHED_CHARS = 8 << 20  #: Max characters of their texts together.
+MAX_SPACE = 40  #: Max characters of white space in a row, so that a model that indents for ever ends.
 #: Processor seconds that one token's mask may take. A request beyond it fails, so that the others of its batch do not
 #: wait again. A mask takes 0.03 ms as a rule, and 5 ms in the slowest ordinary grammar of the tests.
 MASK_LIMIT_S = 0.08
@@ -257,7 +257,7 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar, *, proven: bo
     def compiled() -> LLMatcher:
         matcher = LLMatcher(tokens, grammar.text, log_level=0, limits=LLParserLimits(**_LIMITS))
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what the first mask costs, and may refuse, belongs to compiling
+            matcher.compute_bitmask()  # the first mask is slow and may fail, so compute it here
         return matcher
 
     matcher = _on_large_stack(compiled)

@@ -38,7 +38,7 @@ LEAST_S = 0.2  #: A proof does not start with less time than this.
 MAX_PROOFS = 8  #: Proofs at the same time.
 MAX_TENANT_PROOFS = 2  #: Those of one tenant.
 MAX_WAITING = 64  #: Proofs that wait for their turn.
-MAX_KEPT, MAX_KEPT_CHARS = 4096, 16 << 20  #: Most verdicts that are kept, and most characters of their grammars.
+MAX_KEPT, MAX_KEPT_CHARS = 4096, 16 << 20  #: Max verdicts that are kept, and max characters of their grammars.
 COSTLY_KEPT_S = 60.0  #: Seconds for which "too costly" is kept; the machine may have been busy.
 _STUCK_S = 30.0  #: A process that owes an answer for so long is replaced.
 

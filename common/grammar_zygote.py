@@ -44,7 +44,7 @@ CPU_S = 2  #: Processor seconds of a child, a whole number for the kernel; the w
 BUSY_SHARE = 0.6  #: Share of its time that a child must have had on a processor to be called costly.
 NICE = 10  #: Of a child at its start.
 LATE_NICE, LATE_S = 15, 0.15  #: Of a child that has run for LATE_S seconds, so that short proofs overtake long ones.
-WALKS, WALK_TOKENS = 4, 12  #: Random answers of a proof, and the most tokens of each.
+WALKS, WALK_TOKENS = 4, 12  #: Random answers of a proof, and the max tokens of each.
 
 _SOME_BITS = re.compile(rb"[^\0]")
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
-MAX_N = 128  #: Most sequences of one request (`n`).
+MAX_N = 128  #: Max sequences of one request (`n`).
 
 
 class Role(enum.StrEnum):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from cli import probes
-from cli.gpus import Gpu, grouped, joined, shared_out, visible_gpus
+from cli.gpus import Gpu, assign_gpus, grouped, joined, visible_gpus
 from cli.stack.supervisor import ChildProcess, PortLease, Probe, ServiceSpec
 from cli.stack.valkey import valkey_command
 from common.errors import ConfigError
@@ -69,7 +69,7 @@ class Stack:
         Redis URL nor Valkey.
         """
         usable = _usable(config, env, gpus)
-        places = shared_out(config.prefill + config.decode, usable)
+        places = assign_gpus(config.prefill + config.decode, usable)
         secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
         child_env = _child_env(env, secret)
         model = config.served_name or default_served_name(config.model)
@@ -109,7 +109,7 @@ class Stack:
                 port, name = lease(), f"{role}-{number}"
                 # An index may be shared with other stacks: pods keep their default names, which contain the port.
                 own = {"role": role, "port": port.port, **({"name": name} if config.redis is None else {})}
-                on_gpu, gpu_env = _on(place, usable, config)
+                on_gpu, gpu_env = _gpu_settings(place, usable, config)
                 argv = _baton("serve", {**pods, **own, **on_gpu, **extra})
                 probe = functools.partial(probes.grpc_ready, port.address)
                 add(name, argv, role, port.address, probe, {**child_env, **gpu_env}, POD)
@@ -157,7 +157,7 @@ def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None
     return grouped((visible[int(number)],), config.tensor_parallel_size)
 
 
-def _on(
+def _gpu_settings(
     place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Settings and environment of a pod that shares its GPU with others."""
