@@ -27,7 +27,7 @@ from benchmarks.support import report
 from benchmarks.support.engine_driver import Condition, Driver, Prompts, engine_settings, running
 from benchmarks.support.limits import Ceilings, StepCost, ceilings, free_memory
 from benchmarks.support.report import timed
-from benchmarks.support.shapes import GOALS, HOST_GOALS, SHAPES, BenchmarkShape, config_directory
+from benchmarks.support.shapes import SHAPES, BenchmarkShape, config_directory
 from common.types import SamplingParams
 from engine.config import EngineConfig
 from engine.llm import for_throughput
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ceiling = ceilings(shape, device, dtype)
         free_memory()
         print(f"{args.shape} on {report.card()}: {ceiling}", flush=True)
-        table = report.MetricTable(GOALS | HOST_GOALS if args.shape == "llama-3.1-8b" else {})
+        table = report.MetricTable()
         bench = EngineBench(shape, ceiling, table, Prompts(shape.config["vocab_size"]))
         engine: dict[str, Any] = dict(settings)
         for engine_config, parts in (

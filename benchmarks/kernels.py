@@ -286,38 +286,38 @@ def small(report: Report, pool: Pool, rows: int) -> None:
     report.bytes("RoPE + KV write", f"{rows} rows", time_s, moved, worst, f"rope_{rows}")
 
 
-def one_row(report: Report, n: int, k: int, end: str) -> None:
+def one_row(report: Report, n: int, k: int, ops: str) -> None:
     """Measures the GEMV of a decode step with one sequence, and cuBLAS for comparison."""
     weights = weights_of(n, k)
     x, norm, residual = normal(1, k), normal(k), normal(1, n)
     plain = seconds(lambda i: torch.nn.functional.linear(x, weights[i % len(weights)]))
     report.bytes("linear, cuBLAS", f"{n}x{k}", plain, n * k * 2, None)
-    options = {"residual": residual if end == "residual" else None, "gated": "gated" in end}
+    options = {"residual": residual if ops == "residual" else None, "gated": "gated" in ops}
 
     def launch(i: int) -> Tensor:
-        return gemv(x, weights[i % len(weights)], norm=norm if "norm" in end else None, eps=1e-5, **options)
+        return gemv(x, weights[i % len(weights)], norm=norm if "norm" in ops else None, eps=1e-5, **options)
 
-    want = product(normed(x.double(), norm) if "norm" in end else x, weights[0], **options)
-    report.bytes(f"GEMV, {end}", f"{n}x{k}", seconds(launch), n * k * 2, error(launch(0), want), f"gemv_{n}x{k}")
+    want = product(normed(x.double(), norm) if "norm" in ops else x, weights[0], **options)
+    report.bytes(f"GEMV, {ops}", f"{n}x{k}", seconds(launch), n * k * 2, error(launch(0), want), f"gemv_{n}x{k}")
 
 
 TILES = [None, (16, 128, 8), (32, 128, 4), (32, 256, 4), (64, 64, 5), (64, 128, 3), (64, 128, 4), (128, 64, 4)]
 
 
-def few_rows(report: Report, rows: int, n: int, k: int, end: str) -> None:
+def few_rows(report: Report, rows: int, n: int, k: int, ops: str) -> None:
     """Measures the skinny GEMM in every tile shape that fits, and cuBLAS with the extra kernels that it needs."""
     weights = weights_of(n, k)
     x, residual = normal(rows, k), normal(rows, n)
-    options = {"residual": residual if end == "residual" else None, "gated": end == "gated"}
+    options = {"residual": residual if ops == "residual" else None, "gated": ops == "gated"}
 
     def cublas(i: int) -> Tensor:
-        if end == "residual":
+        if ops == "residual":
             return residual.addmm_(x, weights[i % len(weights)].t())
         out = torch.nn.functional.linear(x, weights[i % len(weights)])
-        return silu_mul(out) if end == "gated" else out
+        return silu_mul(out) if ops == "gated" else out
 
     name = f"{rows} rows, {n}x{k}"
-    report.bytes(f"{end}, cuBLAS", name, seconds(cublas), n * k * 2, None, f"cublas_{rows}_{n}x{k}")
+    report.bytes(f"{ops}, cuBLAS", name, seconds(cublas), n * k * 2, None, f"cublas_{rows}_{n}x{k}")
     residual.normal_()
     want = product(x, weights[0], **options)
     for shape in TILES:
@@ -327,7 +327,7 @@ def few_rows(report: Report, rows: int, n: int, k: int, end: str) -> None:
 
         worst = error(launch(0), want)
         key = f"skinny_{rows}_{n}x{k}" if shape is None else None
-        report.bytes(f"{end}, {shape or 'default'}", name, seconds(launch), n * k * 2, worst, key)
+        report.bytes(f"{ops}, {shape or 'default'}", name, seconds(launch), n * k * 2, worst, key)
 
 
 def residual_add(report: Report, rows: int, k: int) -> None:
@@ -397,8 +397,8 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "decode_fp8": each(decode_attention, *DECODES, pool=partial(Pool, fp8=True)),
     "prefill": each(prefill, (8192, 8192), (2048, 8192), (2048, 16384), (512, 8192), pool=Pool),
     "small": each(small, (1,), (64,), (2048,), (8192,), pool=Pool),
-    "one_row": each(one_row, *((n, k, end) for n, k, end, _ in LINEARS)),
-    "few_rows": each(few_rows, *((rows, n, k, end) for rows in (2, 16) for n, k, _, end in LINEARS)),
+    "one_row": each(one_row, *((n, k, ops) for n, k, ops, _ in LINEARS)),
+    "few_rows": each(few_rows, *((rows, n, k, ops) for rows in (2, 16) for n, k, _, ops in LINEARS)),
     "residual": each(residual_add, *itertools.product((64, 2048), (HIDDEN, INNER))),
     "sampling": each(sampling, *itertools.product((1, 64, 128), SAMPLING)),
 }

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support import report
 from benchmarks.support.engine_driver import Driver, Prompts, engine_settings, running
-from benchmarks.support.report import Goal, MetricTable, timed
+from benchmarks.support.report import MetricTable, timed
 from benchmarks.support.shapes import SHAPES, SMOLLM2_LAYERS, config_directory, without_layers
 from cli.demo.model import demo_model
 from common.types import SamplingParams
@@ -59,20 +59,6 @@ GPU:
 RATE = 0.8
 ANSWER = 7  # The token that the logit bias makes the answer.
 AROUND = 16  # Steps between a change and the first step that counts.
-GOALS = {
-    "tokens_per_step_copy": Goal(3.2),
-    "tokens_per_step_code_edit": Goal(2.7),
-    "tokens_per_step_summarise": Goal(1.4),
-    "tokens_per_step_chat": Goal(1.05),
-    "speedup_copy": Goal(1.6),
-    "speedup_code_edit": Goal(1.3),
-    "verify_cost_1": Goal(1.10),
-    "verify_cost_16": Goal(1.15),
-    "verify_cost_64": Goal(1.35),
-    "speedup_1": Goal(2.6),
-    "speedup_64": Goal(1.6),
-    "loss_when_useless": Goal(0.02),
-}
 
 TEXTS = (
     "The lighthouse at Corran Point was built in 1884 by the engineer David Alan. It stands 37 metres tall and "
@@ -386,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     settings = {"device": args.device} | engine_settings(args.engine)
     shape = args.shape or ("llama-3.1-8b" if args.device == "cuda" else None)
-    table = MetricTable(GOALS if args.drafts == 4 and shape != "tiny" else {})
+    table = MetricTable()
     if shape is None:
         measure_tasks(table, args.drafts, args.runs, settings)
         measure_draft_model(table, args.drafts, args.runs, settings)

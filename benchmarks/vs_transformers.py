@@ -47,7 +47,6 @@ Each ratio is the time of transformers over the time of Baton, from the call to 
 batch has as many steps as its longest output), and the result file records this.
 """
 
-BARS = {"ratio_batch1": 6.0, "ratio_batch64": 6.0, "ratio_continuous256": 24.0}
 SHORTEST = 16  # Fewest output tokens of a request of ratio_continuous256.
 
 
@@ -86,8 +85,7 @@ class ComparisonResult:
     def add_theirs(self, row: BatchTimes, seconds: float) -> None:
         row.theirs_s, row.ratio = seconds, seconds / row.ours_s
         self._save("transformers", row, seconds)
-        bar = BARS.get(f"ratio_{row.name}")
-        print(f"ratio         {row.name:<14} {row.ratio:8.2f}{'' if bar is None else f'  bar {bar:g}'}", flush=True)
+        print(f"ratio         {row.name:<14} {row.ratio:8.2f}", flush=True)
 
     def _save(self, side: str, row: BatchTimes, seconds: float) -> None:
         """Prints the times of one side and writes the result file."""
@@ -194,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=int, default=128, help="output tokens of ratio_batch*")
     parser.add_argument("--batch", type=int, default=64, help="size of the second batch")
     parser.add_argument("--requests", type=int, default=256, help="requests of ratio_continuous*")
-    parser.add_argument("--longest", type=int, default=512, help="most output tokens of ratio_continuous*")
+    parser.add_argument("--longest", type=int, default=512, help="max output tokens of ratio_continuous*")
     parser.add_argument("--rows", type=int, default=16, help="requests of a static batch")
     parser.add_argument("--repeats", type=int, default=3, help="runs of ratio_batch*")
     parser.add_argument("--static-batches", type=int, default=0, help="measure only the first N (0: all)")

@@ -28,7 +28,7 @@ from common.process.atomic_file import write_file_atomically
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ANSWERED = 200
 TEMPORARY = frozenset({408, 429, 500, 502, 503, 504})  # Statuses of temporary failures.
-MAX_LISTED_LINES = 20  # Most wrong input lines that an error lists.
+MAX_LISTED_LINES = 20  # Max wrong input lines that an error lists.
 _ID = "batch_req_"
 _BEGIN = b'{"id":"' + _ID.encode()  # of every output line
 BACKOFF_S = (0.5, 30.0)

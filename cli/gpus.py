@@ -41,7 +41,7 @@ def visible_gpus(env: Mapping[str, str] = os.environ, *, sysfs: Path = Path("/sy
     return tuple(visible)
 
 
-def shared_out(pods: int, gpus: Sequence[Gpu]) -> list[tuple[Gpu, int] | None]:
+def assign_gpus(pods: int, gpus: Sequence[Gpu]) -> list[tuple[Gpu, int] | None]:
     """Per pod its GPU and the number of pods on it; None without GPUs. Pods share GPUs only if there are too few."""
     if not gpus:
         return [None] * pods

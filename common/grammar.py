@@ -1,4 +1,4 @@
-"""Grammars: made of what clients send, and compiled by llguidance. The gateway refuses with it, pods sample with it.
+"""Grammars: made of what clients send, and compiled by llguidance. The gateway refuses bad ones, pods obey them.
 
 Compiling takes from under a millisecond to a second, without the GIL: call it in a thread. A constraint that cannot be
 enforced is refused, so an answer that ended by itself always matches. Some texts that a schema allows are never
@@ -31,9 +31,9 @@ from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
 MAX_GBNF_CHARS = 1 << 15  #: Each character takes 2 us to read.
-MAX_CACHED = 256  #: Most compiled grammars in the cache.
-MAX_CACHED_CHARS = 8 << 20  #: Most characters of their texts together.
-MAX_SPACE = 40  #: Most characters of white space in a row, so that a model that indents for ever ends.
+MAX_CACHED = 256  #: Max compiled grammars in the cache.
+MAX_CACHED_CHARS = 8 << 20  #: Max characters of their texts together.
+MAX_SPACE = 40  #: Max characters of white space in a row, so that a model that indents for ever ends.
 #: Processor seconds that one token may take. A request beyond it fails. A token takes 0.05 ms as a rule, and 0.7 s at
 #: most in an object that may follow 1,000 schemas. Other sequences do not wait for it (engine/sampling/mask_jobs.py).
 MASK_LIMIT_S = 1.5
@@ -269,7 +269,7 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar, *, proven: bo
 
     def compiled() -> tuple[Matcher, MatcherState]:
         matcher = Matcher(tokens, grammar.text, _LIMITS)
-        return matcher, matcher.look()  # what the first mask costs, and may refuse, belongs to compiling
+        return matcher, matcher.look()  # the first mask is slow and may fail, so compute it here
 
     matcher, start = _on_large_stack(compiled)
     if start.failure is not None:

@@ -2,7 +2,7 @@
 
 llguidance compiles by recursion on the native stack, whose overflow ends the process. `check` measures it in levels:
 
-    JSON schema   a reference counts as many levels as its target has arrays and objects in each other
+    JSON schema   a reference counts as many levels as arrays and objects are nested in its target
     Lark          a rule or terminal counts one level, and one for each bracket inside another
 
 A reference or a rule is compiled once, inside the first one that needs it. A chain is at most as long as the heaviest
@@ -24,9 +24,9 @@ from common.errors import InvalidRequest
 
 COMPILE_STACK = 64 << 20  #: Native stack in bytes of the thread that compiles, whatever `ulimit -s` says.
 MAX_CHAIN = 3_000  #: Levels of one chain, less than a quarter of what the stack lasts for.
-#: Arrays and objects in each other, in a JSON schema. llguidance's JSON reader stops at 127, with 3 around the schema.
+#: Nested arrays and objects in a JSON schema. llguidance's JSON reader stops at 127, with 3 around the schema.
 MAX_NESTING = 120
-MAX_BRACKETS = 64  #: Brackets in each other, in Lark. llguidance allows 30 for groups, any number for `%if` conditions.
+MAX_BRACKETS = 64  #: Nested brackets in Lark. llguidance allows 30 for groups, any number for `%if` conditions.
 MAX_MEMBERS = 1 << 14  #: Members of one array or object, references of one schema, rules of one Lark grammar.
 MAX_PATTERNS = 128  #: patternProperties of one object: llguidance compares each pair (0.1 s for 128, 20 s for 480).
 
@@ -50,7 +50,7 @@ _TOKEN = re.compile(
     re.X,
 )
 _CLOSING = frozenset(")]}")
-_MARKS = frozenset(":([{") | _CLOSING | {""}  #: All other tokens are names; a literal is found as "".
+_MARKS = frozenset(":([{") | _CLOSING | {""}  #: All other tokens are names; a literal gives "".
 _JSON = json.JSONDecoder()
 
 
@@ -228,7 +228,7 @@ def _without_json(text: str, field: str) -> Iterator[str]:
     at = 0
     while True:
         run = _UNTIL_JSON.match(text, at)
-        assert run is not None  # it matches nothing as well
+        assert run is not None  # it matches "" too
         yield run[0]
         at = run.end()
         if at == len(text):

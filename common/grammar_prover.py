@@ -1,4 +1,4 @@
-"""Has grammars tried in a child process before this process compiles them (grammar_zygote.py is that process).
+"""Has grammars proven in a child process before this process compiles them (grammar_zygote.py is that process).
 
 A grammar may overflow the native stack, take gigabytes or run for minutes. A proof that does so ends only its child.
 The verdict is kept by the grammar's digest, so that a retry or n samples need one proof.
@@ -38,7 +38,7 @@ LEAST_S = 0.2  #: A proof does not start with less time than this.
 MAX_PROOFS = 8  #: Proofs at the same time.
 MAX_CLIENT_PROOFS = 2  #: Those of one API key, or of one client address without a key.
 MAX_WAITING = 64  #: Proofs that wait for their turn.
-MAX_KEPT, MAX_KEPT_CHARS = 4096, 16 << 20  #: Most verdicts that are kept, and most characters of their grammars.
+MAX_KEPT, MAX_KEPT_CHARS = 4096, 16 << 20  #: Max verdicts that are kept, and max characters of their grammars.
 COSTLY_KEPT_S = 60.0  #: Seconds for which "too costly" is kept; the machine may have been busy.
 _STUCK_S = 30.0  #: A process that owes an answer for so long is replaced.
 
@@ -171,7 +171,7 @@ class GrammarProver:
         try:
             self._start().sendall(len(body).to_bytes(4, "big") + body)
         except OSError as error:
-            _log.warning("the process that tries grammars cannot be reached: %s", error)
+            _log.warning("the process that proves grammars cannot be reached: %s", error)
             if self._process is not None:
                 self._process.kill()  # it may have a part of the order
             del self._proving[self._number]
@@ -218,7 +218,7 @@ class GrammarProver:
                 del inbox[:end]
         process.kill()
         process.wait()
-        _log.warning("the process that tries grammars has ended; the next grammar starts another one")
+        _log.warning("the process that proves grammars has ended; the next grammar starts another one")
         with self._lock:
             self._socket = None
             sock.close()

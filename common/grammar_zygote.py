@@ -1,4 +1,4 @@
-"""The process that tries grammars: it has built a model's tokenizer, and forks a child for each grammar.
+"""The process that proves grammars: it has built a model's tokenizer, and forks a child for each grammar.
 
     gateway or pod  --- GrammarProver --- socket --- this process (no threads) --- fork --- child: one proof
 
@@ -45,7 +45,7 @@ CPU_S = 2  #: Processor seconds of a child, a whole number for the kernel; the w
 BUSY_SHARE = 0.6  #: Share of its time that a child must have had on a processor to be called costly.
 NICE = 10  #: Of a child at its start.
 LATE_NICE, LATE_S = 15, 0.15  #: Of a child that has run for LATE_S seconds, so that short proofs overtake long ones.
-WALKS, WALK_TOKENS = 4, 12  #: Random answers of a proof, and the most tokens of each.
+WALKS, WALK_TOKENS = 4, 12  #: Random answers of a proof, and the max tokens of each.
 WALK_S = 0.4  #: Processor seconds after which no further token is tried.
 
 _SOME_BITS = re.compile(rb"[^\0]")
@@ -251,7 +251,7 @@ def _renice(pid: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Builds the tokenizer, then tries grammars until the parent is gone."""
+    """Builds the tokenizer, then proves grammars until the parent is gone."""
     descriptor, parent, model_dir, vocab_size, *eos = argv
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes; the parent decides
         signal.signal(number, signal.SIG_IGN)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
-MAX_N = 128  #: Most sequences of one request (`n`).
+MAX_N = 128  #: Max sequences of one request (`n`).
 
 
 class Role(enum.StrEnum):
@@ -33,11 +33,11 @@ class SamplingParams:
     """How the tokens of one request are sampled. The gateway has validated every field.
 
     To add a parameter, change these places too (`git grep -w min_p` shows them):
-    - the messages in proto/baton/v1/types.proto and inference.proto, with a field of the same name;
+    - the messages in proto/baton/v1/types.proto and inference.proto, with a field of the same name; `make proto`;
     - sampling: engine/sampling/sampler.py, engine/sampling/device_sampler.py and engine/kernels/sampling.py;
-    - the accepted range: pod/limits.py;
+    - the accepted range: pod/limits.py; a test of the effect: tests/e2e/effects.py;
     - requests and the documentation of the API: one field of the same name in gateway/api/openai/requests.py, in
-      Sampling or, if /v1/responses does not have it, in Generation.
+      Sampling or, if /v1/responses does not have it, in Generation; `make docs`.
     """
 
     temperature: float = 1.0  # 0: greedy.

@@ -1,7 +1,7 @@
 """Conversion between the types of common/types.py and their protobuf messages, in both directions.
 
 A field of a dataclass becomes the message's field of the same name, so a new field needs no code in this module. Floats
-have 32 bits on the wire. The rounded values of the first trip count, so all pods see the same request. A message
+have 32 bits on the wire. Pods use the rounded values, so all see the same request. A message
 without a required part raises InvalidRequest with the name of this part.
 """
 
@@ -39,27 +39,27 @@ _Pb = TypeVar("_Pb", bound=Message)
 
 
 class _SameFields(Generic[_Data, _Pb]):
-    """Copies the fields of a dataclass that its message has too, except for those in `apart`."""
+    """Copies the fields of a dataclass that its message has too, except for those in `others`."""
 
-    def __init__(self, data: type[_Data], message: type[_Pb], *apart: str) -> None:
+    def __init__(self, data: type[_Data], message: type[_Pb], *others: str) -> None:
         self._data, self._message = data, message
         described, empty = message.DESCRIPTOR.fields_by_name, message()
-        self._names = [f.name for f in dataclasses.fields(data) if f.name not in apart]  # type: ignore[arg-type]
+        self._names = [f.name for f in dataclasses.fields(data) if f.name not in others]  # type: ignore[arg-type]
         self._optional = frozenset(name for name in self._names if described[name].has_presence)
         scalars = (int, float, str, bytes)
         self._repeated = frozenset(name for name in self._names if not isinstance(getattr(empty, name), scalars))
 
-    def to_pb(self, data: _Data, **apart: Any) -> _Pb:
+    def to_pb(self, data: _Data, **others: Any) -> _Pb:
         """Returns the message; a value of None leaves its field unset."""
-        return self._message(**{name: getattr(data, name) for name in self._names}, **apart)
+        return self._message(**{name: getattr(data, name) for name in self._names}, **others)
 
-    def from_pb(self, pb: _Pb, **apart: Any) -> _Data:
+    def from_pb(self, pb: _Pb, **others: Any) -> _Data:
         """Returns the dataclass; an unset optional field becomes None, a repeated one a tuple."""
         values: dict[str, Any] = {}
         for name in self._names:
             value: Any = getattr(pb, name) if name not in self._optional or pb.HasField(name) else None
             values[name] = tuple(value) if name in self._repeated else value
-        return self._data(**values, **apart)
+        return self._data(**values, **others)
 
 
 _REQUEST = _SameFields(ValidRequest, types_pb2.ValidRequest, "sampling", "grammar")

@@ -42,7 +42,7 @@ class DecodePodState:
 
     running: int  # Decoding sequences
     queued_tokens: int  # Tokens of local prompts that are not computed yet
-    chunk_tokens: int  # Most prompt tokens of a step
+    chunk_tokens: int  # Max prompt tokens of a step
     step_s: float  # Seconds of a step without a chunk
     chunk_s: Callable[[int], float]  # Seconds that a chunk of this many tokens adds to a step; 0 while unknown
 
@@ -63,9 +63,9 @@ class LocalPrefillPolicy:
         local cost:  queued local prompts + own steps + the delay that these add to every decoding sequence
         remote cost: queue of the prefill pod + computing + end of the hand-off
 
-    All times are measured: by this pod its steps with and without a chunk, by the gateway the queue and the rate of the
-    prefill pod, by the prefill pod the ends of hand-offs. One second of delay of another sequence counts like one
-    second of waiting, so a busy decode pod leaves prompts to prefill pods. In mode "auto", a prompt without a cached
+    All times are measured: steps with and without a chunk by this pod, queue and rate of the prefill pod by the
+    gateway, ends of hand-offs by the prefill pod. One second of delay of another sequence counts like one second of
+    waiting, so a busy decode pod leaves prompts to prefill pods. In mode "auto", a prompt without a cached
     token goes to a prefill pod at any cost, and so does a rest of more than MAX_LOCAL_STEPS steps: a wrong estimate
     never makes a decode pod compute whole prompts.
     """

@@ -51,7 +51,7 @@ class HandOffState(enum.Enum):
 
 
 class DecodeHandOff:
-    """One decode request. Build it on the event loop and call `start` once.
+    """One decode request, with a remote or a local prefill. Build it on the event loop and call `start` once.
 
     reservation: releases the lease. The hand-off takes it over, and closes it unless the engine gets the lease.
     """
@@ -143,7 +143,7 @@ class DecodeHandOff:
         return self._sequence(lease=lease, computed=computed, child=self.request.child)
 
     def _on_transfer_ready(self, commit: Commit) -> None:
-        """Adds the sequences that go on to the batch: every block and the first tokens arrived. Transfer thread."""
+        """All blocks and first tokens arrived: gives the unfinished sequences to the engine. Transfer thread."""
         with self._lock:
             if self._state is not HandOffState.RESERVED:
                 return
@@ -222,7 +222,7 @@ class DecodeHandOff:
         self._on_engine_released(seq)
 
     def _on_engine_released(self, seq: Sequence) -> None:
-        """Handles that the engine released a sequence. Any thread."""
+        """Called when the engine released a sequence. Any thread."""
         with self._lock:
             self._in_engine -= seq.num_samples  # before its first token one sequence stands for all children
             if self._in_engine <= 0:

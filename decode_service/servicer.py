@@ -1,7 +1,7 @@
 """Decode service of one pod: admits requests, keeps one token stream per gateway and sends each step's tokens to it.
 
 The event loop owns the registry of requests and the streams. The engine thread and the transfer thread reach them
-through call_soon_threadsafe. The engine thread also looks requests up, which is safe because an entry never changes.
+through call_soon_threadsafe. The engine thread also looks requests up, which is safe because no entry is replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from decode_service.admission import Admission, Admitted, Rejected
 from decode_service.hand_off import DecodeHandOff
 from decode_service.token_stream import MAX_UNACKED_BATCHES, PAUSE_LIMIT_S, TokenStream
 from engine.schedule.outputs import SequenceOutput, StepResult
-from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_until
+from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_while
 from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
@@ -85,13 +85,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
             return self._admission.decide(valid, cost, remote_only=request.remote_only)
 
-        admitted = await retry_until(decide, lambda found: isinstance(found, Rejected) and found.temporary)
-        if isinstance(admitted, Rejected):
-            return self._rejected(admitted.reason)
-        decision, cached_tokens = admitted.decision, admitted.cached_tokens
+        result = await retry_while(decide, lambda found: isinstance(found, Rejected) and found.temporary)
+        if isinstance(result, Rejected):
+            return self._rejected(result.reason)
+        decision, cached_tokens = result.decision, result.cached_tokens
         with ExitStack() as reservation:  # frees the blocks if the request ends here
-            if admitted.lease is not None:
-                reservation.callback(admitted.lease.finish, "ended before it ran")
+            if result.lease is not None:
+                reservation.callback(result.lease.finish, "ended before it ran")
             if decision.local:
                 try:
                     pod.require_deadline(self.requests.queued_tokens + valid.context_len - cached_tokens, deadline_s)
@@ -99,7 +99,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     return self._rejected(error.message)
             span = pod.caller_span(context)
             hand_off = DecodeHandOff(
-                pod, valid, stream, admitted, reservation, deadline_s, grammar=grammar, caller_span=span
+                pod, valid, stream, result, reservation, deadline_s, grammar=grammar, caller_span=span
             )
             reservation.callback(hand_off.close)
             self.requests.add(valid.request_id, hand_off)

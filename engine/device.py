@@ -36,7 +36,7 @@ def make_current(device: torch.device) -> None:
 
 
 def gpu_start_lock(device: torch.device, limit_s: float = START_LOCK_S) -> contextlib.AbstractContextManager[None]:
-    """Lets one process of this host at a time run the block, for each GPU.
+    """Lets only one process of this host per GPU run the block at a time.
 
     An engine measures the size of its graphs by the GPU's free memory, so no other process may allocate meanwhile.
     After limit_s the block runs without the lock, with a warning. Processes must share the host's temporary directory.

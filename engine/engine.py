@@ -99,7 +99,7 @@ class Engine:
             max_seqs=max_seqs,
             max_model_len=min(config.max_model_len or spec.max_position, spec.max_position),
         )
-        #: Most drafts of a sequence in a step, and of all sequences of a step.
+        #: Max drafts of a sequence in a step, and of all sequences of a step.
         self._max_seq_drafts = 0 if config.speculation == "none" else config.speculation_tokens
         max_drafting = min(max_seqs, MAX_DRAFTING_SEQS) if device.type == "cuda" else max_seqs
         self._max_drafts = self._max_seq_drafts * max_drafting

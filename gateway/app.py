@@ -62,7 +62,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | None = None) -> Starlette:
-    """Returns the HTTP application of a gateway, which the caller starts and stops. No store: no response is kept."""
+    """Returns the HTTP application. The caller starts and stops `gateway`. Without `store` no response is kept."""
 
     def post(path: str, name: str, serve: RequestHandler) -> Route:
         return Route(path, Endpoint(gateway, name, serve), methods=["POST"])
@@ -95,7 +95,7 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
     async def ready(_request: Request) -> dict[str, str]:
         if gateway.ready:
             return {"status": "ready"}
-        why = "the gateway is leaving" if gateway.leaving else "no prefill and decode pods are ready"
+        why = "the gateway is stopping" if gateway.leaving else "no prefill and decode pods are ready"
         raise Unavailable(why, retry_after_s=1.0)
 
     async def live(_request: Request) -> dict[str, str]:

@@ -3,7 +3,7 @@
     start     looks for pods, listens
     SIGTERM   readiness is 503; for drain_delay_s new requests are served, and responses close their connections
     drain     new requests get 503; running ones continue for at most drain_s
-    stop      requests that still run get an error; connections close, then the core
+    stop      requests that still run get an error; connections close, then the `Gateway`
 
 Liveness depends only on the event loop.
 """
@@ -96,7 +96,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def make_gateway(config: GatewayConfig) -> Gateway:
-    """Returns the core for a configuration. The model directories need no weights.
+    """Returns the `Gateway` for a configuration. The model directories need no weights.
 
     Raises ConfigError, also if the configuration names no source of pods: that gateway would never be ready.
     """
@@ -162,7 +162,7 @@ class GatewayServer:
             await self._endpoints.start()
         options = uvicorn.Config(
             build_app(self.gateway, self.metrics_history, self._responses),
-            http=functools.partial(  # type: ignore[arg-type]  # it is called, no more
+            http=functools.partial(  # type: ignore[arg-type]  # uvicorn only calls it
                 BoundedHttpProtocol, batcher=WriteBatcher(), limits=self._client_limits()
             ),
             lifespan="off",

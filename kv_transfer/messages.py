@@ -39,7 +39,7 @@ class ExposedParts:
     posted_s: float  # The last write was posted
     written_s: float  # Every write had ended
     committed_s: float  # The commit was sent
-    awaited_s: float  # Seconds that the commit waited on the receiver for the last range
+    awaited_s: float  # Seconds that the commit waited at the receiver for the last range
 
 
 @dataclass(frozen=True, slots=True)

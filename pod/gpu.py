@@ -17,7 +17,7 @@ from common.settings.configs import PodConfig
 from common.telemetry import Metrics, MetricSample
 from common.types import Role
 
-#: Longest time that a computing thread keeps the interpreter from a waiting one. Python's default of 5 ms is most of a
+#: Longest time that a computing thread keeps the GIL from a waiting one. Python's default of 5 ms is most of a
 #: decode step, and the engine's thread must launch the next step in time. The end of a hand-off passes through three
 #: threads on each pod, and each may wait this long.
 GIL_SWITCH_INTERVAL_S = 0.0001

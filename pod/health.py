@@ -2,8 +2,8 @@
 
 - A thread of the pod, or a rank, has ended: the pod exits.
 - The pool is inconsistent while no request runs: the pod refuses new work; blocks that peers still read stay.
-- A tenth of the pool stays quarantined for QUARANTINE_LIMIT_S. Proof that the writers stopped does not come, and the
-  end of this process is the only fence on this side: the pod exits.
+- A tenth of the pool stays quarantined for QUARANTINE_LIMIT_S. Nothing proves that the writers stopped, and only the
+  end of this process keeps them out: the pod exits.
 """
 
 from __future__ import annotations

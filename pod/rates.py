@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-DECAY = 0.97  # A point loses this factor of its weight with each new point
+DECAY = 0.97  # Each new point multiplies the weight of older ones by this
 #: Fixed share of a decode step while the steps have one size. A decode step reads all weights for any batch size, so
 #: steps of equal size do not show the fixed part. A second sequence is assumed to cost something, too.
 DECODE_FIXED_SHARE = 0.5

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from common.errors import BatonError
 
 DEFAULT_DEADLINE_S = 600.0  # Deadline of callers without a gRPC timeout
-RETRY_LIMIT_S, POLL_S = 0.5, 0.002  # Limit of retry_until, and the time between its tries.
+RETRY_LIMIT_S, POLL_S = 0.5, 0.002  # Limit of retry_while, and the time between its tries.
 
 
 class PodRequest(Protocol):
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class RequestRegistry(Generic[R]):
     """Requests by id, each from `add` until it is drained.
 
-    Changed on the event loop only. `get` may run on any thread, because an entry never changes identity.
+    Changed on the event loop only. `get` may run on any thread, because no entry is replaced.
     """
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class RequestRegistry(Generic[R]):
         await self._idle.wait()
 
 
-async def retry_until(ask: Callable[[], T], temporary: Callable[[T], bool], limit_s: float | None = None) -> T:
-    """Calls `ask` until `temporary` is false for its answer, for at most limit_s (None: RETRY_LIMIT_S) seconds."""
+async def retry_while(ask: Callable[[], T], temporary: Callable[[T], bool], limit_s: float | None = None) -> T:
+    """Calls `ask` again while `temporary` is true for its answer, for at most limit_s (None: RETRY_LIMIT_S) seconds."""
     until = time.monotonic() + (RETRY_LIMIT_S if limit_s is None else limit_s)
     while True:
         answer = ask()

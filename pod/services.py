@@ -25,7 +25,7 @@ from engine.kv.blocks import BlockPool
 from engine.loop import EngineLoop
 from engine.schedule.outputs import SequenceOutput, StepResult
 from engine.schedule.sequence import Sequence
-from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_until
+from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_while
 from prefix_index.publisher import IndexPublisher
 
 
@@ -46,7 +46,7 @@ class _EmbeddingRequest:
         return self.seq.prompt_len - self.seq.computed
 
     def end(self, outcome: list[float] | BatonError) -> None:
-        """Handles that the engine released the sequence."""
+        """Called when the engine released the sequence."""
         self._released.set()
         if isinstance(outcome, BatonError):
             self._refuse(outcome)
@@ -102,7 +102,7 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         return embedding_pb2.EmbedResponse(values=vector, cached_tokens=pending.seq.cached_tokens)
 
     def _end(self, pending: _EmbeddingRequest, outcome: list[float] | BatonError) -> None:
-        """Handles that the engine released the sequence, or did not accept it. Any thread."""
+        """Called when the engine released the sequence, or did not accept it. Any thread."""
         self._aio.call_soon_threadsafe(pending.end, outcome)
 
     def on_step(self, result: StepResult) -> None:
@@ -141,5 +141,5 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Implements ResetPrefixCache of control.proto."""
         cleared = await asyncio.to_thread(self.pool.reset_prefix_cache)  # it may wait for a copy to the host
         kept, index = len(self.pool.cached_hashes()), self.index()
-        indexed = await retry_until(lambda: index is None or index.up_to_date, lambda done: not done, INDEX_WAIT_S)
+        indexed = await retry_while(lambda: index is None or index.up_to_date, lambda done: not done, INDEX_WAIT_S)
         return control_pb2.ResetPrefixCacheResponse(cleared=cleared, kept=kept, indexed=indexed)

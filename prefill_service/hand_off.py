@@ -7,8 +7,8 @@
     any state --error, abort, deadline--> closed
 
 The KV target may arrive after the prompt. Until then this object keeps the pins of the computed blocks. The engine
-thread pins the blocks that a chunk completed before it pushes them, so the sequence's lease may end while writes are in
-flight. The transfer thread releases the pins.
+thread pins a chunk's blocks, then pushes them, so the sequence's lease may end while writes are in flight. The transfer
+thread releases the pins.
 """
 
 from __future__ import annotations
@@ -132,9 +132,8 @@ class PrefillHandOff:
         self._lock = threading.Lock()
         self._closed = asyncio.Event()
         self._transfer: OutgoingTransfer | None = None
-        #: Pushes that wait for a target, by first block; and the scope that releases their pins.
-        self._held_pushes: list[tuple[int, _PushPin]] = []
-        self._held_pins = ExitStack()
+        self._held_pushes: list[tuple[int, _PushPin]] = []  # Pushes that wait for a target, by first block
+        self._held_pins = ExitStack()  # Releases the pins of these pushes
         self._finished = False  # All first tokens exist
 
     def start(self, target: KvTarget | None, hint: prefill_pb2.PullHint | None) -> None:
@@ -214,7 +213,7 @@ class PrefillHandOff:
         chunk = output.seq is self.seq  # other children only report their first token
         if chunk:
             self.history.append(HandOffEvent("chunk", min(output.computed, self.seq.prefill_len), now, now - seconds))
-        # Events go out before the push: posting writes takes the interpreter from the event loop that sends them.
+        # Events go out before the push: posting writes takes the GIL from the event loop that sends them.
         # The last chunk's progress is sent with the end of the hand-off, because no caller waits for it.
         if chunk and (output.prompt_logprobs is not None or not output.tokens):
             self._post(Event(progress=self._progress(output.computed, output.prompt_logprobs)))
@@ -257,17 +256,17 @@ class PrefillHandOff:
                 self._held_pins.callback(pin.release)
 
     def _on_refused(self, error: BatonError) -> None:
-        """Handles that the engine did not accept the sequence, or gave it up. Any thread."""
+        """Called when the engine did not accept the sequence, or gave it up. Any thread."""
         self._post(error)
         self._on_engine_released()
 
     def _on_engine_released(self) -> None:
-        """Handles that the engine released the sequence. Any thread."""
+        """Called when the engine released the sequence. Any thread."""
         self._aio.call_soon_threadsafe(self._engine_ended.set)
 
     # -- transfer thread ----------------------------------------------------------------------------------------------
     def _on_push_released(self, first: int) -> None:
-        """Handles that no write of the push that starts at block `first` is left."""
+        """Called when no write of the push at block `first` is left."""
         self.pushes[first].end = time.monotonic()
         self._aio.call_soon_threadsafe(self._push_released.set)
 

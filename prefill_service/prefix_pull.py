@@ -19,7 +19,7 @@ from common.pb import prefill_pb2
 from common.types import ValidRequest
 from kv_transfer.messages import PullResult, WantedBlocks
 from pod.rates import PodRates
-from pod.requests import retry_until
+from pod.requests import retry_while
 from pod.runtime import PodRuntime
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class PrefixPuller:
         if pod.engine.scheduler.waits_for_blocks:
             return "skipped", "no_room"
         began, limit_s = time.monotonic(), min(deadline_s, limit_s)
-        lease = await retry_until(
+        lease = await retry_while(
             lambda: pool.lease(hashes, len(hashes), keep_free=pod.engine.scheduler.stats().running, host=True),
             lambda lease: lease is None and pool.copies_pending(),
         )
@@ -122,7 +122,7 @@ class PrefixPuller:
             except DeadlineExceeded:
                 pod.rates.observe_pull(time.monotonic() - asked, 0.0)
                 raise
-            await retry_until(lambda: lease.host_loading, bool)  # copies from host memory, started by pool.lease
+            await retry_while(lambda: lease.host_loading, bool)  # copies from host memory, started by pool.lease
             lease.publish(hashes[: first + got.blocks])
             if not got.blocks:
                 return "refused", got.reason

@@ -21,7 +21,7 @@ from common.tracing.tracer import Attributes, TraceContext, Tracer
 from common.wire import kv_target_from_pb, request_from_pb
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
-from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_until
+from pod.requests import DEFAULT_DEADLINE_S, RequestRegistry, retry_while
 from pod.runtime import PodRuntime
 from prefill_service.hand_off import PrefillHandOff
 from prefill_service.prefix_pull import PrefixPuller
@@ -77,7 +77,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> prefill_pb2.SetTargetResponse:
         """Implements SetTarget of prefill.proto. Waits for the Prefill that it belongs to, which it may overtake."""
         target = kv_target_from_pb(request.target)
-        hand_off = await retry_until(lambda: self.requests.get(request.request_id), lambda found: found is None)
+        hand_off = await retry_while(lambda: self.requests.get(request.request_id), lambda found: found is None)
         if hand_off is None:
             raise Unavailable(f"request {request.request_id} is not known to this pod, or has ended")
         hand_off.set_target(target)

@@ -43,7 +43,7 @@ _NOTHING = PrefixHits()
 POLL_TIMEOUT_S = 0.5
 MAX_EXACT_PODS = 16  #: A look-up for at most this many pods names them and is exact for each.
 GATEWAY_TTL_MS = 3_000  #: A gateway without a poll for this time is gone.
-ONLY_GATEWAY_S = 2.0  #: Age of a poll that proves that no other gateway uses a scope: a new one sees this one at once.
+ONLY_GATEWAY_S = 2.0  #: Max age of a poll that shows this gateway alone in a scope: a new one sees this one at once.
 BOOKING_TTL_S = 30.0  #: Equal on all gateways, because scripts compute the age of a booking from its end.
 MAX_CONCURRENT_CALLS = 8  #: A burst must not open a connection per request; more calls would only queue in Redis.
 
@@ -78,11 +78,11 @@ class IndexReader:
         self._connections = None if url is None else PipelinedConnections(url)
         self._timeout_s = timeout_s
         self._breaker = breaker or CircuitBreaker()
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        self._call_limit = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._books = books  #: False for a reader that never books, which other gateways need not know of.
         self._name = secrets.token_hex(8)
-        scripts = (LuaScript(name, directory=LUA_DIR) for name in ("pods", "present", "lookup", "reserve", "unbook"))
-        self._pods, self._present, self._lookup, self._reserve, self._unbook = scripts
+        scripts = (LuaScript(name, directory=LUA_DIR) for name in ("pods", "present", "lookup", "book", "unbook"))
+        self._pods, self._present, self._lookup, self._book, self._unbook = scripts
         self._scopes: dict[str, _ScopeState] = {}
         self._clock = clock  #: Measures the age of cached answers.
         self._cache = LookupCache(clock)
@@ -220,11 +220,11 @@ class IndexReader:
                 age_ms = int(min(c.age_s, BOOKING_TTL_S) * 1000)
                 args += (c.pod, f"{c.cost_s:.9f}", f"{c.cost_per_unit_s:.12f}", c.units, age_ms)
         keys = (IndexKeys(scope).pods,)
-        answers = await self._call(lambda client: self._run(client, scope, self._reserve, keys, args))
-        reserved = [BookingResult(chosen, tuple(booked)) for chosen, *booked in answers]
-        for group, answer in zip(groups, reserved, strict=True):
+        answers = await self._call(lambda client: self._run(client, scope, self._book, keys, args))
+        results = [BookingResult(chosen, tuple(booked)) for chosen, *booked in answers]
+        for group, answer in zip(groups, results, strict=True):
             self._cache.invalidate_pod(group[answer.chosen].pod)
-        return reserved
+        return results
 
     async def unbook(self, scope: str, pod: str, request_id: str) -> None:
         """Ends a booking, if there is one. Raises IndexUnavailable; the booking then expires."""
@@ -250,9 +250,9 @@ class IndexReader:
     async def _call(self, call: Callable[[RedisClient], Awaitable[_T]], *, min_timeout_s: float = 0.0) -> _T:
         if self._client is None or self._connections is None:
             raise IndexUnavailable("no prefix index is configured")
-        # The time limit starts after the wait for a slot, which is no fault of the index. When earlier calls fail, the
+        # The time limit starts after the wait for a turn, which is no fault of the index. When earlier calls fail, the
         # breaker ends the wait.
-        async with self._slots:
+        async with self._call_limit:
             if not self._breaker.allow_call():
                 raise IndexUnavailable("the prefix index did not answer the last calls")
             try:

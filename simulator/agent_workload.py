@@ -28,8 +28,8 @@ class AgentWorkload:
     turns: float = 6.0  # About the mean number of turns of a session; each has at least one.
     pause_s: float = 20.0  # Mean pause between turns.
     system_tokens: tuple[int, int] = (1_000, 8_000)  # Range of the length of a system prompt.
-    added_tokens: float = 700.0  # Medians of the tokens that a turn adds and of an answer; both are log-normal.
-    output_tokens: float = 250.0
+    added_tokens: float = 700.0  # Median of the tokens that a turn adds; log-normal.
+    output_tokens: float = 250.0  # Median of the tokens of an answer; log-normal.
     max_tokens: int = 100_000  # A session ends before a prompt and its answer have more tokens than this.
 
     def trace(self) -> WorkloadTrace:

@@ -26,7 +26,7 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareRates:
-    """Rates of one pod on one GPU. Points are linear between each other and constant outside."""
+    """Rates of one pod on one GPU. Linear between points, constant outside."""
 
     name: str
     source: str  # Where the figures come from.

@@ -137,7 +137,7 @@ def _matched(names: Sequence[bytes], own: set[bytes]) -> int:
 
 
 class BookingModel:
-    """The bookings that all gateways share, by pod, oldest first; prefix_index/lua/reserve.lua in memory."""
+    """The bookings that all gateways share, by pod, oldest first; prefix_index/lua/book.lua in memory."""
 
     def __init__(self, time: Callable[[], float]) -> None:
         self._time = time  # Returns seconds of any clock.

@@ -31,10 +31,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import cli
 from benchmarks.routing.sim import DEFAULT_TRACE
 from benchmarks.support import local_stack, report
 from cli.demo.model import demo_model
 from common.settings.configs import UpConfig
+from gateway.routing import router
 from loadtest.client.rest_client import RestClient
 from loadtest.config import LoadConfig
 from loadtest.run import LoadRun, RequestRecord
@@ -43,6 +45,7 @@ from loadtest.slo import percentile
 from loadtest.workload import arrivals
 from loadtest.workload.trace import WorkloadRequest, WorkloadTrace, load_trace
 from simulator.agent_workload import AgentWorkload
+from simulator.policies import RoundRobin
 
 SCALE = 32
 BLOCK = 512 // SCALE
@@ -50,8 +53,8 @@ LONGEST = 512  # Longest prompt in tokens, scaled.
 TURNS = 3  # Fewest turns of a conversation.
 VOCAB = (100, 40_000)  # Range of the token ids in prompts.
 SINGLE = 60  # Requests one at a time after the replay.
-#: The gateway script of each policy. None: `baton gateway`.
-POLICIES = {"cost": None, "round_robin": Path(__file__).with_name("round_robin_gateway.py")}
+#: The gateway script of each policy, None: `baton gateway`. This file is one that takes the arguments of `baton`.
+POLICIES = {"cost": None, "round_robin": Path(__file__)}
 
 
 def chosen(trace: WorkloadTrace, count: int, rate: float, output: int) -> WorkloadTrace:
@@ -196,4 +199,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["gateway"]:
+        router.CostPolicy = RoundRobin  # type: ignore[misc, assignment]
+        cli.main()  # Does not return.
     main()

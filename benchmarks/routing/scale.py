@@ -105,9 +105,9 @@ async def decide(
         options = policy.rank_prefill_pods(request, views, time.monotonic())
         ranked = time.perf_counter()
         candidates = [BookingCandidate(o.view.name, o.cost_s, o.unit_cost_s, o.load_units, 0.5) for o in options]
-        (reserved,) = await reader.book(SCOPE, f"r{i}", [candidates])
+        (result,) = await reader.book(SCOPE, f"r{i}", [candidates])
         rows.append((hashed - began, looked_up - hashed, ranked - looked_up, time.perf_counter() - ranked))
-        booked.append((candidates[reserved.chosen].pod, f"r{i}"))
+        booked.append((candidates[result.chosen].pod, f"r{i}"))
         if len(booked) > IN_FLIGHT:
             await reader.unbook(SCOPE, *booked.popleft())
     return rows
@@ -143,7 +143,7 @@ async def measure(pods: int, blocks: int) -> dict[str, Any]:
         await reader.close()
         await client.aclose()
     whole = percentiles_ms(list(map(sum, rows)), "p50", "p99")
-    hashing, lookups, choices, reserves = (ms(statistics.median(part)) for part in zip(*rows, strict=True))
+    hashing, lookups, choices, bookings = (ms(statistics.median(part)) for part in zip(*rows, strict=True))
     return {
         "pods": pods,
         "blocks": total,
@@ -153,7 +153,7 @@ async def measure(pods: int, blocks: int) -> dict[str, Any]:
         "hash_ms_p50": hashing,
         "lookup_ms_p50": lookups,
         "policy_ms_p50": choices,
-        "reserve_ms_p50": reserves,
+        "reserve_ms_p50": bookings,
         "server_us_per_decision": round(decided / len(rows) * 1e6, 1),
         "server_us_per_pod_beat": round(beats / len(publishers[:BEATS]) * 1e6, 1),
         "bytes_per_block": round(used / total, 1),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import probes
-from cli.gpus import shared_out, visible_gpus
+from cli.gpus import assign_gpus, visible_gpus
 from cli.stack.stack import Stack
 from cli.stack.supervisor import ChildProcess, PortLease, Supervisor
 from cli.stack.valkey import EmbeddedValkey
@@ -129,7 +129,7 @@ def running_pods(
     Args:
         pods: flags of `baton serve` by pod name.
     """
-    gpus = shared_out(len(pods), () if device == "cpu" else visible_gpus())
+    gpus = assign_gpus(len(pods), () if device == "cpu" else visible_gpus())
     env = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     env["BATON_SECRET"] = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:

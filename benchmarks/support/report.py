@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,10 @@ def show(metrics: Mapping[str, object]) -> None:
         print(f"{name:40} {value}", flush=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """Goal of a metric on an H100 80GB HBM3."""
-
-    bar: float  # Must hold.
-    aim: float | None = None  # Is wanted.
-    vllm: float | None = None  # Result of vLLM 0.25.1 on the same card.
-
-
 @dataclass(slots=True)
 class MetricTable:
-    """Prints each metric with its goal and its limit, and keeps all for the result file."""
+    """Prints each metric with its limit, and keeps all for the result file."""
 
-    goals: Mapping[str, Goal] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,12 +59,6 @@ class MetricTable:
         if limit is not None:
             row |= {"limit": round(limit, 3), "share": round(value / limit if more_is_better else limit / value, 4)}
             shown += f"  limit {limit:.2f} ({row['share']:.1%})"
-        if (goal := self.goals.get(name)) is not None:
-            known = {key: number for key, number in asdict(goal).items() if number is not None}
-            row |= known
-            shown += "".join(f"  {key} {number:g}" for key, number in known.items())
-            missed = value < goal.bar if more_is_better else value > goal.bar
-            shown += "  BAR MISSED" if missed else ""
         self.metrics[name] = row["value"]
         self.rows.append(row)
         print(f"{shown}  {note or more or ''}", flush=True)

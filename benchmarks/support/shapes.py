@@ -1,4 +1,4 @@
-"""Models and measuring points of the engine benchmarks, and the goals on one H100."""
+"""Models and measuring points of the engine benchmarks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-
-from benchmarks.support.report import Goal
 
 
 def llama(
@@ -93,21 +91,6 @@ SHAPES = {
         copy_bytes=16 << 20,
     ),
 }
-GOALS = {
-    "decode_ms_1x128": Goal(5.8, 5.3, 6.46),
-    "decode_ms_16x1024": Goal(6.9, 6.3, 7.48),
-    "decode_ms_64x1024": Goal(9.4, 8.8, 10.07),
-    "decode_ms_64x2048": Goal(12.2, 11.8, 12.76),
-    "decode_ms_128x1024": Goal(12.9, 12.2, 13.70),
-    "ttft_ms_1024": Goal(27, 25, 30.8),
-    "ttft_ms_2048": Goal(49, 46, 53.7),
-    "ttft_ms_4096": Goal(98, 93, 105.8),
-    "ttft_ms_8192": Goal(206, 198, 218.5),
-    "ttft_ms_15000": Goal(416, 400, 426.9),
-    "offline_out_tok_s": Goal(5800, 6200, 5580),
-}
-HOST_GOALS = {"host_wait_ms": Goal(0.1), "sampling_ratio": Goal(1.03)}
-
 
 #: Layers to drop from SmolLM2. The draft is about as slow as the target, so it measures acceptance only.
 SMOLLM2_LAYERS = (12, 18)

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cli.gpus import shared_out, visible_gpus
+from cli.gpus import assign_gpus, visible_gpus
 from common.auth import CallGuard, Signer
 from common.kv_layout import KVLayout
 from common.pb import transfer_pb2, transfer_pb2_grpc
@@ -89,7 +89,7 @@ async def transfer_peer(
 @functools.cache
 def _other_env(device: str) -> dict[str, str]:
     """Gives this process its GPU. Returns the environment of the other process."""
-    own, other = shared_out(2, () if device == "cpu" else visible_gpus())
+    own, other = assign_gpus(2, () if device == "cpu" else visible_gpus())
     if own is None or other is None:
         return dict(os.environ)
     os.environ["CUDA_VISIBLE_DEVICES"] = own[0].id

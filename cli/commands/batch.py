@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # only imported when the command runs
 _POD_SETTINGS = ("device", "dtype", "max_model_len", "kv_memory", "threads")  #: Settings of a stack of its own.
 STACK_SETTINGS = frozenset({"model", "served_name", "prefill", "decode", "log_level", *_POD_SETTINGS})
 SYNC_S = 1.0  # Interval of fsync: the answers that a crash of the machine may lose.
-MOST_REASONS = 5  # Most reasons of failures that the summary lists.
+MAX_REASONS = 5  # Max reasons of failures that the summary lists.
 REASON_CHARS = 300
 
 
@@ -48,7 +48,7 @@ def batch(
     retries: Annotated[
         int, typer.Option(min=0, metavar="N", help="Retries of a request after temporary failures.")
     ] = 10,
-    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Most seconds of one try.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Max seconds of one try.")] = 600.0,
     config: Config = None,
 ) -> None:
     """Answers a file of requests.
@@ -124,7 +124,7 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
         f"{number['prompt']} prompt tokens, {number['output']} generated ({number['output'] / took:.1f}/s) in "
         f"{took:.1f} s; {target}"
     )
-    for reason, times in reasons.most_common(MOST_REASONS):
+    for reason, times in reasons.most_common(MAX_REASONS):
         say(f"  {times} failed: {reason}")
     return 1 if number["failed"] or failed_before else 0
 

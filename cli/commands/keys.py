@@ -25,7 +25,7 @@ KeyStore = Annotated[
 ]
 
 
-def _most(what: str, *, never: str = "any number") -> Any:
+def _max_option(what: str, *, never: str = "any number") -> Any:
     """A limit; 0, the default, means no limit."""
     return typer.Option(min=0, metavar="N", show_default=False, help=f"{what} (default 0: {never}).")
 
@@ -35,10 +35,10 @@ def keys_create(
     tenant: Annotated[str, typer.Argument(help="Tenant of the key: letters, digits, dots, dashes, underscores.")],
     api_keys: KeyStore = None,
     redis: Redis = None,
-    requests_per_minute: Annotated[int, _most("Most requests a minute")] = 0,
-    tokens_per_minute: Annotated[int, _most("Most tokens a minute, in and out")] = 0,
-    tokens_per_day: Annotated[int, _most("Most tokens a day (UTC), in and out")] = 0,
-    concurrent: Annotated[int, _most("Most requests at once")] = 0,
+    requests_per_minute: Annotated[int, _max_option("Max requests a minute")] = 0,
+    tokens_per_minute: Annotated[int, _max_option("Max tokens a minute, in and out")] = 0,
+    tokens_per_day: Annotated[int, _max_option("Max tokens a day (UTC), in and out")] = 0,
+    concurrent: Annotated[int, _max_option("Max requests at once")] = 0,
     weight: Annotated[float, typer.Option(metavar="X", help="Weight of the tenant under load, above 0.")] = 1.0,
     priority: Annotated[
         int, typer.Option(metavar="N", help="Priority of its requests; also the highest that they may set.")
@@ -48,7 +48,7 @@ def keys_create(
     ] = None,
     isolated: Annotated[bool, opt("The tenant shares no prefix cache, also with --share-cache.", "--isolated")] = False,
     admin: Annotated[bool, opt("May reset caches and see the timelines of all requests.", "--admin")] = False,
-    days: Annotated[int, _most("Days until it expires", never="never")] = 0,
+    days: Annotated[int, _max_option("Days until it expires", never="never")] = 0,
     note: Annotated[str, opt("Purpose of the key.", metavar="TEXT")] = "",
 ) -> None:
     """Creates a key and prints it; it cannot be printed again."""
@@ -79,7 +79,7 @@ def keys_list(api_keys: KeyStore = None, redis: Redis = None) -> None:
     _, records = _use(api_keys, redis, lambda store: store.read())
     for record in sorted(records, key=lambda record: (record.tenant, record.created)):
         expires = "never" if record.expires is None else f"{record.expires:%Y-%m-%d}"
-        expires += " (over)" if record.expired(datetime.now(UTC)) else ""
+        expires += " (expired)" if record.expired(datetime.now(UTC)) else ""
         allows = [
             "admin" if record.admin else "",
             f"priority {record.priority}" if record.priority else "",
@@ -94,7 +94,7 @@ def keys_list(api_keys: KeyStore = None, redis: Redis = None) -> None:
 
 @keys.command("revoke")
 def keys_revoke(
-    key_id: Annotated[str, typer.Argument(help="Id of the key: its middle part, or from `baton keys list`.")],
+    key_id: Annotated[str, typer.Argument(help="The key's middle part, as in `baton keys list`.")],
     api_keys: KeyStore = None,
     redis: Redis = None,
 ) -> None:

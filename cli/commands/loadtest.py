@@ -58,7 +58,7 @@ OPTIONS = {
         ("length_scale", "X", "Factor for prompts, answers and shared blocks of the trace (default 1)."),
         ("max_input_tokens", "N", "Skip requests of the trace with longer (scaled) prompts."),
         ("max_output_tokens", "N", "Longest answer of the trace; longer ones are cut."),
-        ("max_concurrency", "N", "Most requests in flight; others wait, and their latency counts from their due time."),
+        ("max_concurrency", "N", "Max requests in flight; others wait, and their latency counts from their due time."),
         ("abort_share", "X", "Share of requests that the client aborts half-way (default 0)."),
     ),
     "Requests": (

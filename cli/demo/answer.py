@@ -21,7 +21,7 @@ from gateway.dashboard.spans import Span, spans_of
 
 TIMEOUT_S = 120.0
 MIN_BAR, MAX_BAR = 16, 48
-SCALE = "bars until the first token and its hand-off, and a third beyond; > goes on"
+SCALE = "the scale ends a third after the first token's hand-off; > means longer"
 DETAIL_WIDTH = 74  # Columns for the text beside the bars, if the terminal is wide enough.
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from cli import probes
-from cli.gpus import Gpu, grouped, joined, shared_out, visible_gpus
+from cli.gpus import Gpu, assign_gpus, grouped, joined, visible_gpus
 from cli.stack.certificates import CA_DAYS, Authority, make_private_directory
 from cli.stack.supervisor import ChildProcess, PortLease, Probe, ServiceSpec
 from cli.stack.valkey import valkey_command, valkey_url
@@ -74,7 +74,7 @@ class Stack:
         URL nor Valkey, or config.tls_dir cannot be used.
         """
         usable = _usable(config, env, gpus)
-        places = shared_out(config.prefill + config.decode, usable)
+        places = assign_gpus(config.prefill + config.decode, usable)
         secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
         private = log_dir.absolute() / PRIVATE_DIR
         model = config.served_name or default_served_name(config.model)
@@ -129,7 +129,7 @@ class Stack:
                 port, name = lease(), f"{role}-{number}"
                 # An index may be shared with other stacks: pods keep their default names, which contain the port.
                 own = {"role": role, "port": port.port, **({"name": name} if config.redis is None else {})}
-                on_gpu, gpu_env = _on(place, usable, config)
+                on_gpu, gpu_env = _gpu_settings(place, usable, config)
                 tls_dir, tls = certificates(name, role.value)
                 argv = _baton("serve", {**pods, **own, **on_gpu, "tls_dir": tls_dir, **extra})
                 probe = functools.partial(probes.grpc_ready, port.address, tls)
@@ -180,7 +180,7 @@ def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None
     return grouped((visible[int(number)],), config.tensor_parallel_size)
 
 
-def _on(
+def _gpu_settings(
     place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Settings and environment of a pod that shares its GPU with others."""

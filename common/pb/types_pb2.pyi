@@ -97,7 +97,7 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Key of the request's random numbers; chosen by the gateway if the client sets none."""
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1."""
+    """Max tokens to generate, at least 1."""
     min_tokens: _builtins.int
     """No stop token ends the sequence before this many tokens."""
     logprobs: _builtins.int

@@ -1,6 +1,6 @@
 """Runs a command that dies with its parent process: `python -I -S tether.py PARENT_PID COMMAND ARGS...`.
 
-The kernel kills this process when its parent ends, also by SIGKILL (PR_SET_PDEATHSIG, which exec keeps). The script
+The kernel kills this process when its parent ends, even by SIGKILL (PR_SET_PDEATHSIG, which exec keeps). The script
 imports the standard library only, so that it starts in 10 ms.
 """
 

@@ -30,7 +30,7 @@ class ServiceSettings(Settings, section="Process"):
         kinds.HOST, "127.0.0.1", "Address to listen on; all but loopback need BATON_SECRET", per_process=True
     )
     secret: str = setting(kinds.SECRET, DEFAULT_SECRET, "Cluster secret, equal on all pods and gateways", flag=False)
-    drain_s: float = setting(kinds.seconds(0, 3600), 30.0, "Most seconds for running requests to end after SIGTERM")
+    drain_s: float = setting(kinds.seconds(0, 3600), 30.0, "Max seconds for running requests to end after SIGTERM")
     log_level: str = setting(kinds.choice("debug", "info", "warning", "error"), "info", "debug, info, warning or error")
     log_format: str = choice_setting(("auto", "json", "text"), "json, text, or auto: text on a terminal")
 
@@ -110,8 +110,8 @@ class EngineSettings(Settings, section="Engine"):
     chunk_tokens: int = setting(
         kinds.TOKEN_COUNT,
         0,
-        "Most tokens of one engine step, and of one prompt chunk; default: 256 on a CPU, 2048 on a GPU, where a step "
-        "without decodes takes 8192, and 16384 of a prompt that is alone",
+        "Max tokens of a step and of a prompt chunk; default: 256 on a CPU, 2048 on a GPU (8192 without decodes, 16384 "
+        "for a lone prompt)",
         was=("token_budget",),
     )
     tensor_parallel_size: int = setting(
@@ -135,7 +135,7 @@ class SpeculationSettings(Settings, section="Speculation"):
     speculation_model: str | Path | None = optional_setting(  # noqa: RUF009
         kinds.MODEL_PATH, "Directory of the draft model or EAGLE head, the same on all pods; default: none"
     )
-    speculation_tokens: int = setting(kinds.integer(1, MAX_DRAFTS), 4, "Most drafts per sequence and step")
+    speculation_tokens: int = setting(kinds.integer(1, MAX_DRAFTS), 4, "Max drafts per sequence and step")
     speculation_accept: str = choice_setting(
         ("coupled", "rejection"),
         "How drafts are accepted: coupled (the same answers as without) or rejection (the same distribution)",
@@ -155,18 +155,18 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
     host_cache: int = setting(
         kinds.size(0), 0, "Host memory for KV blocks that the pool evicts, like 32GiB; default: 0"
     )
-    max_seqs: int = setting(kinds.integer(0, 65536), 0, "Most sequences at once; default: 64 on a CPU, 256 on a GPU")
+    max_seqs: int = setting(kinds.integer(0, 65536), 0, "Max sequences at once; default: 64 on a CPU, 256 on a GPU")
     cuda_graphs: bool = setting(kinds.BOOL, True, "Run decode steps as CUDA graphs, captured at the start")
     chunk_graphs: int = setting(
         kinds.TOKEN_COUNT,
         0,
         "Run whole chunks that end within the first N tokens of a prompt as CUDA graphs; default: 0",
     )
-    overlap: bool | None = optional_setting(kinds.BOOL, "Launch a step before the last one's result; default: on a GPU")
+    overlap: bool | None = optional_setting(kinds.BOOL, "Launch a step before the previous one ends; default: on a GPU")
     local_chunk_tokens: int = setting(
         kinds.TOKEN_COUNT,
         0,
-        "Most tokens of a local prefill in one step that decodes; default: 64 on a CPU, 256 on a GPU",
+        "Max tokens of a local prefill in one step that decodes; default: 64 on a CPU, 256 on a GPU",
         was=("mixed_tokens",),
     )
     checksums: bool = setting(
@@ -337,14 +337,14 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
     open_metrics: bool = setting(kinds.BOOL, True, "/metrics needs no API key")
     max_body_bytes: int = setting(kinds.size(1024), 8 << 20, "Largest request body; larger ones get 413")
     request_timeout_s: float = setting(kinds.seconds(0.1, 86400), 600.0, "Deadline of requests that set none")
-    max_inflight: int = setting(kinds.integer(1, 1 << 20), 1024, "Most requests at once; more get 429")
+    max_inflight: int = setting(kinds.integer(1, 1 << 20), 1024, "Max requests at once; more get 429")
     max_client_connections: int = setting(
-        kinds.integer(0, 1 << 20), 4096, "Most connections of one client address; 0: three quarters of all"
+        kinds.integer(0, 1 << 20), 4096, "Max connections of one client address; 0: three quarters of all"
     )
     max_client_slow: int = setting(
         kinds.integer(0, 1 << 20),
         128,
-        "Most heads and bodies of one client address, or bodies of one key, that take over 1 s; the oldest beyond get "
+        "Max heads and bodies of one client address, or bodies of one key, that take over 1 s; the oldest beyond get "
         "408; 0: no limit",
     )
     response_ttl_s: float = setting(
@@ -352,9 +352,9 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
     )
     response_memory: int = setting(kinds.size(0), 64 << 20, "Memory of one tenant's stored responses")
     max_running: int = setting(
-        kinds.integer(0, 1 << 20), 0, "Most requests at the pods at once; others wait in fair order; default: no limit"
+        kinds.integer(0, 1 << 20), 0, "Max requests at the pods at once; others wait in fair order; default: no limit"
     )
-    max_queue: int = setting(kinds.integer(0, 1 << 20), 512, "Most requests that wait for --max-running, per model")
+    max_queue: int = setting(kinds.integer(0, 1 << 20), 512, "Max requests that wait for --max-running, per model")
     max_ttft_s: float = setting(
         kinds.seconds(0, 86400),
         60.0,

@@ -4,7 +4,7 @@ All forms of a setting come from its field: the flag (--chunk-tokens), the varia
 (chunk_tokens), `--help`, docs/settings.md, and the flags that `baton up` gives to its processes.
 
 A setting has the value of its flag, else of the variable, else of the TOML file (flat keys), else the default. Unknown
-keys and BATON_* variables are errors, so Kubernetes' service links, which inject variables like these, must be off.
+keys and unknown BATON_* variables are errors, so Kubernetes' service links, which inject such variables, must be off.
 """
 
 from __future__ import annotations

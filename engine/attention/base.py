@@ -66,14 +66,14 @@ class AttentionBackend(Protocol[M]):
     def prepare(self, step: StepShape) -> M:
         """Makes the metadata of one step, on the device."""
 
-    def select_rows(self, metadata: M, rows: Tensor, positions: Tensor) -> M:
+    def select_tokens(self, metadata: M, tokens: Tensor, positions: Tensor) -> M:
         """Makes the metadata for attending with some tokens of a step.
 
         The keys and values of these tokens are in the cache. Attention with this metadata writes nothing.
 
         Args:
             metadata: metadata of the step.
-            rows: int64 [R], the tokens.
+            tokens: int64 [R], indices of the tokens in the step.
             positions: int64 [T], the positions of all tokens of the step.
         """
 

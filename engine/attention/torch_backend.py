@@ -88,10 +88,10 @@ class TorchAttention:
         offset = self._tensor(position % self._block_size)
         return TorchMetadata(block, offset, groups, np.cumsum(num_new), table, step)
 
-    def select_rows(self, metadata: TorchMetadata, rows: Tensor, positions: Tensor) -> TorchMetadata:
-        row_of = np.searchsorted(metadata.ends, rows.tolist(), side="right")
+    def select_tokens(self, metadata: TorchMetadata, tokens: Tensor, positions: Tensor) -> TorchMetadata:
+        row_of = np.searchsorted(metadata.ends, tokens.tolist(), side="right")
         blocks = [metadata.table[row] for row in row_of]
-        selected = self.prepare(StepShape(positions[rows].tolist(), [1] * len(blocks), blocks))
+        selected = self.prepare(StepShape(positions[tokens].tolist(), [1] * len(blocks), blocks))
         return replace(selected, block=None)
 
     def write(self, kv: Tensor, cache: LayerKV, metadata: TorchMetadata) -> None:

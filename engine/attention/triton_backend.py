@@ -1,7 +1,7 @@
 """Paged attention on the GPU. `TritonAttention` selects the kernel for each row of a step:
 
     up to 8 new tokens                 `paged_decode` (split KV), one launch for the first span of such rows
-    new tokens x keys >= 2**20         `cudnn_prefill` for the first multiple of 1024 tokens, if the prefix is a
+    new tokens x keys >= 2**20         `cudnn_prefill` for the first n // 1024 * 1024 tokens, if the prefix is a
                                        multiple of 1024 too; `dense_prefill` over gathered keys for the other tokens
     other rows, windows, head dims     `paged_prefill`
 
@@ -29,10 +29,10 @@ from engine.kv.kv_pool import LayerKV
 if TYPE_CHECKING:
     from engine.kernels.paged_decode import DecodePlan, DecodeWorkspace
 
-DECODE_TOKENS = 8  # Most new tokens of a row that the split-KV kernel serves.
+DECODE_TOKENS = 8  # Max new tokens of a row that the split-KV kernel serves.
 CUDNN_QUANTUM = 1024  # cuDNN gets rows with multiples of this many cached and new tokens.
 DENSE_MIN_SCORES = 1 << 20  # Rows with this many scores (new tokens x keys) gather their keys first, which is faster.
-MAX_BATCHED = 8  # Most prompts of one length in one cuDNN call.
+MAX_BATCHED = 8  # Max prompts of one length in one cuDNN call.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RowSpan:
 
     first_token: int
     num_tokens: int
-    max_new: int  # Most new tokens of a row.
+    max_new: int  # Max new tokens of a row.
     cu_q: Tensor  # int32 [rows + 1], the first token of each row, counted from first_token.
     seq_lens: Tensor  # int32 [rows], the keys of each row, new tokens included.
     tables: Tensor  # int32 [rows, n], the physical blocks of each row.
@@ -147,12 +147,12 @@ class TritonAttention:
         plans = {window: self._plan(decode, window) for window in self._windows} if decode else {}
         return TritonMetadata(slot_mapping, all_cu_q, all_tables, decode, plans, tuple(paged), tuple(dense_rows), step)
 
-    def select_rows(self, metadata: TritonMetadata, rows: Tensor, positions: Tensor) -> TritonMetadata:
-        row_of = torch.searchsorted(metadata.cu_q[1:], rows.int(), right=True)
+    def select_tokens(self, metadata: TritonMetadata, tokens: Tensor, positions: Tensor) -> TritonMetadata:
+        row_of = torch.searchsorted(metadata.cu_q[1:], tokens.int(), right=True)
         row_of.clamp_(max=len(metadata.tables) - 1)  # padding tokens of a captured step belong to no row
-        slot_mapping = torch.full_like(rows, -1, dtype=torch.int32)
-        cu_q = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        seq_lens, tables = (positions.index_select(0, rows) + 1).int(), metadata.tables.index_select(0, row_of)
+        slot_mapping = torch.full_like(tokens, -1, dtype=torch.int32)
+        cu_q = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
+        seq_lens, tables = (positions.index_select(0, tokens) + 1).int(), metadata.tables.index_select(0, row_of)
         return self.decode_metadata(slot_mapping, cu_q, seq_lens, tables, max_new=1)
 
     def decode_metadata(
@@ -166,7 +166,7 @@ class TritonAttention:
             slot_mapping: int [T], -1 for padding tokens.
             cu_q: int32 [B + 1]; cu_q[B] <= T.
             seq_lens: int32 [B], keys with the new tokens; 0 for a row without tokens.
-            tables: int32 [B, n]; row r starts with the blocks of row r.
+            tables: int32 [B, n]; tables[r] starts with the blocks of row r.
         """
         span = RowSpan(0, slot_mapping.shape[0], max_new, cu_q, seq_lens, tables)
         plans = {window: self._plan(span, window) for window in self._windows}

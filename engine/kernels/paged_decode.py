@@ -176,7 +176,7 @@ def _tiles_e4m3(
 @triton.jit(do_not_specialize=["num_seqs", "table_row"])
 def _decode_kernel(
     q, pool, tables, cu_q, seq_lens, cum, first_seq, out, part, part_lse, q_row, q_head, table_row, out_row, out_head,
-    num_seqs, num_programs, window, hidden, scale_log2, cap,
+    num_seqs, num_programs, window, first_key, scale_log2, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, CAP: tl.constexpr, NATIVE: tl.constexpr,
     PDL: tl.constexpr,
@@ -207,7 +207,7 @@ def _decode_kernel(
         m_ok = token < queries
         position = length - queries + token
         low = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
-        floor = tl.maximum(tl.where(window > 0, position - window, -1), hidden - 1)
+        floor = tl.maximum(tl.where(window > 0, position - window, -1), first_key - 1)
         q_rows = q + (q0 + token).to(tl.int64) * q_row + (head * GROUP + m % GROUP) * q_head
         table = tables + b.to(tl.int64) * table_row
         base_k = pool.kv + head.to(tl.int64) * pool.kv_head
@@ -366,7 +366,7 @@ def plan_decode(
     reads the plan before it waits for the kernel before it.
 
     Args:
-        cu_q: int32 [B + 1], number of rows of q before each sequence.
+        cu_q: int32 [B + 1], number of tokens before each sequence.
         seq_lens: int32 [B], number of keys, new tokens included.
         itemsize: bytes of an element of the KV cache.
         window: number of keys that a token sees, itself included. 0: all.
@@ -401,14 +401,14 @@ def paged_decode(
 ) -> Tensor:
     """Computes causal attention of the last tokens of each sequence over its paged keys and values.
 
-    The keys include the new tokens. Returns out, [rows, heads, D]. Rows that belong to no sequence are not written.
+    The keys include the new tokens. Returns out, [tokens, heads, D]. Tokens that belong to no sequence are not written.
 
     Args:
-        q: [rows, heads, D], any row and head strides.
+        q: [tokens, heads, D], any token and head strides.
         block_tables: int32 [B, max_blocks].
-        cu_q: int32 [B + 1], number of rows of q before each sequence.
+        cu_q: int32 [B + 1], number of tokens before each sequence.
         seq_lens: int32 [B], number of keys, new tokens included.
-        max_query: largest number of rows of a sequence, 1..8.
+        max_query: largest number of tokens of a sequence, 1..8.
         softcap: bound of the scores. 0: unbounded.
         first: position of the first key that queries see.
         out: result. None allocates it.

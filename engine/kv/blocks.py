@@ -27,7 +27,7 @@ from common.types import PoolCounts
 from engine.kv.host_tier import HostLoad, HostTier, HostTierStats, SavedPartialBlock
 from engine.kv.prefix_cache import HashesCallback, PrefixCache
 
-AVAILABLE_SHARE = 8  # With a host tier, copies to the host keep one block of this many free or evictable
+AVAILABLE_SHARE = 8  # With a host tier, copies keep 1 / AVAILABLE_SHARE of the blocks free or evictable
 
 
 class CacheCallbacks(TypedDict, total=False):
@@ -59,7 +59,7 @@ class BlockPool:
         block_size: int,
         *,
         host_blocks: int = 0,  # Blocks of the host tier; 0 for no host tier
-        host_batch: int = 64,  # Most blocks of one copy to the host
+        host_batch: int = 64,  # Max blocks of one copy to the host
         **callbacks: Unpack[CacheCallbacks],
     ) -> None:
         assert num_blocks > 0
@@ -68,15 +68,15 @@ class BlockPool:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.lock = threading.Lock()  # Guards the pool, its leases and pins, the prefix cache and the host tier
         self._cache = PrefixCache(num_blocks, has_host_tier=host_blocks > 0)
-        self._requests = [0] * num_blocks  # Leases and step fences on each block
-        self._writers = [0] * num_blocks  # Writers' and readers' pins on each block
-        self._readers = [0] * num_blocks
+        self._holds = [0] * num_blocks  # Leases, step fences and planned copies on each block
+        self._writers = [0] * num_blocks  # Writers' pins on each block
+        self._readers = [0] * num_blocks  # Readers' pins on each block
         self._free = list(range(num_blocks - 1, -1, -1))
         self._quarantined = 0  # Number of quarantined blocks
         self._leases: set[Lease] = set()
         self._pins: set[BlockPin] = set()
         self._fences: list[StepFence] = []  # Open step fences, oldest first
-        self._copy_sources: list[int] = []  # Blocks that the planned step copies from, with a request on each
+        self._copy_sources: list[int] = []  # Blocks that the planned step copies from, with one hold on each
         self._on_stored = callbacks.get("on_stored", _no_callback)
         self._on_evicted = callbacks.get("on_evicted", _no_callback)
         self.host_tier: HostTier | None = None
@@ -99,7 +99,7 @@ class BlockPool:
         *,
         keep_free: int = 0,  # Blocks that must stay available
         host: bool = False,
-        saved_partial: SavedPartialBlock | None = None,  # To restore if all blocks before it are cached, none after it
+        saved_partial: SavedPartialBlock | None = None,  # Restored if exactly the blocks before it are cached
     ) -> Lease | None:
         """Leases total_blocks blocks: the longest cached prefix of `hashes`, then empty blocks.
 
@@ -112,7 +112,7 @@ class BlockPool:
             need = total_blocks - len(cached)
             if not self._can_allocate(keep_free + need + self._cache.count_evictable(cached)):
                 return None
-            self._acquire(cached, self._requests)
+            self._acquire(cached, self._holds)
             if host_tier is None:
                 return Lease(self, cached + self._allocate(need), len(cached))
             keys = list(hashes[len(cached) : len(cached) + host_tier.match(hashes[len(cached) :])])
@@ -233,11 +233,11 @@ class BlockPool:
         return False
 
     def _allocate(self, count: int) -> list[int]:
-        """Allocates `count` available blocks with one request on each; evicts cached ones if too few are free.
+        """Allocates `count` available blocks with one hold on each; evicts cached ones if too few are free.
 
         The blocks ascend: neighbours in a sequence are then often neighbours in memory, and KV is sent in longer runs.
         """
-        free, requests = self._free, self._requests
+        free, holds = self._free, self._holds
         cut = max(0, len(free) - count)
         taken = free[cut:]
         del free[cut:]
@@ -245,7 +245,7 @@ class BlockPool:
             taken += self._evict(count - len(taken))
         taken.sort()
         for block in taken:
-            requests[block] = 1
+            holds[block] = 1
         if self.host_tier is not None:
             self.host_tier.wake_copier()
         return taken
@@ -261,19 +261,19 @@ class BlockPool:
         return [block for block, _ in evicted]
 
     def _acquire(self, blocks: Sequence[int], counts: list[int]) -> None:
-        """Adds one to `counts` (`_requests`, `_writers` or `_readers`) of each block."""
-        self._cache.pin_all(blocks)
+        """Adds one to `counts` (`_holds`, `_writers` or `_readers`) of each block."""
+        self._cache.mark_in_use(blocks)
         for block in blocks:
             counts[block] += 1
 
     def _release(self, blocks: Iterable[int], counts: list[int]) -> None:
         """Takes one from `counts` of each block; the blocks of a sequence come last to first."""
-        requests, readers, writers, host_tier = self._requests, self._readers, self._writers, self.host_tier
+        holds, readers, writers, host_tier = self._holds, self._readers, self._writers, self.host_tier
         unused: list[int] = []
         for block in blocks:
             assert counts[block] > 0
             counts[block] -= 1
-            if requests[block] or readers[block]:
+            if holds[block] or readers[block]:
                 continue
             if not writers[block]:
                 unused.append(block)
@@ -281,21 +281,21 @@ class BlockPool:
                 self._quarantined += 1
         if counts is writers:
             self._quarantined -= len(unused)
-        self._free += self._cache.unpin_all(unused, None if host_tier is None else host_tier.mark_used)
+        self._free += self._cache.mark_idle(unused, None if host_tier is None else host_tier.on_idle)
         if host_tier is not None:
             host_tier.wake_copier()
 
     def _release_after_steps(self, blocks: Sequence[int]) -> None:
-        """Releases a request's blocks, last to first, when the steps in flight, which may use them, have ended."""
+        """Releases a lease's blocks, last to first, when the steps in flight, which may use them, have ended."""
         if self._fences:
             self._fences[-1].blocks.extend(blocks)
         else:
-            self._release(blocks, self._requests)
+            self._release(blocks, self._holds)
 
     def _is_shared(self, block: int) -> bool:
         """Returns whether a second lease or a reader uses a leased block; steps that copy from it do not count."""
         step_users = self._copy_sources.count(block) + sum(fence.blocks.count(block) for fence in self._fences)
-        return self._requests[block] - step_users > 1 or self._readers[block] > 0
+        return self._holds[block] - step_users > 1 or self._readers[block] > 0
 
     def _counts(self) -> PoolCounts:
         free, cached = len(self._free), self._cache.num_idle
@@ -308,7 +308,7 @@ class BlockPool:
         defects += [] if self.host_tier is None else self.host_tier.inconsistencies()
         users = [*(lease.blocks for lease in self._leases), *(fence.blocks for fence in self._fences)]
         for kind, actual, holders in (
-            ("request", self._requests, [*users, self._copy_sources]),
+            ("hold", self._holds, [*users, self._copy_sources]),
             ("writer", self._writers, [pin.pinned for pin in self._pins if pin.is_writer]),
             ("reader", self._readers, [pin.pinned for pin in self._pins if not pin.is_writer]),
         ):
@@ -318,7 +318,7 @@ class BlockPool:
         states = [0, 0, 0, 0]
         free = set(self._free)
         for b in range(self.num_blocks):
-            used = self._requests[b] or self._readers[b]
+            used = self._holds[b] or self._readers[b]
             hashed, idle = self._cache.hash_by_block[b] is not None, bool(self._cache.idle[b])
             if self._writers[b] and hashed:
                 defects.append(f"block {b} is published and being written")
@@ -392,7 +392,7 @@ class StepFence:
             if position:
                 pool._fences[position - 1].blocks.extend(self.blocks)
             else:
-                pool._release(self.blocks, pool._requests)
+                pool._release(self.blocks, pool._holds)
             self.blocks = []
 
 
@@ -409,15 +409,15 @@ class Lease:
     """
 
     def __init__(self, pool: BlockPool, blocks: list[int], num_registered: int, *, host_blocks: int = 0) -> None:
-        """Made by the pool or by `fork`, under the lock, with a request on each block; lead ones are registered."""
+        """Made by the pool or by `fork`, under the lock, with one hold on each block; the first ones are registered."""
         self.blocks = blocks  # Physical blocks in logical order; empty once the lease has finished
-        self.cached_blocks = num_registered + host_blocks  # Lead blocks that came with their KV, from pool or host
+        self.cached_blocks = num_registered + host_blocks  # First blocks, which came with their KV, from pool or host
         self.host_blocks = host_blocks  # The last blocks of `cached_blocks`, which came from the host
         self.cow_index = -1  # Last block shared by a fork, not to be written before `copy_on_write`; -1 for none
         #: The copy from the host. No block of the lease may be used before it is done; the scheduler removes it then.
         self.host_load: HostLoad | None = None
         self.restored_partial = False  # A saved partial block follows the cached ones
-        self.num_published = num_registered  # Lead blocks with a registered hash
+        self.num_published = num_registered  # First blocks, which have a registered hash
         self.finished = False
         self.reason = ""  # Why the lease finished
         self.num_replaced = 0
@@ -445,7 +445,7 @@ class Lease:
             return True
 
     def trim(self, count: int) -> None:
-        """Releases all but the first `count` blocks; the released ones are not published and their KV is not needed."""
+        """Releases the blocks after the first `count`; they must be unpublished, and their KV not needed."""
         with self._pool.lock:
             self._require_live()
             if count < self.num_published:
@@ -470,7 +470,7 @@ class Lease:
                 )
             lead = self.blocks[:shared]
             moved = [self.blocks.pop() for _ in range(spare)]
-            pool._acquire(lead, pool._requests)
+            pool._acquire(lead, pool._holds)
             other = Lease(pool, lead + moved, self.num_published)
             other.cached_blocks, other.host_blocks = self.cached_blocks, self.host_blocks
             other.host_load = self.host_load
@@ -482,7 +482,7 @@ class Lease:
         """Replaces the shared block at `cow_index`, so that the step being planned may write there.
 
         Returns the copy that the step has to do first; source and target are equal if no other lease uses the block any
-        more. Returns None, and changes nothing, if this takes a block and the pool has none.
+        more. Returns None, and changes nothing, if this needs a block and none is available.
         """
         pool = self._pool
         with pool.lock:
@@ -535,7 +535,7 @@ class Lease:
                 pool._on_stored(stored)
 
     def rematch(self, hashes: Sequence[bytes]) -> int:
-        """Replaces lead blocks by blocks that were registered after the lease was made; returns cached_blocks.
+        """Replaces the first blocks by blocks that were registered after the lease was made; returns cached_blocks.
 
         `hashes` are the hashes of the sequence's matchable blocks. Nothing may have been computed in the lease yet.
         """
@@ -580,7 +580,7 @@ class Lease:
         """Replaces the block at index i by the registered block with the same KV; returns the former."""
         block = self.blocks[i]
         assert canonical != block, "a block published twice at one place"
-        self._pool._acquire((canonical,), self._pool._requests)
+        self._pool._acquire((canonical,), self._pool._holds)
         self.blocks[i] = canonical
         self.num_replaced += 1
         return block

@@ -8,7 +8,7 @@ evicted block is lost. If a prompt matches blocks of the host, they are copied i
 
 Invariants:
 
-- One copy is made at a time. A host block may thus be reassigned while a copy from it is still queued before.
+- One copy is made at a time. So a host block may be reassigned while an earlier copy from it is queued.
 - Pool and host together are prefix-closed, and so is the pool alone.
 - The host forgets the least recently used block first. A block counts as used when it leaves the pool, which is after
   all blocks that continue it, so this order is leaf-first too.
@@ -76,17 +76,17 @@ class HostTier:
         self,
         lock: threading.Lock,  # The lock of the block pool
         cache: PrefixCache,
-        num_available: Callable[[], int],  # Returns the number of blocks that the pool can allocate now
+        num_allocatable: Callable[[], int],  # Returns the number of blocks that the pool can allocate now
         *,
         num_host_blocks: int,
         min_available: int,  # Blocks of the pool to keep available by copies ahead of time
-        batch: int,  # Most blocks of one copy to the host; a load may have to wait for one copy
+        batch: int,  # Max blocks of one copy to the host; a load may have to wait for one copy
         on_stored: HashesCallback,
         on_evicted: HashesCallback,
     ) -> None:
         self.num_host_blocks = num_host_blocks
         self._stats = HostTierStats(num_host_blocks)
-        self._cache, self._num_available, self._batch = cache, num_available, batch
+        self._cache, self._num_allocatable, self._batch = cache, num_allocatable, batch
         self._min_available = min(min_available, num_host_blocks // 2)
         self._on_stored, self._on_evicted = on_stored, on_evicted
         self._index: OrderedDict[bytes, int] = OrderedDict()  # Host block of each key, the least recently used first
@@ -95,7 +95,7 @@ class HostTier:
         self._free = list(range(num_host_blocks - 1, -1, -1))
         self._queue: deque[HostCopy] = deque()
         self._copying: HostCopy | None = None  # The copy under way
-        self._requested_free = 0  # Blocks that an allocation lacked
+        self._requested_free = 0  # Blocks of the largest failed allocation
         self._partial_numbers = itertools.count()
         self._changed = threading.Condition(lock)
         self._copier_waits = self._stopping = False
@@ -103,8 +103,8 @@ class HostTier:
 
     # -- called by the block pool -------------------------------------------------------------------------------------
 
-    def mark_used(self, block_hash: bytes) -> bool:
-        """Records that a block of the pool became idle. Returns whether it needs no copy before eviction."""
+    def on_idle(self, block_hash: bytes) -> bool:
+        """Called when a block of the pool became idle. Returns whether it needs no copy before eviction."""
         if block_hash in self._index:
             self._index.move_to_end(block_hash)
             return True
@@ -269,7 +269,7 @@ class HostTier:
         if not self._cache.unsaved:
             self._requested_free = 0
             return False
-        available = self._num_available()
+        available = self._num_allocatable()
         if available >= self._requested_free:
             self._requested_free = 0
         return available < max(self._min_available, self._requested_free)

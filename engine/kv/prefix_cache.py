@@ -28,7 +28,7 @@ class PrefixCache:
         self.block_by_hash: dict[bytes, int] = {}  # The registered blocks, parents before children
         self.hash_by_block: list[bytes | None] = [None] * num_blocks
         self._parent = [-1] * num_blocks
-        self._num_pinned_children = [0] * num_blocks  # Registered children of each block that are not evictable
+        self._num_kept_children = [0] * num_blocks  # Registered children of each block that are not evictable
         self.idle = bytearray(num_blocks)  # 1 for registered blocks without a user
         self.num_idle = 0
         self.evictable: OrderedDict[int, None] = OrderedDict()  # Evictable blocks, oldest first
@@ -66,15 +66,15 @@ class PrefixCache:
         self.hash_by_block[block] = block_hash
         self._saved[block] = not self._has_host_tier
         self._parent[block] = parent
-        self._num_pinned_children[block] = 0
+        self._num_kept_children[block] = 0
         if parent >= 0:
             assert self.hash_by_block[parent] is not None
             assert not self.idle[parent]
-            self._num_pinned_children[parent] += 1
+            self._num_kept_children[parent] += 1
 
-    def pin_all(self, blocks: Sequence[int]) -> None:
+    def mark_in_use(self, blocks: Sequence[int]) -> None:
         """Marks blocks as in use; the idle blocks among them, and their ancestors, are not evictable any more."""
-        idle, evictable, parent, pins = self.idle, self.evictable, self._parent, self._num_pinned_children
+        idle, evictable, parent, kept = self.idle, self.evictable, self._parent, self._num_kept_children
         unsaved = self.unsaved
         for block in blocks:
             if not idle[block]:
@@ -89,9 +89,9 @@ class PrefixCache:
                 ancestor = parent[ancestor]
                 if ancestor < 0:
                     break
-                pins[ancestor] += 1
+                kept[ancestor] += 1
 
-    def unpin_all(self, blocks: Sequence[int], is_saved: Callable[[bytes], bool] | None) -> list[int]:
+    def mark_idle(self, blocks: Sequence[int], is_saved: Callable[[bytes], bool] | None) -> list[int]:
         """Marks blocks, children before parents, as idle. Returns the unregistered ones, which the cache does not keep.
 
         `is_saved` says whether a hash needs no copy to the host; None without a host tier.
@@ -144,14 +144,14 @@ class PrefixCache:
 
     def _update_evictable(self, block: int) -> None:
         """Makes the block evictable if nothing prevents it, then its ancestors likewise."""
-        evictable, parent, pins = self.evictable, self._parent, self._num_pinned_children
+        evictable, parent, kept = self.evictable, self._parent, self._num_kept_children
         idle, saved = self.idle, self._saved
-        while idle[block] and saved[block] and not pins[block]:
+        while idle[block] and saved[block] and not kept[block]:
             evictable[block] = None
             block = parent[block]
             if block < 0:
                 break
-            pins[block] -= 1
+            kept[block] -= 1
 
     def inconsistencies(self) -> list[str]:
         """Returns violations of the invariants, one sentence each; walks over all blocks."""
@@ -161,7 +161,7 @@ class PrefixCache:
             self.hash_by_block[b] != h for h, b in self.block_by_hash.items()
         ):
             defects.append("index and block hashes differ")
-        pins = [0] * len(self.hash_by_block)
+        kept = [0] * len(self.hash_by_block)
         order = {b: i for i, b in enumerate(self.evictable)}
         for b in registered:
             parent = self._parent[b]
@@ -170,13 +170,13 @@ class PrefixCache:
             if self.hash_by_block[parent] is None:
                 defects.append(f"block {b} outlived its parent {parent}")
             elif b not in order:
-                pins[parent] += 1
+                kept[parent] += 1
             elif parent in order and order[parent] < order[b]:
                 defects.append(f"block {parent} would be evicted before its child {b}")
         for b in registered:
-            if pins[b] != self._num_pinned_children[b]:
-                defects.append(f"block {b} has {pins[b]} pinned children, not {self._num_pinned_children[b]}")
-            if (b in order) != (bool(self.idle[b]) and bool(self._saved[b]) and not pins[b]):
+            if kept[b] != self._num_kept_children[b]:
+                defects.append(f"block {b} has {kept[b]} kept children, not {self._num_kept_children[b]}")
+            if (b in order) != (bool(self.idle[b]) and bool(self._saved[b]) and not kept[b]):
                 defects.append(f"block {b} is wrongly {'' if b in order else 'not '}evictable")
             if (b in self.unsaved) != (bool(self.idle[b]) and not self._saved[b] and b not in self.saving):
                 defects.append(f"block {b} is wrongly {'' if b in self.unsaved else 'not '}waiting to be saved")

@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         x, cache = self._run_body(tokens, context, attend), context.cache[len(self.layers) - 1]
         if rows is not None and len(rows) <= MAX_SINGLE_ROWS and len(rows) * MIN_TOKENS_PER_ROW <= len(tokens):
             last.write_kv(x, cache, self._ops, self._ops.kv_write_for(positions, context))
-            context = context._replace(metadata=context.backend.select_rows(context.metadata, rows, positions))
+            context = context._replace(metadata=context.backend.select_tokens(context.metadata, rows, positions))
             x, attend, rows = x[rows], self._ops.attention_for(positions[rows], context), None
         x = last.forward(x, cache, self._ops, attend, rows)
         if hook is not None:

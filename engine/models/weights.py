@@ -63,7 +63,7 @@ def _split_dim(module: nn.Module, kind: str) -> int | None:
 
 
 def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard = UNSHARDED) -> None:
-    """Loads the part `shard` of a checkpoint of a whole model `spec` into `model`, in the model's dtype."""
+    """Loads this rank's part (`shard`) of a checkpoint of the whole model `spec` into `model`, in the model's dtype."""
     targets = _decoder_targets(model)
     missing = set(targets)
     total = sum(file.stat().st_size for file in _files(model_dir))

@@ -6,7 +6,7 @@ The sampler applies `mask` to the next token.
 
 The end: a grammar that may end here allows the stop tokens of the request, unless min_tokens forbids them. A grammar
 that can only end is complete, and the sequence stops there without a stop token, regardless of min_tokens and
-ignore_eos. Tokens that end text only for the model (EOS) are never part of an answer.
+ignore_eos. A grammar allows EOS tokens only as stop tokens.
 
 Speculation: `masks(drafts)` returns the drafts that may be accepted and the mask of each position, and leaves the state
 unchanged. Accepted tokens are then advanced one by one; no token may follow one that completes the grammar.
@@ -54,7 +54,7 @@ class _Followed(NamedTuple):
 
 
 class Constraint:
-    """The constraint of one sequence with the given output so far, which must follow it (else InvalidRequest).
+    """The constraint of one sequence after `output`. InvalidRequest if `output` violates it.
 
     `vocab_size` is the size of the logits; `grammar` is the request's grammar, compiled. If the matcher needs more than
     STEP_WAIT_S for the output, the constraint is `busy` for a while, and the first `advance` raises the error.
@@ -214,7 +214,7 @@ class Constraint:
             if not _allows(masks[-1], token):
                 break
             if token in self._stop_tokens:
-                # Kept: if drafts were verified only when they do not end the answer, answers would get longer.
+                # Kept: verifying only drafts that do not end the answer would make answers longer.
                 accepted.append(token)
                 masks.append(~np.zeros_like(masks[0]))
                 break

@@ -1,6 +1,6 @@
 """How the prompts of a step share its tokens; arithmetic only.
 
-At least half of the step goes to the first prompt in rank, so that long prompts make progress. The rest goes to the
+At least half of the step goes to the first prompt in order, so that long prompts make progress. The rest goes to the
 prompts with the fewest tokens left, so that short prompts do not wait and prompts of one length run one after another.
 A chunk ends with a block, with the prompt, or at the cut before the last chunk of a prompt that is handed off.
 """
@@ -18,17 +18,17 @@ class ChunkPolicy:
     def __init__(self, chunk_tokens: int, prompt_step_tokens: int | None, block_size: int) -> None:
         self._chunk_tokens, self._block_size = chunk_tokens, block_size
         self._has_prompt_steps = prompt_step_tokens is not None
-        #: Half of chunk_tokens in whole blocks. 1 without prompt steps: no chunk is rounded to it then.
+        #: Half of chunk_tokens in whole blocks. 1 without prompt steps, so nothing is rounded.
         self._half = max(chunk_tokens // 2 // block_size, 1) * block_size if self._has_prompt_steps else 1
 
     def split(self, prompts: abc.Sequence[Sequence], budget: int) -> dict[Sequence, int]:
-        """Returns the number of tokens of each prompt that is in the step. `prompts` are in rank, and `budget` >= 1."""
+        """Returns the number of tokens of each prompt in the step. `prompts` are in order, and `budget` >= 1."""
         first, *others = prompts
         first_chunk = self._first_chunk(first, budget)
         if not others:
             return {first: max(first_chunk, self._aligned(first, budget))}
-        # A prompt of chunk_tokens or more does not share a longer step: all its prompts would get their first tokens
-        # later, and a longer step is not faster per token.
+        # A prompt of chunk_tokens or more does not share a longer step: all first tokens in the step would be later,
+        # and no token would be cheaper.
         room = {
             seq: budget if seq.remaining < self._chunk_tokens else min(budget, self._chunk_tokens) for seq in prompts
         }

@@ -4,12 +4,12 @@
                ^                                |
                +----------- preempt ------------+
 
-- Rank is priority, then arrival. Preempted sequences are admitted before new ones, and admission never overtakes.
+- The order is priority, then arrival. Preempted sequences are admitted before new ones, and admission never overtakes.
 - A step has decodes first, one token each, then prompt chunks. If prompts wait, decodes take at most three quarters.
-- A decode without a free block preempts the last sequence in rank below it, so the first in rank always makes progress.
+- A decode without a free block preempts the last sequence behind it in order, so the first always makes progress.
   No sequence is preempted while a step in flight or a copy to the host is about to free blocks.
-- If nothing can run, a blocked sequence gives up its blocks. Only leases and pins of other pods' transfers are then
-  left; they end by themselves, and the step is empty until then.
+- If nothing can run, a blocked sequence gives up its blocks. Then only leases and pins of other pods' transfers are
+  left; steps are empty until they end.
 - Drafts only use what is left: tokens after the prompts' share, and blocks after one for each running sequence.
 
 The engine's thread calls it; any thread may call `stats`. docs/design.md has the reasons.
@@ -42,9 +42,9 @@ class SchedulerConfig:
     """Limits of the steps. Raises ConfigError with the name of a wrong field."""
 
     chunk_tokens: int  # Tokens of one step
-    #: Tokens of a step without decodes, which delays no decode; None for chunk_tokens. A single prompt has twice that.
+    #: Tokens of a step without decodes, which delays no decode; None for chunk_tokens. A lone prompt gets twice that.
     prompt_step_tokens: int | None = None
-    local_chunk_tokens: int = 0  # Most prompt tokens of a step with decodes; 0 for all that are left
+    local_chunk_tokens: int = 0  # Max prompt tokens of a step with decodes; 0 for all that are left
     max_seqs: int  # Sequences that run at once
     max_model_len: int  # Tokens of one sequence
 
@@ -58,12 +58,12 @@ class SchedulerConfig:
 
     @property
     def max_step_tokens(self) -> int:
-        """Most tokens of any step."""
+        """Max tokens of any step."""
         return self.chunk_tokens if self.prompt_step_tokens is None else 2 * self.prompt_step_tokens
 
     @property
     def step_limits(self) -> tuple[int, int, int]:
-        """Most tokens of any step, most sequences of a step, and most tokens of a sequence."""
+        """Max tokens of any step, max sequences of a step, and max tokens of a sequence."""
         return self.max_step_tokens, self.max_seqs, self.max_model_len
 
 
@@ -96,12 +96,12 @@ class SchedulerStats:
 
 
 def _priority_key(seq: Sequence) -> tuple[int, int, int]:
-    """Returns the rank: priority, then arrival, then child."""
+    """Returns the order: priority, then arrival, then child."""
     return -seq.priority, seq.arrival, seq.child
 
 
 def _admission_key(seq: Sequence) -> tuple[bool, bool, int, int, int]:
-    """Returns the order of admission: sequences with a lease, then preempted ones, then by rank."""
+    """Returns the order of admission: sequences with a lease, then preempted ones, then by _priority_key."""
     return seq.lease is None, seq.preemptions == 0, *_priority_key(seq)
 
 
@@ -118,7 +118,7 @@ class Scheduler:
         self._pool = pool
         self._chunks = ChunkPolicy(config.chunk_tokens, config.prompt_step_tokens, pool.block_size)
         self._by_request: dict[str, dict[int, Sequence]] = {}  # All sequences, by request id and child
-        self._running: list[Sequence] = []  # Sequences with a slot, in rank
+        self._running: list[Sequence] = []  # Sequences with a slot, in order of _priority_key
         self._waiting: list[Sequence] = []  # Sequences without a slot, in the order of admission
         self._slots = list(range(config.max_seqs))  # Free slots, a heap
         self._reserved_for_drafts: list[Sequence] = []  # Their leases grew for drafts since the last step
@@ -256,7 +256,7 @@ class Scheduler:
         return failed
 
     def draft_candidates(self) -> list[Sequence]:
-        """Admits what waits with its blocks; returns the sequences that decode next with all tokens on the host."""
+        """Admits sequences with a lease; returns those that decode next and have all tokens on the host."""
         self._admit(new=False)
         return [seq for seq in self._running if seq.decoding and not (seq.blocked or seq.launched or seq.pending)]
 
@@ -288,7 +288,7 @@ class Scheduler:
                 insort(self._running, seq, key=_priority_key)
 
     def _schedule_decodes(self) -> list[ScheduledSequence]:
-        """Returns the decodes of the step in rank, one token each. A decode without a block preempts."""
+        """Returns the decodes of the step in order, one token each. A decode without a block preempts."""
         limit = self.config.chunk_tokens
         if len(self._running) > limit - self._prompt_share and self._has_prompts():
             limit -= self._prompt_share
@@ -328,7 +328,7 @@ class Scheduler:
                 decodes[index] = entry._replace(num_new=1 + len(verified), drafts=verified, draft_probs=proposed.probs)
 
     def _prompt_token_limit(self, decodes: list[ScheduledSequence]) -> int:
-        """Returns most prompt tokens of the step."""
+        """Returns the step's limit of prompt tokens."""
         config = self.config
         if decodes or config.prompt_step_tokens is None:
             spare = config.chunk_tokens - sum(entry.num_new for entry in decodes)
@@ -448,14 +448,14 @@ class Scheduler:
         return pool.num_deferred() > 0 or pool.copies_pending() or any(seq.reaches_limit for seq in self._running)
 
     def _victim(self, seq: Sequence) -> Sequence | None:
-        """Returns the last sequence in rank below `seq`, else the last one that is paused or waits for a slot."""
+        """Returns the last sequence behind `seq` in order, else the last one that is paused or waits for a slot."""
         holders = self._sequences_with_lease()
         below = [other for other in holders if _priority_key(other) > _priority_key(seq)]
         stopped = [other for other in holders if other is not seq and (other.blocked or other in self._waiting)]
         return max(below or stopped, key=_priority_key, default=None)
 
     def _preempt_paused(self) -> bool:
-        """Preempts the last paused sequence in rank, if a sequence waits and no blocks will be freed without that."""
+        """Preempts the last paused sequence in order, if a sequence waits and no blocks will be freed without that."""
         if all(seq.blocked for seq in self._waiting) or self._blocks_will_be_freed():
             return False
         paused = [seq for seq in self._sequences_with_lease() if seq.blocked]

@@ -7,7 +7,7 @@ A prompt chunk, a decode and a verification of drafts are one operation: a step 
 `start` on and, if it reaches `length`, samples the tokens that follow. A preemption takes the lease and all KV
 (computed = 0) and keeps the tokens, so the same operation computes them again.
 
-`start` and `length` include tokens of steps that the host has not seen the result of; `computed` and `tokens` do not.
+`start` and `length` include tokens of steps whose result the host has not seen; `computed` and `tokens` do not.
 Drafts are in neither: KV of a wrong draft lies behind `computed` and is overwritten by later steps.
 """
 
@@ -45,7 +45,7 @@ class DraftState:
     tested: float  # Verified drafts; older ones have less weight
     probe_at: int = 0  # Number of output tokens from which the sequence drafts again, although drafts did not pay
     probe_interval: int = 0  # Output tokens between two of these tries
-    waits_left: int = 0  # Empty proposals in a row for which steps still wait
+    waits_left: int = 0  # Empty proposals left until steps stop waiting
     hit_rate: float = 1.0  # Share of recent proposals that were not empty
 
     @property
@@ -88,7 +88,7 @@ class Sequence:
     recompute_until: int  # Position up to which the tokens had KV that was lost in a preemption or with another pod
     saved_partial: SavedPartialBlock | None  # Copy of its last, partial block in host memory while it is preempted
     num_drafted: int  # Drafts in a launched step
-    draft_lag: int  # Newest of the computed tokens that have no KV of the draft model
+    draft_lag: int  # Number of newest computed tokens without KV of the draft model
     draft_state: DraftState | None  # State of the speculator; None until the speculator has seen the sequence
     next_prompt_logprob: int  # First prompt token without a returned log-probability; prompt_len if none is wanted
     wants_embedding: bool
@@ -109,7 +109,7 @@ class Sequence:
         constraint: Constraint | None = None,
         wants_embedding: bool = False,  # The request asks for `embedding`
         child: int = 0,
-        hashes: abc.Sequence[bytes] = (),  # Hashes of lead blocks, if the caller has computed them
+        hashes: abc.Sequence[bytes] = (),  # Hashes of the first blocks, if the caller has computed them
     ) -> None:
         assert computed == 0 or lease is not None
         self.request, self.request_id, self.priority = request, request.request_id, request.priority
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether its next step is one token: all but the newest, an output, have KV or are in launched steps."""
+        """Whether only its newest token, an output, has no KV and is in no launched step."""
         start = self.computed + self.launched
         return start >= self.prefill_len and start == len(self.tokens) + self.pending - 1
 
@@ -237,9 +237,9 @@ class Sequence:
         return other
 
     def matchable_hashes(self) -> list[bytes]:
-        """Returns the hashes of the lead blocks that a cache may supply.
+        """Returns the hashes of the blocks that a cache may supply, from the first on.
 
-        At least one token is left to compute, and so is the token before each one with a wanted log-probability.
+        They leave to compute: at least one token, and the token before each wanted log-probability.
         """
         limit = matchable_blocks(len(self.tokens), self.block_size)
         if self.next_prompt_logprob < self.prompt_len:
@@ -295,11 +295,11 @@ class BlockTables:
 
     def __init__(self, slots: int, width: int) -> None:
         self.blocks = np.zeros((slots, width), dtype=np.int32)  # int32 [slots, width]
-        #: Lead entries of each row that are equal on the device. `row` lowers it, the copies to the device raise it.
+        #: Number of first entries of each row that the device has. `row` lowers it, the copies to the device raise it.
         self.num_on_device = np.zeros(slots, dtype=np.int64)
         self._leases: list[Lease | None] = [None] * slots
         self._num_replaced = [0] * slots
-        self._num_current = [0] * slots  # Lead entries of each row that are up to date while the lease is the same
+        self._num_current = [0] * slots  # First entries of each row that are up to date while the lease is the same
 
     def row(self, seq: Sequence) -> np.ndarray:
         """Returns the blocks of a running sequence's lease, int32."""

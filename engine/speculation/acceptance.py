@@ -3,7 +3,7 @@
 Rejection sampling (Leviathan et al. 2023; Chen et al. 2023): the output has the target's distribution.
 
 p is the distribution that the target samples from, after penalties, temperature and truncation. q is the distribution
-that the draft d was drawn from; all of it lies at d if the draft was not drawn.
+that the draft d was drawn from; q(d) = 1 if the draft was not drawn.
 
     accept d    with probability min(1, p(d) / q(d))
     else        sample from norm(max(0, p - q)), which never gives d
@@ -27,7 +27,7 @@ from engine.schedule.sequence import DraftTokens
 T = TypeVar("T")
 
 ACCEPT_STREAM, RESIDUAL_STREAM = 1, 2  # Noise streams of accept decisions and replacements; 0 is the target's.
-LOGITS_AT_ONCE = 8 << 20  # Most logits processed at a time. The noise of one takes about 50 bytes while it is made.
+LOGITS_AT_ONCE = 8 << 20  # Max logits processed at a time. The noise of one takes about 50 bytes while it is made.
 
 
 def accepted_tokens(drafts: Sequence[int], sampled: Sequence[int]) -> Sequence[int]:
@@ -59,7 +59,7 @@ def accepted_mask(sampled: Tensor, inputs: Tensor, offsets: Tensor, query: int) 
         sampled: int64 [T], the token sampled after each input token.
         inputs: int64 [T], input tokens of the rows in order.
         offsets: integer [T], place of each input token in its row.
-        query: most tokens of a row.
+        query: max tokens of a row.
     """
     first = offsets == 0
     right = (inputs == sampled.roll(1)) & ~first

@@ -12,7 +12,7 @@ Drafts that save no time are probed at growing intervals: by one sequence, or by
 
 A time budget, in plain steps, bounds the loss from wrong estimates. A step with drafts, or one that waited for drafts
 and got none, pays its extra time and earns its accepted drafts. Other steps earn TIME_BUDGET_RATE. Nothing is drafted
-while the budget is negative. In N steps drafts cost at most TIME_BUDGET_RATE * N, the saved budget, and one step.
+while the budget is negative. In N steps drafts cost at most TIME_BUDGET_RATE * N + the saved budget + one step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIRST_PROBE_INTERVAL, MAX_PROBE_INTERVAL = 8, 32
 
 FIRST_PLAIN = 8  # Steps with drafts before the first plain step, which is timed for comparison.
 PLAIN_EVERY = 200  # Steps with drafts before each later plain step.
-PLAIN_RUN = 2  # Most plain steps in a row. The first may have waited for drafts; its time is then not used.
+PLAIN_RUN = 2  # Max plain steps in a row. The first may have waited for drafts; its time is then not used.
 
 #: In units of a plain step's time: earned per step without drafts, budget at the start, largest budget.
 TIME_BUDGET_RATE, FIRST_TIME_BUDGET, MAX_TIME_BUDGET = 0.01, 2.0, 4.0
@@ -56,7 +56,7 @@ class _StepTimes:
     empty_wait: float = 0.0  # Seconds of steps that waited for drafts and got none.
     drafts: float = 0.0  # Mean number of drafts of a verify step.
     drafting_steps: int = FIRST_PLAIN  # Steps with drafts since the last plain step.
-    num_skipped: int = 0  # Steps since the last plain step that got no drafts so that they could be timed as plain.
+    num_skipped: int = 0  # Steps since the last plain step that got no drafts, to be timed.
 
     def add(self, drafts: int, seconds: float, *, waited: bool) -> None:
         if drafts:
@@ -86,7 +86,7 @@ class DraftController:
     """The policy that decides how many drafts each sequence gets.
 
     Args:
-        max_drafts: most drafts of a sequence in a step.
+        max_drafts: max drafts of a sequence in a step.
         pads_steps: a verify step takes the same time for any number of drafts.
         has_model: each draft takes a step of a draft model.
     """
@@ -108,7 +108,7 @@ class DraftController:
         return DraftState(proposer_state, rate * START_WEIGHT, START_WEIGHT)
 
     def limits(self, states: Sequence[tuple[DraftState, int]]) -> list[int]:
-        """Returns the most drafts of each sequence of a batch, from its state and its number of output tokens."""
+        """Returns the limit of drafts of each sequence of a batch, from its state and its number of output tokens."""
         if not states:
             return []
         times = self._times.setdefault(_size_class(len(states)), _StepTimes())
@@ -118,7 +118,7 @@ class DraftController:
             return [self.max_drafts if self._batch_pays(states, times) else 0] * len(states)
         extra = min(times.extra(times.verify), self._max_extra)
         if self._has_model:
-            # The draft model takes as many steps as the longest draft of the batch, which is close to the mean.
+            # The draft model takes as many steps as the longest chain of the batch, which is close to the mean.
             cost = extra / max(1.0, times.drafts / len(states))
             return [self._limit(state, output, self._best_count(state, cost)) for state, output in states]
         share, most = extra / max(1.0, times.drafts / self.max_drafts), self.max_drafts
@@ -206,7 +206,7 @@ class DraftController:
 
 
 class AlwaysDraft(DraftController):
-    """A controller for tests and measurements: every sequence gets the most drafts at any cost."""
+    """A controller for tests and measurements: every sequence gets max_drafts drafts at any cost."""
 
     def __init__(self, max_drafts: int) -> None:
         super().__init__(max_drafts, pads_steps=False)

@@ -34,7 +34,7 @@ from engine.speculation.proposer import DraftBatch
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
-CATCH_UP_TOKENS = 1024  # Most tokens of one catch-up batch.
+CATCH_UP_TOKENS = 1024  # Max tokens of one catch-up batch.
 DRAFT_STREAM = 3  # Noise stream from which drafts for rejection sampling are drawn.
 
 

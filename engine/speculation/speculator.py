@@ -26,8 +26,8 @@ from engine.speculation.proposer import DraftBatch, Proposer
 
 _log = logging.getLogger(__name__)
 
-MAX_DRAFT_LAG = 64  # Most tokens that a draft model may lag. Blocks with these tokens are not published before.
-OBSERVED_PER_STEP = 4  # Most sequences that the proposer reads during a step.
+MAX_DRAFT_LAG = 64  # Max tokens that a draft model may lag. Such blocks are published after the catch-up.
+OBSERVED_PER_STEP = 4  # Max sequences that the proposer reads during a step.
 NO_STATE = object()  # Proposer state of a sequence for which `Proposer.new_state` raised.
 USELESS_AFTER = 50  # A proposer is useless after this many verified proposals in a row without an accepted draft.
 
@@ -143,7 +143,7 @@ class Speculator:
         self._controller.on_step(decodes, sum(len(entry.drafts) for entry in scheduled), seconds, waited=waited)
 
     def _limits(self, seqs: Sequence[EngineSequence]) -> list[int]:
-        """Returns the most drafts of each sequence."""
+        """Returns the limit of drafts of each sequence."""
         if len(seqs) > self._max_seqs:
             return [0] * len(seqs)
         states = [(seq.draft_state or self._new_state(seq), seq.num_output) for seq in seqs]

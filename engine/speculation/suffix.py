@@ -23,8 +23,8 @@ from engine.speculation.ngram import NgramIndex
 from engine.speculation.proposer import DraftBatch
 
 LENGTHS = (12, 6, 3)  # Lengths of suffixes in tokens, in the order they are tried.
-MAX_SUFFIXES = 1 << 18  # Most suffixes of a generation, about 170 bytes each.
-MAX_VOTES = 15  # Most votes of a candidate.
+MAX_SUFFIXES = 1 << 18  # Max suffixes of a generation, about 170 bytes each.
+MAX_VOTES = 15  # Max votes of a candidate.
 MIN_VOTES = 2  # Votes that a suffix of the shortest length needs before it is used. A longer suffix needs one vote.
 
 

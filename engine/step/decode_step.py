@@ -48,10 +48,10 @@ class DecodeStep:
         tables: BlockTables,
         last_tokens: Tensor,  # int64 [slots + 1], the token sampled last in each slot; shared with all other steps
         *,
-        max_rows: int,  # Most sequences of a step
+        max_rows: int,  # Max sequences of a step
         max_seq_drafts: int = 0,
-        max_drafts: int = 0,  # Most drafts of a step. It bounds the number of sequences of a step with drafts
-        draft_model: DraftModel | None = None,  # Layers of an EAGLE head are in each step, of a model that lags in none
+        max_drafts: int = 0,  # Max drafts of a step. It bounds the number of sequences of a step with drafts
+        draft_model: DraftModel | None = None,  # An EAGLE head's layers are in each step, a lagging model's in none
     ) -> None:
         assert 0 <= max_seq_drafts < DECODE_TOKENS
         assert max_seq_drafts <= max_drafts

@@ -2,11 +2,11 @@
 
 Two kinds of steps are captured, each for a different cost on the host:
 
-- Small steps. Layer by layer a step takes some ten launches per layer. Below about 1024 tokens a GPU computes them
+- Small steps. Without a graph a step takes about ten launches per layer. Below about 1024 tokens a GPU computes them
   faster than the host queues them (8B shape: 24 to 34 ms for the host, 7 to 23 ms for an H100). A small step is padded
   to a captured number of tokens. All its rows use the paged kernel, which reads their lengths on the device.
 - Chunks of chosen lengths after chosen prefixes, alone in their step. The GPU is busy for longer than the host takes
-  to queue them, but queueing holds the interpreter, and other threads of the pod wait for it. Nothing is padded: which
+  to queue them, but queueing holds the GIL, and other threads of the pod wait for it. Nothing is padded: which
   kernels a chunk uses depends on both lengths.
 
 LM head and sampling stay outside: their inputs depend on which rows sample. The layers of a draft model are inside.
@@ -30,7 +30,7 @@ from engine.models.base import ForwardContext, Model
 from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel, state_links_of
 
 TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # Tokens of captured small steps
-MAX_ROWS = 8  # Most rows of a step, and most tokens with requested hidden states
+MAX_ROWS = 8  # Max rows of a step, and max tokens with requested hidden states
 MAX_SCORES = 2 << 20  # New tokens x keys of a step; above it the dense kernels save more time than the launches take
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from engine.step.decode_step import DecodeStep
     from engine.step.prompt_step import PromptStep
 
-LOGPROB_CHUNK = 64  # Most prompt tokens with logits in memory at one time
+LOGPROB_CHUNK = 64  # Max prompt tokens with logits in memory at one time
 
 
 class ModelRunner:
@@ -53,11 +53,11 @@ class ModelRunner:
         backend: AttentionBackend[Any],
         *,
         max_seqs: int,  # Number of slots of the scheduler
-        max_blocks: int,  # Most blocks of a lease
+        max_blocks: int,  # Max blocks of a lease
         max_step_tokens: int,
         sampler: DeviceSampler | None = None,  # Samples on the device; None for sampling with torch
         use_cuda_graphs: bool = False,  # Make `DecodeStep` and `PromptStep`. They need a sampler and the Triton backend
-        max_seq_drafts: int = 0,  # Most drafts of a sequence; `max_drafts` of a step
+        max_seq_drafts: int = 0,  # Max drafts of a sequence; `max_drafts` of a step
         max_drafts: int = 0,
         rejection: bool = False,  # Accept drafts by rejection sampling
         draft_model: DraftModel | None = None,  # A draft model with its KV in the same pool
@@ -145,15 +145,15 @@ class ModelRunner:
             step = self._launch_decode(self.decode_step, scheduled)
         else:
             step = self._launch_eager(scheduled, on_layer)
-        if any(mask_unknown(scheduled[index].seq) for index in step.unmasked):
+        if any(mask_unknown(scheduled[index].seq) for index in step.deferred):
             return step
         return self.sample_deferred(step)
 
     @torch.inference_mode()
     def sample_deferred(self, step: LaunchedStep) -> LaunchedStep:
-        """Samples unmasked tokens under their masks, and sends the results to the host if they are not sent yet."""
+        """Does the deferred sampling of a step, and sends the results to the host if they are not sent yet."""
         if step.logits is not None:
-            if step.unmasked:
+            if step.deferred:
                 self._sampling.resample(step)
             self._sampling.sample_children(step)
             step.send_to_host()
@@ -222,8 +222,8 @@ class ModelRunner:
         self._last_bucket = decode_step.stage(scheduled)
         results, logits = decode_step.run(*self._last_bucket)
         count = sum(1 + len(entry.drafts) for entry in scheduled)
-        unmasked = [i for i, entry in enumerate(scheduled) if entry.seq.constraint is not None]  # no masks in a graph
-        return LaunchedStep(scheduled, results[:count], logits, np.arange(count), unmasked)
+        deferred = [i for i, entry in enumerate(scheduled) if entry.seq.constraint is not None]  # no masks in a graph
+        return LaunchedStep(scheduled, results[:count], logits, np.arange(count), deferred)
 
     def _launch_eager(self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None) -> LaunchedStep:
         """Queues a step of any size; its layers may be a `PromptStep`."""
@@ -254,8 +254,8 @@ class ModelRunner:
             else:
                 results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, tokens))
         self._store_states(states, inputs, results)
-        unmasked = [i for i, entry in enumerate(scheduled) if entry.samples and mask_unknown(entry.seq)]
-        return LaunchedStep(scheduled, results, logits, np.cumsum(inputs.samples) - 1, unmasked, prompt_logprobs)
+        deferred = [i for i, entry in enumerate(scheduled) if entry.samples and mask_unknown(entry.seq)]
+        return LaunchedStep(scheduled, results, logits, np.cumsum(inputs.samples) - 1, deferred, prompt_logprobs)
 
     def _hidden_states(self, inputs: StepInputs, on_layer: LaunchCallback | None) -> tuple[Tensor, Tensor | None]:
         """Runs the layers. Returns the hidden states [H, hidden], and the states of all tokens for an EAGLE head."""

@@ -25,7 +25,7 @@ from engine.step.step_tensors import LaunchedStep, Logprobs
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
-MAX_LOGPROBS = 20  # Most alternatives that SamplingParams allows
+MAX_LOGPROBS = 20  # Max alternatives that SamplingParams allows
 
 
 class StepSampler:
@@ -153,9 +153,9 @@ class StepSampler:
         token_logprobs(logits, tokens, MAX_LOGPROBS)
 
     def resample(self, step: LaunchedStep) -> None:
-        """Samples the unmasked sequences of a step again, under their masks. Overwrites results and `last_tokens`."""
+        """Samples sequences with deferred sampling again, under their masks. Overwrites results and `last_tokens`."""
         first_results = step.first_results()
-        pairs = [(step.scheduled[i], first_results[i]) for i in step.unmasked]
+        pairs = [(step.scheduled[i], first_results[i]) for i in step.deferred]
         pairs = [(entry, result) for entry, result in pairs if entry.seq.slot >= 0]  # else ended or preempted
         if not pairs:
             return

@@ -47,7 +47,7 @@ class StepInputs:
     logprob_ranges: list[tuple[int, int, int]]  # Prompt log-probabilities: index of the sequence, first position, end
     ids: Tensor  # int64 [T], the tokens of the step
     positions: Tensor  # int64 [T], the position of each token in its sequence
-    hidden_indices: Tensor  # int64 [H]: `logits_indices`, then those of the tokens before those of `logprob_ranges`
+    hidden_indices: Tensor  # int64 [H]: `logits_indices`, then the indices that give `logprob_ranges`
     sampled_results: Tensor  # int64 [S], the results (in R) that are sampled
     sampled_slots: Tensor  # int64 [S], the slot of the sequence of each sampled result
     sampled_positions: Tensor  # int64 [S], the position of the token that is sampled
@@ -126,7 +126,7 @@ class LaunchedStep:
     results: Tensor  # int64 [R]: the sampled token, 0 where none is sampled, -1 where the logits were not finite
     logits: Tensor | None  # float32 [rows, vocab]; None once the results are sent
     logit_rows: np.ndarray  # int64 [R], host: the row of `logits` of each result that is sampled
-    unmasked: Sequence[int] = ()  # Indices of sequences without drafts that are still to be sampled under their masks
+    deferred: Sequence[int] = ()  # Indices of the sequences with deferred sampling, which have no drafts
     #: By index of the sequence: the position of the first of n prompt tokens, and chosen float32 [n], ranks int64 [n]
     #: (the most likely token has rank 1), top_ids int64 [n, N] and top float32 [n, N].
     prompt_logprobs: dict[int, tuple[int, tuple[Tensor, ...]]] = field(default_factory=dict)

@@ -10,8 +10,8 @@ import time
 from gateway.pods.table import PodTable
 from gateway.pods.view import PodView
 
-SPEED_WINDOW_S = 10.0  #: Window of the queue's measured speed, and the measured time from which it is used.
-MIN_MEASURED_S = 1.0
+SPEED_WINDOW_S = 10.0  #: Window of the queue's measured speed.
+MIN_MEASURED_S = 1.0  #: Measured time from which the speed is used.
 
 
 class QueueForecast:

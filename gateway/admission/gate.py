@@ -38,7 +38,7 @@ TICK_S = (0.01, 0.25)  #: Shortest and longest pause between two looks at the po
 FORECAST_TOLERANCE = 1.05
 MAX_RETRY_S = 60.0
 AGING_TURNS = 4  #: Every so many turns of the queue, priorities are ignored.
-MAX_IDLE_TENANTS = 4096  #: Tenants without waiting requests the counters of which are kept.
+MAX_IDLE_TENANTS = 4096  #: Idle tenants whose counters are kept.
 
 
 @dataclass(eq=False, slots=True)
@@ -156,7 +156,7 @@ class FairQueue:
         self.correct_count(entry, entry.expected_tokens)
 
     def correct_count(self, entry: QueueEntry, tokens: int) -> None:
-        """Adds `tokens` to the count of a served request, which may be negative: actual minus expected tokens."""
+        """Adds `tokens` (actual minus expected, may be negative) to the count of a served request."""
         tenant = self._waiting.get(entry.tenant)
         if tenant is not None:
             tenant.counter += tokens / entry.weight
@@ -277,7 +277,7 @@ class Gate:
         entry = QueueEntry(caller.tenant, caller.weight, priority, prompt_tokens, expected_tokens)
         if self._try_pass(entry):
             return entry
-        self._find_victim(entry)
+        self._find_victim(entry)  # raises before the hits are looked up, if `entry` cannot wait
         entry.prompt_tokens = max(1, prompt_tokens - await count_hits())
         if self._try_pass(entry):
             return entry
@@ -300,7 +300,7 @@ class Gate:
         except TimeoutError as e:
             self._give_up(entry)
             self._metrics.rejections.labels("deadline").inc()
-            raise DeadlineExceeded("the request's time was over before it was its turn") from e
+            raise DeadlineExceeded("the request's time is over") from e
         except BaseException:
             self._give_up(entry)
             raise

@@ -185,13 +185,13 @@ class KeyRing:
         """Reads the files of `sources`, which may hold REDIS_SOURCE too. Raises ConfigError if one is invalid."""
         self._files = [KeyFile(Path(source)) for source in sources if source != REDIS_SOURCE]
         self._versions = [file.version() for file in self._files]
-        self._of_files = [file.read() for file in self._files]
-        self._hash: RedisKeyStore | None = None
-        self._of_hash: list[ApiKey] | None = None  # None until Redis has answered
+        self._file_keys = [file.read() for file in self._files]
+        self._redis_store: RedisKeyStore | None = None
+        self._redis_keys: list[ApiKey] | None = None  # None until Redis has answered
         if REDIS_SOURCE in sources:
             if redis is None:
                 raise ConfigError("api_keys: the source 'redis' needs --redis URL", field="api_keys")
-            self._hash = RedisKeyStore(redis)
+            self._redis_store = RedisKeyStore(redis)
         self.current = KeySet()  #: The valid keys; replaced when a source has changed.
         self._tasks: list[asyncio.Task[None]] = []
         self._errors: dict[str, str] = {}  # last logged error of each source that cannot be read
@@ -202,9 +202,9 @@ class KeyRing:
         loop = asyncio.get_running_loop()
         if self._files:
             self._tasks.append(loop.create_task(self._watch_files()))
-        if self._hash is not None:
-            await self._read_redis(self._hash)
-            self._tasks.append(loop.create_task(self._watch_hash(self._hash)))
+        if self._redis_store is not None:
+            await self._read_redis(self._redis_store)
+            self._tasks.append(loop.create_task(self._watch_redis(self._redis_store)))
 
     async def stop(self) -> None:
         """Stops looking for changes."""
@@ -212,8 +212,8 @@ class KeyRing:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        if self._hash is not None:
-            await self._hash.close()
+        if self._redis_store is not None:
+            await self._redis_store.close()
 
     async def _watch_files(self) -> None:
         while True:
@@ -223,14 +223,14 @@ class KeyRing:
                 if version == self._versions[i]:
                     continue
                 try:
-                    self._of_files[i] = file.read()
+                    self._file_keys[i] = file.read()
                 except ConfigError as e:
                     self._log_failure(str(file.path), e)
                     continue
                 self._versions[i] = version
-                self._on_read(str(file.path), self._of_files[i])
+                self._on_read(str(file.path), self._file_keys[i])
 
-    async def _watch_hash(self, source: RedisKeyStore) -> None:
+    async def _watch_redis(self, source: RedisKeyStore) -> None:
         while True:
             await asyncio.sleep(REDIS_PERIOD_S)
             await self._read_redis(source)
@@ -241,7 +241,7 @@ class KeyRing:
         except BatonError as e:
             self._log_failure(REDIS_SOURCE, e)
             return
-        changed, self._of_hash = records != self._of_hash, records
+        changed, self._redis_keys = records != self._redis_keys, records
         if changed or REDIS_SOURCE in self._errors:
             self._on_read(REDIS_SOURCE, records)
 
@@ -258,7 +258,7 @@ class KeyRing:
 
     def _rebuild(self) -> None:
         self.current = KeySet(
-            itertools.chain(*self._of_files, self._of_hash or ()),
-            anonymous=not self._files and self._hash is None,
-            complete=self._hash is None or self._of_hash is not None,
+            itertools.chain(*self._file_keys, self._redis_keys or ()),
+            anonymous=not self._files and self._redis_store is None,
+            complete=self._redis_store is None or self._redis_keys is not None,
         )

@@ -39,10 +39,10 @@ class LimitDecision:
 
     refused: str  # the limit that refused the request: requests, tokens, day or concurrent; "" if it was granted
     wait_ms: int  # milliseconds until a retry may succeed
-    requests: int  #: Requests left of this minute's limit, and milliseconds until the bucket is full again.
-    requests_full_ms: int
-    tokens: int  #: The same for tokens.
-    tokens_full_ms: int
+    requests: int  #: Requests left of this minute's limit.
+    requests_full_ms: int  #: Milliseconds until all of these requests are left again.
+    tokens: int  #: Tokens left of this minute's limit.
+    tokens_full_ms: int  #: Milliseconds until all of these tokens are left again.
     day: int  # day since the epoch that the tokens count for
 
 

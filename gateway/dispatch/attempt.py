@@ -81,7 +81,7 @@ class Attempt:
 
     The Prefill call outlives `close` if the answer is complete: a cancel before the hand-off is acknowledged would
     abort the request on both pods, and the caches would lose the prompt. If that hand-off then fails, an abort frees
-    the blocks on the decode pod; it is sent by `close` or by the end of the Prefill call, the later of the two.
+    the blocks on the decode pod. `close` or the end of the Prefill call sends it, whichever is later.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Attempt:
         self._timeline = timeline
         self._trace = AttemptTrace(timeline.trace, number)
         self._request: ValidRequest = request  # under the id of the current reservation
-        self._placement: Placement | None = None  #: Bookings and decode pod of the reservation; None if released.
-        self._decode: Pod | None = None
+        self._placement: Placement | None = None  #: The pods and bookings of the reservation; None if released.
+        self._decode: Pod | None = None  #: The decode pod that was asked; None if released.
         self._prefill: _Prefill | None = None
         self._hand_off_failed = False  #: Prefill ended without a confirmed hand-off, and decode sent nothing.
         self._decode_responded = False  # the decode pod has sent something for this request, so it has the KV
@@ -283,7 +283,7 @@ class Attempt:
                     details = _details(chunk, "computed_tokens", "cached_tokens", "delivered_blocks")
                     self._timeline.mark("chunk", **details)
                 elif kind == "first_token":
-                    await asyncio.shield(prefill.kv_target)  # without a reservation there is no answer
+                    await asyncio.shield(prefill.kv_target)  # Reserve may still reject or compute locally
                     self._on_first_token(prefill, event.first_token)
                 elif kind == "handed_off":
                     prefill.handed_off = True
@@ -459,7 +459,7 @@ class Attempt:
             self._prefill.task.cancel()
 
     def _release_decode(self, *, abort: bool) -> None:
-        """Returns the bookings and unsubscribes from the decode pod; `abort` also ends the request there."""
+        """Ends the bookings and unsubscribes from the decode pod; `abort` also ends the request there."""
         placement, self._placement = self._placement, None
         if placement is not None:
             placement.release()

@@ -54,7 +54,7 @@ class Dispatch:
         self, router: Router, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = ""
     ) -> None:
         """`deadline`: time.monotonic() value. `affinity`: requests with an equal one prefer the same pods."""
-        self.resumed_samples: dict[int, Dispatch] = {}  #: Samples that continue alone; `next` then gives nothing.
+        self.resumed_samples: dict[int, Dispatch] = {}  #: Samples that continue alone; `next` is then empty.
         self._router = router
         self._metrics = router.metrics
         self.request = request
@@ -63,17 +63,17 @@ class Dispatch:
         self._affinity = affinity
         self._plan: RoutingPlan | None = None
         self._layout_fingerprint: str | None = None  #: Of the pods of the first tokens; all attempts need it.
-        self._attempt: Attempt | None = None  #: The current attempt and its number, from 1.
-        self._attempt_number = 0
+        self._attempt: Attempt | None = None  #: The current attempt; None between attempts.
+        self._attempt_number = 0  #: Number of the last attempt, from 1.
         self._avoided_pods: frozenset[str] = frozenset()  # addresses of pods that earlier attempts blame
         self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
-        self._lost_error: BatonError | None = None  #: Interrupted the answer, and no attempt has continued it.
+        self._lost_error: BatonError | None = None  #: Error that interrupted the answer; None once it goes on.
         self._stopped_samples: set[int] = set()
 
     # -- reading
 
     async def next(self) -> TokenDelta:
-        """Returns the next tokens of one sample; nothing if they continue in `resumed_samples`. Raises BatonError."""
+        """Returns the next tokens of one sample; empty if they continue in `resumed_samples`. Raises BatonError."""
         while not self.resumed_samples:
             try:
                 attempt = self._attempt or await self._start_attempt()

@@ -50,8 +50,8 @@ class TokenQueue:
         self._orders = [TokenOrder(output_ids) for _ in range(num_samples)]
         self._unfinished = set(range(num_samples))  # samples that have not ended for the reader
         self._ready_samples: deque[int] = deque()  #: Samples with tokens that `next` has not seen; each once.
-        self._on_tokens: OnTokens | None = None  #: Callbacks of the reader; set only while `relay` runs.
-        self._on_token_id: OnTokenId | None = None
+        self._on_tokens: OnTokens | None = None  #: Callback for tokens; None unless `relay` runs.
+        self._on_token_id: OnTokenId | None = None  #: Callback for a lone token id; None like the other.
         self._waiter: asyncio.Future[None] | None = None  # the reader's future while it waits in `next` or `relay`
 
     # -- the pods' side

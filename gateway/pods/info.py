@@ -20,8 +20,8 @@ class PodInfo:
     model: str
     fingerprint: str  #: Hash of the KV layout; only pods with equal fingerprints work together.
     scope: str  #: Key space of the layout in the prefix index.
-    block_size: int  #: Tokens of a KV block, and its bytes in all layers.
-    block_bytes: int
+    block_size: int  #: Tokens of a KV block.
+    block_bytes: int  #: Bytes of a KV block in all layers.
     max_model_len: int
     num_blocks: int
     vocab_size: int
@@ -61,8 +61,8 @@ class DraftCounts:
 
     proposer: str
     chains: int  #: Proposals: one for each sequence and step.
-    proposed: int  #: Tokens in them, and those that the model accepted.
-    accepted: int
+    proposed: int  #: Tokens of the proposals.
+    accepted: int  #: Those of them that the model accepted.
     useless: bool  #: No recent draft token was accepted.
 
 
@@ -81,7 +81,7 @@ class PeerTraffic:
 class GpuUsage:
     utilization: float | None  #: 0 to 1; None if the driver does not report it.
     memory_used: int  #: Bytes, of all processes.
-    memory_total: int
+    memory_total: int  #: Bytes.
 
 
 @dataclass(frozen=True, slots=True)

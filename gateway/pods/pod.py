@@ -38,9 +38,7 @@ from gateway.pods.view import PodView
 INFO_PERIOD_S = 0.5
 INFO_TIMEOUT_S = 1.0
 SILENCE_S = 3.0  #: A pod that does not answer Info counts as busy, not gone, for this long after its last answer.
-HELLO_TIMEOUT_S = (
-    0.3  #: Wait for the pod's first answer on a token stream. Older pods send none before the first batch.
-)
+HELLO_TIMEOUT_S = 0.3  #: Longest wait for a pod's first answer on a token stream; older pods send none.
 ACK_BATCHES = 32  #: Batches that are acknowledged together. The pod pauses after 256 unacknowledged batches.
 ABORT_TIMEOUT_S = 5.0
 REPEAT_ABORT_S = 2.0  #: A sequence that still sends tokens this long after its abort is aborted again.
@@ -77,15 +75,15 @@ class Pod:
     ) -> None:
         self.address = address
         self.static = static  #: The address is configured, so the pod is never forgotten.
-        self.info: PodInfo | None = None  #: Facts and counters from the last answer to Info; None before the first.
-        self.activity: PodActivity | None = None
+        self.info: PodInfo | None = None  #: Facts from the last answer to Info; None before the first.
+        self.activity: PodActivity | None = None  #: Counters from the same answer.
         self.view: PodView | None = None  #: The current process as routing sees it; one per generation.
         self.alive = False  #: The pod answers Info, and can be used.
         self.refusal = ""  #: Why a pod that answers cannot be used; "" if it can.
         self.last_answer_at = time.monotonic()  #: When the pod last answered Info; time.monotonic().
         self.token_stream_up = False
-        self.index_draining = False  #: The pod leaves, as the index says or as Kubernetes says.
-        self.terminating = False
+        self.index_draining = False  #: The index says that the pod leaves.
+        self.terminating = False  #: Kubernetes says that the pod leaves.
         self._reports_load = False  #: Info carries the load, so reports of the index are not needed.
         self.gateway_id = signer.name
         self._model = model  #: The served name that the pod must have.
@@ -100,7 +98,7 @@ class Pod:
         self._sinks: dict[str, TokenSink] = {}  # by request id
         self._streams_ended = 0
         self._recheck_event = asyncio.Event()  #: Set to call Info now.
-        self._can_stream = asyncio.Event()  #: Set while the pod is alive and has a token stream.
+        self._can_stream = asyncio.Event()  #: Set while the pod is alive and its role decodes.
         self._aborted: dict[tuple[str, int | None], float] = {}  #: Time by request id and child (None: all).
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -153,7 +151,7 @@ class Pod:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_all(Unavailable("the gateway is leaving"))
+        self._fail_all(Unavailable("the gateway is stopping"))
         await self._channel.close(None)
 
     def recheck(self) -> None:
@@ -171,8 +169,8 @@ class Pod:
     def abort(self, request_id: str, until: float = 0.0, *, child: int | None = None) -> None:
         """Aborts a request on the decode pod, or only its sequence `child`, in the background.
 
-        The call is repeated until the pod acknowledges it, or has ended the request by itself: that is when the request
-        has reached its deadline `until` (time.monotonic()) or the token stream has ended.
+        Repeats the call until the pod acknowledges it. Stops when the pod has ended the request by itself: at its
+        deadline `until` (time.monotonic()), or with the token stream.
         """
         now = time.monotonic()
         if len(self._aborted) > MAX_REMEMBERED_ABORTS:

@@ -239,8 +239,8 @@ class CacheResetResult:
     """The reset of one pod."""
 
     pod: str
-    cleared: int  #: Blocks that the pod removed from its cache, and blocks that it keeps because they are in use.
-    kept: int
+    cleared: int  #: Blocks that the pod removed from its cache.
+    kept: int  #: Blocks that it keeps because they are in use.
     indexed: bool  #: The prefix index has the change.
 
 

@@ -17,7 +17,7 @@ from common.types import PodLoad, Role
 # Assumed until the pod or its peers have measured.
 DEFAULT_PREFILL_RATE = 2000.0  #: Prompt tokens per second.
 DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001  #: A decode step, and its growth per sequence.
-DEFAULT_TRANSFER_RATE = 20_000.0  #: Prompt tokens per second the KV of which is moved.
+DEFAULT_TRANSFER_RATE = 20_000.0  #: Prompt tokens per second whose KV is moved.
 DEFAULT_HAND_OFF_S, DEFAULT_PULL_S = 0.005, 0.02  #: End of a hand-off, latency of a pull, without moving KV.
 
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.
@@ -32,7 +32,7 @@ class Bookings:
     _since: float = float("-inf")  #: Bookings before this time are reported.
     tokens: int = 0  #: Tokens left of all bookings.
     unreported_tokens: int = 0  #: Tokens left of the unreported bookings.
-    unreported_booked: int = 0  #: Their tokens as booked at first: other gateways know a booking only as it was then.
+    unreported_booked: int = 0  #: Their tokens when booked; other gateways never see a booking shrink.
     unreported_count: int = 0
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Bookings:
                 self.unreported_tokens -= left - tokens
 
     def remove(self, request_id: str) -> None:
-        """Returns a booking. Has no effect if there is none."""
+        """Removes a booking. Has no effect if there is none."""
         entry = self._open.pop(request_id, None)
         if entry is not None:
             left, booked, at = entry
@@ -88,20 +88,20 @@ class PodView:
 
     load: PodLoad | None = None  #: The last report, None before the first.
     reported_at: float = float("-inf")  #: When the pod made it.
-    queue_empty_at: float = float("-inf")  #: When the reported prompt queue is computed.
+    queue_empty_at: float = float("-inf")  #: When the reported prompt queue will be empty.
 
     prefill_bookings: Bookings = field(default_factory=Bookings)  #: Prompts that this gateway sent to the pod.
     decode_bookings: Bookings = field(default_factory=Bookings)  #: Sequences, in prompt tokens.
     foreign_tokens: int = 0  #: Prompt tokens that other gateways booked since the report, as far as is known.
     foreign_sequences: int = 0  #: The same for sequences.
 
-    prefill_overhead_s: float = 0.0  #: Time of a prompt: fixed, and per token.
-    prefill_s_per_token: float = 1 / DEFAULT_PREFILL_RATE
+    prefill_overhead_s: float = 0.0  #: Fixed time of a prompt.
+    prefill_s_per_token: float = 1 / DEFAULT_PREFILL_RATE  #: Further time per prompt token.
     rate_known: bool = False  #: The pod or its peers have measured `prefill_s_per_token`.
-    step_s: float = DEFAULT_STEP_S  #: Time of a decode step, and its growth per sequence.
-    step_slope_s: float = DEFAULT_STEP_SLOPE_S
+    step_s: float = DEFAULT_STEP_S  #: Fixed time of a decode step.
+    step_slope_s: float = DEFAULT_STEP_SLOPE_S  #: Further time per sequence of the step.
     transfer_s_per_token: float = 1 / DEFAULT_TRANSFER_RATE  #: Time to move the KV of one token.
-    hand_off_s: float = DEFAULT_HAND_OFF_S  #: The end of a hand-off beyond that.
+    hand_off_s: float = DEFAULT_HAND_OFF_S  #: Time of the end of a hand-off, without moving KV.
 
     pulls: bool = False  #: The pod pulls prefixes from other pods.
     pull_s: float = DEFAULT_PULL_S  #: Latency of a pull beyond moving the KV.

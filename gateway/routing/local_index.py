@@ -7,9 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 ANY_POD = ("", 0)  #: Name and generation that stand for all pods together in ApproxIndex.
-POINT_STRIDE = (
-    8  #: A chain is recorded at its first POINT_STRIDE blocks, at every POINT_STRIDE-th, and at its last one.
-)
+POINT_STRIDE = 8  #: Recorded blocks of a chain: the first POINT_STRIDE, every POINT_STRIDE-th, and the last.
 MAX_POINTS = 100_000  #: About 20 MB.
 MAX_AGE_S = 600.0  #: Pods evict blocks without a message to gateways, so a record is trusted for this long.
 MAX_COMPARED_PROMPTS = 64  #: Prompts in flight that one `match_blocks` compares at most.
@@ -18,8 +16,8 @@ MAX_COMPARED_PROMPTS = 64  #: Prompts in flight that one `match_blocks` compares
 class ApproxIndex:
     """Remembers which pod computed which prompt; routing uses it while the prefix index is away.
 
-    Every routed prompt is recorded, also while the index answers, so that the memory is warm when it fails. Records end
-    by age, by `forget`, with a new generation of their pod, and least recently used first when there are too many.
+    Every routed prompt is recorded, also while the index answers, so that the memory is warm when it fails. A record
+    ends by age, by `forget`, by a new generation of its pod, or as the least recently used of too many.
 
     Only some blocks of a chain are recorded, its points. So a look-up returns up to POINT_STRIDE - 1 blocks less than
     were recorded, never more. Invariant: a point is never younger than the points before it in the chain and never
@@ -145,7 +143,7 @@ class InFlightPrompts:
 
 
 def _positions(length: int) -> list[int]:
-    """Returns the indices of a chain's hashes that it is entered under: 0, 1, 3, 7, ... and the last."""
+    """Returns the indices of the hashes under which a chain is stored: 0, 1, 3, 7, ... and the last."""
     return [*((1 << power) - 1 for power in range((length - 1).bit_length())), length - 1]
 
 

@@ -1,4 +1,4 @@
-"""The pods of one attempt and all bookings made for it; `release` returns them once.
+"""The pods of one reservation and all bookings made for it; `release` ends the bookings.
 
     new --book--> booked --on_first_token--> computed --release--> released
                     |                                                 ^
@@ -24,7 +24,7 @@ from gateway.pods.pod import Pod
 from gateway.routing.local_index import ANY_POD, ApproxIndex, InFlightPrompts
 from gateway.routing.policy import PodOption, PullOffer
 
-AMPLE_FREE_SHARE = 0.125  #: A decode pod with this share of its pool free has room for a prompt, as good as surely.
+AMPLE_FREE_SHARE = 0.125  #: A decode pod with this share of its pool free almost surely has room for a prompt.
 #: After the first token a prompt stays in flight until the index has its blocks and cached look-ups have expired.
 INFLIGHT_LINGER_S = 0.2
 
@@ -48,8 +48,8 @@ class Placement:
     inflight: InFlightPrompts
     approx_index: ApproxIndex
     unbook_shared: Callable[[str, Sequence[Pod]], None]  #: Ends bookings in the index.
-    _booked: bool = False  #: The bookings exist; then `_computing` says whether that of the prompt does too.
-    _computing: bool = False
+    _booked: bool = False  #: The bookings exist.
+    _computing: bool = False  #: The booking of the prompt exists too.
 
     @property
     def decode(self) -> Pod:
@@ -151,7 +151,7 @@ class Placement:
                 self.approx_index.record(pod.info.name, pod.info.generation, self.hashes)
 
     def release(self) -> None:
-        """Returns all bookings that are left. Idempotent."""
+        """Ends all bookings that are left. Idempotent."""
         if not self._booked:
             return
         pods = [self.chosen_decode.pod]
@@ -161,7 +161,7 @@ class Placement:
         self.unbook_shared(self.request_id, pods)
 
     def _release_local(self) -> None:
-        """Returns the bookings of this gateway, without those in the index."""
+        """Ends the bookings in this gateway, not those in the index."""
         self.chosen_decode.option.view.decode_bookings.remove(self.request_id)
         if self._computing:
             self._computing_pod.option.view.prefill_bookings.remove(self.request_id)

@@ -44,9 +44,7 @@ from prefix_index.reader import IndexReader
 from prefix_index.store import BookingCandidate, BookingResult
 
 PREFIX_KEY_BLOCKS = 4  #: Blocks at the start of a prompt that its prefix key covers.
-HASH_BLOCKS_PER_TURN = (
-    1024  #: Blocks that are hashed, in 1 to 2 ms, before other requests get a turn of the event loop.
-)
+HASH_BLOCKS_PER_TURN = 1024  #: Blocks hashed, in 1 to 2 ms, before other requests get a turn of the event loop.
 #: Pauses before an unbooking that failed is retried. An index call fails after a few ms, but a booking that stays
 #: would count on its pod until it expires.
 UNBOOK_RETRY_S = (0.5, 2.0, 8.0)
@@ -197,7 +195,7 @@ class Router:
 
     async def _unbook(self, index: IndexReader, request_id: str, pods: Sequence[Pod]) -> None:
         if (booking := self._booking.get(request_id)) is not None:
-            await asyncio.wait({booking})  # a booking that arrives after its end would stay
+            await asyncio.wait({booking})  # a booking after its unbooking would stay
         for pause_s in (*UNBOOK_RETRY_S, None):
             try:
                 for pod in pods:
@@ -206,7 +204,7 @@ class Router:
                 return
             except IndexUnavailable as e:
                 if pause_s is None:
-                    _log.debug("booking not returned, it will expire: %s", e)
+                    _log.debug("booking not ended in the index, it will expire: %s", e)
                     return
             await asyncio.sleep(pause_s)
 
@@ -280,10 +278,9 @@ class RoutingPlan:
         )
         groups = [options[:1] for options in groups] if settled else groups
         pods = {option.view.address: self.table.pods[option.view.address] for group in groups for option in group}
-        first = [group[0] for group in groups]
-        router, (decode, prefill) = self.router, _chosen_pods(pods, first)
-        shared = router.inflight, router.approx_index, router.unbook_shared
-        placement = Placement(request_id, decode, prefill, prompt.hashes, *shared)
+        router, (decode, prefill) = self.router, _chosen_pods(pods, [group[0] for group in groups])
+        state = router.inflight, router.approx_index, router.unbook_shared
+        placement = Placement(request_id, decode, prefill, prompt.hashes, *state)
         candidates = [[_candidate(option, now) for option in options] for options in groups]
         placement.book()
         if not self.index_answered:
@@ -366,7 +363,7 @@ def _chosen_pods(pods: Mapping[str, Pod], options: Sequence[PodOption]) -> tuple
 
 
 def _candidate(option: PodOption, now: float) -> BookingCandidate:
-    """Converts an option for the index. Bookings since the pod's report are taken out: the index adds those of all."""
+    """Converts an option for the index. Bookings since the pod's report are taken out: the index adds everyone's."""
     view = option.view
     if view.role is Role.DECODE:
         known = view.decode_bookings.unreported_count + view.foreign_sequences

@@ -19,7 +19,7 @@ from gateway.serving.request import BeamSearchParams, GenerationSpec, Usage
 from gateway.telemetry.timeline import Timeline
 from gateway.text.output import OutputPiece
 
-BEAM_RETRY_PAUSE_S = (0.05, 0.25)  #: Least and most seconds before a beam that found no room is tried again.
+BEAM_RETRY_PAUSE_S = (0.05, 0.25)  #: Min and max seconds before a beam that found no room is tried again.
 
 T = TypeVar("T")
 

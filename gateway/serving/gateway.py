@@ -139,7 +139,7 @@ class Gateway:
         if self._requests:
             _log.warning("ending %d running requests", len(self._requests))
         for context in self._requests.values():
-            context.abort(Unavailable("the gateway is leaving", retry_after_s=1.0))
+            context.abort(Unavailable("the gateway is stopping", retry_after_s=1.0))
 
     async def stop(self) -> None:
         """Frees everything; running requests fail. Call `abort_requests` first, so that their clients get an error."""
@@ -189,7 +189,7 @@ class Gateway:
         Overloaded when too many requests run, Unavailable while draining.
         """
         if self.draining:
-            raise Unavailable("the gateway is leaving", retry_after_s=1.0)
+            raise Unavailable("the gateway is stopping", retry_after_s=1.0)
         if len(self._requests) >= self.settings.max_inflight:
             self.metrics.rejections.labels("gateway").inc()
             self.metrics.requests.labels(endpoint, "overloaded").inc()

@@ -55,15 +55,16 @@ class ModelRegistry:
 
     def __init__(self, models: Sequence[ServedModel], aliases: Mapping[str, str]) -> None:
         self._models = tuple(models)
-        own = {model.name: model for model in models}
-        if len(own) != len(models):
-            raise ConfigError("model: two models have the same name", field="model")
+        own: dict[str, ServedModel] = {}
+        for model in models:
+            if own.setdefault(model.name, model) is not model:
+                raise ConfigError(f"model: two models have the name {model.name}", field="model")
         for alias, name in aliases.items():
             if alias in own:
                 raise ConfigError(f"alias: {alias} is a model's own name", field="alias")
             if name not in own:
                 served = ", ".join(own)
-                raise ConfigError(f"alias: {alias} stands for {name}, which is not served ({served} is)", field="alias")
+                raise ConfigError(f"alias: {alias} stands for {name}, which is not one of {served}", field="alias")
         self.aliases = dict(aliases)  # model name by alias
         named = own | {alias: own[name] for alias, name in aliases.items()}
         self.by_name = dict(sorted(named.items()))  #: The model for each name and alias, sorted by name.

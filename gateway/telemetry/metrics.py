@@ -44,7 +44,9 @@ class GatewayMetrics:
         )
         self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])
         self.admission_wait = m.histogram("admission_wait_seconds", "Time in the gateway's queue, of those that waited")
-        self.limits_without_redis = m.counter("limits_without_redis", "Requests held against this gateway's own counts")
+        self.limits_without_redis = m.counter(
+            "limits_without_redis", "Requests checked against this gateway's own counts"
+        )
         self.tenant_tokens = m.counter("tenant_tokens", "Tokens of requests with an API key", ["tenant", "kind"])
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
@@ -52,18 +54,18 @@ class GatewayMetrics:
         self.lookup_tokens = m.counter("prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted")
         self.repeated = m.counter(
             "prefix_repeated_tokens",
-            "Prompt tokens that an earlier prompt here began with: what a cache could have had",
+            "Leading prompt tokens seen before by this gateway: the most a cache could hit",
         )
         self.hit_error = m.histogram(
             "prefix_hit_error_tokens",
-            "Cached prompt tokens of a request, expected and found: the difference",
+            "Difference of expected and found cached prompt tokens of a request",
             buckets=TOKEN_BUCKETS,
         )
         self.duplicates = m.counter("duplicate_tokens", "Tokens that came twice and were dropped")
         self.index_lookup = m.histogram(
             "kv_index_lookup_seconds", "Prefix index look-ups that were answered", [], FAST_BUCKETS
         )
-        self._index_mode = m.gauge("kv_index_mode", "1 for how requests are routed now", ["mode"])
+        self._index_mode = m.gauge("kv_index_mode", "1 for the current source of hits", ["mode"])
         # Only for the dashboard: pods export the times of their hand-offs.
         self.exposed_hand_off = UnlabeledHistogram(
             "exposed", "Seconds from a prompt's last chunk to its commit", LATENCY_BUCKETS
@@ -81,7 +83,7 @@ class GatewayMetrics:
     def watch_pods(self, pods: Callable[[], Iterable[tuple[tuple[str, ...], float]]]) -> None:
         """Exports the numbers of pods: `pods` returns ((model, role, state), number of pods) for every combination."""
         self.base.sampled_gauge(
-            "pods", "Pods that this gateway knows, by what they are to it", pods, ["model", "role", "state"]
+            "pods", "Pods known to this gateway by model, role and state", pods, ["model", "role", "state"]
         )
 
     def set_index_mode(self, mode: str) -> None:

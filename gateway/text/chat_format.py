@@ -63,7 +63,7 @@ class ChatFormat:
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
     def warm_up(self) -> None:
-        """Prepares the process that tries grammars and the encoding of literals, so that no request waits for them."""
+        """Prepares the process that proves grammars and the encoding of literals, so that no request waits for them."""
         self._prover.start()
         self._tokenizer.control_tokens.warm_up()
 
@@ -100,7 +100,7 @@ class ChatFormat:
                 field=tools.field if tools else "",
             )
         if grammar is not None and grammar is not text:
-            await self._check_answer_grammar(grammar, tools, client, deadline)
+            await self._prove_answer_grammar(grammar, tools, client, deadline)
         config = self._parser_config(tools, section, include_reasoning=include_reasoning, keep_special=keep_special)
         return PreparedChat(prompt, config, grammar)
 
@@ -166,7 +166,7 @@ class ChatFormat:
         return self._template.render(messages, template_kwargs, tools=tools or None)
 
     async def prove(self, source: GrammarSource | Grammar, client: str, deadline: float | None = None) -> Grammar:
-        """Returns the grammar as the pods will compile it, tried in another process; see GrammarProver.submit.
+        """Proves a grammar and returns it as the pods will compile it; see GrammarProver.submit.
 
         Raises InvalidRequest, which names the grammar's field and the JSON schema keyword that is not supported.
         """
@@ -174,7 +174,7 @@ class ChatFormat:
             source = GrammarSource("text", source.text, source.field)
         return await asyncio.wrap_future(self._prover.submit(source, client=client, deadline=deadline))
 
-    async def _check_answer_grammar(
+    async def _prove_answer_grammar(
         self, grammar: Grammar, tools: RequestTools | None, client: str, deadline: float
     ) -> None:
         """Raises InvalidRequest if the grammar is rejected.

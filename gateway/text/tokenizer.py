@@ -86,7 +86,7 @@ class TextTokenizer:
         self.control_tokens = ControlTokens(raw)
         self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
         self.eos_ids = self._find_eos(model_dir)  # the model's end-of-sequence tokens
-        #: Most characters that one token can stand for. A normalizer may shorten a text, some of them by a lot.
+        #: Max characters that one token can stand for. A normalizer may shorten a text, some of them by a lot.
         self.max_chars_per_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
         self.token_texts = _TokenTexts(self)  # text by token id, see _TokenTexts

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kv_transfer.memory import PeerMemory, PoolMemory
 
-REFUSABLE_TRANSPORTS = ("tcp", "unknown")  # Transports over which KV in GPU memory travels only with allow_tcp
+TCP_OR_UNKNOWN = ("tcp", "unknown")  # Transports that carry KV in GPU memory only with allow_tcp
 
 
 class WriteState(enum.Enum):

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
 _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
 NAME_CHARS = 31  # UCX cuts the agent's name to this length
+LAST_CONNECTIONS_S = 0.05  # a connection takes some milliseconds
 
 _LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
 _HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
@@ -237,6 +239,7 @@ class NixlBackend:
             return
         for handle in list(self._writes):
             self.release(handle)
+        _let_peers_connect(agent.nixl)
         for blocks in agent.peers.values():
             blocks.release()
         for peer in {*agent.peers, *agent.notified_peers}:
@@ -257,6 +260,17 @@ class NixlBackend:
         write.state, write.error = WriteState.FAILED, f"{type(error).__name__}: {error}"
         for line in self._ucx_log.new_warnings() if self._ucx_log is not None else ():
             _log.warning("UCX: %s", line)
+
+
+def _let_peers_connect(nixl: Any) -> None:
+    """Accepts connections that peers began. UCX accepts only in a poll.
+
+    Over TCP, UCX 1.21 aborts the peer's process if a connection ends unaccepted (uct_tcp_ep_pending_purge).
+    """
+    end = time.monotonic() + LAST_CONNECTIONS_S
+    while time.monotonic() < end:
+        nixl.get_new_notifs()
+        time.sleep(LAST_CONNECTIONS_S / 20)
 
 
 def nixl_api() -> Any:

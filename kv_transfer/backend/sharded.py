@@ -24,7 +24,7 @@ import numpy as np
 
 from common.errors import TransferFailed, Unavailable
 from common.process.rank_channel import RankChannel, RankMessage
-from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS, Backend, Notification, Transport, WriteState
+from kv_transfer.backend.interface import TCP_OR_UNKNOWN, Backend, Notification, Transport, WriteState
 from kv_transfer.memory import PeerMemory, PoolMemory
 
 _log = logging.getLogger(__name__)
@@ -350,7 +350,7 @@ class ShardedBackend:
         return self._own.notifications()
 
     def transport(self, peer: str, *, same_host: bool) -> Transport:
-        """Returns rank 0's transport, unless another rank has one of REFUSABLE_TRANSPORTS."""
+        """Returns rank 0's transport, unless another rank has one of TCP_OR_UNKNOWN."""
         if peer not in self._peers:
             return self._own.transport(peer, same_host=same_host)
         for rank, name in zip(self._ranks, self._peers[peer], strict=True):
@@ -358,7 +358,7 @@ class ShardedBackend:
         found: list[Transport] = []
         others = self._on_all_ranks(lambda: found.append(self._own.transport(peer, same_host=same_host)))
         found += [Transport(**response.fields) for response in others]
-        return next((transport for transport in found if transport.name in REFUSABLE_TRANSPORTS), found[0])
+        return next((transport for transport in found if transport.name in TCP_OR_UNKNOWN), found[0])
 
     def close(self) -> None:
         for rank in self._ranks:

@@ -27,7 +27,7 @@ from common.errors import BatonError, DeadlineExceeded, InvalidRequest, LayoutMi
 from common.pb import transfer_pb2
 from common.process.lifecycle import host_boot_id
 from common.wire import layout_from_pb, role_from_pb
-from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS
+from kv_transfer.backend.interface import TCP_OR_UNKNOWN
 from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
 from kv_transfer.messages import PeerStats
 from kv_transfer.peers.rpc_client import PeerRpcClient
@@ -36,10 +36,11 @@ from kv_transfer.transfer_thread import TransferThread
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
+LAST_ATTEMPTS_S = 0.5
 UNREACHABLE_S = 3.0
 PROBE_WRITE_S = 10.0  # UCX connects lazily: the first write can take seconds
 PROBE_TRIES = 8
-#: Most bytes of the write that measures the rate. On a GPU it takes long enough that the time between polls is little.
+#: Max bytes of the write that measures the rate. On a GPU it takes long enough that the time between polls is little.
 PROBE_BURST_BYTES: dict[MemoryKind, int] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
 PROBE_BURST_BLOCKS = 128
 NONCE_BYTES = 16
@@ -292,7 +293,7 @@ class PeerConnector:
         transport = await self.thread.run(transport_of)
         connection.gb_s = burst * memory.block_bytes / max(seconds, 1e-9) / 1e9
         connection.transport, connection.transport_source = transport.name, transport.source
-        if memory.kind == "VRAM" and transport.name in REFUSABLE_TRANSPORTS and not self.allow_tcp:
+        if memory.kind == "VRAM" and transport.name in TCP_OR_UNKNOWN and not self.allow_tcp:
             by = "TCP" if transport.name == "tcp" else "an unknown transport"
             raise TransferFailed(f"KV in GPU memory would travel to {connection.pod} over {by}; allow_tcp permits that")
 
@@ -323,7 +324,10 @@ class PeerConnector:
             raise Unavailable(f"a probe write to {connection.pod} did not end within {PROBE_WRITE_S:g} s") from e
 
     async def close(self) -> None:
+        """Waits for the attempts, then cancels them: a peer may be connecting to us."""
         attempts = list(self._attempts.values())
+        if attempts:
+            await asyncio.wait(attempts, timeout=LAST_ATTEMPTS_S)
         for attempt in attempts:
             attempt.cancel()
         await asyncio.gather(*attempts, return_exceptions=True)

@@ -90,7 +90,7 @@ class PeerRpcClient:
         await self.call(target.address, target.pod, "Open", request, transfer_pb2.OpenResponse, timeout_s)
 
     async def commit(self, target: KvTarget, commit: Commit, timeout_s: float) -> float:
-        """Returns the seconds that the commit waited on the receiver for the last range."""
+        """Returns the seconds that the commit waited at the receiver for the last range."""
         request = transfer_pb2.CommitRequest(
             transfer_id=transfer_id_to_pb(target.transfer_id),
             generation=self.info_of_pod().generation,

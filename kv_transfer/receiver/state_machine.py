@@ -26,9 +26,7 @@ from common.types import TransferId
 from kv_transfer.messages import Commit, Writer
 
 GRACE_S = 2.0  # Wait between proof that a writer stopped and the reuse of its blocks
-_MAX_TICK_S = (
-    0.25  # Most of the grace that one tick uses up: time in which the transfer thread stood still is not proof
-)
+_MAX_TICK_S = 0.25  # Max grace that one tick uses up: a standstill of the transfer thread proves nothing
 _DRAIN_RETRY_S = (0.05, 2.0)  # First and longest wait before Drain is called again
 
 
@@ -179,7 +177,7 @@ class ReceiverMachine:
         return [*self._free_landed(), TransferReady(commit)]
 
     def release(self, now: float) -> list[ReceiverAction]:
-        """Handles that the request has ended on this pod. Idempotent."""
+        """Called when the request has ended on this pod. Idempotent."""
         return self._fail(Cancelled("the request was ended"), now)
 
     def _fail(self, error: BatonError, now: float) -> list[ReceiverAction]:

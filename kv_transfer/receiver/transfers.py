@@ -71,7 +71,7 @@ class IncomingTransfer:
     on_failed: Callable[[BatonError], None]
     #: Commits without an answer: the time limit, and the answer of the call (None for a commit notification).
     waiting: list[tuple[float, Future[float] | None]] = field(default_factory=list)
-    asked_at: float = 0.0  # The first commit arrived; 0 before
+    commit_at: float = 0.0  # Time of the first commit; 0 before
 
 
 @dataclass(eq=False)
@@ -145,7 +145,7 @@ class TransferReceiver:
     def poll_hot(self) -> bool:
         """A commit arrived before the last bytes, less than HOT_POLL_LIMIT_S ago."""
         since = self.clock() - HOT_POLL_LIMIT_S
-        return any(entry.machine.commit_waits_for_ranges and entry.asked_at > since for entry in self._table.values())
+        return any(entry.machine.commit_waits_for_ranges and entry.commit_at > since for entry in self._table.values())
 
     @property
     def quarantined_blocks(self) -> int:
@@ -236,7 +236,7 @@ class TransferReceiver:
 
     def _wait(self, entry: IncomingTransfer, answer: Future[float] | None) -> None:
         now = self.clock()
-        entry.asked_at = entry.asked_at or now
+        entry.commit_at = entry.commit_at or now
         entry.waiting.append((now + COMMIT_WAIT_S, answer))
 
     def on_notification(self, peer: str, message: RangeWritten | CommitNotification) -> None:
@@ -270,7 +270,7 @@ class TransferReceiver:
             self._apply(entry, event(entry.machine, self.clock()))
 
     def release(self, transfer_id: TransferId) -> None:
-        """Handles that the request has ended on this pod. No effect after READY."""
+        """Called when the request has ended on this pod. No effect after READY."""
         self.update(transfer_id, ReceiverMachine.release)
 
     def _request_drain(self, transfer_id: TransferId, writer: Writer) -> None:
@@ -358,7 +358,7 @@ class TransferReceiver:
     def _answer_all(self, entry: IncomingTransfer, error: BatonError | None = None) -> None:
         """Answers every waiting commit. Commit notifications get no errors: the calls that follow get them."""
         waiting, entry.waiting = [answer for _, answer in entry.waiting], []
-        awaited_s = self.clock() - entry.asked_at
+        awaited_s = self.clock() - entry.commit_at
         if error is None and None in waiting:
             self._notify_committed(entry, awaited_s)
         for answer in filter(None, waiting):

@@ -26,7 +26,7 @@ from kv_transfer.messages import Commit
 
 GRACE_S = 2.0  # Wait between proof that the peer's process ended and the release of blocks that its writes read
 OPEN_RETRY_LIMIT_S = 3.0  # An unreachable receiver fails the transfer after this long in OPENING
-_MAX_TICK_S = 0.25  # Most of the grace that one tick uses up: a standstill of the transfer thread does not count
+_MAX_TICK_S = 0.25  # Max grace that one tick uses up: a standstill of the transfer thread proves nothing
 RENOTIFY_AFTER = 2  # Refused commits, with every write done, after which the ranges are notified again
 _OPEN_RETRY_S = 0.05
 _COMMIT_RETRY_S = 0.002
@@ -118,8 +118,8 @@ class SenderMachine:
     """One outgoing transfer to `target`.
 
     Args:
-        max_write_blocks: most blocks of one write.
-        first_write_blocks: most blocks of a push's first write (None: max_write_blocks). Each later write may be twice
+        max_write_blocks: max blocks of one write.
+        first_write_blocks: max blocks of a push's first write (None: max_write_blocks). Each later write may be twice
             as large as the one before, so the first bytes move while more writes are posted.
         commit_ahead: the commit is sent while at most this many writes are still queued.
     """
@@ -163,14 +163,14 @@ class SenderMachine:
         return self.state in _ENDED
 
     def connected(self, now: float) -> list[SenderAction]:
-        """Handles that the connection to the peer passed its probe."""
+        """Called when the connection to the peer passed its probe."""
         if self.state is not SenderState.CONNECTING:
             return []
         self.state, self._opening_since = SenderState.OPENING, now
         return self._call(SendOpen())
 
     def opened(self, now: float) -> list[SenderAction]:
-        """Handles that the receiver acknowledged the open."""
+        """Called when the receiver acknowledged the open."""
         if self.state is not SenderState.OPENING:
             return []
         self.state, self._calling = SenderState.OPEN, False
@@ -208,7 +208,7 @@ class SenderMachine:
         return write
 
     def posted(self) -> list[SenderAction]:
-        """Handles that the backend got the taken writes, so the commit may be due."""
+        """Called when the backend got the taken writes; then the commit may be due."""
         if self.state is not SenderState.OPEN or self._commit is None or self._unpushed:
             return []
         if len(self._queue) > self._commit_ahead:
@@ -217,7 +217,7 @@ class SenderMachine:
         return self._call(SendCommit(self._commit))
 
     def write_ended(self, number: int, error: str | None, now: float) -> list[SenderAction]:
-        """Handles that a posted write is terminal. error: the reason of its failure."""
+        """Called when a posted write has become terminal. error: the reason of its failure."""
         write = self._posted.pop(number, None)
         if write is None:  # the grace after the peer's end released it already
             return []
@@ -232,7 +232,7 @@ class SenderMachine:
         return actions + self._stop()
 
     def finish(self, commit: Commit, now: float) -> list[SenderAction]:
-        """Takes the commit with the first tokens. It is sent once at most commit_ahead writes are queued."""
+        """Takes the commit with the first tokens. It is sent when at most commit_ahead writes are queued."""
         if self._commit is not None and not self.ended:
             return self.fail(InternalError("finish was called twice"), now)
         self._commit = commit
@@ -243,7 +243,7 @@ class SenderMachine:
         return [] if self._queue else self.posted()
 
     def committed(self, now: float) -> list[SenderAction]:
-        """Handles that the receiver acknowledged the commit."""
+        """Called when the receiver acknowledged the commit."""
         if self.state is not SenderState.COMMITTING:
             return []
         self._acknowledged = True
@@ -256,7 +256,7 @@ class SenderMachine:
         return [SendDone()]
 
     def call_failed(self, error: BatonError, now: float) -> list[SenderAction]:
-        """Handles that Open or Commit failed. Only Unavailable and DeadlineExceeded are tried again."""
+        """Called when Open or Commit failed. Only Unavailable and DeadlineExceeded are tried again."""
         self._calling = False
         if self.state not in (SenderState.OPENING, SenderState.COMMITTING):
             return []

@@ -13,7 +13,7 @@ from functools import partial
 
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed, UnknownTransfer
 from common.types import FinishReason, KvTarget, TransferId
-from kv_transfer.backend.interface import REFUSABLE_TRANSPORTS
+from kv_transfer.backend.interface import TCP_OR_UNKNOWN
 from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_and_log_errors, release_unless_handed_on
 from kv_transfer.messages import (
     Commit,
@@ -59,9 +59,9 @@ _Call = Callable[[float], Awaitable[None]]  # A call to the peer, with its timeo
 class WriteLimits:
     """Sizes of writes."""
 
-    first_bytes: int  # Most bytes of a push's first write
-    max_bytes: int  # Most bytes of one write
-    max_in_flight: int  # Most posted writes per connection
+    first_bytes: int  # Max bytes of a push's first write
+    max_bytes: int  # Max bytes of one write
+    max_in_flight: int  # Max posted writes per connection
 
 
 # Host memory: posting a write may copy all of its bytes inline. GPU: posting a write takes a tenth of a millisecond of
@@ -96,7 +96,7 @@ class OutgoingTransfer:
     posted_at: float = 0.0  # The newest write was posted
     written_at: float = 0.0  # The newest write ended
     committed_at: float = 0.0  # The first commit was sent; 0 before
-    awaited_s: float = 0.0  # Seconds that the commit waited on the receiver for the last range
+    awaited_s: float = 0.0  # Seconds that the commit waited at the receiver for the last range
     unacknowledged_commit: Commit | None = None  # The commit of a notification that is not acknowledged
     drains: list[Future[bool]] = field(default_factory=list)  # Answers to Drain calls
 
@@ -249,7 +249,7 @@ class TransferSender:
         return None
 
     def on_committed(self, peer: str, message: CommittedNotification) -> None:
-        """Handles that the receiver acknowledged a commit. Ignored if the answer to the call ended the transfer."""
+        """Called when the receiver acknowledged a commit. Ignored if the answer to the call ended the transfer."""
         for transfer in list(self._table.values()):
             connection = transfer.connection
             if transfer.target.transfer_id != message.transfer_id or connection is None:
@@ -302,7 +302,7 @@ class TransferSender:
         if target.fingerprint != self.fingerprint():
             error = LayoutMismatch(f"the KV layout of {target.pod} has another fingerprint", field="fingerprint")
         elif target.blocks and first + len(target.blocks) != num_blocks:
-            wrong = f"a target of {len(target.blocks)} blocks from {first} on for {num_blocks} blocks"
+            wrong = f"the target has {len(target.blocks)} blocks from block {first} on, the prompt has {num_blocks}"
             error = InvalidRequest(wrong, field="target.blocks")
         if error is not None:
             self.fail(transfer, error)
@@ -380,7 +380,7 @@ class TransferSender:
     def _commit(self, transfer: OutgoingTransfer, commit: Commit) -> None:
         """Commits by notification where the receiver polls often, else by call, which takes both pods' event loops."""
         connection, first, now = transfer.connection, not transfer.committed_at, self.clock()
-        assert connection is not None, "all is posted without a connection"
+        assert connection is not None, "a commit without a connection"
         transfer.committed_at = transfer.committed_at or now
         use_notification = (
             first
@@ -421,7 +421,7 @@ class TransferSender:
         """
         if self.memory.kind == "VRAM":
             return True
-        return transfer.connection is not None and transfer.connection.transport in REFUSABLE_TRANSPORTS
+        return transfer.connection is not None and transfer.connection.transport in TCP_OR_UNKNOWN
 
     def _notify(
         self, connection: PeerConnection, transfer: OutgoingTransfer, notification: TransferNotification

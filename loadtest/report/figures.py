@@ -101,11 +101,11 @@ def warnings(document: Mapping[str, Any]) -> list[str]:
     """Returns warnings about the validity of the figures, for example a busy generator."""
     requests, config, late_ms = document["requests"], document["config"], document["latencies_ms"]["lag"]["p99"] or 0.0
     busy, short = document["generator"]["cpu_share"], document["tokens"]["short_answers"]
-    left_out, skipped, advice = requests["left_out"], requests["skipped"], "read the rows 'intended'"
+    too_long, skipped, advice = requests["left_out"], requests["skipped"], "read the rows 'intended'"
     reason = " (--max-concurrency holds requests back)" if config["max_concurrency"] else ""
     possible = (
         (document["stopped"], f"Stopped early: {requests['unfinished']} requests were in flight and are not counted."),
-        (left_out, f"{left_out} requests of the trace are longer than --max-input-tokens and were not sent."),
+        (too_long, f"{too_long} requests of the trace are longer than --max-input-tokens and were not sent."),
         (skipped, f"{skipped} later turns were not sent, because their conversation had failed."),
         (busy > BUSY, f"The generator used {busy:.0%} of its core: it may have been the limit."),
         (late_ms > LATE_MS, f"One request in a hundred left {late_ms:.0f} ms late or more{reason}: {advice}."),

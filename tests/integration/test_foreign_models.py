@@ -227,7 +227,7 @@ def test_a_model_that_pieces_change_does_not_load(breach: str, tmp_path: Path, m
             self._decoder.wpe.register_forward_pre_hook(lambda _m, given: (torch.arange(given[0].shape[-1]) + at_zero,))
 
     monkeypatch.setattr(HfModel, "__init__", broken)
-    with pytest.raises(ConfigError, match="a prompt in chunks gives other states"):
+    with pytest.raises(ConfigError, match="a prompt gives different states in chunks"):
         source.load(64, CPU, torch.float32)
 
 

@@ -159,7 +159,7 @@ async def test_grpc_client_that_does_not_read_is_given_up_after_the_deadline(
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request)  # never read
         await until(lambda: gw.gateway.metrics.running._value.get() != 0)
         async with asyncio.timeout(30):
-            await gw.gateway.drain()  # returns once no permit is out
+            await gw.gateway.drain()  # returns once no request runs
         assert sent._value.get() == 0
         call.cancel()
 

@@ -191,4 +191,4 @@ async def test_a_client_that_does_not_read_is_given_up_after_the_deadline(
     scope = {"type": "http", "headers": [(b"x-request-timeout", b"0.3")], "baton.caller": ANONYMOUS}
     async with asyncio.timeout(30):
         await served(scope, receive, send)
-        await gw.gateway.drain()  # returns once no permit is out
+        await gw.gateway.drain()  # returns once no request runs

@@ -150,7 +150,7 @@ async def test_keys_in_redis_stay_valid_while_it_is_away(smollm2_dir: Path, tmp_
             with pytest.raises(Exception, match="not valid"):
                 keys.current.identify(f"Bearer {key}")
             await store.add(record)
-            await until(lambda: bool(keys._of_hash))
+            await until(lambda: bool(keys._redis_keys))
             assert keys.current.identify(f"Bearer {key}").limits.tokens_per_minute == 7
             await store._client.hset("kv:api-keys", "x", "no record")
             await until(lambda: bool(keys._errors))

@@ -261,11 +261,15 @@ async def test_a_client_that_reads_too_slowly_gets_no_second_pod(
     request = ValidRequest("slow", MODEL, (1, 2, 3), SamplingParams(max_tokens=TOKENS))
     timeline = Timeline("slow", None, "completions")
     run = dispatch.Dispatch(gw.gateway.models.first.router, request, deadline=time.monotonic() + 30, timeline=timeline)
-    await run.next()
-    await until(lambda: run._attempt is not None and run._attempt.token_queue.error is not None)
-    await run.next()  # what waits
-    with pytest.raises(Overloaded, match="too slowly"):
+
+    async def read_late() -> None:
         await run.next()
+        await until(lambda: run._attempt is not None and run._attempt.token_queue.error is not None)
+        for _ in range(TOKENS):  # first what waits
+            await run.next()
+
+    with pytest.raises(Overloaded, match="too slowly"):
+        await read_late()
     assert len(asked(cluster)) == 1
     await gw.settled()
 

@@ -173,7 +173,7 @@ async def test_a_grammar_that_would_overflow_the_stack_is_refused(gw: Rig, field
     ],
 )
 async def test_a_grammar_that_takes_too_long_is_refused_soon(gw: Rig, fields: dict[str, Any], param: str) -> None:
-    assert (await gw.chat(guided_regex="b")).status_code == 200  # the process that tries grammars is warm
+    assert (await gw.chat(guided_regex="b")).status_code == 200  # the process that proves grammars is warm
     began = time.monotonic()
     response = await gw.chat(**fields)
     assert time.monotonic() - began < 8  # 2 s on a machine without other work

@@ -198,10 +198,12 @@ async def test_a_rejection_cancels_the_prefill_and_the_next_reservation_starts_a
         pod.faults.reject = 1
     assert (await gw.complete()).status_code == 429
     late.decodes[0].faults.reject = 1
-    assert [await text(gw) for _ in range(8)] == [expected] * 8  # one of them goes to the other decode pod
-    assert late.decodes[0].faults.reject == 0
+    answers = 0
+    while late.decodes[0].faults.reject:  # routing decides how many of them go to the other decode pod before
+        assert await text(gw) == expected
+        answers += 1
     await until(lambda: len(prefill.seen.prefill_cancels) == 3)
-    assert len(prefill.seen.prefilled) == 1 + 2 + 8 + 1
+    assert len(prefill.seen.prefilled) == 1 + 2 + answers + 1
     await settled(gw, late)
 
 
@@ -288,7 +290,7 @@ async def test_a_deadline_during_set_target_is_a_504(
     body = {"model": MODEL, "prompt": "Hello"}
     answer = await gw.http.post("/v1/completions", json=body, headers={"x-request-timeout": "1"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (504, "the request's time is over")
-    assert len(late.prefills[0].seen.prefilled) == on_time - 2
+    assert len(late.prefills[0].seen.prefilled) <= on_time - 2  # the end may overtake the call
     assert not late.prefills[0].seen.late_targets
     await settled(gw, late)
     assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text

@@ -57,7 +57,7 @@ def both(shape, dtype, steps, heads, windows, device, gen, fp8=False, **scores):
 
 
 def attend_selected(backend, q, kv, cache, metadata, window, step):
-    """Attends for the last token of each row and the step's first token only, with `select_rows`.
+    """Attends for the last token of each row and the step's first token only, with `select_tokens`.
 
     Their keys and values are in the cache; the `kv` argument is NaN and must not be used.
     """
@@ -65,7 +65,7 @@ def attend_selected(backend, q, kv, cache, metadata, window, step):
     rows = torch.cat([ends - 1, torch.zeros(1, dtype=torch.int64)]).to(q.device)
     positions = torch.cat([torch.arange(s, s + n) for s, n in zip(step.starts, step.num_new, strict=True)]).to(q.device)
     unused = torch.full_like(kv[rows], float("nan"))
-    return backend.attend(q[rows], unused, cache, backend.select_rows(metadata, rows, positions), window), rows
+    return backend.attend(q[rows], unused, cache, backend.select_tokens(metadata, rows, positions), window), rows
 
 
 @pytest.mark.parametrize(("fp8", "scores"), [(False, {}), (True, {"scale": 0.5, "softcap": 5.0})])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.doctor import _rounds
-from cli.gpus import Gpu, run_on, shared_out, visible_gpus
+from cli.gpus import Gpu, assign_gpus, run_on, visible_gpus
 from common.errors import ConfigError
 from common.settings.configs import PodConfig
 from common.types import Role
@@ -72,7 +72,7 @@ def test_with_one_numa_node_cpus_are_unknown_and_without_a_driver_there_are_no_g
 
 @given(pods=st.integers(1, 9), count=st.integers(0, 9))
 def test_pods_are_spread_evenly_over_gpus(pods: int, count: int) -> None:
-    places = shared_out(pods, [Gpu(str(i)) for i in range(count)])
+    places = assign_gpus(pods, [Gpu(str(i)) for i in range(count)])
     assert len(places) == pods
     if not count:
         assert set(places) == {None}

@@ -163,7 +163,7 @@ def _random(config: Any, device: torch.device, dtype: torch.dtype, seed: int) ->
 
 @torch.inference_mode()
 def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError if two interleaved sequences in chunks and transformers' own attention give other states."""
+    """Raises ConfigError if the states of two interleaved sequences in chunks differ from transformers' attention."""
     spec = model.spec
     length = min(VERIFY_TOKENS, spec.max_position)
     blocks = -(-length // VERIFY_BLOCK_SIZE)
@@ -186,7 +186,7 @@ def _verify(model: HfModel, device: torch.device, dtype: torch.dtype) -> None:
     error = float(torch.cat(errors).median())
     if not error < VERIFY_TOLERANCE[dtype]:
         cause = "its layers keep state other than keys and values, or do not take positions from position_ids"
-        raise ConfigError(f"a prompt in chunks gives other states than a whole prompt (error {error:.2g}): {cause}")
+        raise ConfigError(f"a prompt gives different states in chunks than whole (error {error:.2g}): {cause}")
 
 
 def _verify_steps(length: int) -> list[list[tuple[int, int]]]:

@@ -138,7 +138,7 @@ def replace_decoder(causal: Any, decoder_path: str, output_class: type) -> None:
 
 
 TRACE_TOKENS = 4
-MAX_MASK = 1 << 17  # Most positions at which a mask is evaluated.
+MAX_MASK = 1 << 17  # Max positions at which a mask is evaluated.
 #: Arguments of the attention interface that do not change the result here. Other arguments are refused.
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "use_cache", "return_dict"}
 IGNORED_ARGUMENTS |= {"output_attentions", "output_hidden_states", "output_router_logits"}

@@ -1,8 +1,8 @@
--- A request has ended: what it took and did not use comes back, what it used beyond that is owed.
+-- A request has ended: refunds the tokens that it took and did not use, charges those that it used beyond.
 -- KEYS: as of take
 -- ARGV: now in ms (0: the server's clock), request, tokens per minute, tokens taken, tokens used, the day they were
 --       taken on
--- Returns 1, or 0 for a request that does not run (any more): then nothing changes.
+-- Returns 1, or 0 if the request is not running; then nothing changes.
 local now = tonumber(ARGV[1])
 local tpm, unused = tonumber(ARGV[3]), tonumber(ARGV[4]) - tonumber(ARGV[5])
 if now == 0 then

@@ -1,7 +1,7 @@
 -- Takes one request and its tokens from a key's limits: all of them, or none. Every limit of 0 is none.
 -- Requests and tokens per minute are token buckets: full at first, refilled evenly. The day is UTC's.
 -- KEYS: HASH of what is left, ZSET of running requests by when they are given up
--- ARGV: now in ms (0: the server's clock), request, requests per minute, tokens per minute, tokens per day, most
+-- ARGV: now in ms (0: the server's clock), request, requests per minute, tokens per minute, tokens per day, max
 --       requests at once, tokens to take, life of a running request in ms, a day and what is known to be spent on it
 -- Returns {what refuses it ('' when it was taken), ms to wait, requests left, ms until they are full, tokens left, ms
 --          until they are full, the day}. Taking a request again changes nothing.

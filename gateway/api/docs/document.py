@@ -39,12 +39,12 @@ class Parameter:
     name: str
     meaning: str
     schema: Json  #: JSON Schema of the accepted values, without null, which counts as absent.
-    support: str  #: supported; limited, refused: known values are rejected by name; ignored: all values are accepted.
+    support: str  #: supported; limited: only listed values; refused: only null; ignored: any value.
     required: bool
     default: str  #: Meaning of an absent parameter in words, "" if the schema's `default` expresses it.
 
     @property
-    def nullable(self) -> Json:
+    def or_null(self) -> Json:
         """The schema with null, for the document."""
         if self.support == "ignored":
             return {"description": f"Ignored. {self.meaning}"}
@@ -122,7 +122,7 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
             for name, meaning, schema in HEADERS
         ]
         shown = [p for p in parameters(operation.body) if "." not in p.name]
-        properties = {p.name: p.nullable for p in shown}
+        properties = {p.name: p.or_null for p in shown}
         if models and "model" in properties:
             properties["model"] = {**properties["model"], "examples": list(models)}
         schema = {"type": "object", "properties": properties, "required": [p.name for p in shown if p.required]}

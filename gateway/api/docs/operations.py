@@ -26,7 +26,7 @@ class Operation:
     query: tuple[tuple[str, Json], ...] = ()  #: Name and schema of each query parameter.
 
 
-#: Errors of the operations that read a body and take a permit.
+#: Errors of the operations that read a body and pass admission.
 _BODY = (400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)
 _STORED = (400, 401, 404, 503)
 

@@ -211,7 +211,7 @@ class ChatRequest(Generation, Conversation):
 
     messages: Messages = param("The conversation, oldest first; content is text or text parts.", ...)
     max_completion_tokens: int | None = param(
-        "Most tokens after the prompt; both must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
+        "Max tokens after the prompt; both must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
     )
     max_tokens: int | None = param("The older name of max_completion_tokens, which has precedence.", ge=1, le=INT32_MAX)
     logprobs: bool = param("Log-probabilities of the answer's tokens.", False)
@@ -247,7 +247,7 @@ class CompletionRequest(Generation):
         "A text, texts, token ids, or lists of them; each gets its own choice.", ...
     )
     max_tokens: int | None = param(
-        "Most tokens after the prompt; both must fit the context. 0 with echo only.", words="16", ge=0, le=INT32_MAX
+        "Max tokens after the prompt; both must fit the context. 0 with echo only.", words="16", ge=0, le=INT32_MAX
     )
     echo: bool = param("The prompt comes before the answer, with its log-probabilities if there are any.", False)
     logprobs: int | None = param(

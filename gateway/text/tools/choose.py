@@ -16,7 +16,7 @@ from gateway.text.tools.pythonic import PythonicFormat
 def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> ToolFormat:
     """Returns the format with this name. Raises ConfigError.
 
-    "auto" takes the first match in the source of the chat template that gets tools and in the added tokens:
+    "auto" takes the first row found in the chat template for tools or in the added tokens:
 
         <tool_call> in the template                                                hermes
         [TOOL_CALLS] in the template or a token                                    mistral

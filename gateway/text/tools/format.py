@@ -189,7 +189,7 @@ class ToolDeltaBuilder:
 
 
 def split_at_marker(buffer: str, marker: str) -> tuple[str, str, str]:
-    """Returns the text before the marker, the marker, and the rest; or text that cannot begin it, "", text that may."""
+    """Splits like str.partition. If the marker is missing: text that cannot begin it, "", and the tail that may."""
     if marker in buffer:
         return buffer.partition(marker)
     for at in range(max(0, len(buffer) - len(marker) + 1), len(buffer)):
@@ -265,7 +265,8 @@ class ToolFormat(Protocol):
 
         The rules use `begin`, the trigger, which the caller defines. llguidance splits text into lexemes, longest
         first, before it parses. So the beginning of a call, up to where `call_regex` distinguishes it from other text,
-        is one lexeme; with `beside_json` it consists of the lexemes of JSON.
+        is one lexeme. `beside_json`: the answer is `calls | @text`, and the client's grammar @text may be JSON; then
+        the beginning of a call consists of the lexemes of JSON.
         """
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str:

@@ -217,7 +217,7 @@ class ResponseRequest(Sampling, Conversation):
     ] = param("A text, or items: messages, function_call, function_call_output, reasoning.", ...)
     instructions: str | None = param("A system message before the input; not stored for later responses.")
     max_output_tokens: int | None = param(
-        "Most tokens after the prompt; both must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
+        "Max tokens after the prompt; both must fit the context.", words="the rest of the context", ge=1, le=INT32_MAX
     )
     previous_response_id: str | None = param("Continues a response stored in Redis; 404 if it expired.", max_length=256)
     store: bool = param(
