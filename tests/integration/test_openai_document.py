@@ -201,6 +201,7 @@ async def test_a_response_that_fails(gw: Rig, cluster: FakeCluster, monkeypatch:
     says(gw, "Some text")
     for pod in cluster.decodes:
         monkeypatch.setattr(pod.faults, "decode_error", InternalError("a step failed"))
+        monkeypatch.setattr(pod.faults, "token_delay_s", 0.5)  # the first token has begun the answer by then
     events = await stream(gw, "/v1/responses", {})
     assert events[-1]["type"] == "response.failed"
     for event in events:
