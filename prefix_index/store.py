@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.types import PodLoad, Role
 
@@ -73,7 +73,8 @@ class PodRecord:
         if min(numbers.values()) < 0 or not numbers["block_size"]:
             raise ValueError(f"a number is too small: {numbers}")
         texts = {name: raw[name] for name in ("pod", "address", "model", "scope", "fingerprint")}
-        return cls(role=Role(raw["role"]), **texts, **numbers)
+        fields: dict[str, Any] = {**texts, **numbers, "role": Role(raw["role"])}
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)

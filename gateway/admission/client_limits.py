@@ -93,7 +93,8 @@ class ClientLimits:
             if self._max_slow and len(own) > self._max_slow:
                 self._end(next(iter(own)))
         if len(self._inputs) > self._all_slow:
-            self._end(next(iter(max(self._by_owner.values(), key=len))))
+            most = max(self._by_owner, key=lambda owner: len(self._by_owner[owner]))
+            self._end(next(iter(self._by_owner[most])))
 
     def remove_slow(self, slow: SlowInput) -> None:
         """The input is complete or was given up. Idempotent."""
