@@ -36,7 +36,7 @@ from kv_transfer.transfer_thread import TransferThread
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-LAST_ATTEMPTS_S = 0.5
+LAST_ATTEMPTS_S = 0.5  # of a pod that stops
 UNREACHABLE_S = 3.0
 PROBE_WRITE_S = 10.0  # UCX connects lazily: the first write can take seconds
 PROBE_TRIES = 8
