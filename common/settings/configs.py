@@ -73,9 +73,13 @@ class TraceSettings(Settings, section="Process"):
 class ModelSettings(Settings, section="Model and index"):
     """The model and the prefix index, for pods, gateways and stacks."""
 
-    model: str = setting(kinds.MODEL, "smollm2", "smollm2 or a model directory")
+    model: str = setting(
+        kinds.MODEL, "smollm2", "A model of the hub (OWNER/NAME[@REVISION]), a model directory, or smollm2"
+    )
     served_name: str | None = optional_setting(
-        kinds.text("a name", r".+"), "Name of the model for clients; default: the model's own"
+        kinds.text("a name", r".+"),
+        "Name of the model for clients; default: the model's own",
+        also=("served_model_name",),
     )
     redis: str | None = optional_setting(
         kinds.REDIS,
@@ -102,6 +106,7 @@ class EngineSettings(Settings, section="Engine"):
         kinds.size(0),
         0,
         "KV pool of each device, like 2GiB; default: 512M on a CPU, the rest of --gpu-memory-utilization on a GPU",
+        also=("kv_cache_memory_bytes",),
     )
     gpu_memory_utilization: float = setting(kinds.GPU_SHARE, 0.9, "Share of the GPU's memory for this pod")
     max_model_len: int = setting(
@@ -113,6 +118,18 @@ class EngineSettings(Settings, section="Engine"):
         "Max tokens of a step and of a prompt chunk; default: 256 on a CPU, 2048 on a GPU (8192 without decodes, 16384 "
         "for a lone prompt)",
         was=("token_budget",),
+        also=("max_num_batched_tokens",),
+    )
+    max_seqs: int = setting(
+        kinds.integer(0, 65536),
+        0,
+        "Max sequences of a pod at once; default: 64 on a CPU, 256 on a GPU",
+        also=("max_num_seqs",),
+    )
+    pooling: str = choice_setting(
+        ("auto", "last", "mean", "cls"),
+        "States that an embedding is made of: those of the last token, the mean, the first token (cls), or auto: as "
+        "the model's sentence-transformers files say, else last",
     )
     tensor_parallel_size: int = setting(
         kinds.RANK_COUNT, 1, "Ranks of a pod: GPUs, or processes on a CPU, that compute the model together"
@@ -155,7 +172,6 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
     host_cache: int = setting(
         kinds.size(0), 0, "Host memory for KV blocks that the pool evicts, like 32GiB; default: 0"
     )
-    max_seqs: int = setting(kinds.integer(0, 65536), 0, "Max sequences at once; default: 64 on a CPU, 256 on a GPU")
     cuda_graphs: bool = setting(kinds.BOOL, True, "Run decode steps as CUDA graphs, captured at the start")
     chunk_graphs: int = setting(
         kinds.TOKEN_COUNT,
@@ -296,14 +312,56 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
         (),
         "Files of API keys (JSON if it ends in .json, else TOML), or redis; default: no key needed",
     )
+    api_key: tuple[str, ...] = setting(
+        kinds.tuple_of(kinds.text("printable ASCII without spaces and commas", r"[!-+\--~]+", "KEY", secret=True)),
+        (),
+        "Keys that clients may send; other users of this machine see the flag, but not BATON_API_KEY; default: no key "
+        "needed",
+        per_process=True,
+    )
     share_cache: bool = setting(
         kinds.BOOL, False, "Tenants share cached prefixes, so each can find out which prompts the others sent"
     )
-    tool_parser: str = choice_setting(kinds.TOOL_PARSERS, f"Format of tool calls: {', '.join(kinds.TOOL_PARSERS)}")
+    tool_parser: str = setting(
+        kinds.tool_parser(),
+        "auto",
+        f"Format of tool calls: {', '.join(kinds.TOOL_PARSERS)}, or a registered one",
+        also=("tool_call_parser",),
+    )
     reasoning_parser: str = choice_setting(
         kinds.REASONING_PARSERS, f"Format of reasoning: {', '.join(kinds.REASONING_PARSERS)}"
     )
+    reranker: str = choice_setting(
+        ("auto", "qwen3", "embeddings"),
+        "How /v1/rerank and /v1/score compare texts: the verdict of a Qwen3-Reranker (qwen3), the cosine of embeddings, "
+        "or auto: the verdict if the model's files or name show a reranker",
+    )
+    chat_template: str | None = optional_setting(
+        kinds.text("a file", r".+", "FILE"), "Jinja file in place of the model's chat templates; default: the model's"
+    )
+    default_chat_template_kwargs: str | None = optional_setting(
+        kinds.JSON_OBJECT,
+        'Variables of the chat template for requests that do not set them, like {"enable_thinking": false}; default: '
+        "none",
+    )
+    generation_config: str = choice_setting(
+        ("auto", "none"),
+        "Sampling parameters and length of requests that do not set them: auto (the model's generation_config.json) or "
+        "none (OpenAI's)",
+    )
     trace_sample: float = setting(kinds.SHARE, 1.0, "Share of traced requests, if the client does not decide")
+    cors_origin: tuple[str, ...] = setting(
+        kinds.tuple_of(kinds.ORIGIN), (), "Origin of web pages that may call the API, or *; may be repeated"
+    )
+    root_path: str = setting(
+        kinds.ROOT_PATH, "", "Path before all paths, like /llm, if a proxy forwards only paths below it; default: none"
+    )
+    ping_s: float = setting(
+        kinds.seconds(0, 3600), 5.0, "Seconds without an event after which a stream gets a comment (`: ping`); 0: never"
+    )
+    pod_wait_s: float = setting(
+        kinds.seconds(0, 3600), 10.0, "Seconds that a running request waits for lost pods if there are no others"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +431,8 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_cert"
             raise setting_error(missing, "missing: tls_cert and tls_key are given together")
+        if self.models and self.chat_template is not None:
+            raise setting_error("chat_template", "not allowed together with models: each model has its own template")
         if self.models and self.served_name is not None:
             raise setting_error("served_name", "not allowed together with models, which names each model")
         _parse_name_value_pairs("models", self.models)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,23 @@ from common.tracing.tracer import parse_trace_target
 from common.types import Role
 
 # Names of gateway/text/tools/choose.py and of gateway/text/reasoning.py.
-TOOL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "pythonic")
+TOOL_PARSERS = (
+    "auto",
+    "deepseek_v3",
+    "deepseek_v31",
+    "glm45",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "minimax",
+    "minimax_m2",
+    "mistral",
+    "pythonic",
+    "qwen3_coder",
+    "seed_oss",
+)
+#: Group of the entry points by which other packages register tool formats.
+TOOL_FORMAT_GROUP = "baton.tool_formats"
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -58,14 +76,15 @@ def size(low: int) -> SettingKind:
     def parse(raw: object) -> int:
         if isinstance(raw, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", raw)
-            if match is None or match[2].lower() not in _UNITS:
+            # Gb means gigabits to some and gigabytes to others, and a factor of eight is not to be guessed.
+            if match is None or match[2].lower() not in _UNITS or re.fullmatch("[KMGT]b", match[2]):
                 raise ValueError
             raw = int(float(match[1]) * _UNITS[match[2].lower()])
         if not isinstance(raw, int) or isinstance(raw, bool) or raw < low:
             raise ValueError
         return raw
 
-    expected = f"a size of at least {low} bytes, like 512M or 1GiB"
+    expected = f"a size of at least {low} bytes, like 512M or 1GiB (1024 each), or 1GB (1000 each)"
     return SettingKind(expected, parse, metavar="SIZE", show=lambda value: f"{value >> 20}MiB")
 
 
@@ -110,6 +129,17 @@ def choice(*names: str) -> SettingKind:
     return parsed_text("one of " + ", ".join(names), lambda raw: names[names.index(raw)])  # index raises ValueError
 
 
+def tool_parser() -> SettingKind:
+    """Returns the kind of a tool format's name, also of one that another package registers."""
+
+    def parse(raw: str) -> str:
+        if raw not in TOOL_PARSERS and raw not in entry_points(group=TOOL_FORMAT_GROUP).names:
+            raise ValueError
+        return raw
+
+    return parsed_text(f"one of {', '.join(TOOL_PARSERS)}, or a registered tool format", parse)
+
+
 def optional(kind: SettingKind) -> SettingKind:
     """Returns a kind like `kind` that reads None and empty text as None."""
 
@@ -120,17 +150,27 @@ def optional(kind: SettingKind) -> SettingKind:
 
 
 def tuple_of(kind: SettingKind) -> SettingKind:
-    """Returns the kind of a list, or of text with commas; each entry is of `kind`."""
+    """Returns the kind of a list, of text with commas, or of a JSON list; each entry is of `kind`."""
 
     def parse(raw: object) -> tuple[Any, ...]:
         if isinstance(raw, str):
-            raw = [part.strip() for part in raw.split(",") if part.strip()]
+            listed = _json_list(raw)
+            raw = [part.strip() for part in raw.split(",") if part.strip()] if listed is None else listed
         if not isinstance(raw, Sequence):
             raise ValueError
         return tuple(kind.parse(item) for item in raw)
 
     expected = f"a comma-separated list, each {kind.expected}"
-    return SettingKind(expected, parse, shape=tuple, metavar=f"{kind.metavar},..")
+    return SettingKind(expected, parse, kind.secret, shape=tuple, metavar=f"{kind.metavar},..")
+
+
+def _json_list(raw: str) -> list[Any] | None:
+    """Returns the entries of a JSON list, the form that other servers take; None for other text, like [::1]:8000."""
+    try:
+        value = json.loads(raw) if raw.lstrip().startswith("[") else None
+    except ValueError:
+        return None
+    return value if isinstance(value, list) else None
 
 
 def _parse_bool(raw: object) -> bool:
@@ -148,22 +188,55 @@ def _parse_redis(raw: str) -> str:
     return raw
 
 
+def _parse_json_object(raw: object) -> str:
+    """Returns the object as JSON text; a TOML file may have a table."""
+    try:
+        value = json.loads(raw) if isinstance(raw, str) else raw
+    except RecursionError as e:
+        raise ValueError from e
+    if not isinstance(value, dict):
+        raise ValueError
+    return raw if isinstance(raw, str) else json.dumps(value)
+
+
 def _parse_directory(raw: object) -> str | Path:
     if not isinstance(raw, str | Path) or not str(raw):
         raise ValueError
     return raw
 
 
+def _parse_host(raw: str) -> str:
+    if re.fullmatch(r"\[[^\s/\[\]]+\]|[^\s/\[\]]+", raw) is None:
+        raise ValueError
+    return raw.strip("[]")
+
+
+def _parse_address(raw: str) -> str:
+    """Puts an IPv6 address into brackets: Kubernetes' $(POD_IP):PORT has none, and the port is always given."""
+    host, _, port = raw.rpartition(":")
+    if re.fullmatch(r"\d{1,5}", port) is None or re.fullmatch(r"\[[^\s/\[\]]+\]|[^\s/\[\]]+", host) is None:
+        raise ValueError
+    return host_port(host, port)
+
+
+def host_port(host: str, port: int | str) -> str:
+    """Returns host:port as URLs and gRPC write it: an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 BOOL = SettingKind("true or false", _parse_bool, shape=bool, show=lambda _: "on")
 ROLE = parsed_text("one of prefill, decode, both", Role)
 PORT = integer(0, 65535)
-HOST = text("a host name or IP address", r"[^\s/]+")
-ADDRESS = text("host:port", r"[^\s/]+:\d{1,5}", "HOST:PORT")
+HOST = parsed_text("a host name or IP address", _parse_host)
+ADDRESS = parsed_text("host:port, or [host]:port for an IPv6 address", _parse_address, "HOST:PORT")
+ORIGIN = text("an origin like https://app.example, or *", r"\*|null|[a-z][a-z0-9+.-]*://[^\s/,]+", "ORIGIN")
+ROOT_PATH = text("a path like /llm", r"/?|(/[A-Za-z0-9._~-]+)+/?", "PATH")
 REDIS = parsed_text(f"a URL that starts with {', '.join(f'{scheme}://' for scheme in SCHEMES)}", _parse_redis, "URL")
 NAME = text("1 to 63 letters, digits, dots, dashes or underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-MODEL = text("a directory or a known model's name", r".+", "NAME|DIR")
+MODEL = text("a model of the hub, a directory or a known model's name", r".+", "NAME|DIR")
 MODEL_PATH = SettingKind(MODEL.expected, _parse_directory, metavar="DIR")  #: Python code may also give a Path.
-NAMED_MODEL = text("NAME=DIR, a served name and a directory or a known model's name", r"[^=,/\s][^=,]*=.+", "NAME=DIR")
+NAMED_MODEL = text(f"NAME=MODEL, a served name and {MODEL.expected}", r"[^=,/\s][^=,]*=.+", "NAME=MODEL")
+JSON_OBJECT = SettingKind("a JSON object", _parse_json_object, metavar="JSON")
 ALIAS = text("NAME=MODEL, another name and that of a served model", r"[^=,\s][^=,]*=[^=,]+", "NAME=MODEL")
 SERVICE = text("the name of a Kubernetes Service", r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "NAME")
 SECRET = text("at least 8 characters", r".{8,}", secret=True)

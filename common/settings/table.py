@@ -9,12 +9,11 @@ keys and unknown BATON_* variables are errors, so Kubernetes' service links, whi
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,6 +23,7 @@ from common.settings.kinds import SettingKind, as_text, choice, optional
 
 ENV_PREFIX = "BATON_"
 ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  #: Variables that other code reads.
+LONG_NAME = 9  #: Letters of a name from which two wrong ones count as a misspelling.
 FLAG, ENVIRONMENT, PYTHON = " on the command line", " in the environment", ""  #: Origins of a value, besides a file.
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Setting:
     flag: bool = True  # False: only the variable and the TOML key exist.
     per_process: bool = False  #: `baton up` does not pass its own value, or variable, to its processes.
     was: tuple[str, ...] = ()  # Former names. They work, with a warning, for one release.
+    also: tuple[str, ...] = ()  # Names of the same flag in other servers. They work on the command line.
     was_values: Mapping[str, str] = field(default_factory=dict)  #: Former values; as `was`.
 
     def parse(self, raw: object, origin: str) -> Any:
@@ -117,7 +118,7 @@ class Settings:
         known = declared(cls)
         values: dict[str, Any] = {}
         for source, origin in (
-            (_read_toml(file), f" in {file}"),
+            (read_toml(file), f" in {file}"),
             (_from_env(cls, env), ENVIRONMENT),
             ({name: raw for name, raw in flags.items() if raw is not None}, FLAG),
         ):
@@ -203,13 +204,53 @@ def spelt(name: str, origin: str) -> str:
     return ENV_PREFIX + name.upper() if origin == ENVIRONMENT else name
 
 
-def _suggestion(name: str, known: Sequence[str] | Mapping[str, Any], origin: str) -> str:
-    """Returns the end of an error message: the known setting closest to `name`; empty if none is close."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
-    return f"; did you mean {spelt(close[0], origin)}?" if close else ""
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that `name` is a misspelling of, or None.
+
+    A misspelling has the same letters, the same words in another order, or one wrong, missing, extra or swapped letter
+    (two if the name has nine letters or more). If several known names are equally near, none is returned. A name that
+    only looks similar means something else, and to suggest it would mislead.
+    """
+    typed, close = _letters(name), dict[str, int]()
+    allowed = 2 if len(typed) >= LONG_NAME else 1
+    for other in known:
+        letters = _letters(other)
+        if typed == letters or sorted(_words(name)) == sorted(_words(other)):
+            return other
+        if abs(len(typed) - len(letters)) <= allowed and (edits := _edits(typed, letters)) <= allowed:
+            close[other] = edits
+    nearest = [other for other, edits in close.items() if edits == min(close.values())]
+    return nearest[0] if len(nearest) == 1 else None
 
 
-def _read_toml(file: Path | None) -> Mapping[str, object]:
+def _words(name: str) -> list[str]:
+    return re.split(r"[-_]+", name.lower().strip("-_"))
+
+
+def _letters(name: str) -> str:
+    return "".join(_words(name))
+
+
+def _edits(a: str, b: str) -> int:
+    """Returns the number of letters to insert, delete, replace or swap with the next one (Damerau, 1964)."""
+    before, row = [0] * (len(b) + 1), list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        older, before, row = before, row, [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                row[j] = min(row[j], older[j - 2] + 1)
+    return row[-1]
+
+
+def _suggestion(name: str, known: Iterable[str], origin: str) -> str:
+    """Returns the end of an error message: the known setting that `name` misspells; empty if there is none."""
+    meant = misspelt(name, known)
+    return f"; did you mean {spelt(meant, origin)}?" if meant else ""
+
+
+def read_toml(file: Path | None) -> Mapping[str, object]:
+    """Returns the settings in a file; none without a file. Raises ConfigError."""
     if file is None:
         return {}
     try:

@@ -28,7 +28,10 @@ _GAP = r"/[ \n]{0,4}/"  #: White space between the reasoning section and the ans
 class AnswerGrammarBuilder:
     """Builds the answer grammars of one model."""
 
-    def __init__(self, tokenizer: TextTokenizer, tool_format: ToolFormat, reasoning: ReasoningFormat | None) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None
+    ) -> None:
+        """`tool_format` None: no answer calls functions."""
         self._tokenizer = tokenizer
         self._tool_format = tool_format
         self._reasoning = reasoning
@@ -74,7 +77,9 @@ class AnswerGrammarBuilder:
         self, text: Grammar | None, functions: Sequence[Function], *, required: bool, parallel: bool
     ) -> list[str]:
         """Returns the rules of a body that may contain calls, or that is only calls if `required`."""
-        tool_format, trigger = self._tool_format, self._tool_format.trigger
+        tool_format = self._tool_format
+        assert tool_format is not None, "requests with functions need a tool format"
+        trigger = tool_format.trigger
         beside_json = text is not None and not required
         rules = tool_format.lark_rules(functions, self.literal, parallel=parallel, beside_json=beside_json)
         begin = self.literal(trigger) if trigger else '""'
@@ -83,16 +88,12 @@ class AnswerGrammarBuilder:
         if text is not None:
             return ["body: calls | @text", f"begin: {begin}", rules]
         if not trigger:
-            return ["body: calls | PLAIN", "begin: " + begin, rules, self._plain(functions)]
+            return ["body: calls | PLAIN", "begin: " + begin, rules, _plain(tool_format, functions)]
         several = "*" if parallel else "?"
         if begin.startswith("<["):
             return [f"body: calls{several} ANY", f"begin: ANY {begin}", rules]
         lazy = f"begin[lazy]: ANY {begin}"
-        return [f"body: calls{several} PLAIN", lazy, rules, self._plain(functions)]
-
-    def _plain(self, functions: Sequence[Function]) -> str:
-        """Returns the rule of text in which no call begins."""
-        return f"PLAIN: {_ANY} & ~/{self._tool_format.call_regex(functions)}/"
+        return [f"body: calls{several} PLAIN", lazy, rules, _plain(tool_format, functions)]
 
     def _section(self, initial_section: ReasoningSection) -> tuple[str, list[str]] | None:
         """Returns how the start rule begins and the rules it needs; None if no reasoning section can come."""
@@ -109,6 +110,11 @@ class AnswerGrammarBuilder:
         if initial_section is ReasoningSection.INSIDE:
             return "section gap body", [section, gap]
         return f"({self.literal(reasoning.start)} section gap)? body", [section, gap]
+
+
+def _plain(tool_format: ToolFormat, functions: Sequence[Function]) -> str:
+    """Returns the rule of text in which no call begins."""
+    return f"PLAIN: {_ANY} & ~/{tool_format.call_regex(functions)}/"
 
 
 def _linked(lark: str, text: Grammar) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.grammar import GrammarSource
 from common.grammar_prover import PATIENCE_S, prover_of
 from common.model.chat_template import ChatTemplate
+from common.settings.kinds import TOOL_PARSERS
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
 from gateway.text.control_tokens import ChatPrompt, Placeholders, json_text
@@ -21,9 +23,15 @@ from gateway.text.output import OutputParserConfig
 from gateway.text.reasoning import ReasoningSection, choose_reasoning_format
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.choose import choose_tool_format
-from gateway.text.tools.format import RequestTools, ToolCall, ToolFormat
+from gateway.text.tools.format import ModelFacts, RequestTools, ToolCall, ToolFormat
 from gateway.text.tools.lark import parameters_schema
 
+_log = logging.getLogger(__name__)
+
+UNKNOWN_FORMAT = (
+    "the format of this model's tool calls is unknown (neither chat template, tokens, architecture nor name show it); "
+    f"start the server with --tool-parser: {', '.join(TOOL_PARSERS[1:])}"
+)
 INLINE_PARTS = 128  #: Chats with more messages and tools are rendered in a thread. Each takes about 10 us.
 #: Fields of an assistant's message with text of the model, in which the model's markers stay tokens.
 ANSWER_FIELDS = ("content", "reasoning_content", "reasoning")
@@ -50,17 +58,31 @@ class ChatFormat:
         *,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        name: str = "",
     ) -> None:
+        """`name`: the served name, by which a model may be recognised."""
         self._tokenizer = tokenizer
         self._template = template
-        added = {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()}
-        self.tool_format = choose_tool_format(tool_parser, template.source, added)
-        self.reasoning_format = choose_reasoning_format(reasoning_parser, template.source, added)
-        self._assistant_markers = {*self.tool_format.markers}
+        facts = _model_facts(model_dir, tokenizer, template, name)
+        #: None if the model's format is unknown: its requests have no tools.
+        self.tool_format = choose_tool_format(
+            tool_parser, facts.template, facts.tokens, facts.architectures, facts.names
+        )
+        self.reasoning_format = choose_reasoning_format(
+            reasoning_parser, facts.template, facts.tokens, facts.architectures, facts.names
+        )
+        if self.tool_format is None:
+            _log.warning("model %s: %s; requests with tools are refused", name or model_dir.name, UNKNOWN_FORMAT)
+        self._assistant_markers = {*(self.tool_format.markers if self.tool_format else ())}
         if self.reasoning_format is not None:
             self._assistant_markers |= {self.reasoning_format.start, self.reasoning_format.end}
         self._prover = prover_of(model_dir, tuple(tokenizer.eos_ids))
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
+
+    @property
+    def template_source(self) -> str:
+        """The source of the chat template, that for tools if there are two; "" without one."""
+        return self._template.source
 
     def warm_up(self) -> None:
         """Prepares the process that proves grammars and the encoding of literals, so that no request waits for them."""
@@ -83,6 +105,8 @@ class ChatFormat:
         `source` is the client's grammar for the answer's text; `keep_special` shows special tokens in it. Proofs of
         grammars count for `client`.
         """
+        if tools is not None and self.tool_format is None:
+            raise InvalidRequest(f"{tools.field}: {UNKNOWN_FORMAT}", field=tools.field)
         deadline = time.monotonic() + PATIENCE_S
         text = None if source is None else await self.prove(source, client, deadline)
         prompt = await self.render(messages, template_kwargs, tools.template_tools if tools else ())
@@ -110,7 +134,7 @@ class ChatFormat:
         reasoning, tokenizer = self.reasoning_format, self._tokenizer
         if tools is None and reasoning is None:
             return self.special_tokens_config() if keep_special else None
-        markers = list(self.tool_format.markers if tools else ())
+        markers = list(self.tool_format.markers if tools and self.tool_format else ())
         if reasoning is not None:
             markers += [reasoning.start, reasoning.end]
         marker_ids = {tokenizer.raw.token_to_id(marker) for marker in markers}
@@ -122,6 +146,7 @@ class ChatFormat:
             show_reasoning=include_reasoning,
             tool_format=self.tool_format if tools else None,
             function_names=frozenset(f.name for f in tools.callable_functions) if tools else frozenset(),
+            schemas={f.name: f.parameters for f in tools.callable_functions} if tools else {},
             max_calls=1 if tools and not tools.parallel else None,
             kept_special_ids=kept_ids - frozenset(tokenizer.eos_ids),
         )
@@ -162,6 +187,8 @@ class ChatFormat:
     ) -> str:
         with_tools = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
         if with_tools and not self._template.supports_tools:
+            if self.tool_format is None:
+                raise InvalidRequest(f"messages have tool calls, but {UNKNOWN_FORMAT}", field="messages")
             return self._template.render(render_tools_as_text(messages, tools, self.tool_format), template_kwargs)
         return self._template.render(messages, template_kwargs, tools=tools or None)
 
@@ -197,6 +224,20 @@ class ChatFormat:
         """Returns the parser configuration of answers without tools and reasoning that show special tokens."""
         kept_ids = self._tokenizer.special_ids - frozenset(self._tokenizer.eos_ids)
         return OutputParserConfig(tokenizer=self._tokenizer, kept_special_ids=kept_ids)
+
+
+def _model_facts(model_dir: Path, tokenizer: TextTokenizer, template: ChatTemplate, name: str) -> ModelFacts:
+    try:
+        config = json.loads((model_dir / "config.json").read_bytes())
+    except (OSError, ValueError):  # the tests' directories may have a tokenizer only
+        config = {}
+    named = [*(config.get("architectures") or ()), config.get("model_type")] if isinstance(config, dict) else []
+    return ModelFacts(
+        template.source,
+        {token.content for token in tokenizer.raw.get_added_tokens_decoder().values()},
+        tuple(text for text in named if isinstance(text, str)),
+        (name, model_dir.name),
+    )
 
 
 def render_tools_as_text(

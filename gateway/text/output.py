@@ -14,12 +14,12 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.types import FinishReason, PromptLogprobs, Token, TokenLogprob
 from gateway.text.reasoning import ReasoningFormat, ReasoningParser, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
-from gateway.text.tools.format import ContentDelta, MessageDelta, ReasoningDelta, ToolFormat
+from gateway.text.tools.format import ContentDelta, MessageDelta, ReasoningDelta, Schemas, ToolFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class OutputParserConfig:
     show_reasoning: bool = True  # reasoning becomes deltas; otherwise it is dropped
     tool_format: ToolFormat | None = None  # format of tool calls, None for a request without tools
     function_names: frozenset[str] = frozenset()  # functions that may be called
+    schemas: Schemas = field(default_factory=dict)  #: JSON schemas of their parameters, for formats without types.
     max_calls: int | None = None  # number of calls after which the answer ends, None for no limit
     kept_special_ids: frozenset[int] = frozenset()  #: Special tokens in the text, for a parser or the client.
 
@@ -43,7 +44,9 @@ class OutputParser:
         self._config = config
         reasoning, tools = config.reasoning_format, config.tool_format
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning, config.initial_section)
-        self._tools = None if tools is None else tools.new_parser(config.function_names, config.max_calls)
+        self._tools = (
+            None if tools is None else tools.new_parser(config.function_names, config.max_calls, config.schemas)
+        )
         self.reasoning_tokens = 0  # tokens of the reasoning section, its markers included
 
     def feed(
@@ -66,7 +69,7 @@ class OutputParser:
                 self._add_reasoning(reasoning_text, deltas)
                 self._add_answer(answer, deltas)
             if self._tools is not None:
-                deltas.extend(self._tools.finish())
+                deltas.extend(self._tools.finish(cut=finish is FinishReason.LENGTH))
         if self._tools is not None and self._tools.num_completed:
             full = self._tools.num_completed == self._config.max_calls
             if finish is FinishReason.STOP or (finish is None and full):
@@ -175,16 +178,20 @@ class StopStringScanner:
         self._include = include
         self._held = ""
         self.found = False  # a stop string occurred; no more text is released
+        self.matched = ""  # the stop string that occurred
 
-    def feed(self, text: str) -> str:
-        """Returns the text that may be sent now."""
+    def feed(self, text: str, *, may_end: bool = True) -> str:
+        """Returns the text that may be sent now. `may_end` False: a stop string that `text` completes is content."""
         if self.found or not self._stops:
             return "" if self.found else text
-        buffer = self._held + text
-        matches = [(at, len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
+        held, buffer = len(self._held), self._held + text
+        # A stop string must end in the new text: one in the held text was content when it was completed.
+        places = ((buffer.find(stop, max(0, held - len(stop) + 1)), len(stop)) for stop in self._stops if may_end)
+        matches = [(at, length) for at, length in places if at >= 0]
         if matches:
             self.found, self._held = True, ""
             start, length = min(matches)
+            self.matched = buffer[start : start + length]
             return buffer[: start + length if self._include else start]
         keep = max(_overlap(buffer, stop) for stop in self._stops)
         self._held = buffer[len(buffer) - keep :]
@@ -236,8 +243,13 @@ class ChoiceOutput:
         logprobs: bool,
         parser_config: OutputParserConfig | None = None,
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        """`parser_config` None: all text is content. `include_stop`: a stop string is part of the text."""
+        """`parser_config` None: all text is content. `include_stop`: a stop string is part of the text.
+
+        A stop string that is completed before `min_tokens` tokens is content.
+        """
+        self._min_tokens = min_tokens
         kept_ids = parser_config.kept_special_ids if parser_config else frozenset[int]()
         self._detokenizer = make_detokenizer(tokenizer, kept_ids)
         self._parser = OutputParser(parser_config) if parser_config else None
@@ -260,10 +272,10 @@ class ChoiceOutput:
             if self._scanner.found:
                 break
             taken.append(token)
+            self.num_tokens += 1
             if self._logprobs:
                 self._pending.append(ReportedToken(token, self._length))
             text.append(self._scan(self._detokenizer.feed(token.id)))
-        self.num_tokens += len(taken)
         if ended is not None and not self._scanner.found:
             text.append(self._scan(self._detokenizer.flush()))
             if not self._scanner.found:
@@ -286,9 +298,14 @@ class ChoiceOutput:
         """Number of tokens in reasoning sections; `num_tokens` includes them."""
         return self._parser.reasoning_tokens if self._parser else 0
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, None if none has."""
+        return self._scanner.matched or None
+
     def _scan(self, text: str) -> str:
         self._length += len(text)
-        return self._scanner.feed(text)
+        return self._scanner.feed(text, may_end=self.num_tokens >= self._min_tokens)
 
     def _take_reported(self) -> tuple[ReportedToken, ...]:
         """Returns the tokens of the released text; at the end of the output, all that are left."""

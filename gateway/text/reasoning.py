@@ -8,6 +8,7 @@ prompt. White space at both ends of the section, and between it and the answer, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -28,7 +29,8 @@ class ReasoningFormat:
 
 
 REASONING_FORMATS = (
-    ReasoningFormat("think", "<think>", "</think>"),  # Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, and many more
+    # Qwen 3, DeepSeek R1 and V3.1, GLM 4.5, MiniMax M1 and M2, Kimi K2 Thinking, and many more
+    ReasoningFormat("think", "<think>", "</think>"),
     # The first template of R1 has no marker in the prompt.
     ReasoningFormat("deepseek_r1", "<think>", "</think>", starts_inside=True),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),  # Magistral
@@ -37,16 +39,31 @@ REASONING_FORMATS = (
 )
 
 
-def choose_reasoning_format(name: str, template: str, tokens: Collection[str]) -> ReasoningFormat | None:
+#: Of models that write <think> and </think> as ordinary text, which neither their template nor their tokens show.
+_THINKERS = r"minimax-?m1|deepseek-?r1|kimi-?k2-thinking"
+_THINKING_ARCHITECTURES = frozenset({"MiniMaxM1ForCausalLM", "minimax_m1"})
+
+
+def choose_reasoning_format(
+    name: str,
+    template: str,
+    tokens: Collection[str],
+    architectures: Collection[str] = (),
+    names: Collection[str] = (),
+) -> ReasoningFormat | None:
     """Returns the format with this name; "none" gives None. Raises ConfigError.
 
-    "auto" chooses the first format with an end marker that is in the chat template or an added token.
+    "auto" chooses the first format with an end marker that is in the chat template or an added token, else by the
+    architecture and model_type of config.json, else by the model's names.
     """
     if name == "none":
         return None
     if name == "auto":
-        candidates = (s for s in REASONING_FORMATS if not s.starts_inside and (s.end in template or s.end in tokens))
-        return next(candidates, None)
+        for reasoning_format in REASONING_FORMATS:
+            if reasoning_format.end in template or reasoning_format.end in tokens:
+                return reasoning_format
+        thinks = any(re.search(_THINKERS, text, re.IGNORECASE) for text in names)
+        return REASONING_FORMATS[0] if thinks or not _THINKING_ARCHITECTURES.isdisjoint(architectures) else None
     if (named := next((s for s in REASONING_FORMATS if s.name == name), None)) is not None:
         return named
     known = ", ".join(REASONING_PARSERS)

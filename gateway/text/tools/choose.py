@@ -1,53 +1,77 @@
-"""Chooses a model's format of tool calls, by name or by its chat template and special tokens."""
+"""Chooses a model's format of tool calls: by name, or by its chat template, tokens, architecture and name.
+
+Another package registers a format by an entry point of the group `baton.tool_formats`. Its name is the value of
+--tool-parser, its object a ToolFormat, or a callable without arguments that returns one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib.metadata import entry_points
 
 from common.errors import ConfigError
-from common.settings.kinds import TOOL_PARSERS
-from gateway.text.tools import json_formats as formats
-from gateway.text.tools import pythonic
-from gateway.text.tools.format import ToolFormat
-from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
+from common.settings.kinds import TOOL_FORMAT_GROUP, TOOL_PARSERS
+from gateway.text.tools.format import ModelFacts, Signs, ToolFormat
+from gateway.text.tools.json_formats import MISTRAL_ARGS, HermesFormat, Llama3Format, MistralFormat
+from gateway.text.tools.known_formats import KNOWN_FORMATS
 from gateway.text.tools.pythonic import PythonicFormat
 
 
-def choose_tool_format(name: str, template: str, tokens: Collection[str]) -> ToolFormat:
-    """Returns the format with this name. Raises ConfigError.
+def choose_tool_format(
+    name: str,
+    template: str,
+    tokens: Collection[str],
+    architectures: tuple[str, ...] = (),
+    names: tuple[str, ...] = (),
+) -> ToolFormat | None:
+    """Returns the format with this name; for "auto" the model's format, None if it is unknown. Raises ConfigError.
 
-    "auto" takes the first row found in the chat template for tools or in the added tokens:
-
-        <tool_call> in the template                                                hermes
-        [TOOL_CALLS] in the template or a token                                    mistral
-        <|python_start|> in either, or an example like [func_name1(...)]           pythonic
-        <|python_tag|> in either, or "parameters" as the key of a call's arguments llama3_json
-        otherwise                                                                  hermes
+    The arguments after `name` are those of ModelFacts.
     """
-    match name if name != "auto" else _guess(template, tokens):
-        case "hermes":
-            return HermesFormat()
-        case "llama3_json":
-            return Llama3Format()
-        case "mistral":
-            return MistralFormat(named=formats.MISTRAL_ARGS in tokens)
-        case "pythonic":
-            return PythonicFormat()
-        case _:
-            raise ConfigError(f"tool_parser: {name!r} is not one of {', '.join(TOOL_PARSERS)}", field="tool_parser")
+    facts = ModelFacts(template, tokens, architectures, names)
+    if name == "auto":
+        return recognise(facts)
+    for tool_format in all_formats(facts):
+        if tool_format.name == name:
+            return tool_format
+    return _registered(name)
 
 
-def _guess(template: str, tokens: Collection[str]) -> str:
-    if "<tool_call>" in template:
-        return "hermes"
-    if formats.MISTRAL_BEGIN in template or formats.MISTRAL_BEGIN in tokens:
-        return "mistral"
-    if pythonic.START in template or pythonic.START in tokens or "func_name1(" in template:
-        return "pythonic"
-    if (
-        formats.LLAMA3_TAG in template
-        or formats.LLAMA3_TAG in tokens
-        or '"parameters": dictionary of argument name' in template
-    ):
-        return "llama3_json"
-    return "hermes"
+def all_formats(facts: ModelFacts) -> list[ToolFormat]:
+    """Returns this package's formats in the order in which `auto` tries them."""
+    return [
+        *KNOWN_FORMATS,
+        HermesFormat(),
+        MistralFormat(named=MISTRAL_ARGS in facts.tokens),
+        PythonicFormat(),
+        Llama3Format(),
+    ]
+
+
+def recognise(facts: ModelFacts) -> ToolFormat | None:
+    """Returns the format of a model, None if no format has a sign in it.
+
+    A registered format goes before this package's formats. The template and the tokens decide first, then the
+    architecture, then the name.
+    """
+    formats = [*(_registered(point.name) for point in entry_points(group=TOOL_FORMAT_GROUP)), *all_formats(facts)]
+    for fits in (Signs.in_template, Signs.in_architecture, Signs.in_name):
+        for tool_format in formats:
+            if fits(getattr(tool_format, "signs", Signs()), facts):
+                return tool_format
+    return None
+
+
+def _registered(name: str) -> ToolFormat:
+    for point in entry_points(group=TOOL_FORMAT_GROUP):
+        if point.name != name:
+            continue
+        try:
+            loaded = point.load()
+            made = loaded if hasattr(loaded, "new_parser") and not isinstance(loaded, type) else loaded()
+        except Exception as error:  # a package of a third party may raise anything
+            problem = f"tool_parser: the format {name!r} of {point.value} does not load: {error}"
+            raise ConfigError(problem, field="tool_parser") from error
+        tool_format: ToolFormat = made
+        return tool_format
+    raise ConfigError(f"tool_parser: {name!r} is not one of {', '.join(TOOL_PARSERS)}", field="tool_parser")

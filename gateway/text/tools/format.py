@@ -7,11 +7,15 @@ and between text and calls, is dropped; all other white space is kept, in order.
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the parameters of functions, by the function's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class ToolDeltaBuilder:
 
         begin_call -> [set_function -> add_arguments*] -> end_call, or reject_call at any point
 
+    A call that max_tokens cuts gets neither end_call nor reject_call: its deltas stay as they are.
+
     After `max_calls` complete calls it adds no more deltas.
     """
 
@@ -149,11 +155,16 @@ class ToolDeltaBuilder:
         self._space_before_call, self._space = self._space, ""
         self._named = False
 
-    def set_function(self, name: str) -> None:
-        """Sets the function of the open call."""
+    @property
+    def named(self) -> bool:
+        """The function of the open call, or of the last one, is known."""
+        return self._named
+
+    def set_function(self, name: str, call_id: str = "") -> None:
+        """Sets the function of the open call, and the id that the model wrote, if any."""
         self._named = True
         if not self._full:
-            self._out.append(ToolCallDelta(self._next_index, "", self._new_id(), name))
+            self._out.append(ToolCallDelta(self._next_index, "", call_id or self._new_id(), name))
 
     def add_arguments(self, text: str) -> None:
         """Adds arguments to the open call."""
@@ -203,10 +214,15 @@ class ToolParser(ABC):
 
     new_id = staticmethod(openai_call_id)
 
-    def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
+    def __init__(
+        self, function_names: frozenset[str], max_calls: int | None = None, schemas: Schemas | None = None
+    ) -> None:
+        """`schemas`, if given, give types to arguments that a format writes without types."""
         self._function_names = function_names
+        self._schemas: Schemas = schemas or {}
         self._builder = ToolDeltaBuilder(max_calls, self.new_id)
         self._buffer = ""
+        self._cut = False  # max_tokens ended the text
 
     @property
     def num_completed(self) -> int:
@@ -220,8 +236,12 @@ class ToolParser(ABC):
             pass
         return self._builder.take_deltas()
 
-    def finish(self) -> list[MessageDelta]:
-        """Returns the deltas at the text's end: text held back, and an unfinished call as content."""
+    def finish(self, *, cut: bool = False) -> list[MessageDelta]:
+        """Returns the deltas at the text's end: text held back, and an unfinished call as content.
+
+        `cut`: max_tokens ended the text, and an unfinished call with a known function keeps its arguments so far.
+        """
+        self._cut = cut
         self._flush_rest()
         self._builder.finish()
         return self._builder.take_deltas()
@@ -239,12 +259,53 @@ LarkLiteral = Callable[[str], str]
 """Writes a piece of text as Lark names it: a string literal, or the token id if the text is a special token."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a model directory and the served name say about a model's formats."""
+
+    template: str = ""  # the chat template's source
+    tokens: Collection[str] = ()  # texts of the added tokens
+    architectures: tuple[str, ...] = ()  # `architectures` and `model_type` of config.json
+    names: tuple[str, ...] = ()  # the served name and the directory's name
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """By what `auto` recognises the models of one format. The template decides first, the name last."""
+
+    template: tuple[str, ...] = ()  #: Texts that the chat template has, all of them.
+    tokens: tuple[str, ...] = ()  #: Texts of which one is an added token or in the chat template.
+    architectures: tuple[str, ...] = ()  #: Of which config.json has one as architecture or model_type.
+    name: str = ""  #: Regular expression that is searched in the model's names, without case.
+
+    def in_template(self, facts: ModelFacts) -> bool:
+        """The chat template or the tokens show the format."""
+        if self.template and all(text in facts.template for text in self.template):
+            return True
+        return any(text in facts.tokens or text in facts.template for text in self.tokens)
+
+    def in_architecture(self, facts: ModelFacts) -> bool:
+        """The format belongs to the architecture."""
+        return any(name in facts.architectures for name in self.architectures)
+
+    def in_name(self, facts: ModelFacts) -> bool:
+        """The format belongs to models of this name."""
+        return bool(self.name) and any(re.search(self.name, name, re.IGNORECASE) for name in facts.names)
+
+
+NO_SIGNS = Signs()
+
+
 class ToolFormat(Protocol):
     """One way in which models write tool calls."""
 
     @property
     def name(self) -> str:
         """Value of --tool-parser."""
+
+    @property
+    def signs(self) -> Signs:
+        """By what `auto` recognises the models of this format."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -254,7 +315,9 @@ class ToolFormat(Protocol):
     def trigger(self) -> str:
         """The marker that every call begins with; "" if the place of a call identifies it."""
 
-    def new_parser(self, function_names: frozenset[str], max_calls: int | None = None) -> ToolParser:
+    def new_parser(
+        self, function_names: frozenset[str], max_calls: int | None = None, schemas: Schemas | None = None
+    ) -> ToolParser:
         """Returns a parser for one answer that may call these functions, `max_calls` times at most."""
 
     def call_regex(self, functions: Functions) -> str:

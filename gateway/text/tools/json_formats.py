@@ -1,4 +1,4 @@
-"""The tool formats whose calls are JSON objects: Hermes, Llama 3 and Mistral."""
+"""The tool formats of the first models with tools, with calls that are JSON objects: Hermes, Llama 3 and Mistral."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import secrets
 import string
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
-from gateway.text.tools.format import Functions, LarkLiteral, ToolCall, ToolDeltaBuilder, ToolParser, split_at_marker
+from gateway.text.tools.format import (
+    Functions,
+    LarkLiteral,
+    Signs,
+    ToolCall,
+    ToolDeltaBuilder,
+    ToolParser,
+    split_at_marker,
+)
 from gateway.text.tools.json_scanner import JsonCallScanner, JsonScanner
 from gateway.text.tools.lark import call_rules, json_call_rules, json_schema_call_rules, lark_string
+from gateway.text.tools.marked import MarkedFormat
 
-HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA3_TAG = "<|python_tag|>"
 MISTRAL_BEGIN, MISTRAL_ARGS, MISTRAL_CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _MISTRAL_HEAD = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
@@ -50,6 +59,13 @@ class JsonCallReader:
             self._builder.end_call()
         return buffer[at:]
 
+    def end_cut(self) -> None:
+        """Ends a call that max_tokens cut: its arguments so far stay, or it is content if its function is unknown."""
+        if self._named:
+            self._builder.add_arguments(self._object.pending)
+        else:
+            self.reject()
+
     def reject(self) -> None:
         """Turns the call, malformed or unfinished, into content."""
         self.invalid = True
@@ -72,7 +88,9 @@ class JsonCallParser(ToolParser):
         return True
 
     def _flush_rest(self) -> None:
-        if self._call is not None:
+        if self._call is not None and self._cut:
+            self._call.end_cut()
+        elif self._call is not None:
             self._call.reject()
         else:
             self._builder.add_content(self._lead + self._buffer)
@@ -98,48 +116,14 @@ class JsonCallParser(ToolParser):
         """The call is complete, or invalid if not `done`."""
 
 
-class HermesParser(JsonCallParser):
-    """States: text -> (begin) -> call -> (end of its object) -> closing -> (end marker, or any other text) -> text."""
+@dataclass(frozen=True, kw_only=True)
+class HermesFormat(MarkedFormat):
+    """Hermes, Qwen 2.5 and 3, Granite 4, and many more: <tool_call>{"name": "f", "arguments": {...}}</tool_call>."""
 
-    _closing = False
-
-    def _on_call_end(self, done: bool) -> None:
-        self._closing = done
-
-    def _flush_rest(self) -> None:
-        if not self._closing:
-            super()._flush_rest()
-
-    def _look_for_call(self) -> bool:
-        if self._closing:
-            rest = self._buffer.lstrip()
-            if rest != HERMES_END and HERMES_END.startswith(rest):
-                return False
-            self._closing = False
-            if rest.startswith(HERMES_END):
-                self._buffer = rest[len(HERMES_END) :]
-            return True
-        return self._find_lead(HERMES_BEGIN) and self._begin_call("", self._buffer)
-
-
-class HermesFormat:
-    """Hermes, Qwen 2.5 and 3, and many more: <tool_call>{"name": "f", "arguments": {...}}</tool_call>."""
-
-    name = "hermes"
-    markers = (HERMES_BEGIN, HERMES_END)
-    trigger = HERMES_BEGIN
-    new_parser = HermesParser
-
-    def call_regex(self, functions: Functions) -> str:
-        return r"(.|\n)*<tool_call>(.|\n)*"
-
-    def lark_rules(self, functions: Functions, literal: LarkLiteral, *, parallel: bool, beside_json: bool) -> str:
-        more = ' ("\\n" call)*' if parallel else ""
-        call = f'call: begin "\\n" object "\\n" {literal(HERMES_END)}'
-        return f"calls: call{more}\n{call}\n{json_call_rules('object', functions, 'arguments')}"
-
-    def render_calls(self, calls: Sequence[ToolCall]) -> str:
-        return "\n".join(f"{HERMES_BEGIN}\n{_json_call(call, 'arguments')}\n{HERMES_END}" for call in calls)
+    name: str = "hermes"
+    source: str = "https://github.com/NousResearch/Hermes-Function-Calling"
+    call: str = "<tool_call>\n$call\n</tool_call>"
+    signs: Signs = field(default=Signs(tokens=("<tool_call>",), name=r"smollm2|hermes-[23]"))
 
 
 class Llama3Parser(JsonCallParser):
@@ -177,9 +161,11 @@ class Llama3Format:
     """Llama 3: {"name": "f", "parameters": {...}}, alone or after <|python_tag|>, separated by semicolons.
 
     A bare object is a call only at the beginning of an answer, or where the next call may begin; else it is content.
+    Source: https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/prompt_format.md
     """
 
     name = "llama3_json"
+    signs = Signs(tokens=(LLAMA3_TAG,), template=('"parameters": dictionary of argument name',))
     markers = (LLAMA3_TAG,)
     trigger = ""
     new_parser = Llama3Parser
@@ -257,9 +243,11 @@ class MistralFormat:
         [TOOL_CALLS]f[ARGS]{...}                               since 2025, repeated for each call
 
     The newer form may contain an id of the call ([CALL_ID]abc123def before [ARGS]) or leave [ARGS] out.
+    Source: https://github.com/mistralai/mistral-common/blob/main/docs/usage/tools.md
     """
 
     name = "mistral"
+    signs = Signs(tokens=(MISTRAL_BEGIN,))
     markers = (MISTRAL_BEGIN, MISTRAL_ARGS, MISTRAL_CALL_ID)
     trigger = MISTRAL_BEGIN
     new_parser = MistralParser

@@ -13,7 +13,8 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
+_NO_CHARACTER = "\\ufffd"  #: JSON's escape of the character that stands for invalid text.
 _SPACE = re.compile(r"[ \t\n\r]*")
 _NUMBER_RUN = re.compile(r"[-+.0-9eE]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -47,6 +48,7 @@ class JsonScanner:
         self.in_key = False  # the string that is read, or was read last, is a key
         self._stack: list[str] = []  # closing brackets of the open containers
         self._atom = ""  # the part read so far of a number, a literal or an escape
+        self._high = ""  #: Escape of the first half of a surrogate pair, until its second half comes.
 
     @property
     def depth(self) -> int:
@@ -119,7 +121,15 @@ class JsonScanner:
         self.expected = Expected.AFTER
         self.done = not self._stack
 
+    @property
+    def pending(self) -> str:
+        """Text of a number or literal that is not complete yet. A cut text ends with it."""
+        return self._atom if self.expected in (Expected.NUMBER, Expected.LITERAL) else ""
+
     def _string(self, text: str, at: int, out: list[str]) -> int:
+        if self._high and text[at] != "\\":
+            out.append(_NO_CHARACTER)
+            self._high = ""
         plain = _PLAIN.match(text, at)
         if plain is not None:
             out.append(plain[0])
@@ -134,7 +144,7 @@ class JsonScanner:
         elif char == "\\":
             self.expected, self._atom = Expected.ESCAPE, char
         else:
-            out.append(json.dumps(char)[1:-1])
+            out.append(_NO_CHARACTER if char > "\x1f" else json.dumps(char)[1:-1])
         return at + 1
 
     def _escape(self, text: str, at: int, out: list[str]) -> int:
@@ -144,8 +154,18 @@ class JsonScanner:
             self.invalid = True
             return at
         if len(self._atom) == (6 if self._atom[1] == "u" else 2):
-            out.append(self._atom)
             self.expected = Expected.STRING
+            half = self._atom[2:4].lower() if self._atom[1] == "u" else ""
+            high, self._high = self._high, ""
+            if "dc" <= half <= "df":  # the second half
+                out.append(high + self._atom if high else _NO_CHARACTER)
+                return at + 1
+            if high:
+                out.append(_NO_CHARACTER)
+            if "d8" <= half <= "db":
+                self._high = self._atom
+            else:
+                out.append(self._atom)
         return at + 1
 
     def _number(self, text: str, at: int, out: list[str]) -> int:
@@ -172,13 +192,17 @@ class JsonScanner:
         return at + 1
 
 
+def strict_json(text: str) -> str | None:
+    """Returns a text that is one JSON value as strict JSON without white space around it, None if it is none."""
+    scanner = JsonScanner()
+    at, clean = scanner.feed(text + "\n", 0)  # a number ends with the character after it
+    return clean.strip() if scanner.done and not text[at:].strip() else None
+
+
 def strict_json_object(text: str) -> str | None:
     """Returns a text that is a JSON object as strict JSON, None if it is not an object."""
-    scanner = JsonScanner()
-    at, clean = scanner.feed(text, 0)
-    if not scanner.done or text[at:].strip() or not clean.lstrip().startswith("{"):
-        return None
-    return clean.strip()
+    clean = strict_json(text)
+    return clean if clean is not None and clean.startswith("{") else None
 
 
 _NAME_KEYS = ("name", "function")
@@ -221,6 +245,11 @@ class JsonCallScanner:
         out, self._pending = self._pending, ""
         return at, out
 
+    @property
+    def pending(self) -> str:
+        """Arguments that are not complete yet. A cut text ends with them."""
+        return self._scanner.pending if self._passing and self.name is not None else ""
+
     def _step(self, text: str, at: int) -> int:
         scanner, out = self._scanner, list[str]()
         depth, expected, in_key = scanner.depth, scanner.expected, scanner.in_key
@@ -254,7 +283,9 @@ class JsonCallScanner:
             self._read += part
 
     def _value_ended(self) -> None:
-        value = json.loads(self._read)
+        if self._key not in (*_NAME_KEYS, *_ARGUMENT_KEYS):
+            return
+        value = json.loads(self._read, parse_int=str)  # int() refuses thousands of digits
         if self._key in _NAME_KEYS:
             self.invalid = self.name is not None or not isinstance(value, str) or value not in self._function_names
             if not self.invalid:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gateway.text.tools.format import Function
+from common.json_schema.adapted import adapted
+from gateway.text.tools.format import Function, LarkLiteral
 
+#: Texts that may be special tokens: <x>, </x>, <|x|>, [X].
+MARKER = r"<[^<>\s=\"]+>|\[/?[A-Z][A-Z_]+\]"
 # White space as json.dumps writes it, as in training data. With flexible white space a model could write it for ever.
 _AS_TRAINED = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
@@ -17,10 +21,29 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def lark_text(text: str, literal: LarkLiteral, begin: str = "") -> str:
+    """Returns a text as a sequence in Lark: markers as `literal` writes them, the rest as strings.
+
+    The marker `begin` is written as the rule of this name.
+    """
+    terms: list[str] = []
+    plain = ""
+    for piece in re.split(f"({MARKER})", text):
+        written = "begin" if begin and piece == begin else literal(piece) if re.fullmatch(MARKER, piece) else ""
+        if not written or written.startswith('"'):
+            plain += piece
+            continue
+        terms += [lark_string(plain), written] if plain else [written]
+        plain = ""
+    return " ".join([*terms, lark_string(plain)] if plain else terms)
+
+
 def lark_json(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
     """Returns a Lark rule for a JSON value. Without `strict`, keywords that llguidance cannot enforce are left out."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
+    if strict:
+        schema = adapted({**schema})
     return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_TRAINED, 'lenient': not strict}})}"
 
 
@@ -78,25 +101,40 @@ def _relocate_refs(schema: Any, to: str) -> Any:
 
 
 def keyword_call_rules(rule: str, functions: Sequence[Function], lead: str = "") -> str:
-    """Defines `rule` as f(a=1, b="x") for one of the functions, after `lead`.
+    """Defines `rule` as f(a=1, b="x") for one of the functions, after `lead`."""
+    lines = [_one_of(rule, functions)]
+    for i, f in enumerate(functions):
+        lines.append(f'{rule}_{i}: {lark_string(f"{lead}{f.name}(")} {rule}_{i}_arguments ")"')
+        lines.append(keyword_argument_rules(f"{rule}_{i}_arguments", f))
+    return "\n".join(lines)
+
+
+def named_properties(function: Function) -> list[tuple[str, Any, bool]]:
+    """Returns name, schema and whether it is required of each declared property; the schema has its definitions."""
+    schema = parameters_schema(function)
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = schema.get("required") or ()
+    return [
+        (key, {**value, **shared} if isinstance(value, dict) else value, key in required)
+        for key, value in (schema.get("properties") or {}).items()
+    ]
+
+
+def keyword_argument_rules(rule: str, function: Function) -> str:
+    """Defines `rule` as the arguments a=1, b="x" of a function.
 
     The properties come in their order. A property that is not required is optional. A schema without properties that
     are identifiers takes no arguments.
     """
-    lines = [_one_of(rule, functions)]
-    for i, f in enumerate(functions):
-        lines.append(f'{rule}_{i}: {lark_string(f"{lead}{f.name}(")} {rule}_{i}_first_0 ")"')
-        schema = parameters_schema(f)
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        named = [(k, v) for k, v in schema.get("properties", {}).items() if k.isidentifier()]
-        for n, (key, value) in enumerate(named):
-            skip_first = "" if key in schema.get("required", ()) else f" | {rule}_{i}_first_{n + 1}"
-            skip_later = "" if key in schema.get("required", ()) else f" | {rule}_{i}_later_{n + 1}"
-            entry = f"{lark_string(key + '=')} {rule}_{i}_value_{n} {rule}_{i}_later_{n + 1}"
-            lines.append(f"{rule}_{i}_first_{n}: {entry}{skip_first}")
-            lines.append(f'{rule}_{i}_later_{n}: ", " {entry}{skip_later}')
-            inner = {**value, **shared} if isinstance(value, dict) else value
-            lines.append(f"{rule}_{i}_value_{n}: {lark_json(inner, strict=f.strict)}")
-        lines.append(f'{rule}_{i}_first_{len(named)}: ""')
-        lines.append(f'{rule}_{i}_later_{len(named)}: ""')
+    lines = [f"{rule}: {rule}_first_0"]
+    named = [(key, value, required) for key, value, required in named_properties(function) if key.isidentifier()]
+    for n, (key, value, required) in enumerate(named):
+        skip_first = "" if required else f" | {rule}_first_{n + 1}"
+        skip_later = "" if required else f" | {rule}_later_{n + 1}"
+        entry = f"{lark_string(key + '=')} {rule}_value_{n} {rule}_later_{n + 1}"
+        lines.append(f"{rule}_first_{n}: {entry}{skip_first}")
+        lines.append(f'{rule}_later_{n}: ", " {entry}{skip_later}')
+        lines.append(f"{rule}_value_{n}: {lark_json(value, strict=function.strict)}")
+    lines.append(f'{rule}_first_{len(named)}: ""')
+    lines.append(f'{rule}_later_{len(named)}: ""')
     return "\n".join(lines)

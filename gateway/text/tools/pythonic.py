@@ -1,6 +1,7 @@
-"""Pythonic tool calls: [f(a=1, b="x"), g()], the whole answer or its beginning (Llama 3.2 and 4, ToolACE, and others).
+"""Pythonic tool calls: [f(a=1, b="x"), g()], the whole answer or its beginning (Llama 3.2, ToolACE, and others).
 
 Arguments are keywords with literal values in Python or JSON. Each argument is passed on when it is complete.
+Source: https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from gateway.text.tools.format import Functions, LarkLiteral, ToolCall, ToolParser
-from gateway.text.tools.lark import keyword_call_rules
+from gateway.text.tools.format import Function, Functions, LarkLiteral, Schemas, Signs, ToolCall, ToolParser
+from gateway.text.tools.json_scanner import strict_json
+from gateway.text.tools.lark import keyword_argument_rules, keyword_call_rules
 
 START = "<|python_start|>"
 END = "<|python_end|>"
@@ -28,6 +31,11 @@ class PythonLiteralScanner:
         self._at = 0
         self._depth = 0
         self._quote = ""
+
+    @property
+    def open_quote(self) -> str:
+        """The quote that ends the literal, if the literal is a string that goes on; else ""."""
+        return self._quote if self._depth == 0 else ""
 
     def find_end(self, text: str) -> int | None:
         """Returns the position of the end, None if more text is needed. `text` grows between calls."""
@@ -58,16 +66,36 @@ class PythonLiteralScanner:
         return None
 
 
+_QUOTED = re.compile(
+    r"""([A-Za-z]*)('{3}(?:[^\\]|\\.)*?'{3}|"{3}(?:[^\\]|\\.)*?"{3}|'(?:[^\\']|\\.)*'|"(?:[^\\"]|\\.)*")""", re.DOTALL
+)
+_RAW = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
+_RAW_CHAR = re.compile(r"\\.|[\n\r\0]", re.DOTALL)
+
+
+def _escape_raw(quoted: re.Match[str]) -> str:
+    """Returns a string literal without the characters that models write in it and Python does not allow there."""
+    if "r" in quoted[1].lower():
+        return quoted[0]
+    return quoted[1] + _RAW_CHAR.sub(lambda m: _RAW.get(m[0], m[0]), quoted[2])
+
+
 def literal_to_json(text: str) -> str | None:
-    """Returns a Python or JSON literal as JSON text, None if it is neither."""
+    """Returns a Python or JSON literal as JSON text, None if it is neither.
+
+    Takes what Python's literal_eval takes and JSON has a value for: a set becomes an array, bytes become text.
+    """
+    text = text.strip()
+    if any(char in text for char in _RAW):
+        text = _QUOTED.sub(_escape_raw, text)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes that Python does not know
-            value = _value(ast.parse(text.strip(), mode="eval").body)
+            value = _value(ast.parse(text, mode="eval").body)
         out = json.dumps(value, ensure_ascii=False, allow_nan=False)
         out.encode()
-    except UnicodeEncodeError:  # lone surrogates
-        return json.dumps(value)
+    except UnicodeEncodeError:  # halves of surrogate pairs: two in a row are a character
+        return strict_json(json.dumps(value))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
     return out
@@ -75,12 +103,18 @@ def literal_to_json(text: str) -> str | None:
 
 def _value(node: ast.expr) -> object:
     match node:
+        case ast.Constant(value=bytes() as value):
+            return value.decode(errors="replace")
         case ast.Constant(value=str() | int() | float() | bool() | None as value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as value)):
+            if isinstance(value, bool):
+                raise ValueError("a sign before a bool")
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
             return [_value(item) for item in items]
+        case ast.Call(func=ast.Name(id="set"), args=[], keywords=[]):
+            return []
         case ast.Dict(keys=keys, values=values):
             return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
         case ast.Name(id=name) if name in _JSON_NAMES:
@@ -90,32 +124,113 @@ def _value(node: ast.expr) -> object:
 
 
 def _key(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("a key is not a string")
+    """Returns a key as JSON has it: numbers, bools and None are written as text."""
+    value = None if node is None else _value(node)
+    if isinstance(value, str):
+        return value
+    if node is None or isinstance(value, list | dict):
+        raise ValueError("a key is not a simple value")
+    return json.dumps(value, allow_nan=False)
+
+
+class PythonArgumentReader:
+    """Reads a=1, b="x" up to `end`, which it leaves. Each argument is passed on when it is complete."""
+
+    def __init__(self, end: str = ")") -> None:
+        self.done = False
+        self.invalid = False
+        self._end = end
+        self._keys: set[str] = set()
+        self._key: str | None = None  # of the value that is read, None before an argument
+        self._value = PythonLiteralScanner()
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        """Reads text[at:], at most to the end. Returns where it stopped, and more of the arguments as JSON."""
+        out: list[str] = []
+        while not (self.done or self.invalid):
+            after = self._keyword(text, at, out) if self._key is None else self._literal(text, at, out)
+            if after is None:
+                break
+            at = after
+        return at, "".join(out)
+
+    def _lead(self) -> str:
+        return f"{', ' if self._keys else '{'}{json.dumps(self._key)}: "
+
+    def _keyword(self, text: str, at: int, out: list[str]) -> int | None:
+        rest = text[at:].lstrip()
+        if not rest:
+            return None
+        if rest.startswith(self._end):
+            out.append("}" if self._keys else "{}")
+            self.done = True
+            return len(text) - len(rest)
+        keyword = _KEYWORD.match(text, at)
+        if keyword is None or keyword.end() == len(text):
+            self.invalid = keyword is None and not "".join(rest.split()).isidentifier()
+            return None
+        self._key, self._value = keyword[1], PythonLiteralScanner()
+        self.invalid = self._key in self._keys
+        return keyword.end()
+
+    def _literal(self, text: str, at: int, out: list[str]) -> int | None:
+        rest = text[at:]
+        end = self._value.find_end(rest)
+        if end is None:
+            return None
+        value = literal_to_json(rest[:end])
+        self.invalid = value is None or not rest.startswith((",", self._end), end)
+        if value is None or self.invalid or self._key is None:
+            return at
+        out.append(self._lead() + value)
+        self._keys.add(self._key)
+        self._key = None
+        return at + end + (rest[end] == ",")
+
+    def pending(self, text: str) -> str:
+        """Returns what a cut text that ends with `text`, which `feed` left, adds to the arguments: half a string."""
+        if self._key is None or not (quote := self._value.open_quote):
+            return ""
+        value = literal_to_json(text + quote)
+        return "" if value is None else self._lead() + value[:-1]
+
+
+class PythonArguments:
+    """Arguments as keywords with literal values: a=1, b="x"."""
+
+    def reader(self, schema: Mapping[str, Any], ends: Sequence[str]) -> PythonArgumentReader:
+        return PythonArgumentReader(ends[0])
+
+    def rules(self, rule: str, function: Function, literal: LarkLiteral) -> str:
+        return keyword_argument_rules(rule, function)
+
+    def write(self, arguments: str) -> str:
+        return ", ".join(f"{key}={value!r}" for key, value in json.loads(arguments).items())
 
 
 class PythonicParser(ToolParser):
-    """States: start -> name -> keyword -> value -> keyword ... -> after (a call) -> name ... -> text."""
+    """States: start -> name -> arguments -> after (a call) -> name ... -> text."""
 
-    def __init__(self, function_names: frozenset[str], max_calls: int | None = None) -> None:
-        super().__init__(function_names, max_calls)
+    def __init__(
+        self, function_names: frozenset[str], max_calls: int | None = None, schemas: Schemas | None = None
+    ) -> None:
+        super().__init__(function_names, max_calls, schemas)
         self._raw = ""  #: Text of the open call, or text before the first call.
         self._state = self._start
-        self._value = PythonLiteralScanner()
-        self._keyword = ""
-        self._keywords: set[str] = set()
-        self._open = False
+        self._reader: PythonArgumentReader | None = None  # of the open call
 
     def _step(self) -> bool:
         return self._state()
 
     def _flush_rest(self) -> None:
-        rest, self._buffer = self._raw + self._buffer, ""
-        if self._open:
+        rest = self._raw + self._buffer
+        if self._reader is not None and self._cut:
+            self._builder.add_arguments(self._reader.pending(self._buffer))
+        elif self._reader is not None:
             self._builder.reject_call(rest)
         elif rest.strip() != END:
             self._builder.add_content(rest)
+        self._buffer = ""
 
     def _take(self, count: int) -> None:
         """Moves the buffer's first characters to the text of the call."""
@@ -124,11 +239,11 @@ class PythonicParser(ToolParser):
 
     def _give_up(self) -> bool:
         """Turns the open call, or the text before the first call, into content."""
-        if self._open:
+        if self._reader is not None:
             self._builder.reject_call(self._raw)
         else:
             self._builder.add_content(self._raw)
-        self._raw, self._open, self._state = "", False, self._text
+        self._raw, self._reader, self._state = "", None, self._text
         return True
 
     def _start(self) -> bool:
@@ -162,41 +277,20 @@ class PythonicParser(ToolParser):
         self._take(call.end())
         self._builder.begin_call()
         self._builder.set_function(call[1])
-        self._open, self._keywords, self._state = True, set(), self._next_keyword
+        self._reader, self._state = PythonArgumentReader(), self._arguments
         return True
 
-    def _next_keyword(self) -> bool:
-        rest = self._buffer.lstrip()
-        if rest.startswith(")"):
-            self._builder.add_arguments("}" if self._keywords else "{}")
+    def _arguments(self) -> bool:
+        assert self._reader is not None
+        at, arguments = self._reader.feed(self._buffer, 0)
+        self._take(at)
+        self._builder.add_arguments(arguments)
+        if self._reader.invalid:
+            return self._give_up()
+        if self._reader.done:
             self._builder.end_call()
-            self._buffer, self._raw, self._open, self._state = rest[1:], "", False, self._after
-            return True
-        keyword = _KEYWORD.match(self._buffer)
-        if keyword is None or keyword.end() == len(self._buffer):
-            waits = not rest or keyword is not None or "".join(rest.split()).isidentifier()
-            return False if waits else self._give_up()
-        self._keyword = keyword[1]
-        if self._keyword in self._keywords:
-            return self._give_up()
-        self._take(keyword.end())
-        self._value, self._state = PythonLiteralScanner(), self._read_value
-        return True
-
-    def _read_value(self) -> bool:
-        end = self._value.find_end(self._buffer)
-        if end is None:
-            return False
-        value = literal_to_json(self._buffer[:end])
-        self._take(end)
-        if value is None or self._buffer[0] not in ",)":
-            return self._give_up()
-        self._builder.add_arguments(f"{', ' if self._keywords else '{'}{json.dumps(self._keyword)}: {value}")
-        self._keywords.add(self._keyword)
-        if self._buffer[0] == ",":
-            self._take(1)
-        self._state = self._next_keyword
-        return True
+            self._buffer, self._raw, self._reader, self._state = self._buffer[1:], "", None, self._after
+        return self._reader is None
 
     def _after(self) -> bool:
         rest = self._buffer.lstrip()
@@ -228,6 +322,7 @@ class PythonicFormat:
     """The tool format [f(a=1)]."""
 
     name = "pythonic"
+    signs = Signs(tokens=(START,), template=("func_name1(",))
     markers = (START, END)
     trigger = ""
     new_parser = PythonicParser
@@ -244,8 +339,4 @@ class PythonicFormat:
         return f'calls: begin first{more} "]"\n{later}\n{keyword_call_rules("first", functions, lead="[")}'
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str:
-        written = []
-        for call in calls:
-            arguments = json.loads(call.arguments)
-            written.append(f"{call.name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})")
-        return f"[{', '.join(written)}]"
+        return f"[{', '.join(f'{call.name}({PythonArguments().write(call.arguments)})' for call in calls)}]"

@@ -1,0 +1,363 @@
+"""How the arguments of a call are written: as a JSON object, or as tagged values without types.
+
+A style reads arguments as they come (`reader`), defines them in a grammar (`rules`) and writes them (`write`).
+The third style, Python's keywords, is in pythonic.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from common.errors import InvalidRequest
+from gateway.text.tools.format import Function, LarkLiteral, split_at_marker
+from gateway.text.tools.json_scanner import JsonScanner, strict_json
+from gateway.text.tools.lark import lark_json, lark_string, lark_text, named_properties, parameters_schema
+from gateway.text.tools.pythonic import literal_to_json
+
+Schema = Mapping[str, Any]
+
+
+class ArgumentReader(Protocol):
+    """Reads the arguments of one call and passes them on as the text of a JSON object."""
+
+    done: bool  #: The arguments are complete.
+    invalid: bool  #: The text is no arguments.
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        """Reads text[at:]. Returns where it stopped, and more of the arguments.
+
+        The next call gets the rest of the text again, with more text behind it.
+        """
+
+    def pending(self, text: str) -> str:
+        """Returns what a cut text that ends with `text`, which `feed` left, adds to the arguments."""
+
+
+class ArgumentStyle(Protocol):
+    """One way in which arguments are written."""
+
+    def reader(self, schema: Schema, ends: Sequence[str]) -> ArgumentReader:
+        """Returns a reader for arguments of this JSON schema. One of the texts `ends` follows the arguments."""
+
+    def rules(self, rule: str, function: Function, literal: LarkLiteral) -> str:
+        """Returns Lark lines that define `rule` as the arguments of a function."""
+
+    def write(self, arguments: str) -> str:
+        """Returns arguments, given as a JSON object's text, as the model would have written them."""
+
+
+class JsonObjectReader:
+    """Reads arguments that are a JSON object."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.invalid = False
+        self._scanner = JsonScanner()
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        scanner = self._scanner
+        if not scanner.depth and text[at : at + 1] != "{":
+            self.invalid = at < len(text)
+            return at, ""
+        at, out = scanner.feed(text, at)
+        self.done, self.invalid = scanner.done, scanner.invalid
+        return at, out
+
+    def pending(self, text: str) -> str:
+        return self._scanner.pending
+
+
+class JsonArguments:
+    """Arguments as a JSON object."""
+
+    def reader(self, schema: Schema, ends: Sequence[str]) -> JsonObjectReader:
+        return JsonObjectReader()
+
+    def rules(self, rule: str, function: Function, literal: LarkLiteral) -> str:
+        return f"{rule}: {lark_json(parameters_schema(function), strict=function.strict)}"
+
+    def write(self, arguments: str) -> str:
+        return arguments
+
+
+JSON_ARGUMENTS = JsonArguments()
+
+
+class TaggedArguments:
+    """Arguments between tags, each with its key: <parameter=city>Oslo</parameter>.
+
+    A string stands there as it is, any other value as JSON. The schema says which of both a value is. Some templates
+    write True, None and {'a': 1} as Python does, so the reader accepts these too.
+    """
+
+    def __init__(self, entry: str) -> None:
+        """`entry`: one argument with $key and $value, as models are trained on it, also the white space around it."""
+        self.before_key, rest = entry.split("$key")
+        self.after_key, self.after_value = rest.split("$value")
+
+    def reader(self, schema: Schema, ends: Sequence[str]) -> TaggedArgumentReader:
+        return TaggedArgumentReader(self, schema, ends)
+
+    def rules(self, rule: str, function: Function, literal: LarkLiteral) -> str:
+        """Properties come in their order. Those that are not required are optional, and there are no others."""
+        lines = [f"{rule}: {rule}_0"]
+        properties = named_properties(function)
+        for n, (key, schema, required) in enumerate(properties):
+            skip = "" if required else f" | {rule}_{n + 1}"
+            head = lark_text(f"{self.before_key}{key}{self.after_key}", literal)
+            lines.append(f"{rule}_{n}: {head} {rule}_value_{n} {rule}_{n + 1}{skip}")
+            lines.append(self._value_rule(f"{rule}_value_{n}", schema, function, literal))
+        lines.append(f'{rule}_{len(properties)}: ""')
+        return "\n".join(lines)
+
+    def _value_rule(self, rule: str, schema: Any, function: Function, literal: LarkLiteral) -> str:
+        """Defines `rule` as a value with the text after it."""
+        types = json_types(schema, schema)
+        if types is not None and "string" not in types:
+            return f"{rule}: {lark_json(schema, strict=function.strict)} {lark_text(self.after_value, literal)}"
+        if types == {"string"} and (texts := _enumerated(schema)) is not None:
+            return f"{rule}: " + " | ".join(lark_text(text + self.after_value, literal) for text in texts)
+        space, close, tail = self.after_value.partition(self.after_value.strip())
+        if literal(close).startswith("<["):
+            return f"{rule}: /(.|\\n)*/ {literal(close)}" + (f" {lark_string(tail)}" if tail else "")
+        end = re.escape(close).replace("/", r"\/")
+        text = self._text(schema if isinstance(schema, dict) and types == {"string"} else {}, function)
+        lines = [f"{rule}: {rule}_text" + (f" {lark_string(tail)}" if tail else "")]
+        lines.append(f"{rule}_text[lazy]: /{text}{re.escape(space)}{end}/".replace("\\\n", "\\n"))
+        return "\n".join(lines)
+
+    def _text(self, schema: Schema, function: Function) -> str:
+        """Returns the regular expression of a string. Raises InvalidRequest for a keyword that it cannot enforce."""
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if not function.strict or (not least and most is None and "pattern" not in schema and "format" not in schema):
+            return r"(.|\n)*"
+        for key in ("pattern", "format"):
+            if key in schema:
+                problem = f"{function.field}: {key} of a strict function is not supported with this model's tool format"
+                raise InvalidRequest(problem, field=function.field)
+        return rf"(.|\n){{{int(least)},{'' if most is None else int(most)}}}"
+
+    def write(self, arguments: str) -> str:
+        written = []
+        for key, value in json.loads(arguments).items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            written.append(f"{self.before_key}{key}{self.after_key}{text}{self.after_value}")
+        return "".join(written)
+
+
+class TaggedArgumentReader:
+    """Reads tagged arguments: (before a key) -> key -> (between) -> value -> (before a key) ... -> an end.
+
+    Strings are passed on as they come, other values when they are complete.
+    """
+
+    def __init__(self, style: TaggedArguments, schema: Schema, ends: Sequence[str]) -> None:
+        self.done = False
+        self.invalid = False
+        self._schema = schema
+        self._ends = ends
+        self._before_key = style.before_key.strip()
+        #: Texts after the key. White space before each of them is skipped.
+        self._after_key = style.after_key.split() or [""]
+        self._close = style.after_value.strip()
+        self._lead_newline, self._last_newline = style.after_key.endswith("\n"), style.after_value.startswith("\n")
+        self._state = self._before
+        self._keys: set[str] = set()
+        self._key = ""
+        self._passed = 0  #: Number of texts of `_after_key` that were read.
+        self._types: frozenset[str] | None = None
+        self._is_text = False  #: The value can only be a string, which is passed on as it comes.
+        self._skip_newline = False
+        self._value: list[str] = []
+        self._newline = ""  #: A line break that belongs to the value if more of it follows.
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        out: list[str] = []
+        while not (self.done or self.invalid):
+            after = self._state(text, at, out)
+            if after is None:
+                break
+            at = after
+        return at, "".join(out)
+
+    def pending(self, text: str) -> str:
+        if self._state != self._in_value or self._is_text:
+            return ""
+        scanner = JsonScanner()
+        _, value = scanner.feed("".join([*self._value, text]).lstrip(), 0)
+        if scanner.invalid or not value + scanner.pending or ("string" in (self._types or ("string",))):
+            return ""
+        return self._lead() + value + scanner.pending
+
+    def _lead(self) -> str:
+        return f"{', ' if len(self._keys) > 1 else '{'}{json.dumps(self._key, ensure_ascii=False)}: "
+
+    def _before(self, text: str, at: int, out: list[str]) -> int | None:
+        rest = text[at:].lstrip()
+        at = len(text) - len(rest)
+        if rest.startswith(self._before_key):
+            self._state, self._passed = self._in_key, 0
+            return at + len(self._before_key)
+        if rest.startswith(tuple(self._ends)):
+            out.append("}" if self._keys else "{}")
+            self.done = True
+            return at
+        self.invalid = not any(marker.startswith(rest) for marker in (self._before_key, *self._ends))
+        return None
+
+    def _in_key(self, text: str, at: int, out: list[str]) -> int | None:
+        first = self._after_key[0]
+        end = text.find(first, at)
+        if end < 0:
+            self.invalid = len(text) - at > MAX_KEY
+            return None
+        self._key = text[at:end].strip()
+        self.invalid = not self._key or self._key in self._keys or "<" in self._key
+        self._keys.add(self._key)
+        self._passed, self._state = 1, self._between
+        return end + len(first)
+
+    def _between(self, text: str, at: int, out: list[str]) -> int | None:
+        if self._passed < len(self._after_key):
+            rest, expected = text[at:].lstrip(), self._after_key[self._passed]
+            if not rest.startswith(expected):
+                self.invalid = not expected.startswith(rest)
+                return None
+            self._passed += 1
+            return len(text) - len(rest) + len(expected)
+        properties = self._schema.get("properties")
+        schema = properties.get(self._key, {}) if isinstance(properties, dict) else {}
+        self._types = json_types(schema, self._schema)
+        self._is_text = self._types == {"string"}
+        self._skip_newline, self._value, self._newline, self._state = self._lead_newline, [], "", self._in_value
+        if self._is_text:
+            out.append(self._lead() + '"')
+        return at
+
+    def _in_value(self, text: str, at: int, out: list[str]) -> int | None:
+        part, close, rest = split_at_marker(text[at:], self._close)
+        if self._skip_newline and part:
+            self._skip_newline, part = False, part.removeprefix("\n")
+        part, self._newline = self._newline + part, ""
+        if self._last_newline and part.endswith("\n"):
+            part, self._newline = part[:-1], "\n"
+        if self._is_text:
+            out.append(json_string(part)[1:-1])
+        else:
+            self._value.append(part)
+        if close:
+            out.append('"' if self._is_text else self._lead() + typed_value("".join(self._value), self._types))
+            self._state = self._before
+        elif len(rest) == len(text) - at:
+            return None
+        return len(text) - len(rest)
+
+
+MAX_KEY = 1024  #: Characters of an argument's name.
+
+
+def json_string(text: str) -> str:
+    """Returns a text as a JSON string. Half of a surrogate pair becomes U+FFFD."""
+    return json.dumps(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), ensure_ascii=False)
+
+
+def json_types(schema: Any, root: Any, depth: int = 16) -> frozenset[str] | None:
+    """Returns the JSON types that a schema allows, None if it allows all or does not say. `root` has its definitions.
+
+    "integer" stands beside "number". Keywords that this function does not know allow all types.
+    """
+    if not isinstance(schema, Mapping) or depth == 0:
+        return None
+    found: list[frozenset[str]] = []
+    if isinstance(reference := schema.get("$ref"), str):
+        found += _known(json_types(_resolve(reference, root), root, depth - 1))
+    named = schema.get("type")
+    if isinstance(named, str):
+        found.append(frozenset((named,)))
+    elif isinstance(named, list) and named:
+        found.append(frozenset(map(str, named)))
+    if isinstance(values := schema.get("enum"), list):
+        found.append(frozenset(map(_type_of, values)))
+    if "const" in schema:
+        found.append(frozenset((_type_of(schema["const"]),)))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), list) and options:
+            each = [json_types(option, root, depth - 1) for option in options]
+            if None not in each:
+                found.append(frozenset().union(*(types for types in each if types is not None)))
+    if isinstance(parts := schema.get("allOf"), list):
+        for part in parts:
+            found += _known(json_types(part, root, depth - 1))
+    if not found:
+        return None
+    both = frozenset.intersection(*found)
+    return both or found[0]
+
+
+def _known(types: frozenset[str] | None) -> list[frozenset[str]]:
+    return [] if types is None else [types]
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    if not reference.startswith("#"):
+        return None
+    for part in reference[1:].split("/")[1:]:
+        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+_TYPE_BY_FIRST = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+
+
+def _enumerated(schema: Any) -> list[str] | None:
+    """Returns the strings that a schema lists, None if it lists none."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    texts = [value for value in values or () if isinstance(value, str)]
+    return texts or None
+
+
+def typed_value(text: str, types: frozenset[str] | None) -> str:
+    """Returns a value that was written without its type as JSON text. `types` are those that its schema allows.
+
+    What may be a string is one, unless it reads as a value of another type that the schema allows. A text that is
+    not of the expected type is a string too: the client checks its arguments.
+    """
+    if types == {"string"}:
+        return json_string(text)
+    value = strict_json(text)
+    if value is None and types is not None:
+        bare = text.strip()
+        if "string" not in types or bare in ("True", "False", "None"):
+            value = literal_to_json(bare)
+    if value is not None:
+        kind = _TYPE_BY_FIRST.get(value[0], "number")
+        if types is None or "string" in types:
+            accepted = kind != "string" and (
+                types is None or kind in types or (kind == "number" and "integer" in types)
+            )
+        else:
+            accepted = True
+        if accepted:
+            return value
+    return json_string(text)
