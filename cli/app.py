@@ -9,20 +9,24 @@ import typer
 
 from cli import exits
 from cli.commands.batch import batch
+from cli.commands.bench import bench
 from cli.commands.certs import certs
+from cli.commands.chat import chat
 from cli.commands.checks import doctor, probe
 from cli.commands.keys import keys
 from cli.commands.loadtest import loadtest
 from cli.commands.plan import plan
+from cli.commands.pull import pull
 from cli.commands.services import gateway, serve, up, worker
 from cli.options import SectionedCommand
 from common.errors import BatonError, ConfigError
+from common.settings.table import misspelt
 
 # Base class of all parser errors. typer does not export it; older versions of typer use click's.
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,  # --install-completion and --show-completion
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's table cuts long flags and values on terminals with 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -51,7 +55,7 @@ def baton(
     """Serves large language models with prefill and decode on different machines."""
 
 
-for command in (up, serve, worker, gateway, certs, batch, doctor, probe, plan, loadtest, version):
+for command in (up, chat, bench, pull, serve, worker, gateway, certs, batch, doctor, probe, plan, loadtest, version):
     app.command(cls=SectionedCommand)(command)
 app.add_typer(keys, name="keys")
 
@@ -61,7 +65,7 @@ def main() -> NoReturn:
     try:
         code = app(sys.argv[1:] or ["--help"], prog_name="baton", standalone_mode=False)
     except CommandLineError as error:
-        code = _complain(f"{error.format_message()} {_hint()}", exits.USAGE)
+        code = _complain(f"{_without_wrong_advice(error)} {_hint()}", exits.USAGE)
     except ConfigError as error:
         code = _complain(f"{error.message} {_hint()}" if error.message.startswith("--") else error.message, exits.USAGE)
     except BatonError as error:
@@ -79,6 +83,25 @@ def _hint() -> str:
             break
         path, command = [*path, name], command.commands[name]
     return f"({' '.join(path)} --help)"
+
+
+def _without_wrong_advice(error: Any) -> str:
+    """The text of a parser's error. The parser suggests every flag that looks similar; only misspellings stay."""
+    flag, ctx = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if not hasattr(error, "possibilities") or flag is None or ctx is None:
+        return str(error.format_message())
+    message = f"No such option: {flag}"
+    if meant := misspelt(flag, _flags(ctx.command)):
+        return f"{message}; did you mean {meant}?"
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    others = [name for name, command in commands.items() if flag in _flags(command)]
+    return f"{message}; it is an option of baton {', '.join(others)}" if others else message
+
+
+def _flags(command: Any) -> list[str]:
+    """The long flags of a command that its help shows."""
+    params = [param for param in command.params if not getattr(param, "hidden", False)]
+    return [name for param in params for name in (*param.opts, *param.secondary_opts) if name.startswith("--")]
 
 
 def _complain(message: str, code: int) -> int:

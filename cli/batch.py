@@ -53,10 +53,16 @@ class Result:
     request_id: str = ""
     body: Any = None  # Parsed JSON, or text if the body is not JSON.
     error: str = ""  # Set without an answer.
+    connected: bool = True  # False if no connection to the gateway could be made.
 
     @property
     def answered(self) -> bool:
         return self.status == ANSWERED
+
+    @property
+    def may_pass(self) -> bool:
+        """A later try may be answered."""
+        return (self.status in TEMPORARY or not self.status) and self.code not in NO_RETRY_CODES
 
     @property
     def code(self) -> str | None:
@@ -157,10 +163,14 @@ def _request(line: bytes) -> Request:
 class Answers:
     """The output file, locked against a second run; a context manager."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens or continues the file. Raises ConfigError if it is not writable, in use, or not an output file."""
+    def __init__(self, path: Path, *, retry_errors: bool = False) -> None:
+        """Opens or continues the file. `retry_errors` removes all errors of former runs, not only temporary ones.
+
+        Raises ConfigError if the file is not writable, in use, or not an output file.
+        """
         self.done: dict[str, bool] = {}  # custom_id of each answered request, and whether its answer is an error
         self._path = path
+        self._dropped = (lambda status: status != ANSWERED) if retry_errors else TEMPORARY.__contains__
         with self._writing():
             self._lock = path.with_name(f".{path.name}.lock").open("a")
             try:
@@ -225,7 +235,7 @@ class Answers:
         kept: list[bytes] = []
         for number, line in enumerate(lines, 1):
             custom_id, status = _of_answer(line, f"{self._path}, line {number}")
-            if status and status not in TEMPORARY and custom_id not in self.done:
+            if status and not self._dropped(status) and custom_id not in self.done:
                 self.done[custom_id] = status != ANSWERED
                 kept.append(line)
         if partial or len(kept) < len(lines):
@@ -247,6 +257,16 @@ def _no_output(where: str) -> ConfigError:
     return ConfigError(f"{where} is not a line of batch output; name another file", field="output")
 
 
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A further try of one request."""
+
+    number: int  # Of the try, 2 for the first retry.
+    tries: int  # Tries that the request has at most.
+    pause_s: float  # Seconds until the try.
+    reason: str  # Why the try before failed.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
     """How to send the requests."""
@@ -262,12 +282,12 @@ async def send_all(
     sending: Sending,
     requests: Iterator[Request],
     done: Callable[[Request, Result], None],
-    retried: Callable[[str], None],
+    retried: Callable[[Retry], None],
 ) -> None:
-    """Sends all requests; calls `done` with each result as it arrives, and `retried` with the reason of each retry.
+    """Sends all requests; calls `done` with each result as it arrives, and `retried` before each retry.
 
-    The back-off is exponential with jitter, and at least the answer's Retry-After. Raises Unavailable if the gateway
-    refuses the API key, ConfigError for an invalid URL or key, and errors of `done`.
+    The back-off is exponential with jitter, and at least the answer's Retry-After. Raises Unavailable if the first
+    connection fails or the gateway refuses the API key, ConfigError for an invalid URL or key, and errors of `done`.
     """
     headers = {"content-type": "application/json", "x-request-timeout": f"{sending.timeout_s:g}"}
     if sending.api_key:
@@ -278,10 +298,22 @@ async def send_all(
     limits = httpx.Limits(max_connections=sending.concurrency, max_keepalive_connections=sending.concurrency)
     timeout = httpx.Timeout(sending.timeout_s + 10.0, connect=10.0)
     async with httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout) as client:
+        reached = False  # A gateway has answered, so a later failure to connect may pass.
 
         async def work() -> None:
+            nonlocal reached
             for request in requests:  # all workers take from one iterator
-                done(request, await _result(client, sending, request, retried))
+                pauses = _pauses()
+                for number in range(1, sending.retries + 2):
+                    result, retry_after_s = await _try(client, request)
+                    if not (reached := reached or result.connected):
+                        raise Unavailable(f"{result.error}; is a gateway running there?")
+                    if not result.may_pass or number > sending.retries:
+                        break
+                    pause_s = max(min(retry_after_s, MAX_RETRY_AFTER_S), next(pauses))
+                    retried(Retry(number + 1, sending.retries + 1, pause_s, result.reason))
+                    await asyncio.sleep(pause_s)
+                done(request, result)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -302,34 +334,29 @@ def base_url(url: str) -> httpx.URL:
     return base
 
 
-async def _result(
-    client: httpx.AsyncClient, sending: Sending, request: Request, retried: Callable[[str], None]
-) -> Result:
+def _pauses() -> Iterator[float]:
+    """Seconds before each retry of a request."""
     pause_s = BACKOFF_S[0]
-    for retries_left in range(sending.retries, -1, -1):
-        result, retry_after_s = await _try(client, request)
-        if result.status in (401, 403) and result.code == "invalid_api_key":
-            raise Unavailable("the gateway refuses the API key; pass another one with --api-key")
-        temporary = result.status in TEMPORARY or not result.status
-        if not temporary or result.code in NO_RETRY_CODES or not retries_left:
-            return result
-        retried(result.reason)
-        await asyncio.sleep(max(min(retry_after_s, MAX_RETRY_AFTER_S), pause_s * random.uniform(0.5, 1.0)))
+    while True:
+        yield pause_s * random.uniform(0.5, 1.0)
         pause_s = min(BACKOFF_S[1], 2 * pause_s)
-    raise AssertionError("the last try returns")
 
 
 async def _try(client: httpx.AsyncClient, request: Request) -> tuple[Result, float]:
-    """Sends a request once: the result, and the seconds of Retry-After."""
+    """Sends a request once: the result, and the seconds of Retry-After. Raises Unavailable for a refused API key."""
     try:
         answer = await client.post(request.url, content=request.body)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        detail = f": {e}" if str(e) else ""
-        return Result(error=f"no answer from {client.base_url}: {type(e).__name__}{detail}"), 0.0
+        detail, connected = f": {e}" if str(e) else "", not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
+        error = f"no answer from {client.base_url}: {type(e).__name__}{detail}"
+        return Result(error=error, connected=connected), 0.0
     try:
         body = orjson.loads(answer.content)
     except orjson.JSONDecodeError:
         body = answer.text
     retry_after = answer.headers.get("retry-after", "")
     retry_after_s = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
-    return Result(answer.status_code, answer.headers.get("x-request-id", ""), body), retry_after_s
+    result = Result(answer.status_code, answer.headers.get("x-request-id", ""), body)
+    if result.status in (401, 403) and result.code == "invalid_api_key":
+        raise Unavailable("the gateway refuses the API key; pass another one with --api-key")
+    return result, retry_after_s

@@ -64,20 +64,32 @@ class Finding:
 
 
 async def report(redis_url: str | None, pods: Sequence[str] = (), tls: TlsFiles | None = None) -> int:
-    """Prints each finding as its check ends. Returns 1 if a requirement is missing, else 0.
+    """Prints each finding as its check ends, and a verdict. Returns 1 if a requirement is missing, else 0.
 
     `pods` are addresses of running pods that the index may not have.
     """
     console = Console(highlight=False)
     marks = {Level.OK: "[green]ok     [/]", Level.WARN: "[yellow]warning[/]", Level.MISSING: "[red]missing[/]"}
-    missing = False
+    missing, warned = list[str](), list[str]()
     async for finding in _findings(redis_url, pods, tls):
-        missing |= finding.level is Level.MISSING
+        found = {Level.MISSING: missing, Level.WARN: warned}.get(finding.level)
+        if found is not None:
+            found.append(finding.what)
         mark, what, detail = marks[finding.level], escape(finding.what), escape(finding.detail)
         console.print(f"{mark}  [bold]{what}[/]: {detail}", soft_wrap=True)
         if finding.fix:
             console.print(f"         {escape(finding.fix)}", soft_wrap=True)
-    return int(missing)
+    console.print(f"\n{escape(verdict(missing, warned))}", style="bold", soft_wrap=True)
+    return int(bool(missing))
+
+
+def verdict(missing: Sequence[str], warned: Sequence[str]) -> str:
+    """One sentence about all findings; `missing` and `warned` name those that are not in order."""
+    number = "1 warning" if len(warned) == 1 else f"{len(warned)} warnings"
+    slower = f"; {number}: {', '.join(warned)}" if warned else ""
+    if missing:
+        return f"Baton cannot run here before this is mended: {', '.join(missing)}{slower}."
+    return f"Baton can run here{slower}." if warned else "Baton can run here, and nothing is missing."
 
 
 async def _findings(redis_url: str | None, pods: Sequence[str], tls: TlsFiles | None) -> AsyncIterator[Finding]:

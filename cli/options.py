@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from cli.other_flags import translate
 from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
 from common.settings.table import FLAG, Settings, declared, former_names, spelt
 
@@ -29,7 +30,14 @@ Redis = Annotated[str | None, opt(declared(PodConfig)["redis"].description, meta
 
 
 class SectionedCommand(typer.core.TyperCommand):
-    """A command with many options. `--help` lists them by section."""
+    """A command with many options. `--help` lists them by section, and flags of other servers get a hint."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        if self.name in ("up", "serve", "gateway"):
+            args = translate(args, known, functools.partial(typer.echo, err=True))
+        result: list[str] = super().parse_args(ctx, args)
+        return result
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[Any]] = {}
@@ -42,12 +50,20 @@ class SectionedCommand(typer.core.TyperCommand):
                 formatter.write_dl(rows)
 
 
-def takes_settings(cls: type[Settings], *, only: frozenset[str] | None = None) -> Callable[[Any], Any]:
-    """Gives a command an option per setting of `cls`, or of `only` these, and hidden options for former names."""
-    chosen = [s for s in declared(cls).values() if s.flag and (only is None or s.name in only)]
-    former = [name for name in former_names(cls) if only is None]
+def takes_settings(*classes: type[Settings], only: frozenset[str] | None = None) -> Callable[[Any], Any]:
+    """Gives a command an option per setting of the classes, or of `only` these, and hidden options for former names.
+
+    The first class that has a setting declares its option.
+    """
+    settings = {name: s for cls in reversed(classes) for name, s in declared(cls).items()}
+    ordered = dict.fromkeys(name for cls in classes for name in declared(cls))
+    chosen = [s for name in ordered if (s := settings[name]).flag and (only is None or name in only)]
+    former = dict.fromkeys(name for cls in classes for name in former_names(cls) if only is None)
     return _takes(
-        [_parameter(s.name, s.kind.shape, s.description, s.metavar, s.section, s.default is not False) for s in chosen]
+        [
+            _parameter(s.name, s.kind.shape, s.description, s.metavar, s.section, s.default is not False, also=s.also)
+            for s in chosen
+        ]
         + [_parameter(name, str, "", "", hidden=True) for name in former]
     )
 
@@ -83,12 +99,20 @@ def _takes(options: Sequence[inspect.Parameter]) -> Callable[[Any], Any]:
 
 
 def _parameter(
-    name: str, shape: type, help: str, metavar: str, section: str | None = None, negated: bool = True, **more: Any
+    name: str,
+    shape: type,
+    help: str,
+    metavar: str,
+    section: str | None = None,
+    negated: bool = True,
+    also: Sequence[str] = (),
+    **more: Any,
 ) -> inspect.Parameter:
     """An option that is None if it is not given. `shape` is as in SettingKind; a switch may have a `negated` form."""
     flag, switch = spelt(name, FLAG), shape is bool
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if switch and negated else flag,
+        *(spelt(other, FLAG) for other in also),
         help=help,
         metavar=None if switch else metavar,
         show_default=False,

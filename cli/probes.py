@@ -9,6 +9,8 @@ import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from common.settings.kinds import host_port
+
 if TYPE_CHECKING:  # only imported when gRPC is probed
     from common.tls import TlsFiles
 
@@ -29,8 +31,9 @@ async def redis_ready(host: str, port: int, password: str) -> bool:
 async def trouble(url: str, timeout_s: float, tls: TlsFiles | None = None) -> str | None:
     """Checks the health of a server: None if it is well, otherwise the problem in a few words.
 
-    http://host:port/path and https:// must answer 200, with any certificate; the health of grpc://host:port[/service]
-    must be SERVING. With `tls` gRPC uses mutual TLS. Raises ValueError for another kind of URL.
+    http://host:port[/path] and https:// must answer 200, with any certificate; the path is /ready if there is none. The
+    health of grpc://host:port[/service] must be SERVING. With `tls` gRPC uses mutual TLS. Raises ValueError for another
+    kind of URL.
     """
     parts = urlsplit(url)
     if not parts.hostname or not parts.port or parts.scheme not in ("http", "https", "grpc"):
@@ -39,7 +42,8 @@ async def trouble(url: str, timeout_s: float, tls: TlsFiles | None = None) -> st
         return await _grpc_trouble(parts.netloc, timeout_s, parts.path.strip("/"), tls)
     secure = parts.scheme == "https"
     try:
-        return await asyncio.wait_for(_http_trouble(parts.hostname, parts.port, parts.path or "/", secure), timeout_s)
+        path = parts.path if parts.path.strip("/") else "/ready"
+        return await asyncio.wait_for(_http_trouble(parts.hostname, parts.port, path, secure), timeout_s)
     except TimeoutError:
         return f"no answer within {timeout_s:g} s"
 
@@ -50,7 +54,7 @@ async def grpc_ready(address: str, tls: TlsFiles | None = None, timeout_s: float
 
 
 async def _http_trouble(host: str, port: int, path: str, secure: bool = False) -> str | None:
-    request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
+    request = f"GET {path} HTTP/1.1\r\nHost: {host_port(host, port)}\r\nConnection: close\r\n\r\n".encode()
     try:
         status = await _exchange(host, port, request, secure)
     except OSError as e:

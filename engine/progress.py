@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 log = logging.getLogger(__name__)
-LOG_EVERY_S = 10.0
+LOG_EVERY_S = 2.0
+SMALL_GB = 2  # Sizes below are shown in MB.
 
 
 @dataclass(slots=True)
@@ -38,12 +39,15 @@ class Progress:
             self.bar.update(self.bar.task_ids[0], completed=self.done, total=self.total, rate=f"{rate:,.3g}")
         elif time.perf_counter() - self.logged_at >= LOG_EVERY_S:
             self.logged_at = time.perf_counter()
-            self.log()
+            self.log("now")
 
-    def log(self) -> None:
+    def log(self, phase: str = "done") -> None:
+        """Logs the state of the work. `phase` is what `baton up` shows of it, see common/logs.py."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
-        rate = self.done / seconds
-        log.info("%s: %.4g of %.4g %s in %.1f s, %.3g/s", self.what, self.done, self.total, self.unit, seconds, rate)
+        scale, unit = (1e3, "MB") if self.unit == "GB" and self.total < SMALL_GB else (1, self.unit)
+        done, total, rate = self.done * scale, self.total * scale, self.done * scale / seconds
+        text = "%s: %.4g of %.4g %s in %.1f s, %.3g %s/s"
+        log.info(text, self.what, done, total, unit, seconds, rate, unit, extra={"phase": phase})
 
 
 @contextmanager

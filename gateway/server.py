@@ -14,21 +14,24 @@ import asyncio
 import contextlib
 import functools
 import gc
+import json
 import logging
 import resource
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import uvicorn
 
 from common.errors import ConfigError
-from common.logs import setup_logs
+from common.logs import log_phase, setup_logs
 from common.model.directory import default_served_name, resolve_model
 from common.pb import inference_pb2_grpc
 from common.process.lifecycle import Lifecycle
 from common.rpc import RpcServer
 from common.settings.configs import GatewayConfig, is_loopback
+from common.settings.kinds import host_port
 from common.tls import TlsFiles
 from common.tracing.tracer import Tracer
 from gateway.admission.client_limits import ClientLimits
@@ -91,7 +94,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as e:
         sock.close()
-        raise ConfigError(f"port: cannot listen on {host}:{port}: {e.strerror}", field="port") from e
+        raise ConfigError(f"port: cannot listen on {host_port(host, port)}: {e.strerror}", field="port") from e
     return sock
 
 
@@ -103,15 +106,22 @@ def make_gateway(config: GatewayConfig) -> Gateway:
     if config.redis is None and not config.pods and config.discovery != "k8s":
         expected = "--redis URL (the prefix index), --pods HOST:PORT,..., or --discovery k8s inside a cluster"
         raise ConfigError(f"pods: no source of pods; expected {expected}", field="pods")
-    texts = []
+    texts, began = [], time.monotonic()
+    log_phase("loads the tokenizer")
     for name, model in config.served_models().items():
         model_dir = resolve_model(model, weights=False)
-        parsers = {"tool_parser": config.tool_parser, "reasoning_parser": config.reasoning_parser}
-        texts.append(TextProcessor.load(name or default_served_name(model), model_dir, **parsers))
+        variables = json.loads(config.default_chat_template_kwargs or "{}")
+        names = ("tool_parser", "reasoning_parser", "chat_template", "generation_config", "reranker")
+        options = {option: getattr(config, option) for option in names}
+        text = TextProcessor.load(
+            name or default_served_name(model), model_dir, template_variables=variables, **options
+        )
+        texts.append(text)
+    log_phase(f"tokenizer and chat template: {time.monotonic() - began:.1f} s", done=True)
     index = None if config.redis is None else IndexReader(config.redis)
     instance = f"{socket.gethostname()}:{config.port}"
     tracer = Tracer.open(config.traces, service="gateway", instance=instance, sample=config.trace_sample)
-    return Gateway(config, texts, index, KeyRing(config.api_keys, config.redis), tracer)
+    return Gateway(config, texts, index, KeyRing(config.api_keys, config.redis, config.api_key), tracer)
 
 
 class GatewayServer:
@@ -184,7 +194,8 @@ class GatewayServer:
             self._http_task.result()
             raise ConfigError("port: the HTTP server did not start", field="port")
         scheme = "http" if self._tls is None else "https"
-        _log.info("gateway listens on %s://%s:%d (gRPC: %s)", scheme, config.host, self.port, self.grpc_port or "off")
+        address = f"{scheme}://{host_port(config.host, self.port)}"
+        _log.info("gateway listens on %s (gRPC: %s)", address, self.grpc_port or "off")
         if self._tls is None and not is_loopback(config.host):
             _log.warning("keys and prompts of clients are not encrypted: give --tls-cert, or put a TLS proxy before")
 

@@ -14,9 +14,9 @@ import functools
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -26,11 +26,13 @@ from common.block_hash import hash_blocks, matchable_blocks
 from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
 from common.grammar import CompiledGrammar, GrammarSource
 from common.grammar_prover import prover_of
-from common.model.directory import default_served_name, resolve_model
+from common.logs import log_phase
+from common.model.directory import default_served_name, resolve_eagle_head, resolve_model
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id
 from common.rpc import RpcServer, trace_context_of
 from common.settings.configs import PodConfig, PodEngineSettings
+from common.settings.kinds import host_port
 from common.settings.table import declared
 from common.telemetry import MetricsServer
 from common.tls import TlsFiles
@@ -151,10 +153,13 @@ class PodRuntime:
             start_ranks=functools.partial(start_ranks, config),
         )
         engine = await asyncio.to_thread(load, settings)
+        blocks, layout = engine.pool.counts().total, engine.layout
+        size = f"{blocks * layout.block_bytes / (1 << 20):.0f} MiB"
+        log_phase(f"KV pool: {blocks} blocks of {layout.block_size} tokens, {size}", done=True)
         name, scope = config.resolve_name(), engine.layout.scope
         config = dataclasses.replace(config, name=name)
         if config.redis is not None:
-            own_address = config.advertise or f"{config.host}:{config.port}"
+            own_address = config.advertise or host_port(config.host, config.port)
             await require_free_name(config.redis, scope, name, own_address, tls)
         generation = await mint_generation(config.redis, scope, name)
         make_backend = backend or functools.partial(pod_backend, members=engine.rank_group)
@@ -173,9 +178,12 @@ class PodRuntime:
             add(embedding_pb2_grpc.add_EmbeddingServicer_to_server, self._embedder, "baton.v1.Embedding")
         self.engine_loop.start()
         port = await self._server.start()
-        self.address = self.config.advertise or f"{self.config.host}:{port}"
+        self.address = self.config.advertise or host_port(self.config.host, port)
         await self.transfer_node.start()
+        log_phase("warms up")
+        began = time.monotonic()
         await asyncio.wrap_future(self.engine_loop.call(self._warm_up))
+        log_phase(f"warm-up took {time.monotonic() - began:.1f} s", done=True)
         if self.config.metrics_port:
             self._metrics_server = self.metrics.metrics.start_metrics_server(self.config.metrics_port, self.config.host)
         if self.config.redis:
@@ -188,6 +196,7 @@ class PodRuntime:
     async def _join_index(self, redis: str) -> None:
         layout = self.engine.layout
         if self.config.role is Role.PREFILL:
+            log_phase("connects to the decode pods")
             reader = IndexReader(redis, books=False)
             self._peers = PeerDiscovery(reader, layout.scope, self.transfer_node.connect)
             await self._peers.start()
@@ -430,12 +439,11 @@ def engine_config(config: PodConfig) -> EngineConfig:
     shared = {name: getattr(config, name) for name in declared(PodEngineSettings)}
     find = functools.partial(resolve_model, tokenizer=False, weights=config.load_format == "auto")
     if config.speculation_model is not None:  # a draft model, which may be a known name, or an EAGLE head
-        shared["speculation_model"] = Path(config.speculation_model).resolve()
-        if config.speculation == "draft_model":
-            try:
-                shared["speculation_model"] = find(str(config.speculation_model))
-            except ConfigError as error:
-                raise ConfigError(error.message, field="speculation_model") from error
+        find_draft = find if config.speculation == "draft_model" else resolve_eagle_head
+        try:
+            shared["speculation_model"] = find_draft(str(config.speculation_model))
+        except ConfigError as error:
+            raise ConfigError(error.message, field="speculation_model") from error
     made = EngineConfig(model_dir=find(config.model), **shared)
     if config.role is not Role.DECODE:
         return dataclasses.replace(made, local_chunk_tokens=0)

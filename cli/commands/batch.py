@@ -21,13 +21,14 @@ if TYPE_CHECKING:  # only imported when the command runs
     from rich.console import Console
     from rich.progress import Progress
 
-    from cli.batch import Request, Result, Sending
+    from cli.batch import Request, Result, Retry, Sending
     from cli.stack.stack import Stack
     from cli.stack.up import Board
 
 _POD_SETTINGS = ("device", "dtype", "max_model_len", "kv_memory", "threads")  #: Settings of a stack of its own.
 STACK_SETTINGS = frozenset({"model", "served_name", "prefill", "decode", "log_level", *_POD_SETTINGS})
 SYNC_S = 1.0  # Interval of fsync: the answers that a crash of the machine may lose.
+SAY_EVERY_S = 5.0  # Interval of lines about retries.
 MAX_REASONS = 5  # Max reasons of failures that the summary lists.
 REASON_CHARS = 300
 
@@ -49,6 +50,9 @@ def batch(
         int, typer.Option(min=0, metavar="N", help="Retries of a request after temporary failures.")
     ] = 10,
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Max seconds of one try.")] = 600.0,
+    retry_errors: Annotated[
+        bool, opt("Send requests again that a former run ended with an error of any kind.", "--retry-errors")
+    ] = False,
     config: Config = None,
 ) -> None:
     """Answers a file of requests.
@@ -65,21 +69,22 @@ def batch(
             flag = f"--{given[0].replace('_', '-')}"
             raise ConfigError(f"{flag} cannot be combined with --url: it is for a stack of its own", field=given[0])
         sending = dataclasses.replace(sending, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
-        raise typer.Exit(asyncio.run(run(Console(), source, target, sending)))
+        raise typer.Exit(asyncio.run(run(Console(), source, target, sending, retry_errors=retry_errors)))
     settings = dataclasses.replace(load(UpConfig, config, {**flags, "port": "0"}), api_keys=())
     check(source)  # before the stack starts, which takes a minute
     from cli.stack.up import run_stack
 
     async def work(board: Board, stack: Stack) -> int:
-        return await run(board.console, source, target, dataclasses.replace(sending, url=stack.base_url))
+        own = dataclasses.replace(sending, url=stack.base_url)
+        return await run(board.console, source, target, own, retry_errors=retry_errors)
 
     raise typer.Exit(asyncio.run(run_stack(settings, work)))
 
 
-async def run(console: Console, source: Path, target: Path, sending: Sending) -> int:
+async def run(console: Console, source: Path, target: Path, sending: Sending, *, retry_errors: bool = False) -> int:
     """Sends the requests without an answer. Returns 0, or 1 if requests failed, in this run or before.
 
-    Raises ConfigError, Unavailable.
+    `retry_errors` also sends requests again that have errors as answers. Raises ConfigError, Unavailable.
     """
     from cli.batch import Answers, base_url, check, requests, send_all
 
@@ -88,12 +93,12 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
     began = time.monotonic()
     number, reasons = Counter[str](), Counter[str]()
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    with Answers(target) as answers, _bar(console) as bar:
+    with Answers(target, retry_errors=retry_errors) as answers, _bar(console) as bar:
         known = frozenset(answers.done)
         before = [answers.done[request.custom_id] for request in requests(source) if request.custom_id in known]
         skipped, failed_before = len(before), sum(before)
         task = bar.add_task("requests", total=total, completed=skipped, errors="")
-        synced = began
+        synced, said = began, -SAY_EVERY_S
 
         def done(request: Request, result: Result) -> None:
             nonlocal synced
@@ -110,10 +115,16 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
                 synced = time.monotonic()
             bar.update(task, advance=1, errors=f"{number['failed']} failed" if number["failed"] else "")
 
-        def retried(why: str) -> None:
-            if not number["retries"]:  # the first result may take long
-                say(f"trying again: {why[:REASON_CHARS]}")
+        def retried(retry: Retry) -> None:
+            nonlocal said
             number["retries"] += 1
+            if time.monotonic() - said > SAY_EVERY_S:  # the first result may take long
+                said = time.monotonic()
+                others = f", {number['retries']} retries so far" if number["retries"] > 1 else ""
+                say(
+                    f"try {retry.number} of {retry.tries} in {retry.pause_s:.1f} s{others}: "
+                    f"{retry.reason[:REASON_CHARS]}"
+                )
 
         left = (request for request in requests(source) if request.custom_id not in known)
         await send_all(sending, left, done, retried)
@@ -121,7 +132,7 @@ async def run(console: Console, source: Path, target: Path, sending: Sending) ->
     say(
         f"{number['answered']} answered, {number['failed']} failed, {skipped} had answers already"
         f"{f' ({failed_before} of them errors)' if failed_before else ''}; {number['retries']} retries; "
-        f"{number['prompt']} prompt tokens, {number['output']} generated ({number['output'] / took:.1f}/s) in "
+        f"{number['prompt']} prompt tokens, {number['output']} generated ({number['output'] / took:.1f} tokens/s) in "
         f"{took:.1f} s; {target}"
     )
     for reason, times in reasons.most_common(MAX_REASONS):

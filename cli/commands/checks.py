@@ -51,7 +51,9 @@ def own_certificates(tls_dir: str | None) -> TlsFiles | None:
 def probe(
     url: Annotated[
         str,
-        typer.Argument(metavar="URL", help="http[s]://HOST:PORT/PATH, grpc://HOST:PORT or grpc://HOST:PORT/SERVICE."),
+        typer.Argument(
+            metavar="URL", help="http[s]://HOST:PORT[/PATH] (default /ready), or grpc://HOST:PORT[/SERVICE]."
+        ),
     ],
     tls_dir: TlsDir = None,
     timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Seconds to wait for the answer.")] = 3.0,
@@ -65,6 +67,6 @@ def probe(
     try:
         trouble = asyncio.run(probes.trouble(url, timeout_s, own_certificates(tls_dir)))
     except ValueError as e:
-        raise ConfigError(f"url: {e}: expected http[s]://HOST:PORT/PATH or grpc://HOST:PORT", field="url") from e
+        raise ConfigError(f"url: {e}: expected http[s]://HOST:PORT[/PATH] or grpc://HOST:PORT", field="url") from e
     if trouble is not None:
         raise Unavailable(f"{url} is not healthy: {trouble}")

@@ -205,8 +205,16 @@ def _sweep(rates: tuple[float, ...], flags: Mapping[str, Any], shown: Output) ->
     return 0 if best else exits.FAILED
 
 
-def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] | None = None) -> LoadRun:
-    """Runs one load test in a new event loop; Ctrl-C ends it early. Raises ConfigError, Unavailable."""
+def run_sync(
+    config: LoadConfig,
+    *,
+    watch: Callable[[LoadRun], Awaitable[None]] | None = None,
+    stop_after_s: float | None = None,
+) -> LoadRun:
+    """Runs one load test in a new event loop; Ctrl-C, or `stop_after_s`, ends it early.
+
+    Raises ConfigError, Unavailable.
+    """
     import resource
 
     from loadtest.runner import LoadRunner
@@ -218,6 +226,8 @@ def run_sync(config: LoadConfig, *, watch: Callable[[LoadRun], Awaitable[None]] 
         client = _client(config)
         runner = LoadRunner(config, client, trace)
         _stop_at_signals(runner)
+        if stop_after_s is not None:
+            asyncio.get_running_loop().call_later(stop_after_s, runner.stop)
         watching = [] if watch is None else [asyncio.ensure_future(watch(runner.run))]
         try:
             return await runner.execute()

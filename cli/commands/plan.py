@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # imported only when the command runs
 DEFAULT_RATES = "h100-8b"
 DEFAULT_REQUESTS = 1500
 BURSTS = 0.1  # Share of requests that arrive together with another one, above which a note is printed.
-SHORT_S = 60.0  # A shorter replay does not show a steady state.
+STEADY_S = 60.0  # A shorter replay does not show a steady state: queues may still grow at its end.
+ROUNDS = 4  # Max replays with more and more requests, until one lasts STEADY_S.
+MARGIN = 1.1  # More requests than the last goodput asks for, because a longer replay has a lower one.
 
 
 #: name, metavar and help of the options with text.
@@ -32,7 +34,7 @@ OPTIONS = (
     ("rates", "R", "h100-8b (default), h100-8b-rdma, flat-8k, or a JSON file: of benchmarks/engine.py, or your own."),
     ("gpus", "N", "Number of GPUs; default: any number."),
     ("attainment", "X", "Share of requests that keep the SLO (default 0.9)."),
-    ("requests", "N", "Requests of the trace to replay (default 1500)."),
+    ("requests", "N", "Requests of the trace to replay; default: 1500, or as many as last a minute."),
     ("chunks", "N,..", "Chunk sizes to try (default 512,1024,2048,4096,8192)."),
 )
 
@@ -77,14 +79,18 @@ def run(*, as_json: bool, **flags: str | None) -> int:
         if status is not None:
             status.update(f"simulating; {_short(measured)}")
 
-    planner = CapacityPlanner(used, wanted, model, chunks=sizes, on_measured=say)
     with status or contextlib.nullcontext():
-        plan = planner.plan(pods)
+        for _ in range(ROUNDS):
+            plan = CapacityPlanner(used, wanted, model, chunks=sizes, on_measured=say).plan(pods)
+            needed = int(MARGIN * STEADY_S * plan.best.goodput)
+            if requests is not None or needed <= len(used.requests):
+                break
+            used = recorded.repeated(needed)
     notes = assumptions(recorded, used, wanted, model, pods)
-    if plan.best.goodput and (lasted := len(used.requests) / plan.best.goodput) < SHORT_S:
+    if plan.best.goodput and (lasted := len(used.requests) / plan.best.goodput) < STEADY_S:
         notes.append(
             f"At {plan.best.goodput:.0f} requests/s these {len(used.requests)} last only {lasted:.0f} s, within which "
-            "queues may still grow. More --requests give a lower, steadier figure."
+            "queues may still grow. More --requests, or none, give a lower, steadier figure."
         )
     if as_json:
         print(json.dumps(_document(plan, used, notes), indent=2))  # noqa: T201
@@ -104,7 +110,7 @@ def assumptions(
     bursts = f"The {count} requests arrive at {moments} times: a recorded burst remains a burst at any speed."
     together = [bursts] if moments <= count * (1 - BURSTS) else []
     return [
-        f"Trace {recorded.name}: the first {count} of {len(recorded.requests)} requests, "
+        f"Trace {recorded.name}: {_which(count, len(recorded.requests))}, "
         f"{used.prompt_tokens / count:.0f} prompt and {used.output_tokens / count:.0f} output tokens in the mean, "
         f"recorded at {used.rate:.2f} requests/s, sped up or slowed down; caches start empty. "
         f"An unlimited cache would supply {used.ideal_hit_rate():.1%} of the prompt tokens.",
@@ -122,6 +128,13 @@ def assumptions(
         if gpus
         else f"The ratio was searched with {RATIO_GPUS} GPUs; other numbers keep it as nearly as they can.",
     ]
+
+
+def _which(count: int, recorded: int) -> str:
+    """The requests of a trace that were replayed."""
+    if count <= recorded:
+        return f"the first {count} of {recorded} requests"
+    return f"{count} requests, the {recorded} recorded ones again and again with prompts of their own each time"
 
 
 def _show(plan: CapacityPlan, trace: WorkloadTrace, slo: Slo, gpus: int | None, notes: list[str]) -> None:

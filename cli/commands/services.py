@@ -10,7 +10,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -18,33 +19,83 @@ import typer
 from cli import exits
 from cli.gpus import run_on
 from cli.options import Config, load, opt, takes_settings
+from common.errors import ConfigError
 from common.settings.configs import GatewayConfig, PodConfig, UpConfig, WorkerConfig
+from common.settings.table import FLAG, Settings, declared, former_names, read_toml, spelt
 from common.types import Role
 
 _Settings = TypeVar("_Settings", PodConfig, WorkerConfig, GatewayConfig)
 _say = functools.partial(typer.echo, err=True)
 
 
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="[MODEL]", help="The model, as for --model.", show_default=False)
+]
+Once = Annotated[str | None, opt("Answer this prompt, show its time line, and stop.", metavar="PROMPT")]
+Open = Annotated[bool, opt("Open the dashboard with its playground in a browser.", "--open")]
+
+
 @takes_settings(UpConfig)
 def up(
-    flags: dict[str, Any],
-    config: Config = None,
-    once: Annotated[str | None, opt("Answer this prompt, show its time line, and stop.", metavar="PROMPT")] = None,
+    flags: dict[str, Any], named: ModelArgument = None, config: Config = None, once: Once = None, browse: Open = False
 ) -> None:
     """Runs a stack on this machine, until Ctrl-C.
 
     It consists of Valkey (or --redis), prefill and decode pods, and a gateway.
     """
-    settings = load(UpConfig, config, flags)
+    _run_stack(_with_model(flags, named), config, once, browse)
+
+
+@takes_settings(PodConfig, UpConfig)
+def serve(
+    flags: dict[str, Any], named: ModelArgument = None, config: Config = None, once: Once = None, browse: Open = False
+) -> None:
+    """Serves a model, like `baton up`; with --role it is one pod.
+
+    `baton serve MODEL` is `baton up --model MODEL`. With --role prefill, decode or both it runs one pod of a cluster. A
+    stack takes the flags of `baton up`.
+    """
+    flags = _with_model(flags, named)
+    given = [name for name, value in flags.items() if value is not None]
+    if flags["model"] is not None and not _has_role(flags, config):
+        _refuse(given, UpConfig, "is a flag of one pod: baton serve --role ROLE")
+        _run_stack(flags, config, once, browse)
+    _refuse([*given, *["once"] * (once is not None), *["open"] * browse], PodConfig, "is a flag of a stack: baton up")
+    names = {*declared(PodConfig), *former_names(PodConfig)}
+    settings = {name: value for name, value in flags.items() if name in names}
+    run_service(load(PodConfig, config, settings), _serve_pod)
+
+
+def _run_stack(flags: dict[str, Any], config: Path | None, once: str | None, browse: bool) -> NoReturn:
+    names = {*declared(UpConfig), *former_names(UpConfig)}
+    settings = load(UpConfig, config, {name: value for name, value in flags.items() if name in names})
     from cli.stack.up import run
 
-    raise typer.Exit(asyncio.run(run(settings, once=once)))
+    raise typer.Exit(asyncio.run(run(settings, once=once, browse=browse)))
 
 
-@takes_settings(PodConfig)
-def serve(flags: dict[str, Any], config: Config = None) -> None:
-    """Runs one pod: --role prefill, decode or both."""
-    run_service(load(PodConfig, config, flags), _serve_pod)
+def _with_model(flags: dict[str, Any], named: str | None) -> dict[str, Any]:
+    """The flags with the model that the command line names without a flag. Raises ConfigError for two models."""
+    if named is None:
+        return flags
+    if flags["model"] not in (None, named):
+        raise ConfigError(f"--model: {flags['model']} and {named} are two models; a stack has one", field="model")
+    return {**flags, "model": named}
+
+
+def _has_role(flags: Mapping[str, Any], config: Path | None) -> bool:
+    """A flag, a variable or the configuration file gives the role of one pod."""
+    if flags["role"] is not None or "BATON_ROLE" in os.environ:
+        return True
+    file = config or os.environ.get("BATON_CONFIG")
+    return file is not None and "role" in read_toml(Path(file))
+
+
+def _refuse(given: Iterable[str], cls: type[Settings], why: str) -> None:
+    """Raises ConfigError for the first given flag that is no setting of the class."""
+    for name in given:
+        if name not in declared(cls) and name not in former_names(cls):
+            raise ConfigError(f"{spelt(name, FLAG)}: {why}", field=name)
 
 
 @takes_settings(WorkerConfig)
@@ -62,7 +113,11 @@ def gateway(
     config: Config = None,
     model: Annotated[
         list[str] | None,
-        opt("smollm2 or a model directory; several as NAME=DIR, repeated; default: smollm2.", metavar="[NAME=]DIR"),
+        opt(
+            "A model of the hub (OWNER/NAME[@REVISION]), a model directory, or smollm2; several as NAME=MODEL, "
+            "repeated; default: smollm2.",
+            metavar="[NAME=]MODEL",
+        ),
     ] = None,
 ) -> None:
     """Runs the gateway: OpenAI REST and gRPC for clients."""
@@ -110,6 +165,13 @@ def _end(code: int) -> NoReturn:
 
 
 async def _serve_pod(settings: PodConfig) -> None:
+    from cli.stack.supervisor import require_free_port
+    from common.logs import log_phase
+
+    # Before the model is loaded, which takes minutes for a large one.
+    for name in ("port", "metrics_port"):
+        require_free_port(settings.host, getattr(settings, name), name)
+    log_phase("loads its code")
     settings = _resolved(settings)
     if settings.role is Role.PREFILL:
         from prefill_service import servicer as prefill
@@ -140,6 +202,12 @@ async def _serve_ranks(settings: WorkerConfig) -> None:
 
 
 async def _serve_clients(settings: GatewayConfig) -> None:
+    from cli.stack.supervisor import require_free_port
+    from common.logs import log_phase
+
+    for name in ("port", "grpc_port"):
+        require_free_port(settings.host, getattr(settings, name), name)
+    log_phase("loads its code")
     from cli.demo.model import demo_model
     from common.model.directory import SMOLLM2
     from gateway.server import serve

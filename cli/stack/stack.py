@@ -25,6 +25,7 @@ from cli.stack.valkey import valkey_command, valkey_url
 from common.errors import ConfigError
 from common.model.directory import default_served_name, expected_model_path
 from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
+from common.settings.kinds import host_port
 from common.settings.table import ENVIRONMENT, Settings, command_line, declared, spelt
 from common.telemetry import memory_usage
 from common.tls import TlsFiles
@@ -32,9 +33,9 @@ from common.types import Role
 
 Env = Mapping[str, str] | None
 Stages = tuple[int, int]
-# (start stage, stop stage). The store starts first and stops last. The gateway stops before the pods, so that running
-# requests can end.
-STORE, POD, GATEWAY = (0, 2), (1, 1), (1, 0)
+# (start stage, stop stage). All start at once: the store answers before the others have loaded their code, and the
+# gateway waits for the pods by itself. The gateway stops before the pods, so that running requests can end.
+STORE, POD, GATEWAY = (0, 2), (0, 1), (0, 0)
 HOST_SHARE = 0.5  # Share of the free memory for the host tiers of all pods on GPUs.
 MOST_HOST_CACHE = 32 << 30  # Bytes per pod. Page-locking more memory delays the start too long.
 PRIVATE_DIR = "private"  # Part of the log directory, for keys and passwords; removed when the stack ends.
@@ -53,6 +54,7 @@ class Stack:
     secret: str
     log_dir: Path
     tls: TlsFiles  # Certificates of the gateway, for calls to pods.
+    needs_key: bool  # Clients must send an API key.
     _leases: contextlib.ExitStack = field(repr=False)
 
     @classmethod
@@ -134,23 +136,31 @@ class Stack:
                 argv = _baton("serve", {**pods, **own, **on_gpu, "tls_dir": tls_dir, **extra})
                 probe = functools.partial(probes.grpc_ready, port.address, tls)
                 add(name, argv, role, port.address, probe, {**child_env, **gpu_env}, POD)
-            reach = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+            reach = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
             probe = functools.partial(probes.http_ready, reach, http.port)
             tls_dir, tls = certificates("gateway", "gateway")
             own = {"host": config.host, "port": http.port, "grpc_port": grpc.port, "tls_dir": tls_dir}
             argv = _baton("gateway", {**_shared_with(GatewayConfig, config), **shared, **own})
-            add("gateway", argv, "gateway", f"{config.host}:{http.port}", probe, child_env, GATEWAY)
+            keys = {spelt("api_key", ENVIRONMENT): ",".join(config.api_key)} if config.api_key else {}
+            listens = host_port(config.host, http.port)
+            add("gateway", argv, "gateway", listens, probe, {**child_env, **keys}, GATEWAY)
             return cls(
                 specs=tuple(specs),
-                base_url=f"http://{reach}:{http.port}/v1",
-                grpc_address=f"{reach}:{grpc.port}",
+                base_url=f"http://{host_port(reach, http.port)}/v1",
+                grpc_address=host_port(reach, grpc.port),
                 redis=redis,
                 model=model,
                 secret=secret,
                 log_dir=log_dir,
                 tls=tls,
+                needs_key=bool(config.api_key or config.api_keys),
                 _leases=leases.pop_all(),
             )
+
+    @property
+    def origin(self) -> str:
+        """The address of the gateway without a path."""
+        return self.base_url.removesuffix("/v1")
 
     def close(self) -> None:
         """Frees the ports and removes keys and passwords. Call it after the processes have ended. Idempotent."""

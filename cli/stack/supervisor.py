@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import enum
 import errno
+import json
 import signal
 import socket
 import subprocess
@@ -27,17 +28,19 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import BatonError, ConfigError, InternalError, Unavailable
+from common.logs import PHASE
 from common.process.tether import tether_command
 
 Probe = Callable[[], Awaitable[bool]]
 
-TICK_S = 0.1
+TICK_S = 0.05
 PROBE_TIMEOUT_S = 3.0
 PROBE_EVERY_S = {False: 0.2, True: 2.0}  # By readiness.
 BACKOFF_S = (0.5, 10.0)  # First and longest.
 STABLE_AFTER_S = 30.0  # A process that ran this long gets the first back-off again.
 MAX_FAILED_STARTS = 3
 CONFIG_EXIT_CODE = 2
+_PHASE_KEY = f'"{PHASE}":'.encode()
 
 
 class PortLease:
@@ -84,6 +87,20 @@ class PortLease:
         self.close()
 
 
+def require_free_port(host: str, port: int, field: str) -> None:
+    """Raises ConfigError for the setting `field` if a server listens on the port; port 0 is any free one."""
+    if port == 0:
+        return
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only a listener is in the way, no PortLease
+        try:
+            tried.bind(address)
+        except OSError as error:
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+            raise ConfigError(f"{field}: {port} {why}", field=field) from error
+
+
 class ChildProcess:
     """A command with a stable name. It has a session of its own, so a terminal's Ctrl-C reaches only the parent.
 
@@ -97,12 +114,14 @@ class ChildProcess:
         self.log = log
         self.env = None if env is None else dict(env)
         self._popen: subprocess.Popen[bytes] | None = None
+        self._phases_read = 0  # Bytes of the log in which new_phases() has looked.
 
     def start(self) -> None:
         """Starts the process; it must not be running."""
         assert not self.alive, f"{self.name} is running"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
+            self._phases_read = out.tell()
             self._popen = subprocess.Popen(
                 tether_command(self.argv),
                 stdin=subprocess.DEVNULL,
@@ -140,6 +159,23 @@ class ChildProcess:
         self.send(signal.SIGKILL)
         if self._popen is not None:
             self._popen.wait(timeout_s)
+
+    def new_phases(self) -> list[tuple[str, bool]]:
+        """The phases of its start that it has logged since the last call: their texts, and whether they are done."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(self._phases_read)
+                *lines, _partial = file.read().split(b"\n")
+        except FileNotFoundError:
+            return []
+        self._phases_read += sum(len(line) + 1 for line in lines)
+        phases = []
+        for line in lines:
+            if line.startswith(b"{") and _PHASE_KEY in line:
+                with contextlib.suppress(ValueError):
+                    entry = json.loads(line)
+                    phases.append((str(entry["event"]), entry.get(PHASE) == "done"))
+        return phases
 
     def tail(self, lines: int = 12) -> list[str]:
         """The last lines of the log."""
@@ -189,6 +225,7 @@ class Service:
     state: State = State.STOPPED
     started_at: float = 0.0  # monotonic
     ready_after_s: float | None = None  # of the current process
+    phase: str = ""  # What it does before it is ready.
     ever_ready: bool = False
     restarts: int = 0
 
@@ -196,12 +233,18 @@ class Service:
 class Supervisor:
     """Owns the processes of `specs` from start() to stop(). All methods run on one event loop.
 
-    `on_event` gets one line of text for each event that a user should know.
+    `on_event` gets one line of text for each event that a user should know, `on_phase` each finished phase of a start.
     """
 
-    def __init__(self, specs: Sequence[ServiceSpec], *, on_event: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        *,
+        on_event: Callable[[str], None],
+        on_phase: Callable[[Service, str], None] = lambda service, text: None,
+    ) -> None:
         self.services = [Service(spec) for spec in specs]
-        self._on_event = on_event
+        self._on_event, self._on_phase = on_event, on_phase
         self._tasks: list[asyncio.Task[None]] = []
         self._fatal: asyncio.Future[None] | None = None
         self._stopping = False
@@ -242,7 +285,7 @@ class Supervisor:
                 service.spec.process.send(signal.SIGTERM)
             deadline = time.monotonic() + grace_s
             while any(s.spec.process.alive for s in members) and time.monotonic() < deadline:  # noqa: ASYNC110
-                await asyncio.sleep(TICK_S / 4)
+                await asyncio.sleep(TICK_S / 2)
             for service in members:
                 if service.spec.process.alive:
                     self._on_event(f"{service.spec.name} did not stop within {grace_s:.0f} s and was killed")
@@ -265,6 +308,7 @@ class Supervisor:
         name, process = service.spec.name, service.spec.process
         while not self._stopping:
             service.state, service.started_at, service.ready_after_s = State.STARTING, time.monotonic(), None
+            service.phase = ""
             process.start()
             await self._watch(service)
             if self._stopping:
@@ -295,16 +339,28 @@ class Supervisor:
                 ready = await _ask(service.spec.probe)
                 if not service.spec.process.alive or self._stopping:
                     return
+                if service.state is State.STARTING:
+                    self._read_phases(service)
                 if ready and service.state is not State.READY:
-                    if service.state is State.UNREADY or service.restarts:
-                        self._on_event(f"{service.spec.name} is ready again")
+                    again = service.state is State.UNREADY
                     service.ready_after_s = service.ready_after_s or time.monotonic() - service.started_at
+                    if again or service.restarts:
+                        after = "" if again else f", {service.ready_after_s:.1f} s after its restart"
+                        self._on_event(f"{service.spec.name} is ready again{after}")
                     service.state, service.ever_ready = State.READY, True
                 elif not ready and service.state is State.READY:
                     service.state = State.UNREADY
                     self._on_event(f"{service.spec.name} is not ready")
                 next_probe = time.monotonic() + PROBE_EVERY_S[ready]
+            if service.state is State.STARTING:
+                self._read_phases(service)
             await asyncio.sleep(TICK_S)
+
+    def _read_phases(self, service: Service) -> None:
+        for text, done in service.spec.process.new_phases():
+            service.phase = text
+            if done:
+                self._on_phase(service, text)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -22,20 +23,21 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from cli.demo.answer import show_answer
 from cli.demo.model import prepared
 from cli.stack.stack import Stack
 from cli.stack.supervisor import Service, State, Supervisor
-from common.model.directory import expected_model_path
+from common.model.directory import default_served_name, expected_model_path, pinned_model, resolve_eagle_head
 from common.settings.configs import UpConfig
 
 READY_TIMEOUT_S = 600.0
 TEARDOWN_GRACE_S = 25.0  # Time for a service to end after its drain; services limit themselves to 15 s.
 KEPT_LOG_DIRS = 10
 REFRESH_S = 0.25
+TEMPERATURE = 0.3  # Of the examples. Small models answer sensibly only at low temperatures.
 _STYLE = {"stopped": "dim", "starting": "yellow", "ready": "green", "unready": "red", "waiting": "red"}  # By State
 
 
@@ -45,6 +47,10 @@ class Board:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.refresh: Callable[[], None] = lambda: None  # Draws now; inside of `showing`
+
+    def say_phase(self, service: Service, text: str) -> None:
+        """Prints one finished phase of a service's start."""
+        self.say(f"{service.spec.name:<10} {text}")
 
     def say(self, line: str) -> None:
         """Prints one message."""
@@ -99,10 +105,14 @@ def _table(services: Sequence[Service]) -> Table:
     for service in services:
         state = service.state
         note = f"{time.monotonic() - service.started_at:.0f} s" if state is State.STARTING else ""
+        if note and service.phase:
+            note += f", {service.phase}"
         if service.ready_after_s is not None:
             note = f"ready after {service.ready_after_s:.1f} s"
         if service.restarts:
-            note += f", {service.restarts} restarts"
+            times = "1 restart" if service.restarts == 1 else f"{service.restarts} restarts"
+            ago = f", the last one {time.monotonic() - service.started_at:.0f} s ago" if service.ready_after_s else ""
+            note += f"{', ' * bool(note)}{times}{ago}"
         pid = service.spec.process.pid if service.spec.process.alive else None
         spec, shown = service.spec, Text(state.value, style=_STYLE[state])
         table.add_row(spec.name, spec.role, spec.address, str(pid or "-"), shown, note)
@@ -112,38 +122,42 @@ def _table(services: Sequence[Service]) -> Table:
 Work = Callable[[Board, Stack], Coroutine[Any, Any, int]]
 
 
-async def run(config: UpConfig, *, once: str | None) -> int:
-    """Serves until a signal, or until the prompt `once` is answered. See run_stack."""
+async def run(config: UpConfig, *, once: str | None, browse: bool = False) -> int:
+    """Serves until a signal, or until the prompt `once` is answered; `browse` opens the dashboard. See run_stack."""
 
     async def answer(board: Board, stack: Stack) -> int:
+        from cli.demo.answer import show_answer
+
         assert once is not None
-        where = " on this CPU" if _surely_cpu(config.device) else ""
+        where, key = " on this CPU" if _surely_cpu(config.device) else "", next(iter(config.api_key), None)
         return await asyncio.to_thread(
-            show_answer, board.console, stack.base_url, stack.model, once, config.max_tokens, where=where
+            show_answer, board.console, stack.base_url, stack.model, once, config.max_tokens, where=where, api_key=key
         )
 
-    return await run_stack(config, None if once is None else answer)
+    return await run_stack(config, None if once is None else answer, browse=browse)
 
 
-async def run_stack(config: UpConfig, work: Work | None) -> int:
-    """Serves until a signal, or until `work` is done; returns the exit code.
+async def run_stack(config: UpConfig, work: Work | None, *, browse: bool = False) -> int:
+    """Serves until a signal, or until `work` is done; returns the exit code. `browse` opens the dashboard when ready.
 
     Raises ConfigError for a wrong configuration, Unavailable if a process does not become ready. All processes have
     ended when this function returns or raises.
     """
+    began = time.monotonic()
     board = Board(Console(highlight=False))
     log_dir = Path(config.log_dir) if config.log_dir else _new_log_dir()
     # Ports are reserved first, so that a port in use is reported before the model conversion, which takes a minute.
+    config = await asyncio.to_thread(_pinned, config)
     stack = Stack.plan(config, expected_model_path(config.model), log_dir, say=board.say)
     try:
-        weights = config.load_format == "auto"
-        await asyncio.to_thread(prepared, config.model, weights=weights, say=board.say)
+        with _ending_at_once(stack):
+            await asyncio.to_thread(_prepare, config, board.say)
         log_dir.mkdir(parents=True, exist_ok=True)
-        supervisor = Supervisor(stack.specs, on_event=board.say)
+        supervisor = Supervisor(stack.specs, on_event=board.say, on_phase=board.say_phase)
         stop = asyncio.Event()
         with _signals(stop, supervisor.kill):
             try:
-                return await _until(stop, _session(board, stack, supervisor, work))
+                return await _until(stop, _session(board, stack, supervisor, work, began, browse))
             finally:
                 wait = f": waits up to {config.drain_s:g} s for running answers; Ctrl-C again kills"
                 board.say(f"stopping{wait if stop.is_set() else ''}")
@@ -152,12 +166,53 @@ async def run_stack(config: UpConfig, work: Work | None) -> int:
         stack.close()
 
 
-async def _session(board: Board, stack: Stack, supervisor: Supervisor, work: Work | None) -> int:
+def _pinned(config: UpConfig) -> UpConfig:
+    """The settings with commits in the names of a hub's models, so that all processes use the same files."""
+    draft = config.speculation_model
+    return dataclasses.replace(
+        config,
+        model=pinned_model(config.model),
+        served_name=config.served_name or default_served_name(config.model),
+        speculation_model=None if draft is None else pinned_model(str(draft)),
+    )
+
+
+def _prepare(config: UpConfig, say: Callable[[str], None]) -> None:
+    """Converts or downloads what is missing of the models. Raises ConfigError."""
+    weights, draft = config.load_format == "auto", config.speculation_model
+    prepared(config.model, weights=weights, say=say)
+    if config.speculation == "draft_model":
+        prepared(str(draft), weights=weights, say=say)
+    elif draft is not None:
+        resolve_eagle_head(str(draft), weights=weights, say=say)
+
+
+@contextlib.contextmanager
+def _ending_at_once(stack: Stack) -> Iterator[None]:
+    """SIGINT and SIGTERM end this process at once: a download, which the next start continues, ends with no thread."""
+
+    def end(number: int, _frame: object) -> None:
+        stack.close()
+        os._exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _session(
+    board: Board, stack: Stack, supervisor: Supervisor, work: Work | None, began: float, browse: bool
+) -> int:
     async with board.showing(supervisor.services):
         await supervisor.start(READY_TIMEOUT_S)
         if work is None:
             board.refresh()  # shows "ready" above the welcome text
-            _welcome(board, stack)
+            _welcome(board, stack, time.monotonic() - began)
+            if browse:
+                await _open(board, f"{stack.origin}/#/playground")
             await supervisor.failure()
     assert work is not None
     return await work(board, stack)
@@ -195,25 +250,40 @@ def _signals(stop: asyncio.Event, kill: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _welcome(board: Board, stack: Stack) -> None:
+def _welcome(board: Board, stack: Stack, took_s: float) -> None:
     """Prints how to use the stack: without indent and line breaks, so that commands can be copied."""
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
-    body = json.dumps({"model": stack.model, "stream": True, "messages": messages})
+    body = json.dumps({"model": stack.model, "stream": True, "temperature": TEMPERATURE, "messages": messages})
+    link = Style(bold=True, link=stack.base_url)
     head = Text.assemble(
-        *("\n", (stack.model, "bold"), " is served on ", (stack.base_url, "bold"), f" (gRPC on {stack.grpc_address})")
+        *("\nready after ", f"{took_s:.1f} s: ", (stack.model, "bold"), " is served on ", (stack.base_url, link)),
+        f" (gRPC on {stack.grpc_address})",
     )
     board.console.print(head, soft_wrap=True)
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if stack.needs_key else ""
     board.say(f"""
-curl -N {stack.base_url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}
+curl -N {stack.base_url}/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}
 
 from openai import OpenAI
-client = OpenAI(base_url="{stack.base_url}", api_key="none")
+client = OpenAI(base_url="{stack.base_url}", api_key="{"YOUR_KEY" if stack.needs_key else "none"}")
 messages = {json.dumps(messages)}
-print(client.chat.completions.create(model={json.dumps(stack.model)}, messages=messages).choices[0].message.content)
+answer = client.chat.completions.create(model={json.dumps(stack.model)}, messages=messages, temperature={TEMPERATURE})
+print(answer.choices[0].message.content)
 
-dashboard: {stack.base_url.removesuffix("/v1")}/
-logs in {stack.log_dir}; Ctrl-C stops everything
+baton chat {stack.origin}
+baton bench {stack.origin}
 """)
+    page = f"{stack.origin}/"
+    board.console.print(Text.assemble("dashboard and playground: ", (page, Style(link=page))), soft_wrap=True)
+    board.say(f"logs in {stack.log_dir}; Ctrl-C stops everything\n")
+
+
+async def _open(board: Board, page: str) -> None:
+    """Opens a page in the user's browser; says so if there is none."""
+    import webbrowser
+
+    if not await asyncio.to_thread(webbrowser.open, page):
+        board.say(f"no browser to open {page}")
 
 
 def _surely_cpu(device: str) -> bool:

@@ -351,7 +351,10 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
     )
     trace_sample: float = setting(kinds.SHARE, 1.0, "Share of traced requests, if the client does not decide")
     cors_origin: tuple[str, ...] = setting(
-        kinds.tuple_of(kinds.ORIGIN), (), "Origin of web pages that may call the API, or *; may be repeated"
+        kinds.tuple_of(kinds.ORIGIN),
+        (),
+        "Origin of web pages that may call the API, or *; may be repeated",
+        also=("allowed_origins",),
     )
     root_path: str = setting(
         kinds.ROOT_PATH, "", "Path before all paths, like /llm, if a proxy forwards only paths below it; default: none"

@@ -181,8 +181,12 @@ class KeyRing:
     keys that were read from it last stay valid.
     """
 
-    def __init__(self, sources: Sequence[str] = (), redis: str | None = None) -> None:
-        """Reads the files of `sources`, which may hold REDIS_SOURCE too. Raises ConfigError if one is invalid."""
+    def __init__(self, sources: Sequence[str] = (), redis: str | None = None, plain: Sequence[str] = ()) -> None:
+        """Reads the files of `sources`, which may hold REDIS_SOURCE too. Raises ConfigError if one is invalid.
+
+        `plain` are further keys as clients send them, without a record.
+        """
+        self._plain = tuple(plain)
         self._files = [KeyFile(Path(source)) for source in sources if source != REDIS_SOURCE]
         self._versions = [file.version() for file in self._files]
         self._file_keys = [file.read() for file in self._files]
@@ -259,6 +263,7 @@ class KeyRing:
     def _rebuild(self) -> None:
         self.current = KeySet(
             itertools.chain(*self._file_keys, self._redis_keys or ()),
-            anonymous=not self._files and self._redis_store is None,
+            plain=self._plain,
+            anonymous=not self._files and self._redis_store is None and not self._plain,
             complete=self._redis_store is None or self._redis_keys is not None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,10 @@ from rich.table import Table
 from loadtest.report.comparison import Comparison
 from loadtest.report.figures import PERCENTILES, warnings
 from loadtest.report.html import LATENCIES, describe_load, ms
+
+ATTAINMENT = 0.9  #: Share of good requests that is the aim if none is set.
+GROWTH = 2.0  #: A server does not keep up if the last third of the requests waits this many times as long as the first,
+GROWTH_MS = 1000.0  #: and this much longer.
 
 
 def _table(columns: Sequence[str]) -> Table:
@@ -26,13 +31,13 @@ def show(console: Console, document: Mapping[str, Any]) -> None:
         f"{describe_load(document['config'])}: {requests['sent']} requests in {document['seconds']:.1f} s, "
         f"{requests['answered']} answered, {requests['failed']} failed"
         + (f", {requests['aborted']} aborted by the client" if requests["aborted"] else ""),
-        f"{rates['answered_per_s']:.2f} answers/s (intended {rates['intended_per_s']:.2f}, sent "
-        f"{rates['sent_per_s']:.2f} a second), {rates['output_tokens_per_s']:.1f} output tokens/s, "
+        f"{rates['answered_per_s']:.2f} answers/s (intended {rates['intended_per_s']:.2f}/s, sent "
+        f"{rates['sent_per_s']:.2f}/s), {rates['output_tokens_per_s']:.1f} output tokens/s, "
         f"{rates['mean_running']:.1f} in flight on average",
     ]
     if goodput is not None:
         kept = ", ".join(f"{name} {share:.1%}" for name, share in goodput["kept"].items())
-        lines.append(f"goodput {goodput['per_s']:.2f}/s: {goodput['share']:.1%} meet all objectives ({kept})")
+        lines.append(f"goodput {goodput['per_s']:.2f} requests/s: {goodput['share']:.1%} meet all objectives ({kept})")
     if document["tokens"]["cached_share"] is not None:
         lines.append(f"{document['tokens']['cached_share']:.1%} of the prompt tokens came from a prefix cache")
     columns = ("mean", *PERCENTILES, "max")
@@ -44,7 +49,43 @@ def show(console: Console, document: Mapping[str, Any]) -> None:
     _print_lines(console, *lines)
     console.print(table)
     _print_lines(console, *(f"{e['count']} x {e['kind']}: {'; '.join(e['messages'])}" for e in document["errors"]))
-    _print_lines(console, *(f"warning: {warning}" for warning in warnings(document)))
+    _print_lines(console, *(f"warning: {warning}" for warning in warnings(document)), f"Verdict: {verdict(document)}")
+
+
+def verdict(document: Mapping[str, Any]) -> str:
+    """Returns one sentence: whether the server met the load and its objectives, and how fast it was."""
+    requests, rates, goodput, config = (document[name] for name in ("requests", "rates", "goodput", "config"))
+    if not requests["answered"]:
+        return "no request was answered."
+    times = document["latencies_ms"]
+    first = f"first token after {ms(times['ttft']['p50'])} in the median and {ms(times['ttft']['p99'])} at p99"
+    load = describe_load(config)
+    if goodput is not None:
+        aim = config["attainment"] or ATTAINMENT
+        kept = "keeps" if goodput["share"] >= aim else "misses"
+        text = (
+            f"the server {kept} the objectives with {load}: {goodput['share']:.1%} of requests are good, aim {aim:.0%}"
+        )
+    elif config["users"] is None and (waits := growing_waits_ms(document["records"])):
+        text = (
+            f"the server does not keep up with {load}: the median first token comes after {ms(waits[0])} at the start "
+            f"of the run and after {ms(waits[1])} at its end"
+        )
+    elif config["users"] is None:
+        text = f"the server keeps up with {load}: {first}"
+    else:
+        text = f"{load} get {rates['output_tokens_per_s']:.1f} output tokens/s: {first}"
+    return text + (f"; {requests['failed']} of {requests['sent']} requests failed." if requests["failed"] else ".")
+
+
+def growing_waits_ms(records: Mapping[str, Sequence[Any]]) -> tuple[float, float] | None:
+    """Returns the median TTFT of the first and of the last third of the requests in ms; None if it hardly grows."""
+    ttft = [value for value in records["ttft_ms"] if value is not None]
+    third = len(ttft) // 3
+    if not third:
+        return None
+    before, after = median(ttft[:third]), median(ttft[-third:])
+    return (before, after) if after > max(GROWTH * before, before + GROWTH_MS) else None
 
 
 def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) -> None:

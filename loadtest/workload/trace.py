@@ -66,6 +66,28 @@ class WorkloadTrace:
     def first(self, count: int) -> WorkloadTrace:
         return replace(self, requests=self.requests[:count])
 
+    def repeated(self, count: int) -> WorkloadTrace:
+        """Returns `count` requests: the first ones, or all, again and again.
+
+        Each repetition follows after a mean gap. It has block hashes of its own, so it shares no prompt with another.
+        """
+        if count <= len(self.requests):
+            return self.first(count)
+        period_s = self.duration_s + 1 / self.rate
+        requests = list(self.requests)
+        for round_ in range(1, -(-count // len(self.requests))):
+            mark = round_.to_bytes(4, "big")
+            requests += [
+                replace(
+                    r,
+                    arrival_s=r.arrival_s + round_ * period_s,
+                    block_hashes=tuple(mark + name[len(mark) :] for name in r.block_hashes),
+                    partial_block_hash=mark + r.partial_block_hash if r.partial_block_hash else b"",
+                )
+                for r in self.requests
+            ]
+        return replace(self, requests=tuple(requests[:count]))
+
     def ideal_hit_rate(self) -> float:
         """Returns the share of prompt tokens that a single unlimited prefix cache would hit."""
         seen, hits = set[bytes](), 0

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,7 @@ async def test_concurrency_is_the_most_requests_in_flight(gw: Rig, cluster: Fake
     assert 1 <= most <= 3
 
 
-async def test_temporary_failures_are_retried(
-    gw: Rig, cluster: FakeCluster, tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_temporary_failures_are_retried(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:
     cluster.decodes[0].faults.reject = 5
     cluster.prefills[0].faults.prefill_error = Overloaded("busy", retry_after_s=1)
     cluster.prefills[0].faults.prefill_errors = 7
@@ -102,12 +101,21 @@ async def test_temporary_failures_are_retried(
     code, said = await batch(gw, source, target)
     assert (code, len(read(target))) == (0, 10)
     assert " 0 retries" not in said
-    # Nobody there: an error line each, and the next run has them answered.
+    assert re.search(r"^try 2 of 11 in 0\.0 s: (503|429) ", said, re.MULTILINE)
+    # The gateway dies: an error line each, and the next run has them answered.
     target.unlink()
-    gone = f"http://127.0.0.1:{unused_tcp_port}"
-    code, said = await batch(gw, source, target, url=gone, retries=1)
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dying.close()
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    dying = await asyncio.start_server(answer_once, "127.0.0.1", 0)
+    gone = f"http://127.0.0.1:{dying.sockets[0].getsockname()[1]}"
+    code, said = await batch(gw, source, target, url=gone, retries=1, concurrency=1)
     lost_why = f"no answer from {gone}: ConnectError: "
-    assert said.count(f"trying again: {lost_why}") == 1
+    assert said.count("try 2 of 2 in ") == 1
     assert f"  10 failed: {lost_why}" in said
     lost = read(target)
     assert (code, len(lost)) == (1, 10)
@@ -117,6 +125,28 @@ async def test_temporary_failures_are_retried(
     assert code == 0
     assert "10 answered, 0 failed, 0 had answers" in said
     assert {each["response"]["status_code"] for each in read(target).values()} == {200}
+
+
+async def test_a_run_without_a_gateway_ends_at_once(gw: Rig, tmp_path: Path, unused_tcp_port: int) -> None:
+    source, target = write(tmp_path / "in.jsonl", completions(10)), tmp_path / "out.jsonl"
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    with pytest.raises(Unavailable, match=f"^no answer from {url}: ConnectError.*is a gateway running there"):
+        await batch(gw, source, target, url=url)
+    assert target.read_bytes() == b""
+
+
+async def test_errors_of_a_former_run_are_sent_again_on_request(gw: Rig, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    wrong = write(tmp_path / "wrong.jsonl", [line("a", prompt="x", temperature=9), line("b", prompt="x")])
+    assert (await batch(gw, wrong, target))[0] == 1
+    right = write(tmp_path / "right.jsonl", [line("a", prompt="x", temperature=1), line("b", prompt="x")])
+    kept = read(target)["b"]
+    console = Console(file=StringIO(), width=200)
+    assert await run(console, right, target, Sending(url=gw.url), retry_errors=True) == 0
+    assert isinstance(console.file, StringIO)
+    assert "1 answered, 0 failed, 1 had answers already;" in console.file.getvalue()
+    assert read(target)["a"]["response"]["status_code"] == 200
+    assert read(target)["b"] == kept
 
 
 async def test_a_second_run_continues_an_interrupted_one(gw: Rig, cluster: FakeCluster, tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ async def test_a_gateway_without_pods_is_live_but_not_ready(smollm2_dir: Path) -
     async with fake_cluster(0, 0) as cluster, rig(cluster, smollm2_dir, pods=(), wait=False) as gw:
         assert await probes.trouble(f"{gw.url}/live", 30.0) is None
         assert await probes.trouble(f"{gw.url}/ready", 30.0) == "the answer is 503 Service Unavailable"
+        assert await probes.trouble(gw.url, 30.0) == "the answer is 503 Service Unavailable", "/ready is asked"
+        assert await probes.trouble(f"{gw.url}/", 30.0) == "the answer is 503 Service Unavailable"
         assert await probes.trouble(f"{gw.url}/nothing", 30.0) == "the answer is 404 Not Found"
 
 

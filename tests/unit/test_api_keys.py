@@ -213,3 +213,17 @@ async def test_a_client_without_a_key_is_known_by_its_address() -> None:
         scope = {"type": "http", "path": "/v1/models", "headers": head, "client": ("10.1.2.3", 5)}
         await auth(scope, None, None)  # type: ignore[arg-type]
     assert [caller.client for caller in callers] == ["10.1.2.3", record.id]
+
+
+def test_a_plain_key_is_that_of_the_operator() -> None:
+    keys = KeyRing(plain=("open", "ünsafe")).current
+    for key in ("open", "ünsafe"):
+        caller = keys.identify(f"Bearer {key}")
+        assert (caller.key_id, caller.admin) == ("api-key", True)
+    for wrong in ("", "ope", "opens", "OPEN"):
+        refused(lambda wrong=wrong: keys.identify(f"Bearer {wrong}"))
+    refused(lambda: keys.identify(None))
+    key, record = create_key("acme")
+    both = KeySet([record], plain=["open"])
+    assert both.identify(f"Bearer {key}").tenant == "acme"
+    assert both.identify("Bearer open").admin

@@ -13,7 +13,7 @@ import pytest
 from cli.settings_page import PAGE, with_table
 from common.errors import ConfigError
 from common.settings.configs import DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig, WorkerConfig
-from common.settings.table import current_names, declared
+from common.settings.table import current_names, declared, misspelt
 from common.types import Role
 from engine.config import EngineConfig
 
@@ -55,6 +55,44 @@ def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None
 )
 def test_sizes(raw: object, size: int) -> None:
     assert pod(kv_memory=raw).kv_memory == size
+
+
+@pytest.mark.parametrize("raw", ["2Gb", "512Mb"])
+def test_a_unit_that_may_mean_bits_is_refused(raw: str) -> None:
+    with pytest.raises(ConfigError, match=f"invalid value '{raw}': expected a size .* like 512M or 1GiB .*, or 1GB"):
+        pod(kv_memory=raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("--max-sequences", None),  # similar, and another thing
+        ("--api-keyz", "--api-keys"),
+        ("--apikeys", "--api-keys"),
+        ("--max_seqs", "--max-seqs"),
+        ("--seqs-max", "--max-seqs"),
+        ("--chunk-tokns", "--chunk-tokens"),
+        ("--kv-memroy", "--kv-memory"),
+        ("--max-num-batched-tokens", None),
+        ("--tls-cert", None),  # two letters from --tls-dir's kind, but another file
+        ("--pods", None),
+        ("--porrt", "--port"),
+        ("--allow-origin", None),
+    ],
+)
+def test_only_a_misspelling_gets_a_suggestion(name: str, meant: str | None) -> None:
+    known = ["--api-keys", "--max-seqs", "--chunk-tokens", "--kv-memory", "--tls-dir", "--port", "--allow-tcp"]
+    assert misspelt(name, known) == meant
+
+
+def test_two_equally_near_names_give_no_suggestion() -> None:
+    assert misspelt("--decod", ["--decode", "--decody"]) is None
+
+
+def test_a_list_may_be_json_as_other_servers_take_it() -> None:
+    kind = declared(GatewayConfig)["pods"].kind
+    assert kind.parse('["127.0.0.1:1", "127.0.0.1:2"]') == kind.parse("127.0.0.1:1,127.0.0.1:2")
+    assert kind.parse("[::1]:7000,[::1]:7001") == ("[::1]:7000", "[::1]:7001")
 
 
 @pytest.mark.parametrize("raw", ["true", "1", "YES", "on", True])
@@ -240,7 +278,7 @@ def test_a_service_that_listens_beyond_this_machine_needs_certificates(host: str
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"])
 def test_listening_on_loopback_needs_no_secret(host: str) -> None:
-    assert pod(host=host).host == host
+    assert pod(host=host).host == host.strip("[]")
 
 
 def test_secrets_are_not_printed() -> None:

@@ -32,6 +32,13 @@ def moved(transport: str, rate: float = 40.0) -> dict[str, Any]:
     return {"mebibytes": 64, "gigabytes_per_s": rate, "transport": transport, "source": "reported"}
 
 
+def test_the_report_ends_with_one_sentence() -> None:
+    assert doctor.verdict([], []) == "Baton can run here, and nothing is missing."
+    assert doctor.verdict([], ["memory"]) == "Baton can run here; 1 warning: memory."
+    both = doctor.verdict(["torch"], ["memory", "Redis"])
+    assert both == "Baton cannot run here before this is mended: torch; 2 warnings: memory, Redis."
+
+
 async def test_each_pair_of_gpus_is_reported_with_transport_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     there, back = ("GPU-a", "GPU-b"), ("GPU-b", "GPU-a")
     children = Children(monkeypatch, {there: moved("cuda_ipc", 244.0), back: moved("tcp", 0.5)})

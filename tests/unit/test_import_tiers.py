@@ -43,7 +43,7 @@ PACKAGES["baton"] = {"common", "engine"}  # the import name for users; no packag
 ROOMS = {
     "common": [
         "errors block_hash grammar_matcher",
-        "types kv_layout redis.url",
+        "types kv_layout redis.url json_schema",
         "redis tracing grammar grammar_limits grammar_prover grammar_zygote process model logs telemetry tls",
         "settings wire auth pb",
         "rpc",
@@ -71,9 +71,10 @@ ROOMS = {
     ],
     "loadtest": ["slo workload recipes", "config run", "client", "runner report", "__main__"],
     "cli": [
-        "exits gpus options probes settings_page",
+        "client exits gpus other_flags probes settings_page",
+        "options",
         "demo",
-        "stack batch",
+        "stack batch chat",
         "doctor",
         "commands",
         "app",
@@ -104,8 +105,9 @@ ROOMS = {
         "admission",
         "serving",
         "api.http",
+        "api.blocks",
         "api.openai",
-        "api.openai.responses",
+        "api.openai.responses api.anthropic api.scoring",
         "api.grpc",
         "api.docs",
         "dashboard",

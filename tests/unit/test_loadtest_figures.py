@@ -21,6 +21,7 @@ from loadtest.report.charts import Axis, Mark, Series, chart
 from loadtest.report.comparison import compare_runs, confidence_interval
 from loadtest.report.figures import build_document, warnings
 from loadtest.report.html import page
+from loadtest.report.tables import verdict
 from loadtest.run import LoadRun, RequestRecord, progress_line
 
 BEGAN = 1000.0
@@ -176,6 +177,27 @@ def test_warnings() -> None:
         assert part in text
     assert "--max-concurrency" in text
     assert "1 answers have fewer tokens" in text
+
+
+def test_the_verdict_is_one_sentence_about_load_and_objectives() -> None:
+    steady = [record(i, i, 0.1, 0.2) for i in range(30)]
+    assert verdict(document_of(run_of(*steady))) == (
+        "the server keeps up with 1 requests/s (Poisson): first token after 100 ms in the median and 100 ms at p99."
+    )
+    growing = [record(i, i, 0.1 + 0.2 * i, 8.0) for i in range(30)]
+    assert verdict(document_of(run_of(*growing))) == (
+        "the server does not keep up with 1 requests/s (Poisson): the median first token comes after 1000 ms at the "
+        "start of the run and after 5000 ms at its end."
+    )
+    said = verdict(document_of(run_of(*steady, failed(30, 30.0), slo="ttft=50ms")))
+    assert said == (
+        "the server misses the objectives with 1 requests/s (Poisson): 0.0% of requests are good, aim 90%; "
+        "1 of 31 requests failed."
+    )
+    assert "keeps the objectives" in verdict(document_of(run_of(*steady, slo="ttft=150ms", attainment="0.99")))
+    users = verdict(document_of(run_of(*steady, rate=None, users="3")))
+    assert users.startswith("3 users get ")
+    assert verdict(document_of(run_of(failed(0, 0.0)))) == "no request was answered."
 
 
 def test_progress_line_has_share_and_counts() -> None:

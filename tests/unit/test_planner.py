@@ -248,6 +248,35 @@ def test_the_command_prints_a_table_and_its_assumptions(
     assert "No setup keeps this SLO" in capsys.readouterr().out
 
 
+def test_a_repeated_trace_goes_on_at_its_rate_and_shares_nothing_between_repetitions(trace: WorkloadTrace) -> None:
+    count = len(trace.requests)
+    longer = trace.repeated(2 * count + 5)
+    assert len(longer.requests) == 2 * count + 5
+    assert longer.requests[:count] == trace.requests
+    assert trace.repeated(7) == trace.first(7)
+    times = [request.arrival_s for request in longer.requests]
+    assert times == sorted(times)
+    assert longer.rate == pytest.approx(trace.rate, rel=0.05)
+    rounds = [longer.requests[at : at + count] for at in (0, count, 2 * count)]
+    names = [{name for request in requests for name in request.block_hashes} for requests in rounds]
+    assert not names[0] & names[1]
+    assert not names[1] & names[2]
+    again = replace(trace, requests=longer.requests[count : 2 * count])
+    assert again.ideal_hit_rate() == pytest.approx(trace.ideal_hit_rate()), "the prefixes within a repetition stay"
+
+
+def test_without_a_number_of_requests_the_replay_is_long_enough(
+    trace: WorkloadTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.commands.plan.STEADY_S", 10.0)
+    path = str(written(tmp_path, "agents.jsonl", lines(trace)))
+    assert run(**asked(trace=path, slo="ttft=1s,itl=50ms", gpus="2", chunks="2048", as_json=True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["best"]["at_goodput"]["requests"] / said["best"]["goodput_req_s"] >= 10
+    assert not any("last only" in note for note in said["assumptions"])
+    assert any("recorded ones again and again" in note for note in said["assumptions"])
+
+
 def test_the_command_prints_json(trace: WorkloadTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(written(tmp_path, "agents.jsonl", lines(trace)))
     assert run(**asked(trace=path, slo="ttft=1s,itl=50ms", gpus="3", chunks="2048", requests="60", as_json=True)) == 0

@@ -16,7 +16,7 @@ from cli.gpus import Gpu
 from cli.stack import stack as stack_module
 from cli.stack.certificates import Authority
 from cli.stack.stack import Stack
-from cli.stack.supervisor import PortLease
+from cli.stack.supervisor import PortLease, require_free_port
 from common.errors import ConfigError
 from common.redis.url import RedisUrl
 from common.settings.configs import UpConfig
@@ -94,14 +94,14 @@ def test_the_next_free_port_replaces_the_default_one_with_a_message(monkeypatch:
 
 def test_settings_reach_the_processes() -> None:
     settings = {"served_name": "my model", "device": "cpu", "dtype": "bfloat16", "max_model_len": 512, "drain_s": 7}
-    settings |= {"speculation": "eagle", "speculation_model": "some/head"}
+    settings |= {"speculation": "eagle", "speculation_model": "/some/head"}
     with planned({"port": 0, **settings}) as stack:
         assert stack.model == "my model"
         *pods, gateway = (spec.process.argv for spec in stack.specs)
         assert len(pods) == 2
         for argv in pods:
             assert {"--served-name=my model", "--device=cpu", "--dtype=bfloat16", "--max-model-len=512"} <= set(argv)
-            assert {"--speculation=eagle", f"--speculation-model={Path('some/head').resolve()}"} <= set(argv)
+            assert {"--speculation=eagle", "--speculation-model=/some/head"} <= set(argv)
         assert {"--served-name=my model", "--drain-s=7.0"} <= set(gateway)
         assert all("--drain-s=7.0" in argv for argv in pods)
         assert not any(flag.startswith("--name") for argv in pods for flag in argv)  # another stack may share the Redis
@@ -149,6 +149,30 @@ def test_keys_and_passwords_are_private_and_in_no_command_line() -> None:
                 assert files is not None
                 assert files.identity() == (spec.role, spec.name)
     assert not private.exists()
+
+
+def test_an_api_key_reaches_only_the_gateway_and_no_command_line() -> None:
+    with planned({"port": 0, "api_key": "open-sesame"}) as stack:
+        assert stack.needs_key
+        *pods, gateway = stack.specs
+        assert (gateway.process.env or {})["BATON_API_KEY"] == "open-sesame"
+        assert not any("BATON_API_KEY" in (pod.process.env or {}) for pod in pods)
+        assert not any("open-sesame" in word for spec in stack.specs for word in spec.process.argv)
+
+
+def test_all_processes_start_at_once_and_the_gateway_stops_first() -> None:
+    with planned({"port": 0, "redis": None}) as stack:
+        assert {spec.start_stage for spec in stack.specs} == {0}
+        assert min(stack.specs, key=lambda spec: spec.stop_stage).name == "gateway"
+        assert max(stack.specs, key=lambda spec: spec.stop_stage).name == "valkey"
+
+
+def test_a_port_with_a_listener_is_refused_and_a_leased_one_is_not() -> None:
+    with listening() as taken, pytest.raises(ConfigError, match=f"^metrics_port: {taken} is in use$"):
+        require_free_port("127.0.0.1", taken, "metrics_port")
+    with PortLease() as lease:
+        require_free_port("127.0.0.1", lease.port, "port")
+    require_free_port("127.0.0.1", 0, "port")
 
 
 def test_a_stack_takes_certificates_from_a_directory(tmp_path: Path) -> None:

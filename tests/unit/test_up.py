@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,3 +72,79 @@ async def test_that_all_is_ready_is_said_before_how_to_use_it(capsys: pytest.Cap
     assert "gateway    ready after 1.0 s" in ready
     assert examples == "examples"
     assert "gateway    stopped" in stopped, "how it ended is shown too"
+
+
+async def test_the_phases_of_a_start_are_shown_once_each(tmp_path: Path) -> None:
+    script = """
+import logging, time
+from common.logs import log_phase, setup_logs
+setup_logs("info", "json")
+log_phase("loads its code")
+log_phase("loading m: 5.4 of 5.4 MB in 0.1 s, 54 MB/s", done=True)
+logging.getLogger("x").info('"phase": no')
+log_phase("warms up")
+open(READY, "w").close()
+time.sleep(60)
+"""
+    ready = tmp_path / "ready"
+    argv = [sys.executable, "-c", script.replace("READY", repr(str(ready)))]
+
+    async def probe() -> bool:
+        return ready.exists() and service.phase == "warms up"
+
+    process = ChildProcess("pod", argv, log=tmp_path / "pod.log")
+    said: list[str] = []
+    spec = ServiceSpec(process=process, role="both", address="-", probe=probe)
+    on_phase = lambda _, text: said.append(text)  # noqa: E731
+    supervisor = Supervisor([spec], on_event=said.append, on_phase=on_phase)
+    (service,) = supervisor.services
+    try:
+        await supervisor.start(60.0)
+        assert said == ["loading m: 5.4 of 5.4 MB in 0.1 s, 54 MB/s"]
+        ready.unlink()
+        process.send(signal.SIGKILL)
+        await until(lambda: any("ended" in line for line in said))
+        await until(lambda: service.state is State.READY)
+    finally:
+        await supervisor.stop(5.0)
+    assert said[1].startswith("pod ended (SIGKILL), restarting in 0.5 s")
+    assert said[2] == said[0], "the phases of the new process, not those of the old one again"
+    assert re.fullmatch(r"pod is ready again, \d+\.\d s after its restart", said[3])
+    assert len(said) == 4
+
+
+async def test_a_stack_may_open_its_playground(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+
+    def browse(page: str) -> bool:
+        opened.append(page)
+        return False
+
+    async def start(_self: Supervisor, _timeout_s: float) -> None:
+        pass
+
+    async def failure(_self: Supervisor) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("webbrowser.open", browse)
+    monkeypatch.setattr(Supervisor, "start", start)
+    monkeypatch.setattr(Supervisor, "failure", failure)
+    monkeypatch.setattr(up, "prepared", lambda model, **_: Path(model))
+    config = UpConfig(
+        model=str(tmp_path), redis="redis://127.0.0.1:1", port=0, log_dir=str(tmp_path / "logs"), api_key=("k",)
+    )
+    assert await up.run(config, once=None, browse=True) == 0
+    out = capsys.readouterr().out
+    (page,) = opened
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#/playground", page)
+    origin = page.removesuffix("/#/playground")
+    assert f"is served on {origin}/v1" in out
+    assert f"dashboard and playground: {origin}/" in out
+    assert f"no browser to open {page}" in out
+    assert f"baton chat {origin}" in out
+    assert '"temperature": 0.3' in out
+    assert "temperature=0.3" in out
+    assert "Authorization: Bearer YOUR_KEY" in out

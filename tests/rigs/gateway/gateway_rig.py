@@ -115,7 +115,7 @@ async def rig(
     served = [TextProcessor(name, *texts(Path(path), *parsers)) for name, path in config.served_models().items()]
     server = GatewayServer(
         config,
-        Gateway(config, served, index, KeyRing(config.api_keys, config.redis), limits_timeout_s=index_timeout_s),
+        Gateway(config, served, index, KeyRing(config.api_keys, config.redis, config.api_key), limits_timeout_s=index_timeout_s),
         api=api,
     )
     try:
