@@ -1,6 +1,6 @@
 """gRPC services of every pod: Embedding (not on decode pods) and Control.
 
-An embedding is the last token's state of a prompt that is computed like any other. The pod knows a request until the
+An embedding is made of the states of a prompt that is computed like any other. The pod knows a request until the
 engine has released its sequence, which may be after the end of the call.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import torch.nn.functional as F
 
-from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError, InvalidRequest
+from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError, InvalidRequest, NotServed
 from common.pb import control_pb2, control_pb2_grpc, embedding_pb2, embedding_pb2_grpc
 from common.rpc import remaining_s
 from common.types import ValidRequest
@@ -36,7 +36,7 @@ class _EmbeddingRequest:
 
     def __init__(self, loop: EngineLoop, seq: Sequence) -> None:
         self.seq = seq
-        #: The embedding, of length 1.
+        #: The embedding, or the logits that were asked for.
         self.vector: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         self._loop = loop
         self._released = asyncio.Event()
@@ -87,7 +87,11 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         self.check(valid, self.requests.queued_tokens, left)
         if valid.request_id in self.requests:
             raise InvalidRequest(f"request {valid.request_id} is already running on this pod", field="request_id")
-        pending = _EmbeddingRequest(self.loop, self.engine.new_sequence(valid, hand_off=True, wants_embedding=True))
+        logit_ids, pooling = tuple(request.logit_ids), None if request.logit_ids else self.engine.pooling
+        if pooling is not None and pooling.refusal:
+            raise NotServed(f"embeddings of this model are not served: {pooling.refusal}")
+        seq = self.engine.new_sequence(valid, hand_off=True, pooling=pooling, logit_ids=logit_ids)
+        pending = _EmbeddingRequest(self.loop, seq)
         self.requests.add(valid.request_id, pending)
         self.loop.add(pending.seq, partial(self._end, pending))
         try:
@@ -99,7 +103,8 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
             if not pending.vector.done():
                 pending.vector.cancel()
                 self.loop.abort(valid.request_id)
-        return embedding_pb2.EmbedResponse(values=vector, cached_tokens=pending.seq.cached_tokens)
+        answer = {"logits" if logit_ids else "values": vector}
+        return embedding_pb2.EmbedResponse(**answer, cached_tokens=pending.seq.cached_tokens)
 
     def _end(self, pending: _EmbeddingRequest, outcome: list[float] | BatonError) -> None:
         """Called when the engine released the sequence, or did not accept it. Any thread."""
@@ -110,16 +115,20 @@ class Embedder(embedding_pb2_grpc.EmbeddingServicer):
         for output in result.outputs:
             pending = self.requests.get(output.seq.request_id)
             if pending is not None and pending.seq is output.seq and output.ended:
-                self._end(pending, _embedding_of(output))
+                self._end(pending, _result_of(output))
 
 
-def _embedding_of(output: SequenceOutput) -> list[float] | BatonError:
-    """Returns the normalized embedding, or why there is none."""
-    state = output.seq.embedding
-    if output.error is not None or not output.tokens or state is None:
+def _result_of(output: SequenceOutput) -> list[float] | BatonError:
+    """Returns the embedding or the logits, or why there are none."""
+    seq = output.seq
+    result = seq.logits if seq.pooling is None else seq.pooled
+    if output.error is not None or not output.tokens or result is None:
         return output.error or Cancelled("the request was aborted")
     try:
-        vector: list[float] = F.normalize(state.float(), dim=0).tolist()
+        if seq.pooling is not None:
+            result = result / len(seq.pooling.tokens(seq.prompt_len))
+            result = F.normalize(result, dim=0) if seq.pooling.normalize else result
+        vector: list[float] = result.tolist()
     except Exception as error:  # must not end the step's other sequences
         return InternalError(f"{type(error).__name__}: {error}")
     return vector

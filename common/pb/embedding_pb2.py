@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/embedding.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"7\n\x0c\x45mbedRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\"6\n\rEmbedResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rcached_tokens\x18\x02 \x01(\r2E\n\tEmbedding\x12\x38\n\x05\x45mbed\x12\x16.baton.v1.EmbedRequest\x1a\x17.baton.v1.EmbedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/embedding.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"J\n\x0c\x45mbedRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\x12\x11\n\tlogit_ids\x18\x02 \x03(\r\"F\n\rEmbedResponse\x12\x0e\n\x06values\x18\x01 \x03(\x02\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x0e\n\x06logits\x18\x03 \x03(\x02\x32\x45\n\tEmbedding\x12\x38\n\x05\x45mbed\x12\x16.baton.v1.EmbedRequest\x1a\x17.baton.v1.EmbedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'common.pb.embedding_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EMBEDREQUEST']._serialized_start=60
-  _globals['_EMBEDREQUEST']._serialized_end=115
-  _globals['_EMBEDRESPONSE']._serialized_start=117
-  _globals['_EMBEDRESPONSE']._serialized_end=171
-  _globals['_EMBEDDING']._serialized_start=173
-  _globals['_EMBEDDING']._serialized_end=242
+  _globals['_EMBEDREQUEST']._serialized_end=134
+  _globals['_EMBEDRESPONSE']._serialized_start=136
+  _globals['_EMBEDRESPONSE']._serialized_end=206
+  _globals['_EMBEDDING']._serialized_start=208
+  _globals['_EMBEDDING']._serialized_end=277
 # @@protoc_insertion_point(module_scope)

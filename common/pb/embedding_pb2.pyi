@@ -26,18 +26,24 @@ class EmbedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    LOGIT_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> _types_pb2.ValidRequest:
         """The validated request; its sampling parameters are ignored."""
+
+    @_builtins.property
+    def logit_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens to answer with logits of, in place of an embedding."""
 
     def __init__(
         self,
         *,
         request: _types_pb2.ValidRequest | None = ...,
+        logit_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logit_ids", b"logit_ids", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -51,21 +57,27 @@ class EmbedResponse(_message.Message):
 
     VALUES_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGITS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens found in the pod's prefix cache."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """A vector of length 1."""
+        """A vector, of length 1 unless the model's files say otherwise; empty with logit_ids."""
+
+    @_builtins.property
+    def logits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Logits of logit_ids after the last token."""
 
     def __init__(
         self,
         *,
         values: _abc.Iterable[_builtins.float] | None = ...,
         cached_tokens: _builtins.int = ...,
+        logits: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "logits", b"logits", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -47,9 +47,10 @@ class EmbeddingServicer:
     """
 
     def Embed(self, request, context):
-        """Computes the prompt, with its prefix from the cache if possible, and answers with the last token's state after the
-        final norm. There is no hand-off. Cancelling the call aborts the request.
-        Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED.
+        """Computes the prompt, with its prefix from the cache if possible, and answers with its pooled states after the final
+        norm, or with logits after its last token. There is no hand-off. Cancelling the call aborts the request.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNIMPLEMENTED (a pooling
+        that is not served).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,9 +34,10 @@ class EmbeddingStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EmbeddingAsyncStub: ...
     Embed: _grpc.UnaryUnaryMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]
-    """Computes the prompt, with its prefix from the cache if possible, and answers with the last token's state after the
-    final norm. There is no hand-off. Cancelling the call aborts the request.
-    Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED.
+    """Computes the prompt, with its prefix from the cache if possible, and answers with its pooled states after the final
+    norm, or with logits after its last token. There is no hand-off. Cancelling the call aborts the request.
+    Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNIMPLEMENTED (a pooling
+    that is not served).
     """
 
 @_typing.type_check_only
@@ -45,9 +46,10 @@ class EmbeddingAsyncStub(EmbeddingStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Embed: _aio.UnaryUnaryMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Computes the prompt, with its prefix from the cache if possible, and answers with the last token's state after the
-    final norm. There is no hand-off. Cancelling the call aborts the request.
-    Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED.
+    """Computes the prompt, with its prefix from the cache if possible, and answers with its pooled states after the final
+    norm, or with logits after its last token. There is no hand-off. Cancelling the call aborts the request.
+    Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNIMPLEMENTED (a pooling
+    that is not served).
     """
 
 class EmbeddingServicer(metaclass=_abc_1.ABCMeta):
@@ -59,9 +61,10 @@ class EmbeddingServicer(metaclass=_abc_1.ABCMeta):
         request: _embedding_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_embedding_pb2.EmbedResponse, _abc.Awaitable[_embedding_pb2.EmbedResponse]]:
-        """Computes the prompt, with its prefix from the cache if possible, and answers with the last token's state after the
-        final norm. There is no hand-off. Cancelling the call aborts the request.
-        Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED.
+        """Computes the prompt, with its prefix from the cache if possible, and answers with its pooled states after the final
+        norm, or with logits after its last token. There is no hand-off. Cancelling the call aborts the request.
+        Errors: INVALID_ARGUMENT, UNAVAILABLE (draining), RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, UNIMPLEMENTED (a pooling
+        that is not served).
         """
 
 def add_EmbeddingServicer_to_server(servicer: EmbeddingServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

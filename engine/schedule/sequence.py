@@ -23,6 +23,7 @@ from common.block_hash import BlockHasher, matchable_blocks
 from common.types import FinishReason, ValidRequest
 from engine.kv.blocks import Lease
 from engine.kv.host_tier import SavedPartialBlock
+from engine.models.pooling import Pooling
 from engine.sampling.constraint import Constraint
 
 if TYPE_CHECKING:
@@ -91,8 +92,12 @@ class Sequence:
     draft_lag: int  # Number of newest computed tokens without KV of the draft model
     draft_state: DraftState | None  # State of the speculator; None until the speculator has seen the sequence
     next_prompt_logprob: int  # First prompt token without a returned log-probability; prompt_len if none is wanted
-    wants_embedding: bool
-    embedding: Tensor | None  # Hidden state of the last prompt token before the LM head; set with the first token
+    pooling: Pooling | None  # How the states of the prompt become a vector; None for no vector
+    pooled: Tensor | None  # Sum of the states after the final norm that were pooled so far, float32 [hidden]
+    next_pooled: int  # First prompt token with a state that must still be pooled
+    pooled_end: int  # End of the tokens with states that are pooled
+    logit_ids: tuple[int, ...]  # Tokens whose logits after the prompt the request asks for
+    logits: Tensor | None  # These logits, float32 [len(logit_ids)]; set with the first token
     _fingerprint: str
     _hasher: BlockHasher
 
@@ -107,7 +112,8 @@ class Sequence:
         output: abc.Sequence[int] = (),  # Tokens that a pod has generated before; generation continues after them
         hand_off: bool = False,
         constraint: Constraint | None = None,
-        wants_embedding: bool = False,  # The request asks for `embedding`
+        pooling: Pooling | None = None,
+        logit_ids: abc.Sequence[int] = (),
         child: int = 0,
         hashes: abc.Sequence[bytes] = (),  # Hashes of the first blocks, if the caller has computed them
     ) -> None:
@@ -126,9 +132,16 @@ class Sequence:
         self.saved_partial = None
         self.num_drafted, self.draft_lag, self.draft_state = 0, 0, None
         self.next_prompt_logprob = self.prompt_len if request.sampling.prompt_logprobs is None or computed else 1
-        self.wants_embedding, self.embedding = wants_embedding, None
+        pooled = range(0) if pooling is None else pooling.tokens(self.prompt_len)
+        self.pooling, self.pooled, self.next_pooled, self.pooled_end = pooling, None, pooled.start, pooled.stop
+        self.logit_ids, self.logits = tuple(logit_ids), None
         self._fingerprint = fingerprint
         self._hasher = BlockHasher(fingerprint, block_size, request.cache_salt, known=hashes)
+
+    @property
+    def wants_states(self) -> bool:
+        """Whether the request asks for states or logits of its prompt."""
+        return self.pooling is not None or bool(self.logit_ids)
 
     @property
     def blocked(self) -> bool:
@@ -239,11 +252,14 @@ class Sequence:
     def matchable_hashes(self) -> list[bytes]:
         """Returns the hashes of the blocks that a cache may supply, from the first on.
 
-        They leave to compute: at least one token, and the token before each wanted log-probability.
+        They leave to compute: at least one token, the token before each wanted log-probability, and each token with a
+        state that is pooled.
         """
         limit = matchable_blocks(len(self.tokens), self.block_size)
         if self.next_prompt_logprob < self.prompt_len:
             limit = min(limit, (self.next_prompt_logprob - 1) // self.block_size)
+        if self.next_pooled < self.pooled_end:
+            limit = min(limit, self.next_pooled // self.block_size)
         return self._hasher.extend(self.tokens)[:limit] if limit else []
 
     def publishable_hashes(self) -> list[bytes]:

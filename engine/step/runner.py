@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from engine.step.prompt_step import PromptStep
 
 LOGPROB_CHUNK = 64  # Max prompt tokens with logits in memory at one time
+POOL_CHUNK = 1024  # Max prompt tokens with normalized states in memory at one time
 
 
 class ModelRunner:
@@ -215,7 +216,7 @@ class ModelRunner:
     def _is_plain(self, scheduled: Sequence[ScheduledSequence]) -> bool:
         """Returns whether no sequence needs what `DecodeStep` cannot do."""
         return not self._sampling.uses_rejection(scheduled) and not any(
-            entry.seq.wants_embedding or (entry.drafts and entry.seq.constraint is not None) for entry in scheduled
+            entry.seq.wants_states or (entry.drafts and entry.seq.constraint is not None) for entry in scheduled
         )
 
     def _launch_decode(self, decode_step: DecodeStep, scheduled: Sequence[ScheduledSequence]) -> LaunchedStep:
@@ -231,10 +232,9 @@ class ModelRunner:
         hidden, states = self._hidden_states(inputs, on_layer)
         num_results = len(inputs.logits_indices)
         prompt_logprobs = self._prompt_logprobs(scheduled, inputs.logprob_ranges, hidden[num_results:])
+        num_scored = sum(end - first for _, first, end in inputs.logprob_ranges)
+        self._pool_states(scheduled, inputs.pooled_ranges, hidden[num_results + num_scored :])
         hidden = hidden[:num_results]
-        for entry, end in zip(scheduled, np.cumsum(inputs.num_results), strict=True):
-            if entry.seq.wants_embedding and entry.samples:
-                entry.seq.embedding = self._model.final_norm(hidden[end - 1 : end])[0]
         all_sample = bool(inputs.samples.all())
         results = torch.zeros(num_results, dtype=torch.int64, device=self._device)
         if not all_sample:
@@ -243,6 +243,7 @@ class ModelRunner:
         if sampling := [entry for entry in scheduled if entry.samples]:
             rows = inputs.sampled_results
             logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows))
+            _keep_logits(scheduled, inputs, logits)
             previous = None
             if num_results > len(scheduled):  # some sequences have drafts
                 indices = inputs.hidden_indices[:num_results]
@@ -263,7 +264,7 @@ class ModelRunner:
             return self.prompt_step.run(
                 inputs.shape, inputs.ids, inputs.positions, inputs.hidden_indices, inputs.prefill_rows
             )
-        all_tokens = len(inputs.logits_indices) == len(inputs.ids) and not inputs.logprob_ranges
+        all_tokens = len(inputs.logits_indices) == len(inputs.ids) == len(inputs.hidden_indices)
         rows = None if all_tokens else inputs.hidden_indices
         hidden, states = self._forward(inputs.shape, inputs.ids, inputs.positions, rows, on_layer)
         self._write_draft_kv(inputs.shape, inputs.ids, inputs.positions, inputs.prefill_rows)
@@ -342,6 +343,21 @@ class ModelRunner:
             logprobs[index] = first, tuple(torch.cat(part) for part in zip(*parts, strict=True))
         return logprobs
 
+    def _pool_states(
+        self, scheduled: Sequence[ScheduledSequence], ranges: Sequence[tuple[int, int, int]], hidden: Tensor
+    ) -> None:
+        """Adds the states of the tokens in `ranges`, [tokens, hidden] range after range, to their sequences.
+
+        Each token is added once, also if its step is discarded later: the tokens before it were known and had KV.
+        """
+        for index, first, end in ranges:
+            seq = scheduled[index].seq
+            states, hidden = hidden[: end - first], hidden[end - first :]
+            for part in torch.split(states, POOL_CHUNK):
+                added = self._model.final_norm(part).float().sum(dim=0)
+                seq.pooled = added if seq.pooled is None else seq.pooled + added
+            seq.next_pooled = end
+
     def _zero_new_blocks(self, scheduled: Sequence[ScheduledSequence]) -> None:
         """Zeroes the last block of each sequence, if this step writes its first token and leaves it partly filled.
 
@@ -359,3 +375,14 @@ class ModelRunner:
                 assert entry.seq.lease is not None
                 blocks.append(entry.seq.lease.blocks[end // size])
         self._kv.zero(blocks)
+
+
+def _keep_logits(scheduled: Sequence[ScheduledSequence], inputs: StepInputs, logits: Tensor) -> None:
+    """Keeps the logits that sequences ask for, before penalties and masks change them. `logits`: float32 [S, vocab]."""
+    if not any(entry.seq.logit_ids for entry in scheduled):
+        return
+    rows = np.cumsum(inputs.samples) - 1  # of each result
+    for entry, end in zip(scheduled, np.cumsum(inputs.num_results), strict=True):
+        if entry.samples and entry.seq.logit_ids:
+            (ids,) = upload([np.array(entry.seq.logit_ids)], logits.device)
+            entry.seq.logits = logits[int(rows[end - 1])].index_select(0, ids)

@@ -35,8 +35,8 @@ StepRows = Sequence[tuple[int, int]]  # Cached and new tokens of each row of a s
 class StepInputs:
     """One step as device tensors, and as host arrays where the host needs them.
 
-    T tokens, R results, of which S are sampled, and H = R + prompt log-probabilities. An inner chunk of a prompt
-    samples nothing; it has one result, that of its last token.
+    T tokens, R results, of which S are sampled, and H = R + prompt log-probabilities + pooled tokens. An inner chunk of
+    a prompt samples nothing; it has one result, that of its last token.
     """
 
     shape: StepShape
@@ -45,9 +45,10 @@ class StepInputs:
     samples: np.ndarray  # bool [R], host: the result is sampled
     prefill_rows: list[int]  # Indices of the sequences that do not decode
     logprob_ranges: list[tuple[int, int, int]]  # Prompt log-probabilities: index of the sequence, first position, end
+    pooled_ranges: list[tuple[int, int, int]]  # Pooled tokens: index of the sequence, first position, end
     ids: Tensor  # int64 [T], the tokens of the step
     positions: Tensor  # int64 [T], the position of each token in its sequence
-    hidden_indices: Tensor  # int64 [H]: `logits_indices`, then the indices that give `logprob_ranges`
+    hidden_indices: Tensor  # int64 [H]: `logits_indices`, then those that give `logprob_ranges` and `pooled_ranges`
     sampled_results: Tensor  # int64 [S], the results (in R) that are sampled
     sampled_slots: Tensor  # int64 [S], the slot of the sequence of each sampled result
     sampled_positions: Tensor  # int64 [S], the position of the token that is sampled
@@ -91,6 +92,13 @@ def prepare_inputs(scheduled: Sequence[ScheduledSequence], tables: BlockTables, 
         if first < end:
             logprob_ranges.append((index, first, end))
             hidden_indices.append(np.arange(first, end) + ends[index] - step_end - 1)
+    pooled_ranges: list[tuple[int, int, int]] = []
+    for index, entry in enumerate(scheduled):
+        step_end = entry.start + entry.num_new
+        first, end = max(entry.seq.next_pooled, entry.start), min(step_end, entry.seq.pooled_end)
+        if first < end:
+            pooled_ranges.append((index, first, end))
+            hidden_indices.append(np.arange(first, end) + ends[index] - step_end)
     ids, *uploaded, missing, missing_slots = upload(
         [
             np.array(tokens),
@@ -107,7 +115,8 @@ def prepare_inputs(scheduled: Sequence[ScheduledSequence], tables: BlockTables, 
     if device_only:
         ids.index_copy_(0, missing, last_tokens.index_select(0, missing_slots))
     prefill_rows = [index for index, entry in enumerate(scheduled) if not entry.is_decode]
-    return StepInputs(shape, num_results, logits_indices, samples, prefill_rows, logprob_ranges, ids, *uploaded)
+    ranges = logprob_ranges, pooled_ranges
+    return StepInputs(shape, num_results, logits_indices, samples, prefill_rows, *ranges, ids, *uploaded)
 
 
 def token_positions(shape: StepShape) -> np.ndarray:

@@ -116,6 +116,8 @@ class Seen:
     acked: int = 0
     resets: int = 0
     embedded: list[ValidRequest] = field(default_factory=list)
+    #: Tokens whose logits the calls of Embed asked for.
+    logit_ids: list[tuple[int, ...]] = field(default_factory=list)
 
 
 def outcome(request: ValidRequest, script: Script, child: int = 0) -> tuple[list[Token], FinishReason]:
@@ -171,6 +173,7 @@ class FakePod(
         self.activity = transfer_pb2.Activity()
         self.pairs: list[transfer_pb2.Pair] = []
         self.embeds = True
+        self.gives_logits = True  # older pods answer with an embedding
         self._queues: dict[str, asyncio.Queue[decode_pb2.TokenBatch | None]] = {}
         self._numbers: dict[str, int] = {}
         self._running: dict[str, tuple[ValidRequest, str]] = {}
@@ -260,6 +263,10 @@ class FakePod(
         await asyncio.sleep(self.faults.embed_delay_s)
         if self.faults.embed_error is not None:
             raise self.faults.embed_error
+        if request.logit_ids and self.gives_logits:
+            self.seen.logit_ids.append(tuple(request.logit_ids))
+            # The first token is likelier after longer prompts.
+            return embedding_pb2.EmbedResponse(logits=[valid.prompt_len / 100, 0.5][: len(request.logit_ids)])
         length = math.hypot(3.0, 4.0, valid.prompt_len)
         return embedding_pb2.EmbedResponse(values=[3.0 / length, 4.0 / length, valid.prompt_len / length])
 
