@@ -2,7 +2,8 @@
 
 Compiling takes from under a millisecond to a second, without the GIL: call it in a thread. A constraint that cannot be
 enforced is refused, so an answer that ended by itself always matches. Some texts that a schema allows are never
-generated: runs of white space over MAX_SPACE, properties in another order.
+generated: other white space than json.dumps writes (unless the client asks for it), runs of white space over MAX_SPACE,
+properties in another order, numbers of more digits than engine/sampling/digit_limits.py allows.
 
 A grammar beyond the limits of grammar_limits.py is refused: llguidance would overflow its native stack, which ends the
 process. Each compilation runs in a thread with a stack that fits those limits. The gateway and pods have each grammar
@@ -18,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +29,9 @@ from common import grammar_limits
 from common.errors import BatonError, InvalidRequest
 from common.grammar_limits import refused
 from common.grammar_matcher import Matcher, MatcherState, MatcherTokenizer
+from common.json_schema.adapted import adapted
+from common.json_schema.places import endless_reference, pointer
+from common.json_schema.refusals import in_words
 from common.types import Grammar
 
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -49,23 +54,25 @@ _LIMITS = {
     "verbose_errors": False,
 }
 
-#: Options that a schema must not change by "x-guidance": an ignored keyword would be a broken constraint.
-_JSON_OPTIONS: dict[str, Any] = {
+#: White space as json.dumps writes it, which models have seen. A model that may write more writes it up to its limit.
+PLAIN_SPACE: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_ANY_SPACE: dict[str, Any] = {
     "item_separator": ",",
     "key_separator": ":",
-    "whitespace_flexible": True,
     "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_SPACE}}}",
-    "coerce_one_of": False,
-    "lenient": False,
 }
+#: Options that a schema must not change by "x-guidance": an ignored keyword would be a broken constraint.
+_STRICT: dict[str, Any] = {"coerce_one_of": False, "lenient": False}
+_WITH_JSON = re.compile(r'%json|"json_schema"\s*:\s*[^\sn]')
 _STACK_SIZE = threading.Lock()  #: Held while threading.stack_size() is changed, because it applies to all new threads.
 _T = TypeVar("_T")
-_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
-_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> Grammar:
-    """Builds the grammar of a JSON schema, as JSON text or parsed. Raises InvalidRequest with that field if invalid."""
+def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str, any_space: bool = False) -> Grammar:
+    """Builds the grammar of a JSON schema, as JSON text or parsed. Raises InvalidRequest with that field if invalid.
+
+    The text has the white space of PLAIN_SPACE. With `any_space` it has any, up to MAX_SPACE characters in a row.
+    """
     if isinstance(schema, str):
         _require_short(schema, field)
         try:
@@ -77,9 +84,19 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str) -> G
     parsed = dict(schema) if isinstance(schema, Mapping) else {} if schema else {"not": {}}
     parsed.pop("x-guidance", None)
     try:
-        schema_text = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
+        schema_text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         _require_short(schema_text, field)
-        text = LLMatcher.grammar_from_json_schema(schema_text, overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+        schema_text.encode()
+        if '"$ref"' in schema_text and (place := endless_reference(parsed)) is not None:
+            where = f" (at {pointer(place)})" if place else ""
+            raise refused(field, f"refers to itself without end, so no value of it ends{where}")
+        ready = adapted(parsed, schema_text)
+        if ready is not parsed:
+            schema_text = json.dumps(ready, ensure_ascii=False, separators=(",", ":"))
+        options = _STRICT | (_ANY_SPACE if any_space else PLAIN_SPACE)
+        text = LLMatcher.grammar_from_json_schema(schema_text, overrides=options)  # type: ignore[arg-type]
+    except UnicodeEncodeError:
+        raise refused(field, "has half a surrogate pair, which is no valid Unicode") from None
     except (ValueError, RecursionError) as error:
         grammar_limits.check_schema(parsed, field)  # its error names the limit if the schema is nested too deeply
         raise refused(field, f"is not a usable JSON schema: {error}") from None
@@ -125,6 +142,7 @@ def from_lark_or_gbnf(text: str, *, field: str) -> Grammar:
 #: How a client's value becomes a grammar, by the form's name.
 FORMS: dict[str, Callable[..., Grammar]] = {
     "json": from_json_schema,
+    "json_any_space": partial(from_json_schema, any_space=True),
     "regex": from_regex,
     "choice": from_choice,
     "grammar": from_lark_or_gbnf,
@@ -195,6 +213,7 @@ class CompiledGrammar:
     tokenizer: LLTokenizer
     prototype: Matcher
     start: MatcherState  #: The state before the first token.
+    with_json: bool  #: Numbers in its texts may be numbers of JSON.
     too_slow: bool = False  #: A token took more than MASK_LIMIT_S: no sequence may use the grammar any more.
     _copying: threading.Lock = field(default_factory=threading.Lock)
 
@@ -276,7 +295,7 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar, *, proven: bo
         raise InvalidRequest(_refusal(grammar, start.failure), field=grammar.field)
     if start.mask is None:
         raise refused(grammar.field, "allows no text at all")
-    return CompiledGrammar(grammar, tokenizer.get(), matcher, start)
+    return CompiledGrammar(grammar, tokenizer.get(), matcher, start, _WITH_JSON.search(grammar.text) is not None)
 
 
 def _on_large_stack(work: Callable[[], _T]) -> _T:
@@ -301,19 +320,17 @@ def _on_large_stack(work: Callable[[], _T]) -> _T:
 
 
 def _refusal(grammar: Grammar, reason: str) -> str:
-    """Returns llguidance's reason in words that name the keyword."""
-    where = grammar.field
-    if (keys := _UNKNOWN_KEYS.search(reason)) is not None:
-        return f"{where}: the JSON schema keyword {keys[1]} is not supported"
-    if (name := _UNKNOWN_FORMAT.search(reason)) is not None:
-        return f'{where}: the JSON schema keyword "format" does not support {name[1]!r}'
-    if reason.startswith("oneOf constraints"):
-        return f'{where}: the JSON schema keyword "oneOf" is not supported where its parts may overlap'
-    return f"{where} cannot be followed: {public_reason(reason)}"
+    """Returns llguidance's reason in words that name the keyword and its place."""
+    words = in_words(reason, _schema_of(grammar.text))
+    return f"{grammar.field}{': ' if words.startswith('the JSON') else ' '}{words}"
 
 
-def public_reason(reason: str) -> str:
-    """Returns llguidance's reason without its internals: the trace of a panic, marks of what it left out."""
-    if "panic:" in reason or "<backtrace>" in reason:
-        return "the grammar exceeds the limits of the compiler"
-    return reason.replace("<non-verbose/>", "").strip()[:1000]
+def _schema_of(text: str) -> object:
+    """Returns the JSON schema that a grammar consists of, None if it is another kind of grammar."""
+    if not text.lstrip().startswith("{"):
+        return None
+    grammars = json.loads(text).get("grammars")
+    if not isinstance(grammars, list) or len(grammars) != 1 or not isinstance(grammars[0], dict):
+        return None
+    schema: object = grammars[0].get("json_schema")
+    return schema

@@ -105,7 +105,9 @@ class MatcherTokenizer:
     def __init__(self, tokens: LLTokenizer) -> None:
         self.vocab_size = tokens.vocab_size
         texts = [_token_text(tokens, token) for token in range(tokens.vocab_size)]
-        joined = b"".join(texts)
+        #: The tokens' bytes, one after the other, and the number of bytes of each.
+        self.texts = b"".join(texts)
+        self.lengths = tuple(map(len, texts))
         self._tokenize = _tokenize_with(tokens)  # referred to by the native object
         first, *more = tokens.eos_tokens or [tokens.eos_token]
         self.eos = [token for token in (first, *more) if token < tokens.vocab_size]
@@ -114,7 +116,7 @@ class MatcherTokenizer:
             vocab_size=tokens.vocab_size,
             tok_eos=first,
             token_lens=(c_uint32 * len(texts))(*map(len, texts)),
-            token_bytes=joined,
+            token_bytes=self.texts,
             tokenize_fn=self._tokenize,
             tok_eos_extra=(c_uint32 * len(more))(*more),
             tok_eos_extra_count=len(more),
@@ -185,6 +187,10 @@ class Matcher:
         other = Matcher.__new__(Matcher)
         other._adopt(self._tokenizer, _lib.llg_clone_matcher(self._pointer))
         return other
+
+    @property
+    def tokenizer(self) -> MatcherTokenizer:
+        return self._tokenizer
 
     def cancel(self) -> None:
         """Lets the call that runs, and all later ones, fail soon. Any thread."""

@@ -28,9 +28,11 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import InvalidRequest
-from common.grammar import MASK_LIMIT_S, CompiledGrammar, public_reason
+from common.grammar import MASK_LIMIT_S, CompiledGrammar
 from common.grammar_matcher import Matcher, MatcherState
+from common.json_schema.refusals import in_words
 from common.types import ValidRequest
+from engine.sampling.digit_limits import NO_NUMBER, DigitLimits, NumberTail, digit_limits
 from engine.sampling.mask_jobs import STEP_WAIT_S, MaskJob, run_jobs
 
 #: Processor seconds that all tokens of a sequence may take together, less FREE_S for each token.
@@ -76,6 +78,8 @@ class Constraint:
         self._long_bad_words = [word for word in sampling.bad_words if len(word) > 1]
         self._recent: deque[int] = deque(request.prompt_ids, maxlen=max(map(len, self._long_bad_words), default=1) - 1)
         self._num_output = 0
+        self._digit_limits: DigitLimits | None = None  # Of a grammar with JSON
+        self._number = NO_NUMBER  # At the end of the output
         self._mask: Mask | None = None
         self._complete = False
         self._matcher: Matcher | None = None  # Made by the first job, since a copy takes up to 40 ms
@@ -91,6 +95,8 @@ class Constraint:
                 raise self._error(self._failure())
             self._eos = self._mask_of([i for i in grammar.tokenizer.eos_tokens if i < vocab_size])
             self._state = grammar.start
+            if grammar.with_json:
+                self._digit_limits = digit_limits(grammar.prototype.tokenizer, self.num_words)
         if grammar is None:
             for token in output:
                 self.advance(token)
@@ -116,7 +122,7 @@ class Constraint:
     def mask(self) -> Mask:
         """Returns the read-only mask of the next token. Never raises; after a failure the next `advance` raises."""
         if self._mask is None:
-            self._mask, self._complete = self._compute(self._recent, self._num_output, self._state)
+            self._mask, self._complete = self._compute(self._recent, self._num_output, self._state, self._number)
         return self._mask
 
     @property
@@ -173,6 +179,7 @@ class Constraint:
     def _append(self, token: int) -> None:
         self._recent.append(token)
         self._num_output += 1
+        self._number = self._number_after(self._number, token)
         self._mask = self._drafts = None
 
     def masks(self, drafts: Sequence[int]) -> tuple[list[int], np.ndarray]:
@@ -209,7 +216,7 @@ class Constraint:
         """Returns accepted drafts and masks as `masks` does, and the states after the drafts. Needs `mask` before."""
         accepted: list[int] = []
         masks, states = [self.mask()], list[MatcherState]()
-        recent, state, consumed = self._recent.copy(), self._state, 0
+        recent, state, number, consumed = self._recent.copy(), self._state, self._number, 0
         for token in drafts:
             if not _allows(masks[-1], token):
                 break
@@ -226,7 +233,8 @@ class Constraint:
                 states.append(state)
             accepted.append(token)
             recent.append(token)
-            mask, complete = self._compute(recent, self._num_output + len(accepted), state)
+            number = self._number_after(number, token)
+            mask, complete = self._compute(recent, self._num_output + len(accepted), state, number)
             masks.append(~np.zeros_like(mask) if complete else mask)
             if complete:
                 break
@@ -310,13 +318,20 @@ class Constraint:
 
     # -- masks --------------------------------------------------------------------------------------------------------
 
-    def _compute(self, recent: Sequence[int], num_output: int, state: MatcherState | None) -> tuple[Mask, bool]:
+    def _number_after(self, number: NumberTail, token: int) -> NumberTail:
+        return number if self._digit_limits is None else self._digit_limits.after(number, token)
+
+    def _compute(
+        self, recent: Sequence[int], num_output: int, state: MatcherState | None, number: NumberTail
+    ) -> tuple[Mask, bool]:
         """Returns the mask in a state of the matcher, and whether the grammar can only end."""
         mask = self._always
         if state is not None:
             if state.mask is None:
                 return np.zeros_like(mask), state.failure is None
             mask = mask & ~self._eos & np.frombuffer(state.mask, dtype=np.int32)[: self.num_words]
+            if self._digit_limits is not None:
+                mask = self._digit_limits.limited(mask, number, may_end=state.is_accepting)
         banned = [word[-1] for word in self._long_bad_words if _ends_with(recent, word[:-1])]
         if num_output < self._min_tokens:
             banned += self._stop_tokens
@@ -342,7 +357,7 @@ class Constraint:
         if self._matcher is None or self._spent_s > TOTAL_LIMIT_S:
             reason = f"is too costly: finding its next token takes more than {MASK_LIMIT_S * 1000:.0f} ms"
         else:  # the grammar has too many states
-            reason = f"cannot be followed: {public_reason(self._matcher.get_error())[:300]}"
+            reason = in_words(self._matcher.get_error())[:300]
         return MatcherState(None, False, f"{self._field} {reason}")
 
     def _error(self, state: MatcherState | None) -> InvalidRequest:

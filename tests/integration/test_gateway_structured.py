@@ -30,7 +30,8 @@ async def test_the_sdk_parses_a_model(gw: Rig, smollm2_dir: Path) -> None:
         parsed = await client.chat.completions.parse(model=MODEL, messages=messages, response_format=Plan)
         assert parsed.choices[0].message.parsed == Plan(steps=[Step(text="a")])
     assert not fits(smollm2_dir, asked(gw).grammar, '{"steps": [{"text": 1, "n": null}]}')
-    assert fits(smollm2_dir, asked(gw).grammar, '{"steps":[]}')
+    assert fits(smollm2_dir, asked(gw).grammar, '{"steps": []}')
+    assert not fits(smollm2_dir, asked(gw).grammar, '{"steps":[]}')
 
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [
@@ -38,9 +39,22 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, '{"a": 1}', "{}"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
-        '{"a":1}',
-        '{"a":"1"}',
+        '{"a": 1}',
+        '{"a": "1"}',
     ),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, '{"a": 1}', "{}"),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, '{"a": 1}', '{"a":1}'),
+    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, '{"a":\n1}', "{}"),
+    ({"structured_outputs": {"json_object": True, "disable_any_whitespace": False}}, '{"a":1}', "1"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": False}},
+        '{ "x" :[1]}',
+        "[1]",
+    ),
+    ({"guided_json": SCHEMA, "structured_outputs": {"disable_any_whitespace": False}}, '{ "a":1}', "{}"),
+    ({"response_format": {"type": "json_object"}}, '{"x": [1, 2]}', '{"x":[1,2]}'),
     ({"structured_outputs": {"json": SCHEMA}}, '{"a": 1}', "{}"),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"a": 1}', "{}"),
     ({"structured_outputs": {"regex": "a+b?"}}, "aab", "ba"),
@@ -81,6 +95,33 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     ({"structured_outputs": {}}, "structured_outputs", "must have one of"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "must have one of"),
+    (
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": 1}},
+        "structured_outputs.disable_any_whitespace",
+        "boolean",
+    ),
+    (
+        {"response_format": {"type": "text", "json_schema": {"schema": SCHEMA}}},
+        "response_format.json_schema.schema",
+        "needs response_format.type",
+    ),
+    ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "needs response_format.type"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+        "response_format.json_schema.schema",
+        "is a schema itself",
+    ),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}, "schema": SCHEMA}},
+        "response_format.json_schema",
+        "exclude each other",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+        "response_format.json_schema.schema",
+        "refers to itself without end",
+    ),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "exclude each other"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "exclude each other"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "structured_outputs.regex"),

@@ -117,7 +117,7 @@ def test_each_form_accepts_its_texts(tokenizer: GrammarTokenizer, grammar: Gramm
 
 
 def test_white_space_is_bounded(tokenizer: GrammarTokenizer) -> None:
-    grammar = grammars.json_object(field="f")
+    grammar = grammars.from_json_schema(grammars.JSON_OBJECT, field="f", any_space=True)
     assert accepts(tokenizer, grammar, '{\n  "a": 1\n}')
     assert not accepts(tokenizer, grammar, "{" + " " * (grammars.MAX_SPACE + 1) + "}")
 

@@ -19,8 +19,9 @@ import pytest
 
 from common import grammar_prover
 from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable
-from common.grammar import GrammarSource, public_reason
+from common.grammar import GrammarSource
 from common.grammar_prover import GrammarProver
+from common.json_schema.refusals import in_words
 from common.types import Grammar
 from tests.rigs.engine import grammar_shapes as shapes
 from tests.rigs.engine.grammar_cases import BOMBS, DELAY_S, ERROR_S, KINDS, Bomb, explode, ordinary
@@ -225,8 +226,8 @@ def test_a_value_that_is_no_grammar_is_refused(prover: GrammarProver) -> None:
 
 
 def test_reasons_have_no_internals() -> None:
-    assert "backtrace" not in public_reason("panic: x\n<backtrace>\n 0: core\n</backtrace>")
-    assert public_reason("Too many items\n<non-verbose/>") == "Too many items"
+    assert "backtrace" not in in_words("panic: x\n<backtrace>\n 0: core\n</backtrace>")
+    assert in_words("unknown name: x\n<non-verbose/>") == "cannot be followed: unknown name: x"
 
 
 def test_threads_may_share_a_prover(prover: GrammarProver) -> None:

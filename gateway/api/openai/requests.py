@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Required
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, with_config
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
@@ -42,6 +42,7 @@ from gateway.api.openai.fields import (
     RequestModel,
     TextsOrIds,
     TokenIds,
+    misplaced,
     param,
     told_by,
     validated,
@@ -52,6 +53,7 @@ from gateway.serving.request import BeamSearchParams, ChatBody, CompletionBody, 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  #: Sequences of all prompts of a body together.
 MAX_BEAM_WIDTH = 10
+MAX_SEED = 9_223_372_036_854_776_000  #: OpenAI's bound, 2**63 as JavaScript writes it; -2**63 is read as a double.
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(k, 0))]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[
@@ -69,22 +71,26 @@ class ModelRequest(RequestModel):
 
     model: str = param("Name of a served model, see /v1/models.", ..., min_length=1, max_length=1024)
     cache_salt: str = param("Only requests with the same one share cached prefixes.", "", words="empty", max_length=256)
-    user: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
+    user: str | None = param("Id of the end user, for OpenAI's abuse checks; without effect here.")
 
 
 class Sampling(ModelRequest):
     """Parameters of every endpoint that generates text."""
 
     temperature: float = param("Softmax temperature; 0 is greedy.", 1.0, ge=0, le=2)
-    top_p: float = param("Keeps the fewest most likely tokens with at least this probability in sum.", 1.0, gt=0, le=1)
+    top_p: float = param(
+        "Keeps the fewest most likely tokens with at least this probability in sum; 0 is greedy.", 1.0, ge=0, le=1
+    )
     top_k: TopK = param("Keeps the k most likely tokens; 0 and -1 are off.", 0)
     min_p: float = param("Drops tokens less likely than min_p times the likeliest.", 0.0, ge=0, le=1)
     repetition_penalty: float = param("Divides or multiplies logits of tokens in prompt or output.", 1.0, gt=0, le=2)
     presence_penalty: float = param("Subtracted once from tokens seen in the output.", 0.0, ge=-2, le=2)
     frequency_penalty: float = param("Subtracted per occurrence in the output.", 0.0, ge=-2, le=2)
     logit_bias: LogitBias = param("Added to the logits of single tokens; keys are token ids.", ())
-    seed: int | None = param("Makes sampling repeatable in any batch.", words="random", ge=-(2**63), le=2**63 - 1)
-    min_tokens: int = param("No stop token ends an answer before this many; at most max_tokens.", 0, ge=0, le=INT32_MAX)
+    seed: int | None = param("Makes sampling repeatable in any batch.", words="random", ge=-(2**63), le=MAX_SEED)
+    min_tokens: int = param(
+        "No stop token and no stop string ends an answer before this many; at most max_tokens.", 0, ge=0, le=INT32_MAX
+    )
     stop: Stops = param("Strings that end the answer; not part of it.", ())
     stop_token_ids: TokenIds = param("Tokens that end the answer, beside the model's own.", (), max_length=256)
     ignore_eos: bool = param("Goes on past the model's end-of-sequence token.", False)
@@ -99,6 +105,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = param("The usage so far, in every chunk.", False)
 
 
+@with_config(ConfigDict(strict=True, extra="allow"))
 class JsonSchemaFormat(TypedDict, total=False):
     """`response_format.json_schema`."""
 
@@ -107,18 +114,22 @@ class JsonSchemaFormat(TypedDict, total=False):
     schema: dict[str, Any] | None
 
 
+#: Members that tell a schema in the place of a `json_schema`, which would have it in its `schema`.
+_SCHEMA_KEYWORDS = frozenset(("properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"))
 _SCHEMA_IF_ASKED: Any = [
     {"properties": {"type": {"enum": ["text", "json_object"]}}},
     {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
+    {"properties": {"schema": {"type": "object"}}, "required": ["schema"]},
 ]
 
 
 @with_config(ConfigDict(strict=True, json_schema_extra={"anyOf": _SCHEMA_IF_ASKED}))
 class ResponseFormat(TypedDict, total=False):
-    """`response_format`."""
+    """`response_format`. A schema stands in `json_schema`, or as other servers have it in `schema` beside `type`."""
 
     type: Required[Literal["text", "json_object", "json_schema"]]
     json_schema: JsonSchemaFormat | None
+    schema: dict[str, Any] | None
 
 
 _SCHEMA_TEXT = re.compile(r"^\s*(\{|true|false)")
@@ -148,10 +159,33 @@ class StructuredOutputs(TypedDict, total=False):
     json_object: bool
     structural_tag: Refused
     whitespace_pattern: Refused
-    disable_any_whitespace: Annotated[Any, Only(False)]
+    disable_any_whitespace: bool
     disable_additional_properties: Annotated[Any, Only(False)]
 
 
+#: A place of formats in other APIs. Ignoring it would answer without the format.
+FormatElsewhere = Annotated[
+    Any, Only("", {}, hint="put a schema into response_format, another grammar into structured_outputs")
+]
+_FORMAT_FIELDS = {
+    "response_format",
+    "structured_outputs",
+    "json_schema",
+    "format",
+    "regex",
+    "ebnf",
+    "grammar",
+    *_GUIDED,
+}
+
+
+def _no_format(value: Any) -> Any:
+    if isinstance(value, dict) and (found := sorted(_FORMAT_FIELDS.intersection(value))):
+        raise misplaced(f"holds {found[0]}, a format or schema that belongs into the body itself")
+    return value
+
+
+NoFormat = Annotated[Any, AfterValidator(_no_format), WithJsonSchema({"x-support": "ignored"})]
 BoolOrNever = Annotated[
     Annotated[bool, BOOLEAN] | Annotated[Literal["never"], STRING],
     told_by(
@@ -181,13 +215,21 @@ class Generation(Sampling):
     )
     response_format: ResponseFormat | None = param("Format that the answer has to match; enforced, strict or not.")
     structured_outputs: Annotated[StructuredOutputs, BeforeValidator(without_nulls)] | None = param(
-        "The same in vLLM's form: one of json (a schema), regex, choice, grammar (Lark or GBNF), json_object."
+        "The same in vLLM's form: one of json (a schema), regex, choice, grammar (Lark or GBNF), json_object. JSON has "
+        "the white space of a plain writer; disable_any_whitespace false allows any, also for another field's schema."
     )
     guided_json: GuidedJson | None = param("The older name of structured_outputs.json.")
     guided_regex: GuidedRegex | None = param("The older name of structured_outputs.regex.")
     guided_choice: GuidedChoice | None = param("The older name of structured_outputs.choice.")
     guided_grammar: GuidedGrammar | None = param("The older name of structured_outputs.grammar.")
     skip_special_tokens: bool = param("Whether special tokens stay out of the text; an ending one always does.", True)
+    json_schema: FormatElsewhere = param("The place of a schema in other APIs; here it is response_format.")
+    format: FormatElsewhere = param("The same.")
+    text: FormatElsewhere = param("The same, of /v1/responses.")
+    regex: FormatElsewhere = param("The place of an expression in other APIs; here it is structured_outputs.regex.")
+    ebnf: FormatElsewhere = param("The place of a grammar in other APIs; here it is structured_outputs.grammar.")
+    grammar: FormatElsewhere = param("The same.")
+    extra_body: NoFormat = param("An argument of clients, which send its members, and not it; without effect.")
     lora_request: Refused = param("LoRA adapters are not offered.")
     lora_path: Refused = param("LoRA adapters are not offered.")
     adapter_id: Refused = param("LoRA adapters are not offered.")
@@ -199,8 +241,10 @@ class Conversation(RequestModel):
     chat_template_kwargs: TemplateVariables | None = param("Variables for the chat template.")
     parallel_tool_calls: bool = param("Whether an answer may have several calls.", True)
     service_tier: Ignored = param("Service class; there is only one.")
-    safety_identifier: Ignored = param("Id of the end user, for OpenAI's abuse checks.")
-    prompt_cache_key: Ignored = param("Routing finds cached prefixes without it; use X-Session-Affinity as a hint.")
+    safety_identifier: str | None = param("Id of the end user, for OpenAI's abuse checks; without effect here.")
+    prompt_cache_key: str | None = param(
+        "Without effect: routing finds cached prefixes without it; X-Session-Affinity is a hint."
+    )
     prompt_cache_retention: Ignored = param("Cached prefixes stay while there is room.")
     prompt_cache_options: Ignored = param("Cached prefixes stay while there is room.")
     moderation: Ignored = param("Content moderation; there is none.")
@@ -247,7 +291,10 @@ class CompletionRequest(Generation):
         "A text, texts, token ids, or lists of them; each gets its own choice.", ...
     )
     max_tokens: int | None = param(
-        "Max tokens after the prompt; both must fit the context. 0 with echo only.", words="16", ge=0, le=INT32_MAX
+        "Max tokens after the prompt; both must fit the context. 0: only the prompt counts.",
+        words="16",
+        ge=0,
+        le=INT32_MAX,
     )
     echo: bool = param("The prompt comes before the answer, with its log-probabilities if there are any.", False)
     logprobs: int | None = param(
@@ -255,9 +302,9 @@ class CompletionRequest(Generation):
     )
     suffix: Annotated[Any, Only("")] = param("Text after the answer; infilling is not supported.")
     best_of: int | None = param(
-        "Candidates per prompt; the n with the best mean log-probability are answered. Not with stream.",
+        "Candidates per prompt; the n with the best mean log-probability are answered. Not with stream. 0: n.",
         words="n",
-        ge=1,
+        ge=0,
         le=MAX_N,
     )
 
@@ -268,9 +315,14 @@ _SAMPLING = {f.name for f in dataclasses.fields(SamplingParams)} - {f.name for f
 
 def generation_spec(r: Sampling, *, max_tokens: int | None, logprobs: int | None, **more: Any) -> GenerationSpec:
     """Returns what a body asks to generate. `more`: further fields of the spec."""
+    sampling = SamplingParams(**{name: value for name, value in vars(r).items() if name in _SAMPLING})
+    given = r.model_fields_set & _SAMPLING
+    if sampling.top_p == 0:
+        sampling, given = dataclasses.replace(sampling, temperature=0.0, top_p=1.0), given | {"temperature"}
     return GenerationSpec(
         model=r.model,
-        sampling=SamplingParams(**{name: value for name, value in vars(r).items() if name in _SAMPLING}),
+        sampling=sampling,
+        given=frozenset(given),
         max_tokens=max_tokens,
         seed=r.seed,
         stop=(r.stop,) if isinstance(r.stop, str) else r.stop,
@@ -338,9 +390,7 @@ def parse_chat(body: object) -> ChatBody:
 def parse_completion(body: object) -> CompletionBody:
     """Checks a /v1/completions body. Raises InvalidRequest, which names the field."""
     r = validated(CompletionRequest, body)
-    if r.max_tokens == 0 and not r.echo:
-        raise InvalidRequest("max_tokens must be at least 1 without echo", field="max_tokens")
-    spec = _spec(r, max_tokens=r.max_tokens, logprobs=r.logprobs, best_of=r.best_of, echo=r.echo)
+    spec = _spec(r, max_tokens=r.max_tokens, logprobs=r.logprobs, best_of=r.best_of or None, echo=r.echo)
     if len(r.prompt) * spec.candidates > MAX_SEQUENCES:
         text = f"{len(r.prompt)} prompts with {spec.candidates} sequences each are more than {MAX_SEQUENCES}"
         raise InvalidRequest(text, field="n" if r.best_of is None else "best_of")
@@ -352,22 +402,31 @@ def _grammar(r: Generation) -> GrammarSource | None:
     grammars = {name: grammar for name, grammar in _grammars(r) if grammar is not None}
     if len(grammars) > 1:
         raise InvalidRequest(f"{' and '.join(grammars)} exclude each other", field=list(grammars)[1])
-    return next(iter(grammars.values()), None)
+    outputs: Mapping[str, Any] = r.structured_outputs or {}
+    complete = any(form in outputs for form in _FORMS) or (grammars and "disable_any_whitespace" in outputs)
+    if r.structured_outputs is not None and not complete:
+        text = f"structured_outputs must have one of {', '.join(_FORMS)}"
+        raise InvalidRequest(text, field="structured_outputs")
+    grammar = next(iter(grammars.values()), None)
+    if grammar is not None and grammar.form == "json" and outputs.get("disable_any_whitespace") is False:
+        return dataclasses.replace(grammar, form="json_any_space")
+    return grammar
 
 
 def _grammars(r: Generation) -> Iterator[tuple[str, GrammarSource | None]]:
     if r.response_format is not None:
-        kind, asked = r.response_format["type"], r.response_format.get("json_schema")
-        yield "response_format", format_grammar(kind, asked, "response_format", "response_format.json_schema")
+        name, asked = "response_format.json_schema", r.response_format.get("json_schema")
+        if r.response_format.get("schema") is not None:
+            if asked is not None:
+                raise InvalidRequest(f"{name} and response_format.schema exclude each other", field=name)
+            name, asked = "response_format", r.response_format
+        yield "response_format", format_grammar(r.response_format["type"], asked, "response_format", name)
     for name, form in _GUIDED.items():
         if (value := getattr(r, name)) is not None:
             yield name, _source(form, value, name)
     if r.structured_outputs is not None:
         given: Mapping[str, Any] = r.structured_outputs
-        if not (forms := [form for form in _FORMS if form in given]):
-            text = f"structured_outputs must have one of {', '.join(_FORMS)}"
-            raise InvalidRequest(text, field="structured_outputs")
-        for form in forms:
+        for form in (form for form in _FORMS if form in given):
             name, value = f"structured_outputs.{form}", given[form]
             if form != "json_object":
                 yield name, _source(form, value, name)
@@ -387,14 +446,18 @@ def _source(form: str, value: Any, field: str) -> GrammarSource:
 
 
 def format_grammar(kind: str, asked: Mapping[str, Any] | None, field: str, schema_field: str) -> GrammarSource | None:
-    """Returns the grammar of a response format of type `kind`. `schema_field` is the field of `asked`."""
+    """Returns the grammar of a response format of type `kind`. `asked`, in `schema_field`, has the schema."""
+    schema, place = None if asked is None else asked.get("schema"), f"{schema_field}.schema"
     if kind == "text":
+        if schema is not None:
+            raise InvalidRequest(f'{place} needs {field}.type to be "json_schema"', field=place)
         return None
-    if kind == "json_object":
+    if kind == "json_object" and schema is None:
         return GrammarSource("json", JSON_OBJECT, field)
     if asked is None:
         raise InvalidRequest(f"{schema_field} is missing", field=schema_field)
-    schema, place = asked.get("schema"), f"{schema_field}.schema"
+    if schema is None and not _SCHEMA_KEYWORDS.isdisjoint(asked):
+        raise InvalidRequest(f"{schema_field} is a schema itself; the schema must be in {place}", field=place)
     return GrammarSource("json", JSON_OBJECT if schema is None else schema, place)
 
 

@@ -28,7 +28,7 @@ def lark_text(text: str, literal: LarkLiteral, begin: str = "") -> str:
     """
     terms: list[str] = []
     plain = ""
-    for piece in re.split(f"({MARKER})", text):
+    for piece in re.split(f"({re.escape(begin)}|{MARKER})" if begin else f"({MARKER})", text):
         written = "begin" if begin and piece == begin else literal(piece) if re.fullmatch(MARKER, piece) else ""
         if not written or written.startswith('"'):
             plain += piece
@@ -42,9 +42,7 @@ def lark_json(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
     """Returns a Lark rule for a JSON value. Without `strict`, keywords that llguidance cannot enforce are left out."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    if strict:
-        schema = adapted({**schema})
-    return f"%json {json.dumps({**schema, 'x-guidance': {**_AS_TRAINED, 'lenient': not strict}})}"
+    return f"%json {json.dumps({**adapted({**schema}), 'x-guidance': {**_AS_TRAINED, 'lenient': not strict}})}"
 
 
 def parameters_schema(function: Function) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from gateway.api.openai.conversation import (
     FunctionSchema,
     chat_messages,
     declared_functions,
+    is_named,
     require_declared,
     template_variables,
 )
@@ -38,7 +39,7 @@ from gateway.api.openai.fields import (
 )
 from gateway.api.openai.requests import MAX_LOGPROBS, Conversation, Sampling, format_grammar, generation_spec
 from gateway.serving.request import ChatBody, GenerationSpec
-from gateway.text.tools.format import RequestTools
+from gateway.text.tools.format import Function, RequestTools
 
 ResponseItem = dict[str, Any]
 
@@ -145,14 +146,28 @@ class ReasoningOptions(RequestModel):
     effort: str | None = param("See reasoning_effort of chats.", max_length=32)
 
 
-class ToolType(TypedDict):
-    """The type of a tool, which is checked before its other members."""
+class FunctionType(TypedDict):
+    """The type of a function, which is checked before its other members."""
 
     type: Literal["function"]
 
 
-class ResponseTool(ToolType, FunctionSchema):
-    """An entry of `tools`."""
+class FunctionTool(FunctionType, FunctionSchema):
+    """A function in `tools`."""
+
+
+class OtherTool(TypedDict):
+    """A tool that is no function, like web_search; the model does not see it."""
+
+    type: Annotated[str, Field(json_schema_extra={"not": {"const": "function"}})]
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(
+        lambda value: "<function>" if isinstance(value, dict) and value.get("type") == "function" else "<other>"
+    ),
+]
 
 
 class NamedFunction(TypedDict):
@@ -183,7 +198,11 @@ Choice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
     | Annotated[NamedFunction, Tag("<named>")]
     | Annotated[AllowedFunctions, Tag("<allowed>")],
-    told_by(_kind_of_choice, "must be none, auto, required, a named function, or allowed_tools with mode and tools"),
+    told_by(
+        _kind_of_choice,
+        "must be none, auto, required, a named function, or allowed_tools with mode and tools; the model cannot call "
+        "other tools",
+    ),
 ]
 
 
@@ -205,6 +224,10 @@ _LABELS = {
     "additionalProperties": {"type": "string", "maxLength": 512},
     "maxProperties": MAX_METADATA,
 }
+
+
+#: A place of formats in other APIs. Ignoring it would answer without the format.
+FormatElsewhere = Annotated[Any, Only("", {}, hint="put a schema into text.format")]
 
 
 class ResponseRequest(Sampling, Conversation):
@@ -233,11 +256,17 @@ class ResponseRequest(Sampling, Conversation):
         "Labels that the answer repeats.", {}
     )
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = param(
-        "Functions that the model may call; no other tools.", []
+        "Functions that the model may call. Other tools (web_search, custom, namespaces) are left out.", []
     )
     tool_choice: Choice = param("Tools that may or must be called: a mode, a function, or allowed_tools.", "auto")
     background: Annotated[Any, Only(False)] = param("Answering later.")
     truncation: Annotated[Any, Only("disabled")] = param("Dropping items that do not fit.")
+    response_format: FormatElsewhere = param("The place of a format in chats; here it is text.format.")
+    structured_outputs: FormatElsewhere = param("The same.")
+    guided_json: FormatElsewhere = param("The same.")
+    guided_regex: FormatElsewhere = param("The same.")
+    guided_choice: FormatElsewhere = param("The same.")
+    guided_grammar: FormatElsewhere = param("The same.")
     conversation: Refused = param("Conversations as objects.")
     prompt: Refused = param("Stored prompt templates.")
     context_management: Refused = param("Compaction of long conversations.")
@@ -359,7 +388,11 @@ def parse_response(body: object) -> ResponseBody:
     output_format = _output_format(r.text)
     effort = None if r.reasoning is None else r.reasoning.effort
     members = ("type", "name", "description", "parameters")
-    tools = [{**{k: tool.get(k) for k in members}, "strict": tool.get("strict") or False} for tool in r.tools]
+    tools = [
+        {**{k: tool.get(k) for k in members}, "strict": tool.get("strict") or False}
+        for tool in r.tools
+        if tool["type"] == "function"
+    ]
     response = ResponseBody(
         input=tuple(_item(item) for item in items),
         previous_response_id=r.previous_response_id,
@@ -384,37 +417,45 @@ def parse_response(body: object) -> ResponseBody:
     return response
 
 
+def _allowed(allowed: Sequence[Any], by_name: Mapping[str, Function]) -> set[str]:
+    """Returns the names of allowed functions, without other tools. Raises InvalidRequest for an unknown function."""
+    functions = [tool for tool in allowed if not isinstance(tool, dict) or tool.get("type", "function") == "function"]
+    names = {tool.get("name") if isinstance(tool, dict) else None for tool in functions}
+    if not allowed or not names <= set(by_name):
+        raise InvalidRequest("tool_choice.tools must name some of the tools", field="tool_choice.tools")
+    return {name for name in names if isinstance(name, str)}
+
+
 def _output_format(text: TextOptions | None) -> Json:
     """Returns text.format in the form that the answer repeats."""
     given: Json = {**(text.format if text is not None and text.format is not None else {"type": "text"})}
-    names = ("type", "name", "schema", "strict", "description") if given["type"] == "json_schema" else ("type",)
+    named = given["type"] == "json_schema" or given.get("schema") is not None
+    names = ("type", "name", "schema", "strict", "description") if named else ("type",)
     return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def _request_tools(r: ResponseRequest, tools: Sequence[Json]) -> RequestTools | None:
     """Returns the tools, None if no tool may be called. Raises InvalidRequest, which names the field."""
     by_name, choice = declared_functions(tools, "tools"), r.tool_choice
-    if not by_name:
-        if choice not in ("none", "auto"):
-            raise InvalidRequest("tool_choice needs tools", field="tool_choice")
-        return None
-    mode, shown, callable_names = choice, set(by_name), set(by_name)
-    if not isinstance(choice, str) and choice["type"] == "allowed_tools":
+    mode: str = choice if isinstance(choice, str) else "required"
+    shown, callable_names = set(by_name), set(by_name)
+    if isinstance(choice, str):
+        pass
+    elif choice["type"] == "allowed_tools":
         mode = choice["mode"]
-        named = [tool.get("name") for tool in choice["tools"] if isinstance(tool, dict)]
-        shown = callable_names = {name for name in named if isinstance(name, str)}
-        if not shown or not shown <= set(by_name):
-            raise InvalidRequest("tool_choice.tools must name some of the tools", field="tool_choice.tools")
-    elif not isinstance(choice, str):
-        mode, callable_names = "required", {require_declared(choice["name"], "tool_choice.name", by_name)}
-    if mode == "none":
+        shown = callable_names = _allowed(choice["tools"], by_name)
+    else:
+        callable_names = {require_declared(choice["name"], "tool_choice.name", by_name)}
+    if mode == "required" and not callable_names:
+        raise InvalidRequest("tool_choice needs a function in tools; other tools are left out", field="tool_choice")
+    if mode == "none" or not callable_names:
         return None
     functions = [{k: v for k, v in tool.items() if k != "type" and v is not None} for tool in tools]
     return RequestTools(
         tuple(function for name, function in by_name.items() if name in callable_names),
         tuple({"type": "function", "function": function} for function in functions if function["name"] in shown),
         required=mode == "required",
-        parallel=r.parallel_tool_calls,
+        parallel=r.parallel_tool_calls and not is_named(choice),
         legacy=False,
         field="tools",
     )
