@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -19,20 +20,39 @@ TOOL_PARSERS = (
     "auto",
     "deepseek_v3",
     "deepseek_v31",
+    "functiongemma",
+    "gemma4",
     "glm45",
+    "granite",
+    "harmony",
     "hermes",
     "kimi_k2",
     "llama3_json",
     "minimax",
     "minimax_m2",
     "mistral",
+    "olmo3",
+    "phi4_mini",
+    "phi4_mini_tags",
     "pythonic",
     "qwen3_coder",
     "seed_oss",
+    "xlam",
 )
 #: Group of the entry points by which other packages register tool formats.
 TOOL_FORMAT_GROUP = "baton.tool_formats"
-REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1", "mistral", "seed_oss", "kimi")
+REASONING_PARSERS = (
+    "auto",
+    "none",
+    "think",
+    "deepseek_r1",
+    "mistral",
+    "seed_oss",
+    "kimi",
+    "granite",
+    "granite_3_2",
+    "gemma4",
+)
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _UNITS = {"": 1, "b": 1}  #: Bytes of each unit, in lower case: 1024**i for K and KiB, 1000**i for KB.
@@ -134,7 +154,7 @@ def tool_parser() -> SettingKind:
 
     def parse(raw: str) -> str:
         if raw not in TOOL_PARSERS and raw not in entry_points(group=TOOL_FORMAT_GROUP).names:
-            raise ValueError
+            raise ValueError(f"no tool format is named {raw}")
         return raw
 
     return parsed_text(f"one of {', '.join(TOOL_PARSERS)}, or a registered tool format", parse)
@@ -216,6 +236,8 @@ def _parse_address(raw: str) -> str:
     host, _, port = raw.rpartition(":")
     if re.fullmatch(r"\d{1,5}", port) is None or re.fullmatch(r"\[[^\s/\[\]]+\]|[^\s/\[\]]+", host) is None:
         raise ValueError
+    if ":" in host:
+        ipaddress.IPv6Address(host.strip("[]"))
     return host_port(host, port)
 
 

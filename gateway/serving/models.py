@@ -6,35 +6,57 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from common.errors import ConfigError
 from common.model.chat_template import ChatTemplate
+from common.model.generation import GenerationDefaults, generation_defaults
 from gateway.admission.gate import Gate
 from gateway.pods.table import PodTable
 from gateway.routing.router import Router
 from gateway.text.chat_format import ChatFormat
+from gateway.text.reranker import Reranker, TextPrefixes, choose_reranker
 from gateway.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class TextProcessor:
-    """Tokenizer and chat format of one model."""
+    """Tokenizer, chat format and generation defaults of one model."""
 
     name: str  #: Name under which the pods serve the model.
     tokenizer: TextTokenizer
     chat_format: ChatFormat
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    reranker: Reranker | None = None  #: How pairs are judged, None if their embeddings are compared.
+    text_prefixes: TextPrefixes = field(default_factory=TextPrefixes)  #: For comparisons by embeddings.
 
     @classmethod
-    def load(cls, name: str, model_dir: Path, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Self:
-        """Loads both from a model directory, which needs no weights. Raises ConfigError."""
+    def load(
+        cls,
+        name: str,
+        model_dir: Path,
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        generation_config: str = "auto",
+        reranker: str = "auto",
+    ) -> Self:
+        """Loads all of it from a model directory, which needs no weights. Raises ConfigError.
+
+        `chat_template` is a file in place of the model's templates; the rest as the settings of these names.
+        """
         tokenizer = TextTokenizer(model_dir)
-        template = ChatTemplate(model_dir, tokenizer.config)
+        file = None if chat_template is None else Path(chat_template)
+        template = ChatTemplate(model_dir, tokenizer.config, file=file, variables=template_variables)
+        defaults = GenerationDefaults() if generation_config == "none" else generation_defaults(model_dir)
         chat_format = ChatFormat(
-            model_dir, tokenizer, template, tool_parser=tool_parser, reasoning_parser=reasoning_parser
+            model_dir, tokenizer, template, tool_parser=tool_parser, reasoning_parser=reasoning_parser, name=name
         )
         chat_format.warm_up()
-        return cls(name, tokenizer, chat_format)
+        pairs = choose_reranker(reranker, name, model_dir, tokenizer)
+        return cls(name, tokenizer, chat_format, defaults, pairs, TextPrefixes.of_directory(model_dir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,9 @@ class ServedModel:
     pod_table: PodTable
     router: Router
     gate: Gate
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  #: For parameters that a client omits.
+    reranker: Reranker | None = None  #: How pairs are judged, None if their embeddings are compared.
+    text_prefixes: TextPrefixes = field(default_factory=TextPrefixes)
     created: int = field(default_factory=lambda: int(time.time()))  # start of the gateway, in seconds since the epoch
 
 

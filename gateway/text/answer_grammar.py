@@ -18,8 +18,8 @@ from common.grammar import from_lark
 from common.types import Grammar
 from gateway.text.reasoning import ReasoningFormat, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
-from gateway.text.tools.format import Function, ToolFormat
-from gateway.text.tools.lark import lark_string
+from gateway.text.tools.format import AnswerFormat, Function, ToolFormat
+from gateway.text.tools.lark import lark_string, lark_text
 
 _ANY = r"/(.|\n)*/"
 _GAP = r"/[ \n]{0,4}/"  #: White space between the reasoning section and the answer.
@@ -51,6 +51,8 @@ class AnswerGrammarBuilder:
         `text` is the client's grammar. The answer may call `functions`, several times if `parallel`, and must if
         `required`.
         """
+        if isinstance(self._tool_format, AnswerFormat):
+            return self._whole(self._tool_format, text, functions, required=required, parallel=parallel, field=field)
         rules: list[str] = []
         if functions and (required or text is not None or any(f.strict for f in functions)):
             rules = self._with_calls(text, functions, required=required, parallel=parallel)
@@ -67,6 +69,25 @@ class AnswerGrammarBuilder:
         if text is None or required:
             return from_lark(lark, field=field)
         return from_lark(_linked(lark, text), field=field)
+
+    def _whole(
+        self,
+        answer_format: AnswerFormat,
+        text: Grammar | None,
+        functions: Sequence[Function],
+        *,
+        required: bool,
+        parallel: bool,
+        field: str,
+    ) -> Grammar | None:
+        """Returns the grammar of an answer in a format that also writes the reasoning and the text."""
+        if text is None and not (functions and (required or any(f.strict for f in functions))):
+            return None
+        with_text = text is not None and not required
+        lark = answer_format.answer_rules(functions, self.literal, text=with_text, required=required, parallel=parallel)
+        if text is None or not with_text:
+            return from_lark(lark, field=field)
+        return from_lark(_linked(lark, text), field=text.field)
 
     def literal(self, text: str) -> str:
         """Returns a marker as Lark names it: its token id if it is a special token, else a string literal."""
@@ -109,7 +130,7 @@ class AnswerGrammarBuilder:
         gap = f"gap: {_GAP}"
         if initial_section is ReasoningSection.INSIDE:
             return "section gap body", [section, gap]
-        return f"({self.literal(reasoning.start)} section gap)? body", [section, gap]
+        return f"({lark_text(reasoning.start, self.literal)} section gap)? body", [section, gap]
 
 
 def _plain(tool_format: ToolFormat, functions: Sequence[Function]) -> str:

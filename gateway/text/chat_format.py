@@ -23,7 +23,7 @@ from gateway.text.output import OutputParserConfig
 from gateway.text.reasoning import ReasoningSection, choose_reasoning_format
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.choose import choose_tool_format
-from gateway.text.tools.format import ModelFacts, RequestTools, ToolCall, ToolFormat
+from gateway.text.tools.format import AnswerFormat, ModelFacts, RequestTools, ToolCall, ToolFormat
 from gateway.text.tools.lark import parameters_schema
 
 _log = logging.getLogger(__name__)
@@ -73,9 +73,15 @@ class ChatFormat:
         )
         if self.tool_format is None:
             _log.warning("model %s: %s; requests with tools are refused", name or model_dir.name, UNKNOWN_FORMAT)
-        self._assistant_markers = {*(self.tool_format.markers if self.tool_format else ())}
+        #: The format in which the whole answer is written, None if reasoning and calls have formats of their own.
+        self._answer_format = self.tool_format if isinstance(self.tool_format, AnswerFormat) else None
+        if self._answer_format is not None:
+            self.reasoning_format = None
+        # The markers of an answer format separate messages: text of a message must not spell them.
+        kept = self.tool_format.markers if self.tool_format and not self._answer_format else ()
+        self._assistant_markers = {*kept}
         if self.reasoning_format is not None:
-            self._assistant_markers |= {self.reasoning_format.start, self.reasoning_format.end}
+            self._assistant_markers |= {*self.reasoning_format.markers}
         self._prover = prover_of(model_dir, tuple(tokenizer.eos_ids))
         self._answer_grammar = AnswerGrammarBuilder(tokenizer, self.tool_format, self.reasoning_format)
 
@@ -99,11 +105,12 @@ class ChatFormat:
         client: str = "",
         include_reasoning: bool = True,
         keep_special: bool = False,
+        answer_start: str = "",
     ) -> PreparedChat:
         """Renders a chat and derives the parser configuration and the grammar of its answers. Raises InvalidRequest.
 
         `source` is the client's grammar for the answer's text; `keep_special` shows special tokens in it. Proofs of
-        grammars count for `client`.
+        grammars count for `client`. `answer_start` is the text with which the answer begins; a grammar is for the rest.
         """
         if tools is not None and self.tool_format is None:
             raise InvalidRequest(f"{tools.field}: {UNKNOWN_FORMAT}", field=tools.field)
@@ -113,6 +120,8 @@ class ChatFormat:
         reasoning = self.reasoning_format
         # Without reasoning sections the answer begins at once, as it does after a section.
         section = ReasoningSection.AFTER if reasoning is None else ReasoningSection.from_prompt(reasoning, prompt.text)
+        if answer_start:
+            prompt, section = self.begun(prompt, answer_start), ReasoningSection.AFTER
         grammar = None
         if text is not None or tools is not None:
             grammar = self._answer_grammar.build(
@@ -128,15 +137,32 @@ class ChatFormat:
         config = self._parser_config(tools, section, include_reasoning=include_reasoning, keep_special=keep_special)
         return PreparedChat(prompt, config, grammar)
 
+    def begun(self, prompt: ChatPrompt, answer_start: str) -> ChatPrompt:
+        """Returns the prompt of an answer that begins with a text, after its reasoning section if there is one.
+
+        Control tokens that the text spells are text, except markers. Raises InvalidRequest.
+        """
+        if self._answer_format is not None:
+            text = "messages must end with the user's turn: an answer of this model cannot begin with given text"
+            raise InvalidRequest(text, field="messages")
+        text, reasoning = prompt.text, self.reasoning_format
+        if reasoning and ReasoningSection.from_prompt(reasoning, text) is ReasoningSection.INSIDE:
+            text += f"\n{reasoning.end}\n\n"
+        spelled = self._tokenizer.control_tokens.spelled(answer_start)
+        literals = [(first, end) for first, end in spelled if answer_start[first:end] not in self._assistant_markers]
+        shifted = tuple((len(text) + first, len(text) + end) for first, end in literals)
+        return ChatPrompt(text + answer_start, (*prompt.literals, *shifted))
+
     def _parser_config(
         self, tools: RequestTools | None, section: ReasoningSection, *, include_reasoning: bool, keep_special: bool
     ) -> OutputParserConfig | None:
         reasoning, tokenizer = self.reasoning_format, self._tokenizer
-        if tools is None and reasoning is None:
+        answer_format = self._answer_format
+        if tools is None and reasoning is None and answer_format is None:
             return self.special_tokens_config() if keep_special else None
-        markers = list(self.tool_format.markers if tools and self.tool_format else ())
+        markers = list(self.tool_format.markers if self.tool_format and (tools or answer_format) else ())
         if reasoning is not None:
-            markers += [reasoning.start, reasoning.end]
+            markers += reasoning.markers
         marker_ids = {tokenizer.raw.token_to_id(marker) for marker in markers}
         kept_ids = tokenizer.special_ids if keep_special else tokenizer.special_ids & marker_ids
         return OutputParserConfig(
@@ -144,7 +170,7 @@ class ChatFormat:
             reasoning_format=reasoning,
             initial_section=section,
             show_reasoning=include_reasoning,
-            tool_format=self.tool_format if tools else None,
+            tool_format=self.tool_format if tools else answer_format,
             function_names=frozenset(f.name for f in tools.callable_functions) if tools else frozenset(),
             schemas={f.name: f.parameters for f in tools.callable_functions} if tools else {},
             max_calls=1 if tools and not tools.parallel else None,
@@ -185,6 +211,8 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]],
     ) -> str:
+        if self._answer_format is not None:
+            messages, tools = self._answer_format.history(messages), self._answer_format.declared(tools)
         with_tools = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
         if with_tools and not self._template.supports_tools:
             if self.tool_format is None:

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from common.types import FinishReason, PromptLogprobs, Token, TokenLogprob
 from gateway.text.reasoning import ReasoningFormat, ReasoningParser, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
-from gateway.text.tools.format import ContentDelta, MessageDelta, ReasoningDelta, Schemas, ToolFormat
+from gateway.text.tools.format import (
+    AnswerParser,
+    AnswerSection,
+    ContentDelta,
+    MessageDelta,
+    ReasoningDelta,
+    Schemas,
+    ToolFormat,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +38,8 @@ class OutputParserConfig:
     reasoning_format: ReasoningFormat | None = None  # reasoning markers, None if the model has none
     initial_section: ReasoningSection = ReasoningSection.BEFORE  #: The answer begins before, in or after it.
     show_reasoning: bool = True  # reasoning becomes deltas; otherwise it is dropped
-    tool_format: ToolFormat | None = None  # format of tool calls, None for a request without tools
+    #: Format of tool calls, None for a request without tools; an AnswerFormat is always given.
+    tool_format: ToolFormat | None = None
     function_names: frozenset[str] = frozenset()  # functions that may be called
     schemas: Schemas = field(default_factory=dict)  #: JSON schemas of their parameters, for formats without types.
     max_calls: int | None = None  # number of calls after which the answer ends, None for no limit
@@ -48,6 +57,7 @@ class OutputParser:
             None if tools is None else tools.new_parser(config.function_names, config.max_calls, config.schemas)
         )
         self.reasoning_tokens = 0  # tokens of the reasoning section, its markers included
+        self._header_tokens = 0  #: Tokens of a message's header in an AnswerFormat, until its channel is known.
 
     def feed(
         self, text: str, tokens: Sequence[Token], finish: FinishReason | None
@@ -62,7 +72,10 @@ class OutputParser:
             if was_in_reasoning:
                 answer_chars = None if reasoning.in_reasoning else reasoning.chars_after_section
                 self._count_reasoning_tokens(tokens, len(text), answer_chars)
+        section = self._tools.section if isinstance(self._tools, AnswerParser) else None
         self._add_answer(answer, deltas)
+        if section is not None:
+            self._count_by_section(section, len(tokens))
         if finish is not None:
             if reasoning is not None:
                 reasoning_text, answer = reasoning.finish()
@@ -74,7 +87,23 @@ class OutputParser:
             full = self._tools.num_completed == self._config.max_calls
             if finish is FinishReason.STOP or (finish is None and full):
                 finish = FinishReason.TOOL_CALLS
+        if section is not None and not self._config.show_reasoning:
+            deltas = [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
         return tuple(deltas), finish
+
+    def _count_by_section(self, before: AnswerSection, count: int) -> None:
+        """Counts the tokens of a step by the section before and after it; the end of reasoning belongs to it."""
+        assert isinstance(self._tools, AnswerParser)
+        match self._tools.section:
+            case AnswerSection.REASONING:
+                self.reasoning_tokens += self._header_tokens + count
+                self._header_tokens = 0
+            case AnswerSection.HEADER if before is not AnswerSection.REASONING:
+                self._header_tokens += count
+            case AnswerSection.HEADER:
+                self.reasoning_tokens += count
+            case AnswerSection.ANSWER:
+                self._header_tokens = 0
 
     def _count_reasoning_tokens(self, tokens: Sequence[Token], length: int, answer_chars: int | None) -> None:
         """Counts tokens in the section. Of their characters the last `answer_chars` follow it; None: it goes on."""

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from common.errors import ConfigError
 from common.settings.kinds import REASONING_PARSERS
 from gateway.text.tools.format import split_at_marker
+from gateway.text.tools.lark import MARKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,15 @@ class ReasoningFormat:
     start: str
     end: str
     starts_inside: bool = False  # the model starts inside its section without a start marker
+    #: Tags around the answer behind a section, which are dropped.
+    answer_start: str = ""
+    answer_end: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts of the format that may be special tokens."""
+        texts = f"{self.start} {self.end} {self.answer_start} {self.answer_end}"
+        return tuple(re.findall(MARKER, texts)) or (self.start, self.end)
 
 
 REASONING_FORMATS = (
@@ -36,6 +46,12 @@ REASONING_FORMATS = (
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),  # Magistral
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷"),
+    # Granite 3.3: https://huggingface.co/ibm-granite/granite-3.3-2b-instruct/blob/main/chat_template.jinja
+    ReasoningFormat("granite", "<think>", "</think>", answer_start="<response>", answer_end="</response>"),
+    # https://huggingface.co/ibm-granite/granite-3.2-2b-instruct
+    ReasoningFormat("granite_3_2", "Here is my thought process:", "Here is my response:"),
+    # https://huggingface.co/google/gemma-4-31B-it/blob/main/chat_template.jinja
+    ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>"),
 )
 
 
@@ -59,8 +75,10 @@ def choose_reasoning_format(
     if name == "none":
         return None
     if name == "auto":
-        for reasoning_format in REASONING_FORMATS:
-            if reasoning_format.end in template or reasoning_format.end in tokens:
+        for reasoning_format in sorted(REASONING_FORMATS, key=lambda one: not one.answer_start):
+            # The templates of Granite show both tags in a row. Other templates have them around results of tools.
+            shown = reasoning_format.answer_start + reasoning_format.answer_end in template
+            if shown and (reasoning_format.end in template or reasoning_format.end in tokens):
                 return reasoning_format
         thinks = any(re.search(_THINKERS, text, re.IGNORECASE) for text in names)
         return REASONING_FORMATS[0] if thinks or not _THINKING_ARCHITECTURES.isdisjoint(architectures) else None
@@ -96,6 +114,8 @@ class ReasoningParser:
         self._trim = False  # drop white space until other text comes
         self._space = ""  #: White space that belongs to the section if more of it follows.
         self._buffer = ""
+        self._held = ""  #: Text of the answer that may be one of its tags.
+        self._tag = ""  #: The tag of the answer that may come.
         self.chars_after_section = 0  #: Characters of the latest text after the section; all if there is none.
 
     @property
@@ -116,14 +136,40 @@ class ReasoningParser:
             if not marker:
                 return reasoning_text, ""
             self._section, self._trim, self._space = ReasoningSection.AFTER, True, ""
+            self._tag = self._format.answer_start
         self.chars_after_section = min(len(text), len(self._buffer))
         rest, self._buffer = self._buffer, ""
-        return reasoning_text, self._trimmed_start(rest)
+        return reasoning_text, self._trimmed_start(self._untagged(rest))
 
     def finish(self) -> tuple[str, str]:
         """Returns what the end of the text adds to the reasoning and to the answer."""
         rest, self._buffer = self._buffer, ""
-        return (self._trimmed(rest), "") if self._section is ReasoningSection.INSIDE else ("", rest)
+        if self._section is ReasoningSection.INSIDE:
+            return self._trimmed(rest), ""
+        held, self._held = self._held, ""
+        return "", self._trimmed_start(held) + rest
+
+    def _untagged(self, text: str) -> str:
+        """Returns text of the answer without the answer's tags; the end of the text is held back if it may be one."""
+        if not self._tag:
+            return text
+        text, self._held = self._held + text, ""
+        if self._tag == self._format.answer_start:
+            rest = text.lstrip()
+            if rest != self._tag and self._tag.startswith(rest):
+                self._held = text
+                return ""
+            begins = rest.startswith(self._tag)
+            text, self._tag = (rest[len(self._tag) :], self._format.answer_end) if begins else (text, "")
+            self._trim = self._trim or begins
+        if not self._tag:
+            return text
+        before, tag, rest = split_at_marker(text, self._tag)
+        if tag:
+            self._tag = ""
+            return before + rest
+        self._held = rest
+        return before
 
     def _start(self) -> bool:
         """Looks for the start marker. Returns False while more text is needed to decide."""

@@ -69,11 +69,49 @@ async def test_a_malformed_call_is_content(gw: Rig, text: str, choice: str) -> N
     assert "".join(delta.get("content") or "" for delta in deltas) == text
 
 
-async def test_a_call_cut_by_max_tokens_is_content(gw: Rig) -> None:
+async def test_a_call_cut_by_max_tokens_keeps_its_arguments_so_far(gw: Rig) -> None:
     says(gw, CALL)
-    answer = (await gw.chat(tools=TOOLS, max_tokens=8)).json()["choices"][0]
-    assert answer["finish_reason"] == "length"
-    assert CALL.startswith(answer["message"]["content"])
+    whole = (await gw.chat(tools=TOOLS)).json()
+    for length in range(1, whole["usage"]["completion_tokens"]):
+        message, finish = await both_ways(gw, tools=TOOLS, max_tokens=length)
+        assert finish == "length"
+        if "tool_calls" in message:
+            [call] = message["tool_calls"]
+            assert message["content"] is None
+            assert call["function"]["name"] == "get_weather"
+            shown = call["function"]["arguments"].rstrip("\ufffd")  # half of a character
+            assert '{"city": "Tromsø"}'.startswith(shown)
+        else:  # the function is not known yet
+            assert CALL.startswith(message["content"])
+    assert "tool_calls" in message
+    assert call["function"]["arguments"] == '{"city": "Tromsø"}'
+
+
+async def test_a_model_whose_format_is_unknown_refuses_tools(
+    cluster: FakeCluster, tmp_path: Path, smollm2_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    async with rig(cluster, with_template(tmp_path, smollm2_dir, template)) as gw:
+        assert "the format of this model's tool calls is unknown" in caplog.text
+        answer = await gw.chat(tools=TOOLS)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tools"
+        assert "--tool-parser" in answer.json()["error"]["message"]
+        assert (await gw.chat(functions=[t["function"] for t in TOOLS])).json()["error"]["param"] == "functions"
+        assert (await gw.chat(tools=TOOLS, tool_choice="none")).status_code == 200
+        assert (await gw.chat()).status_code == 200
+
+
+async def test_a_named_function_is_called_once(gw: Rig, smollm2_dir: Path) -> None:
+    says(gw, f"{CALL}\n{CALL}\n{CALL}")
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    message, finish = await both_ways(gw, tools=TOOLS, tool_choice=named)
+    assert (finish, len(message["tool_calls"])) == ("tool_calls", 1)
+    assert not fits(smollm2_dir, asked(gw).grammar, f"{CALL}\n{CALL}")
+    message, _ = await both_ways(gw, tools=TOOLS, tool_choice="required")
+    assert len(message["tool_calls"]) == 3
+    for text in (CALL, f"{CALL}\n", f"{CALL}\n{CALL}", f"{CALL}\n{CALL}\n"):
+        assert fits(smollm2_dir, asked(gw).grammar, text)
 
 
 async def test_the_prompt_describes_the_tools_unless_tool_choice_is_none(gw: Rig) -> None:
@@ -202,7 +240,7 @@ async def test_templates_with_tool_support_get_tools_and_parsed_arguments(
         "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.city }}]{% endfor %}"
         "{{ m.name or '' }}{% endfor %}"
     )
-    async with rig(cluster, with_template(tmp_path, smollm2_dir, template)) as gw:
+    async with rig(cluster, with_template(tmp_path, smollm2_dir, template), tool_parser="hermes") as gw:
         function = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
         messages = [
             {"role": "user", "content": "Oslo?"},
@@ -268,7 +306,8 @@ async def test_special_tokens_reach_the_parsers_and_the_client_only_if_asked(
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_a_tool_parser_of_the_settings_is_chosen_by_its_name(name: str) -> None:
-    assert name in ("auto", choose_tool_format(name, "", ()).name)
+    chosen = choose_tool_format(name, "", ())
+    assert chosen is None if name == "auto" else chosen is not None and chosen.name == name
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)

@@ -15,18 +15,19 @@ from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
-from gateway.text.tools.format import Function, ToolCall, ToolFormat, assemble
-from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
+from gateway.text.tools.arguments import TaggedArguments
+from gateway.text.tools.format import AnswerFormat, Function, ToolCall, ToolFormat, assemble
+from gateway.text.tools.json_formats import HermesFormat, MistralFormat
+from gateway.text.tools.known_formats import DEEPSEEK_V3, GLM_45, KIMI_K2
+from gateway.text.tools.marked import MarkedFormat
 from gateway.text.tools.pythonic import PythonicFormat
+from tests.rigs.tool_formats import ROWS as ALL_ROWS
+from tests.rigs.tool_formats import FormatRow
 
-FORMATS: list[ToolFormat] = [
-    HermesFormat(),
-    Llama3Format(),
-    MistralFormat(),
-    MistralFormat(named=True),
-    PythonicFormat(),
-]
-IDS = ["hermes", "llama3", "mistral", "mistral-named", "pythonic"]
+#: The formats with grammars of calls only. An AnswerFormat has a grammar of the whole answer.
+ROWS = [row for row in ALL_ROWS if not isinstance(row.format, AnswerFormat)]
+FORMATS = [row.format for row in ROWS]
+IDS = [row.id for row in ROWS]
 CITY: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/n"}, "dry": {"type": "boolean"}},
@@ -79,8 +80,9 @@ def written(fmt: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
 GOOD = ("get_weather", {"city": 'O"slo', "days": 2})
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
-def test_required_accepts_only_calls(fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_required_accepts_only_calls(row: FormatRow, compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
+    fmt = row.format
     grammar, single = compose(tokenizer, fmt), compose(tokenizer, fmt, parallel=False)
     # Under a grammar a model of Pythonic calls writes JSON's literals. Only true, false and null differ from Python's.
     for text in (written(fmt, GOOD), written(fmt, ("stop", {}))):
@@ -92,20 +94,34 @@ def test_required_accepts_only_calls(fmt: ToolFormat, compiler: GrammarCompiler,
     assert not matches(compiler, single, two)
     for bad in ("", "Hello", written(fmt, ("stop", {})) + " and", written(fmt, ("other", {}))):
         assert not matches(compiler, grammar, bad)
-    for arguments in ({}, {"city": 1}, {"city": "x", "days": "x"}):
+    # Formats without types write the string "1" and the number 1 alike.
+    for arguments in ({}, *([{"city": 1}] if row.typed else []), {"city": "x", "days": "x"}):
         assert not matches(compiler, grammar, written(fmt, ("get_weather", arguments)).replace("'", '"'))
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_required_may_end_after_each_call(row: FormatRow, compiler: GrammarCompiler, tokenizer: TextTokenizer) -> None:
+    grammar = compose(tokenizer, row.format)
+    one, two = written(row.format, ("stop", {})), written(row.format, ("stop", {}), ("stop", {}))
+    for text in (one, two):
+        assert matches(compiler, grammar, text)
+    if row.format.trigger and isinstance(row.format, MarkedFormat) and row.format.separator == "\n":
+        assert matches(compiler, grammar, one.removesuffix(row.format.closing) + "\n")
+        assert matches(compiler, grammar, one.removesuffix(row.format.closing))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_auto_with_strict_functions_accepts_text_or_well_formed_calls(
-    fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
+    row: FormatRow, compiler: GrammarCompiler, tokenizer: TextTokenizer
 ) -> None:
+    fmt = row.format
     assert compose(tokenizer, fmt, required=False) is None  # without strict functions any text is allowed
     grammar = compose(tokenizer, fmt, functions=STRICT, required=False)
     good = written(fmt, ("stop", {}))
     for text in ("", "Hello {there} [x].\n\n", good, f"So:\n{good}" if fmt.trigger else good):
         assert matches(compiler, grammar, text)
-    for bad in (written(fmt, ("other", {})), written(fmt, ("get_weather", {"city": 1})).replace("'", '"')):
+    wrong = {"city": 1} if row.typed else {"city": "x", "days": "x"}
+    for bad in (written(fmt, ("other", {})), written(fmt, ("get_weather", wrong)).replace("'", '"')):
         known = isinstance(fmt, PythonicFormat) and bad.startswith(
             "[other"
         )  # does not begin a call of a declared function
@@ -119,7 +135,7 @@ def test_auto_with_a_client_grammar_accepts_calls_or_matching_text(
     fmt: ToolFormat, compiler: GrammarCompiler, tokenizer: TextTokenizer
 ) -> None:
     for text, good, bad in (
-        (g.from_json_schema({"const": {"a": 1}}, field="f"), '{"a":1}', '{"a":2}'),
+        (g.from_json_schema({"const": {"a": 1}}, field="f"), '{"a": 1}', '{"a": 2}'),
         (g.from_regex("[0-9]+", field="f"), "17", "17a"),
         (g.from_choice(["yes", "no"], field="f"), "no", "maybe"),
         (g.from_lark_or_gbnf('root ::= "a" | "b" root', field="f"), "bba", "ab"),
@@ -229,8 +245,79 @@ def test_the_parser_reads_what_the_grammar_generates(
                 break
             ids.append(token)
         if len(ids) < 400:
-            parser = fmt.new_parser(frozenset({"get_weather", "stop"}))
+            parser = fmt.new_parser(frozenset({"get_weather", "stop"}), None, {"get_weather": CITY})
             text = tokenizer.raw.decode(ids, skip_special_tokens=False)
             message = assemble([*parser.feed(text), *parser.finish()])
             assert (message.content, len(message.tool_calls)) == (None, 1), text
             json.loads(message.tool_calls[0].arguments)
+
+
+UNTYPED = [row for row in ROWS if isinstance(getattr(row.format, "arguments", None), TaggedArguments)]
+TEXTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "string", "pattern": "^[a-z/]{2,}$", "maxLength": 5},
+        "with_x": {"type": "string", "pattern": "x"},
+        "kind": {"enum": ["u v", "w"]},
+        "maybe": {"type": ["string", "null"]},
+        "any": {},
+        "day": {"type": "string", "format": "date"},
+        "key": {"type": "string", "format": "password"},  # asserts nothing
+    },
+    "required": ["code"],
+}
+
+
+@pytest.mark.parametrize("row", UNTYPED, ids=[row.id for row in UNTYPED])
+def test_texts_without_quotes_obey_their_schemas(
+    row: FormatRow, compiler: GrammarCompiler, tokenizer: TextTokenizer
+) -> None:
+    grammar = compose(tokenizer, row.format, functions=(Function("f", TEXTS, strict=True),))
+    for arguments, good in (
+        ({"code": "ab/"}, True),
+        ({"code": "a"}, False),
+        ({"code": "abcdef"}, False),
+        ({"code": "A1"}, False),
+        ({"code": "ab", "with_x": "uxu\n"}, True),
+        ({"code": "ab", "with_x": "uu"}, False),
+        ({"code": "ab", "kind": "u v", "maybe": "n\n", "any": 3}, True),
+        ({"code": "ab", "kind": "z"}, False),
+        ({"code": "ab", "day": "2024-02-29", "key": "hm"}, True),
+        ({"code": "ab", "day": "tomorrow"}, False),
+        ({"kind": "w"}, False),
+    ):
+        assert matches(compiler, grammar, written(row.format, ("f", arguments))) == good
+
+
+@pytest.mark.parametrize("row", UNTYPED, ids=[row.id for row in UNTYPED])
+@pytest.mark.parametrize(("keyword", "value"), [("pattern", "(?=x)y"), ("pattern", "^a|b$"), ("format", "iri")])
+def test_a_strict_text_with_a_keyword_that_is_not_enforced_is_refused(
+    row: FormatRow, keyword: str, value: str, tokenizer: TextTokenizer
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", keyword: value}}}
+    with pytest.raises(InvalidRequest, match=f"{keyword} of a strict function"):
+        compose(tokenizer, row.format, functions=(Function("f", schema, strict=True),))
+    assert compose(tokenizer, row.format, functions=(Function("f", schema),)) is not None
+
+
+@pytest.mark.parametrize("fmt", [KIMI_K2, DEEPSEEK_V3, GLM_45], ids=lambda fmt: fmt.name)
+def test_all_markers_of_a_description_may_be_special_tokens(
+    fmt: MarkedFormat, tmp_path: Path, smollm2_dir: Path
+) -> None:
+    raw = json.loads((smollm2_dir / "tokenizer.json").read_text())
+    for i, name in enumerate(fmt.markers):
+        raw["added_tokens"][3 + i] |= {"content": name, "special": True}
+        raw["model"]["vocab"] = {name if v == 3 + i else k: v for k, v in raw["model"]["vocab"].items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    tokenizer = TextTokenizer(tmp_path)
+    compiler = GrammarCompiler(GrammarTokenizer(tmp_path, eos_ids=(2,)))
+    grammar = compose(tokenizer, fmt)
+    text = written(fmt, ("get_weather", {"city": "Os\nlo", "days": 2}), ("stop", {}))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert set(range(3, 3 + len(fmt.markers))) <= set(ids)
+    assert grammar is not None
+    matcher = compiler.compile(grammar).matcher()
+    assert all(map(matcher.consume_token, ids))
+    assert matcher.is_accepting()
+    letters = compiler.tokenizer.get().tokenize_str(text[:4])  # the same text, not the token
+    assert not compiler.compile(grammar).matcher().consume_token(letters[0])

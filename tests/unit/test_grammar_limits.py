@@ -24,6 +24,7 @@ from gateway.text.reasoning import ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import Function, ToolFormat
 from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
+from gateway.text.tools.known_formats import KIMI_K2, QWEN3_CODER
 from gateway.text.tools.pythonic import PythonicFormat
 from tests.rigs.engine import grammar_shapes as shapes
 from tests.rigs.engine.grammar_child import COMPILED, OVERFLOW, GrammarChild
@@ -89,7 +90,15 @@ def test_an_ordinary_grammar_compiles(child: GrammarChild, name: str) -> None:
 
 @pytest.mark.parametrize(
     "calls",
-    [HermesFormat(), Llama3Format(), MistralFormat(), MistralFormat(named=True), PythonicFormat()],
+    [
+        HermesFormat(),
+        Llama3Format(),
+        MistralFormat(),
+        MistralFormat(named=True),
+        PythonicFormat(),
+        QWEN3_CODER,
+        KIMI_K2,
+    ],
     ids=lambda f: f.name,
 )
 def test_so_do_fifty_functions(child: GrammarChild, smollm2_dir: Path, calls: ToolFormat) -> None:

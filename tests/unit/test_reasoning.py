@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
+from common.model.chat_template import ChatTemplate
 from common.types import FinishReason, Token
 from gateway.text.output import ChoiceOutput, OutputParserConfig
 from gateway.text.reasoning import (
@@ -21,6 +22,7 @@ from gateway.text.reasoning import (
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import assemble
 from gateway.text.tools.json_formats import HermesFormat
+from tests.rigs.tool_formats import TEMPLATES
 
 THINK = ReasoningFormat("think", "<think>", "</think>")
 
@@ -80,6 +82,49 @@ def test_the_model_or_the_flag_decides_the_format() -> None:
     assert all(choose_reasoning_format(style.name, "", ()) == style for style in REASONING_FORMATS)
     with pytest.raises(ConfigError, match="reasoning_parser: 'x' is not one of"):
         choose_reasoning_format("x", "", ())
+
+
+BEFORE, INSIDE, AFTER = ReasoningSection.BEFORE, ReasoningSection.INSIDE, ReasoningSection.AFTER
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "section"),
+    [
+        ("qwen3-0.6b", {}, BEFORE),
+        ("qwen3-0.6b", {"enable_thinking": False}, AFTER),
+        ("qwq-32b", {}, AFTER),
+        ("qwq-32b", {"enable_thinking": True}, INSIDE),
+        ("deepseek-v3.1", {}, AFTER),
+        ("deepseek-v3.1", {"thinking": True}, INSIDE),
+        ("deepseek-r1", {}, BEFORE),
+        ("glm-4.5", {}, BEFORE),
+        ("glm-4.5", {"enable_thinking": False}, AFTER),
+        ("glm-4.6", {}, BEFORE),
+        ("kimi-k2-thinking", {}, BEFORE),
+        ("minimax-m2", {}, INSIDE),
+        ("seed-oss", {}, BEFORE),
+        ("seed-oss", {"thinking_budget": 0}, AFTER),
+    ],
+)
+def test_where_the_answers_of_vendors_templates_begin(
+    name: str, variables: dict[str, object], section: ReasoningSection
+) -> None:
+    template = ChatTemplate(TEMPLATES, {}, file=TEMPLATES / f"{name}.jinja")
+    chosen = choose_reasoning_format("auto", template.source, ())
+    assert chosen is not None
+    assert chosen.name == ("seed_oss" if name == "seed-oss" else "think")
+    prompt = template.render([{"role": "user", "content": "Hi"}], variables)
+    assert ReasoningSection.from_prompt(chosen, prompt) is section
+
+
+def test_models_that_show_no_sign_of_reasoning_are_known_by_architecture_and_name() -> None:
+    for name in ("minimax-m1", "kimi-k2-instruct", "qwen3-coder", "deepseek-v3", "qwen2.5-7b-instruct"):
+        template = (TEMPLATES / f"{name}.jinja").read_text()
+        assert choose_reasoning_format("auto", template, ()) is None
+    think = REASONING_FORMATS[0]
+    assert choose_reasoning_format("auto", "", (), ("MiniMaxM1ForCausalLM",), ("m1",)) == think
+    assert choose_reasoning_format("auto", "", (), ("LlamaForCausalLM",), ("DeepSeek-R1-Distill-Llama-8B",)) == think
+    assert choose_reasoning_format("auto", "", (), ("LlamaForCausalLM",), ("Llama-3.1-8B",)) is None
 
 
 TEXT = '<think>\nhm hm\n</think>\n\nSo: <tool_call>{"name": "f", "arguments": {}}</tool_call>'

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import ConfigError
+from common.model.chat_template import ChatTemplate
+from common.settings.kinds import tool_parser
+from gateway.text.tools.choose import choose_tool_format
 from gateway.text.tools.format import (
     ContentDelta,
     InvalidToolCall,
-    MessageDelta,
     ParsedMessage,
     ToolCall,
     ToolCallDelta,
@@ -21,17 +27,26 @@ from gateway.text.tools.format import (
 )
 from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
 from gateway.text.tools.json_scanner import JsonScanner
+from gateway.text.tools.known_formats import DEEPSEEK_V3, DEEPSEEK_V31, GLM_45, KIMI_K2, MINIMAX_M2, QWEN3_CODER
 from gateway.text.tools.pythonic import PythonicFormat
+from tests.rigs.tool_formats import (
+    FORMATS,
+    IDS,
+    NAMES,
+    ROWS,
+    TEMPLATES,
+    FormatRow,
+    joined,
+    parsed,
+    read,
+    transcript,
+    written,
+)
 
-NAMES = frozenset({"f", "get_weather", "ns.do-it"})
-FORMATS: list[ToolFormat] = [
-    HermesFormat(),
-    Llama3Format(),
-    MistralFormat(),
-    MistralFormat(named=True),
-    PythonicFormat(),
-]
-IDS = ["hermes", "llama3", "mistral", "mistral-named", "pythonic"]
+#: Generated answers of each format. The longer run is BATON_TRANSCRIPTS=200.
+TRANSCRIPTS = int(os.environ.get("BATON_TRANSCRIPTS", "20"))
+#: Damaged answers of each format. The longer run is BATON_TOOL_FUZZ=100000.
+DAMAGED = int(os.environ.get("BATON_TOOL_FUZZ", "300"))
 
 VALUES = st.recursive(
     st.none()
@@ -44,13 +59,17 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 ARGUMENTS = st.dictionaries(st.sampled_from(["a", "city", "_x1", "été"]), VALUES, max_size=4)
-CALLS = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3)
+TEXT = VALUES.filter(lambda value: isinstance(value, str) and "</" not in value)
+NO_TEXT = VALUES.filter(lambda value: not isinstance(value, str) and "</" not in json.dumps(value))
+NESTED = VALUES.filter(lambda value: isinstance(value, list | dict) and "</" not in json.dumps(value))
+#: Arguments of the types that SCHEMAS have, for formats that write no types.
+TYPED_ARGUMENTS = st.fixed_dictionaries(
+    {}, optional={"a": NO_TEXT, "city": TEXT, "_x1": NESTED, "été": st.integers() | st.none()}
+)
 
 
-def read(fmt: ToolFormat, parts: list[str], max_calls: int | None = None) -> list[MessageDelta]:
-    parser = fmt.new_parser(NAMES, max_calls)
-    deltas = [delta for part in parts for delta in parser.feed(part)]
-    return deltas + parser.finish()
+def calls_of(arguments: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[list[tuple[str, dict[str, Any]]]]:
+    return st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments), min_size=1, max_size=3)
 
 
 def cut(text: str, sizes: list[int]) -> list[str]:
@@ -61,42 +80,19 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return [*parts, text[at:]]
 
 
-def plain(message: ParsedMessage) -> tuple[str | None, list[tuple[str, Any]]]:
-    return message.content, [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
-
-
-def same(deltas: list[MessageDelta]) -> list[Any]:
-    """Returns the deltas with neighbours joined and without their random ids."""
-    out: list[list[Any]] = []
-    for delta in deltas:
-        kind: Any = type(delta)
-        if isinstance(delta, ToolCallDelta):
-            kind, text = (ToolCallDelta, delta.index), delta.arguments
-            if delta.name:
-                out.append([(kind, delta.name), ""])
-        else:
-            text = delta.text
-        if out and out[-1][0] == kind and not isinstance(delta, InvalidToolCall):
-            out[-1][1] += text
-        elif text or isinstance(delta, InvalidToolCall):
-            out.append([kind, text])
-    return out
-
-
 SIZES = st.lists(st.integers(1, 7), max_size=60)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
-@given(calls=CALLS, sizes=SIZES, before=st.sampled_from(["", "\n", "Let me see.\n\n"]))
-def test_rendered_calls_are_parsed_back(
-    fmt: ToolFormat, calls: list[tuple[str, dict[str, Any]]], sizes: list[int], before: str
-) -> None:
-    text = fmt.render_calls([ToolCall("x", name, json.dumps(arguments)) for name, arguments in calls])
-    if not fmt.trigger:
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+@given(data=st.data(), sizes=SIZES, before=st.sampled_from(["", "\n", "Let me see.\n\n"]))
+def test_rendered_calls_are_parsed_back(row: FormatRow, data: st.DataObject, sizes: list[int], before: str) -> None:
+    fmt, calls = row.format, data.draw(calls_of(ARGUMENTS if row.typed else TYPED_ARGUMENTS))
+    text = written(fmt, calls)
+    if not row.before:
         before = before if not before.strip() else ""
     deltas = read(fmt, cut(before + text, sizes))
     message = assemble(deltas)
-    assert plain(message) == (before.strip() or None, calls)
+    assert parsed(deltas) == (before.strip() or None, calls)
     assert len({call.id for call in message.tool_calls}) == len(calls)
     starts = [d for d in deltas if isinstance(d, ToolCallDelta) and d.name]
     assert [d.index for d in starts] == list(range(len(calls)))  # named once each, in order
@@ -159,7 +155,7 @@ def test_the_deltas_do_not_depend_on_the_pieces(
 ) -> None:
     text = "".join(scraps)
     whole, parts = read(fmt, [text], max_calls), read(fmt, cut(text, sizes), max_calls)
-    assert same(whole) == same(parts)
+    assert joined(whole) == joined(parts)
     for call in assemble(parts).tool_calls:
         assert isinstance(json.loads(call.arguments), dict)
         assert call.name in NAMES
@@ -180,6 +176,284 @@ def test_arguments_come_in_several_deltas(fmt: ToolFormat) -> None:
     assert not any(d.name or d.id for d in deltas[1:])
     assert len(deltas) > 3
     assert json.loads("".join(d.arguments for d in deltas)) == arguments
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_generated_answers_cut_at_every_position(row: FormatRow) -> None:
+    for seed in range(TRANSCRIPTS):
+        answer = transcript(row, seed)
+        whole = read(row.format, [answer.text])
+        assert parsed(whole) == (answer.content, answer.calls), answer.text
+        expected = joined(whole)
+        assert joined(read(row.format, list(answer.text))) == expected
+        for at in range(1, len(answer.text)):
+            assert joined(read(row.format, [answer.text[:at], answer.text[at:]])) == expected
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_a_call_that_max_tokens_cuts_keeps_its_arguments_so_far(row: FormatRow) -> None:
+    for seed in range(max(3, TRANSCRIPTS // 20)):
+        answer = transcript(row, seed)
+        for at in range(len(answer.text)):
+            text = answer.text[:at]
+            whole, stream = read(row.format, [text], cut=True), read(row.format, list(text), cut=True)
+            assert joined(whole) == joined(stream)
+            assert not any(isinstance(delta, InvalidToolCall) for delta in whole)
+            message = assemble(whole)
+            assert [call.name for call in message.tool_calls] == [c[0] for c in answer.calls][: len(message.tool_calls)]
+            for call in message.tool_calls[:-1]:
+                json.loads(call.arguments)
+            if message.tool_calls:  # what comes is the beginning of the whole call, but for white space
+                [complete] = assemble(read(row.format, [answer.text])).tool_calls[len(message.tool_calls) - 1 :][:1]
+                assert complete.arguments.startswith(message.tool_calls[-1].arguments)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_damaged_answers_raise_nothing_and_read_alike_in_pieces(row: FormatRow) -> None:
+    rng = random.Random(row.id)
+    scraps = [
+        *row.format.markers,
+        '{"name": "f"',
+        "f(",
+        '"',
+        "'",
+        "\\",
+        "\\ud83d",
+        "9" * 5000,
+        "{",
+        "}",
+        "\n",
+        " ",
+        ")",
+        "<",
+    ]
+    for seed in range(DAMAGED):
+        text = transcript(row, rng.randrange(1 << 30)).text
+        for _ in range(rng.randint(1, 4)):
+            at, end = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
+            match rng.randrange(4):
+                case 0:
+                    text = text[:at] + text[end:]
+                case 1:
+                    text = text[:at] + rng.choice(scraps) + text[at:]
+                case 2:
+                    text = text[:end] + text[at:]
+                case _:
+                    text = text[:at] + text[at:end][::-1] + text[end:]
+        cut_by_length, limit = seed % 3 == 0, rng.choice([None, None, 1])
+        size = rng.randint(1, 9)
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        whole = read(row.format, [text], limit, cut=cut_by_length)
+        assert joined(whole) == joined(read(row.format, pieces, limit, cut=cut_by_length)), text
+        if not cut_by_length:
+            for call in assemble(whole).tool_calls:
+                assert call.name in NAMES
+                assert JsonScanner().feed(call.arguments, 0)[0] == len(call.arguments)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_a_broken_call_ends_as_text_without_losing_any(row: FormatRow) -> None:
+    text = written(row.format, [("f", {"a": [1, 2], "city": "Oslo"})])
+    for at in range(1, len(text)):
+        broken = text[:at]
+        for parts in ([broken], list(broken)):
+            message = assemble(read(row.format, parts))
+            if not message.tool_calls:
+                assert message.content == broken.rstrip() or (message.content or "").strip() == broken.strip()
+            else:
+                assert json.loads(message.tool_calls[0].arguments) == {"a": [1, 2], "city": "Oslo"}
+                assert message.content is None or text[:at].endswith(message.content)
+
+
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "How is the weather?"}]
+PLAIN_SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": "string", "description": "It."} for key in ("a", "city", "_x1", "été")},
+    "required": [],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "A function.", "parameters": PLAIN_SCHEMA}}
+    for name in sorted(NAMES)
+]
+TEMPLATE_CASES = [(row, name) for row in ROWS for name in row.templates]
+CHOICE_CASES = [(row, name) for row in ROWS for name in (*row.templates, *row.chosen_by)]
+
+
+def from_template(name: str, calls: list[tuple[str, dict[str, Any]]], content: str) -> str:
+    """Returns the answer as the vendor's template writes it in a conversation, with the text behind it."""
+    function_calls = [
+        {"id": f"call{n:05}", "type": "function", "function": {"name": f, "arguments": arguments}}
+        for n, (f, arguments) in enumerate(calls)
+    ]
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(TEMPLATES, config, file=TEMPLATES / f"{name}.jinja")
+    asked = template.render(MESSAGES, tools=TOOLS)
+    answer = {"role": "assistant", "content": content, "tool_calls": function_calls}
+    result = template.render([*MESSAGES, answer], tools=TOOLS)
+    same = next(
+        (i for i, (x, y) in enumerate(zip(asked, result, strict=False)) if x != y), min(len(asked), len(result))
+    )
+    if result.rfind("<", 0, same) > result.rfind(">", 0, same):  # both go on with a marker, but not with the same one
+        same = result.rfind("<", 0, same)
+    return result[same:]
+
+
+@pytest.mark.parametrize(("row", "name"), TEMPLATE_CASES, ids=[name for _, name in TEMPLATE_CASES])
+def test_calls_that_the_vendors_template_writes(row: FormatRow, name: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("get_weather", {"city": 'Oslo "O"', "a": [1, {"k": None}], "été": 3}),
+        ("f", {}),
+        ("ns.do-it", {"a": True, "_x1": {"x": "y"}}),
+    ]
+    calls = calls[:1] if row.single else calls
+    if not row.quoted:
+        calls = [(f, {key: value for key, value in arguments.items() if key in ("a", "été")}) for f, arguments in calls]
+    text = from_template(name, calls, "Let me see." if row.before and not row.single else "")
+    message = assemble(read(row.format, list(text)))
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == calls
+    assert not any(marker in (message.content or "") for marker in row.format.markers)
+    if row.same_writing:
+        simple = [(f, {key: value for key, value in a.items() if key in ("city", "été")}) for f, a in calls]
+        text = from_template(name, simple, "")
+        ours = row.format.render_calls([ToolCall("x", f, json.dumps(a, ensure_ascii=False)) for f, a in simple])
+        assert "".join(ours.split()) in "".join(text.split())
+
+
+@pytest.mark.parametrize(("row", "name"), CHOICE_CASES, ids=[name for _, name in CHOICE_CASES])
+def test_the_vendors_template_chooses_the_format(row: FormatRow, name: str) -> None:
+    chosen = choose_tool_format("auto", (TEMPLATES / f"{name}.jinja").read_text(), ())
+    assert chosen is not None
+    assert chosen.name == row.format.name
+
+
+@pytest.mark.parametrize(
+    ("known", "name"),
+    [
+        ({"names": ("glm", "GLM-4.5-Air")}, "glm45"),
+        ({"names": ("Qwen/Qwen3-Coder-30B-A3B-Instruct",)}, "qwen3_coder"),
+        ({"names": ("DeepSeek-R1",)}, "deepseek_v3"),
+        ({"names": ("DeepSeek-V3-0324",)}, "deepseek_v3"),
+        ({"names": ("DeepSeek-V3.1",)}, "deepseek_v31"),
+        ({"names": ("DeepSeek-V3.2",)}, None),
+        ({"names": ("Kimi-K2-Instruct",)}, "kimi_k2"),
+        ({"names": ("SmolLM2-135M-Instruct",)}, None),  # with a template that is not its own
+        ({"names": ("Hermes-3-Llama-3.1-8B",)}, "hermes"),
+        ({"architectures": ("MiniMaxM2ForCausalLM",)}, "minimax_m2"),
+        ({"architectures": ("MiniMaxM1ForCausalLM",)}, "minimax"),
+        ({"architectures": ("Glm4MoeForCausalLM",), "names": ("kimi-k2",)}, "glm45"),  # the architecture goes first
+        ({"architectures": ("LlamaForCausalLM",), "names": ("my-model",)}, None),
+        ({"tokens": ("[TOOL_CALLS]", "[ARGS]"), "names": ("glm-4.5",)}, "mistral"),  # the tokens go first
+    ],
+)
+def test_architecture_and_name_choose_the_format_of_a_template_without_signs(
+    known: dict[str, Any], name: str | None
+) -> None:
+    chosen = choose_tool_format("auto", "{{ tools }}{{ messages }}", **{"tokens": (), **known})
+    assert (chosen and chosen.name) == name
+
+
+def test_another_package_registers_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "toy_formats-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-formats\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[baton.tool_formats]\ntoy = toy_formats:TOY\nmade = toy_formats:make\nbroken = toy_formats:absent\n"
+    )
+    (tmp_path / "toy_formats.py").write_text(
+        "from gateway.text.tools.format import Signs\n"
+        "from gateway.text.tools.marked import MarkedFormat\n"
+        "TOY = MarkedFormat(name='toy', source='', call='<toy>$call</toy>', signs=Signs(template=('<toy>',)))\n"
+        "def make():\n    return MarkedFormat(name='made', source='', call='<made>$call</made>')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = tool_parser()
+    assert [kind.parse(name) for name in ("toy", "made", "hermes")] == ["toy", "made", "hermes"]
+    with pytest.raises(ValueError, match="no tool format is named other"):
+        kind.parse("other")
+    for name in ("toy", "made"):
+        chosen = choose_tool_format(name, "", ())
+        assert chosen is not None
+        assert parsed(read(chosen, [chosen.render_calls([ToolCall("", "f", '{"a": 1}')])])) == (None, [("f", {"a": 1})])
+    with pytest.raises(ConfigError, match="the format 'broken' of toy_formats:absent does not load"):
+        choose_tool_format("broken", "", ())
+    with pytest.raises(ConfigError, match="tool_parser: 'other' is not one of auto, "):
+        choose_tool_format("other", "", ())
+
+
+def test_auto_knows_a_registered_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "toy_formats-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-formats\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[baton.tool_formats]\ntoy2 = toy_formats_2:TOY\n")
+    (tmp_path / "toy_formats_2.py").write_text(
+        "from gateway.text.tools.format import Signs\n"
+        "from gateway.text.tools.marked import MarkedFormat\n"
+        "TOY = MarkedFormat(name='toy2', source='', call='<toy>$call</toy>', signs=Signs(template=('<toy>',)))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for template, name in (("{{ tools }}<toy>", "toy2"), ("<tool_call>", "hermes"), ("{{ tools }}", None)):
+        chosen = choose_tool_format("auto", template, ())
+        assert (chosen and chosen.name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("3", {"type": "string"}, "3"),
+        ("3", {"type": "integer"}, 3),
+        ("3", {}, 3),
+        ("3", {"type": ["string", "integer"]}, 3),
+        ("null", {"type": ["string", "null"]}, None),
+        ("None", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+        ("null", {"type": "string"}, "null"),
+        ("True", {"type": "boolean"}, True),
+        ("True", {}, "True"),
+        ('"x"', {}, '"x"'),
+        ("[1, 'a']", {"type": "array"}, [1, "a"]),
+        ("{'a': (1, 2)}", {"type": "object"}, {"a": [1, 2]}),
+        ("oops", {"type": "object"}, "oops"),
+        ("b", {"enum": ["a", "b"]}, "b"),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("2", {"$ref": "#/$defs/n"}, 2),
+        ("2", {"$ref": "#/$defs/loop"}, 2),
+        ("2", {"allOf": [{"$ref": "#/$defs/n"}, {"type": ["integer", "string"]}]}, 2),
+        ("1.0", {"type": "number"}, 1.0),
+        ("", {"type": "string"}, ""),
+        ("", {"type": "integer"}, ""),
+    ],
+)
+def test_a_value_without_type_gets_the_type_of_its_schema(text: str, schema: dict[str, Any], value: Any) -> None:
+    root = {"$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}, "properties": {"a": schema}}
+    written_call = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    for parts in ([written_call], list(written_call)):
+        parser = GLM_45.new_parser(NAMES, None, {"f": root})
+        deltas = [delta for part in parts for delta in parser.feed(part)] + parser.finish()
+        assert parsed(deltas) == (None, [("f", {"a": value})])
+
+
+@pytest.mark.parametrize(
+    ("fmt", "text", "arguments"),
+    [
+        (HermesFormat(), '<tool_call>\n{"name": "f", "arguments": {"a": 12', '{"a": 12'),
+        (HermesFormat(), '<tool_call>\n{"name": "f", "arguments": {"a": "x\\', '{"a": "x'),
+        (HermesFormat(), '<tool_call>\n{"name": "f"', ""),
+        (Llama3Format(), '{"name": "f", "parameters": {"a": tr', '{"a": tr'),
+        (MistralFormat(), '[TOOL_CALLS]f[ARGS]{"a": [1, ', '{"a": [1, '),
+        (PythonicFormat(), "[f(a=1, city='Os", '{"a": 1, "city": "Os'),
+        (PythonicFormat(), "[f(a=1, city='Os\\", '{"a": 1'),
+        (QWEN3_CODER, "<tool_call>\n<function=f>\n<parameter=city>\nOs", '{"city": "Os'),
+        (QWEN3_CODER, "<tool_call>\n<function=f>\n<parameter=city>\nOs\n</par", '{"city": "Os'),
+        (QWEN3_CODER, "<tool_call>\n<function=f>\n<parameter=a>\n[1, 2", '{"a": [1, 2'),
+        (QWEN3_CODER, "<tool_call>\n<function=f>\n<param", ""),
+        (KIMI_K2, '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"', '{"'),
+    ],
+)
+def test_what_is_left_of_a_call_that_max_tokens_cuts(fmt: ToolFormat, text: str, arguments: str) -> None:
+    for parts in ([text], list(text)):
+        message = assemble(read(fmt, parts, cut=True))
+        assert message.content is None
+        assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", arguments)]
+        assert not assemble(read(fmt, parts)).tool_calls  # not cut, but broken
 
 
 CALL = '{"name": "f", "arguments": {"a": 1}}'
@@ -246,23 +520,127 @@ TEXTS: list[tuple[ToolFormat, str, str | None, list[tuple[str, Any]]]] = [
     (PythonicFormat(), "[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
     (PythonicFormat(), "[f(), g()]", ", g()]", [("f", {})]),
     (PythonicFormat(), "[f(a='unfinished", "[f(a='unfinished", []),
+    # What Python's literal_eval takes, and a raw line break, which it does not.
+    (
+        PythonicFormat(),
+        '[f(a=\'x\ny\', b="""x\ny""", c=[\'\n\'])]',
+        None,
+        [("f", {"a": "x\ny", "b": "x\ny", "c": ["\n"]})],
+    ),
+    (PythonicFormat(), "[f(a=+5, b=-1.5, c=0x10, d=1_000)]", None, [("f", {"a": 5, "b": -1.5, "c": 16, "d": 1000})]),
+    (
+        PythonicFormat(),
+        "[f(a='x' 'y', b=b'z', c={1, 2}, d=set())]",
+        None,
+        [("f", {"a": "xy", "b": "z", "c": [1, 2], "d": []})],
+    ),
+    (PythonicFormat(), "[f(a={1: 2, None: 3, True: 4})]", None, [("f", {"a": {"1": 2, "null": 3, "true": 4}})]),
+    (PythonicFormat(), "[f(a=r'\\n', b=+True)]", "[f(a=r'\\n', b=+True)]", []),
+    (PythonicFormat(), "[f(a='\\ud83d', b='\\ud83c\\udf89')]", None, [("f", {"a": "\ufffd", "b": "🎉"})]),
+    (PythonicFormat(), f"[f(a={'9' * 5000})]", f"[f(a={'9' * 5000})]", []),
+    # Half of a surrogate pair, also in arguments that are a string, and numbers that int() refuses.
+    (HermesFormat(), '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}', None, [("f", {"a": "\ufffd"})]),
+    (
+        HermesFormat(),
+        '<tool_call>{"name": "f", "arguments": {"\\udf89x": "\\ud83dy\\ud83d\\n"}}',
+        None,
+        [("f", {"\ufffdx": "\ufffdy\ufffd\n"})],
+    ),
+    (
+        HermesFormat(),
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}',
+        None,
+        [("f", {"a": "\ufffd"})],
+    ),
+    (HermesFormat(), f'<tool_call>{{"id": {"9" * 5000}, "name": "f", "arguments": {{}}}}', None, [("f", {})]),
+    (Llama3Format(), f'{{"x": [{"9" * 5000}], "name": "f", "parameters": {{}}}}', None, [("f", {})]),
+    # Qwen 3 Coder: without <tool_call>, without </function>, Python's literals, text around, text between markers.
+    (
+        QWEN3_CODER,
+        "Hm.\n<function=f>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+        "Hm.",
+        [("f", {"city": "Oslo"})],
+    ),
+    (QWEN3_CODER, "<tool_call><function=f><parameter=a>True</parameter></tool_call> So.", " So.", [("f", {"a": True})]),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n<parameter=a>\n{'k': None}\n</parameter>\n</function>",
+        None,
+        [("f", {"a": {"k": None}})],
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n<parameter=other>\n3\n</parameter>\n</function>",
+        None,
+        [("f", {"other": 3})],
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n<parameter=a>\nmany\n</parameter>\n</function>",
+        None,
+        [("f", {"a": "many"})],
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n<parameter=city>\n\nx\n\n</parameter>\n</function>",
+        None,
+        [("f", {"city": "\nx\n"})],
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        [],
+    ),
+    (QWEN3_CODER, "<tool_call>\n<function=f>\noops", "<tool_call>\n<function=f>\noops", []),
+    (QWEN3_CODER, "a <tool_call> b", "a <tool_call> b", []),
+    # GLM 4.5 and 4.7, whose template has no line breaks.
+    (
+        GLM_45,
+        "<tool_call>f\n<arg_key>city</arg_key>\n<arg_value> x\n</arg_value>\n</tool_call>",
+        None,
+        [("f", {"city": " x\n"})],
+    ),
+    (GLM_45, "<tool_call>f<arg_key>a</arg_key><arg_value>[1]</arg_value></tool_call>", None, [("f", {"a": [1]})]),
+    (GLM_45, "<tool_call>f</tool_call><tool_call>f\n</tool_call>", None, [("f", {}), ("f", {})]),
+    (GLM_45, "<tool_call>f\n<arg_key>a</arg_key>\n3", "<tool_call>f\n<arg_key>a</arg_key>\n3", []),
+    # DeepSeek: without the section, and an unfinished section.
+    (
+        DEEPSEEK_V3,
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
+        None,
+        [("f", {})],
+    ),
+    (DEEPSEEK_V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", None, [("f", {})]),
+    (DEEPSEEK_V31, "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", []),
+    (
+        DEEPSEEK_V31,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>oops<｜tool▁calls▁end｜>",
+        "oops<｜tool▁calls▁end｜>",
+        [("f", {})],
+    ),
+    (MINIMAX_M2, '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>Done', "Done", [("f", {})]),
 ]
 
 
 @pytest.mark.parametrize(("fmt", "text", "content", "calls"), TEXTS, ids=range(len(TEXTS)))
 def test_examples_of_each_format(fmt: ToolFormat, text: str, content: str | None, calls: list[tuple[str, Any]]) -> None:
     for parts in ([text], list(text)):
-        assert plain(assemble(read(fmt, parts))) == (content, calls)
+        assert parsed(read(fmt, parts)) == (content, calls)
 
 
 def test_text_after_the_last_allowed_call_is_dropped() -> None:
     for fmt in FORMATS:
         text = fmt.render_calls([ToolCall("x", "f", '{"a": 1}'), ToolCall("y", "get_weather", "{}")]) + " bye"
         for parts in ([text], list(text)):
-            assert plain(assemble(read(fmt, parts, 1))) == (None, [("f", {"a": 1})])
+            assert parsed(read(fmt, parts, 1)) == (None, [("f", {"a": 1})])
 
 
 def test_call_ids_have_the_form_that_templates_accept() -> None:
+    text = KIMI_K2.render_calls([ToolCall("", "f", "{}"), ToolCall("", "f", "{}")])
+    assert [call.id for call in assemble(read(KIMI_K2, [text])).tool_calls] == ["functions.f:0", "functions.f:1"]
+    first, second = assemble(read(KIMI_K2, [text.replace("f:1", "f:0")])).tool_calls
+    assert (first.id, second.id[:5]) == ("functions.f:0", "call_")  # an id is unique
     [call] = assemble(read(HermesFormat(), [f"<tool_call>{CALL}"])).tool_calls
     assert call.id.startswith("call_")
     [call] = assemble(read(MistralFormat(), [f"[TOOL_CALLS][{CALL}]"])).tool_calls

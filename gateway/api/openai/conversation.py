@@ -15,8 +15,8 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
-from gateway.api.http.json import MAX_DEPTH, deeper_than
-from gateway.api.openai.fields import ARRAY, BY_KIND, KEEP, OBJECT, STRING, Only, Refused, told_by
+from gateway.api.http.json import MAX_DEPTH, deeper_than, without_lone_surrogates
+from gateway.api.openai.fields import ARRAY, BY_KIND, KEEP, OBJECT, STRING, Only, Refused, by_type, told_by
 from gateway.text.tools.format import Function, RequestTools
 
 MAX_MESSAGES = 16384  #: Messages of one chat. A template takes some 10 us for each.
@@ -26,11 +26,29 @@ _ROLES = {"developer": "system", "function": "tool"}
 _parse_json = json.JSONDecoder().decode  # a body may have 40,000 calls
 
 
-class ContentPart(TypedDict):
-    """A part of a message's content."""
+class TextContent(TypedDict):
+    """A text as a part of a message's content."""
 
     type: Literal["text"]
     text: str
+
+
+class RefusalContent(TypedDict):
+    """A refusal of an earlier answer as a part of its content."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[
+    Annotated[TextContent, Tag("<text>")] | Annotated[RefusalContent, Tag("<refusal>")],
+    by_type(
+        lambda value: (
+            {"text": "<text>", "refusal": "<refusal>"}.get(str(value.get("type"))) if isinstance(value, dict) else None
+        ),
+        "text and refusal",
+    ),
+]
 
 
 class CalledFunction(TypedDict):
@@ -69,6 +87,14 @@ class CallingMessage(TypedDict):
     tool_calls: Annotated[Calls, Field(min_length=1)]
 
 
+class RefusingMessage(TypedDict):
+    """An earlier answer that is a refusal, which needs no content."""
+
+    role: Literal["assistant"]
+    content: NotRequired[Content | None]
+    refusal: str
+
+
 class OldCallingMessage(TypedDict):
     """A message with a call in the older form."""
 
@@ -83,13 +109,16 @@ def _kind_of_message(value: Any) -> str:
             return "<calling>"
         if value.get("function_call") is not None:
             return "<old>"
+        if value.get("refusal") is not None and value.get("content") is None:
+            return "<refusing>"
     return "<message>"
 
 
 AnyMessage = Annotated[
     Annotated[Message, Tag("<message>")]
     | Annotated[CallingMessage, Tag("<calling>")]
-    | Annotated[OldCallingMessage, Tag("<old>")],
+    | Annotated[OldCallingMessage, Tag("<old>")]
+    | Annotated[RefusingMessage, Tag("<refusing>")],
     Discriminator(_kind_of_message),
 ]
 Messages = Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), KEEP]
@@ -201,11 +230,12 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls")
+    role, calls = message["role"], message.get("tool_calls")
+    content = message.get("content") or (message.get("refusal") if role == "assistant" else None) or ""
     if not calls and message.get("function_call") is not None:
         calls = [{"type": "function", "function": message["function_call"]}]
     if not isinstance(content, str):
-        content = "\n".join(part["text"] for part in content)
+        content = "\n".join(part["text"] if part["type"] == "text" else part["refusal"] for part in content)
     converted = {**message, "role": _ROLES.get(role, role), "content": content}
     converted.pop("tool_calls", None)
     converted.pop("function_call", None)
@@ -226,7 +256,10 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | str:
     except (ValueError, RecursionError):
         return arguments
     deep = arguments.count("{") + arguments.count("[") > MAX_DEPTH and deeper_than(value, MAX_DEPTH)
-    return value if isinstance(value, dict) and not deep else arguments
+    if deep or not isinstance(value, dict):
+        return arguments
+    # Python's parser takes half a surrogate pair, which no tokenizer can encode.
+    return without_lone_surrogates(value) if "\\u" in arguments else value
 
 
 def declared_functions(functions: Sequence[Mapping[str, Any]], field: str, inner: str = "") -> dict[str, Function]:
@@ -246,6 +279,11 @@ def declared_functions(functions: Sequence[Mapping[str, Any]], field: str, inner
             raise InvalidRequest(f"{field} has two functions of the same name", field=field)
         declared[name] = Function(name, schema, strict=function.get("strict") or False, field=place)
     return declared
+
+
+def is_named(choice: Any) -> bool:
+    """Whether a ToolChoice names one function, which is then called exactly once."""
+    return isinstance(choice, dict) and choice["type"] == "function"
 
 
 def chat_tools(
@@ -272,7 +310,7 @@ def chat_tools(
         tuple(function for name, function in by_name.items() if names is None or name in names),
         template_tools,
         required=mode == "required",
-        parallel=parallel and not legacy,
+        parallel=parallel and not legacy and not is_named(tool_choice),
         legacy=legacy,
         field="functions" if legacy else "tools",
     )

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from common.errors import InvalidRequest
+from common.json_schema.adapted import adapted
 from gateway.text.tools.format import Function, LarkLiteral, split_at_marker
 from gateway.text.tools.json_scanner import JsonScanner, strict_json
 from gateway.text.tools.lark import lark_json, lark_string, lark_text, named_properties, parameters_schema
@@ -86,6 +87,73 @@ class JsonArguments:
 JSON_ARGUMENTS = JsonArguments()
 
 
+def string_regex(schema: Schema, function: Function) -> str:
+    """Returns the regular expression of a string. Raises InvalidRequest for a keyword that it cannot enforce."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if not function.strict or (not least and most is None and "pattern" not in schema and "format" not in schema):
+        return r"(.|\n)*"
+    for key in ("pattern", "format"):
+        if key in schema:
+            problem = f"{function.field}: {key} of a strict function is not supported with this model's tool format"
+            raise InvalidRequest(problem, field=function.field)
+    return rf"(.|\n){{{int(least)},{'' if most is None else int(most)}}}"
+
+
+_ANY = r"/(.|\n)*/"
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:([0-5][0-9]|60)(\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+#: Regular expressions of `format`, by RFC 3339, 4122, 5321, 2673 and 3986; generous where the RFC is.
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}[Tt ]{_TIME}",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "email": r"[A-Za-z0-9.!#$%&'*+=?^_`{|}~-]+@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "hostname": r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*",
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[^ \t\n<>]+",
+}
+_NOT_LARK = re.compile(r"\(\?[=!<]|\\[1-9bBk]")  #: Parts of a pattern that llguidance does not know.
+
+
+def lark_regex(text: str) -> str:
+    """Returns a regular expression of Lark, without slashes around it, for a text."""
+    return re.escape(text).replace("\\\n", "\\n").replace("/", r"\/")
+
+
+def string_limits(schema: Schema, function: Function) -> list[str]:
+    """Returns the regular expressions that a string matches, all of them; none if the schema allows any.
+
+    Raises InvalidRequest for a keyword of a strict function that they cannot enforce.
+    """
+    limits: list[str] = []
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        limits.append(rf"/(.|\n){{{int(least)},{'' if most is None else int(most)}}}/")
+    if isinstance(pattern := schema.get("pattern"), str):
+        core = pattern.removeprefix("^")
+        core = core[:-1] if core.endswith("$") and not core.endswith(r"\$") else core
+        anchored = len(core) < len(pattern)
+        if _NOT_LARK.search(core) or re.search(r"(?<![\\\[])[\^$]", core) or (anchored and "|" in core):
+            _refuse("pattern", function)
+        else:
+            before, after = ("" if pattern.startswith("^") else r"(.|\n)*", "" if pattern.endswith("$") else r"(.|\n)*")
+            limits.append("/" + before + "(" + re.sub(r"(?<!\\)/", r"\/", core) + ")" + after + "/")
+    name = adapted({**schema}).get("format")  # a format that asserts nothing is left out
+    if name in _FORMATS:
+        limits.append(f"/{_FORMATS[name]}/")
+    elif name is not None:
+        _refuse("format", function)
+    return limits
+
+
+def _refuse(keyword: str, function: Function) -> None:
+    if function.strict:
+        problem = f"{function.field}: {keyword} of a strict function is not supported with this model's tool format"
+        raise InvalidRequest(problem, field=function.field)
+
+
 class TaggedArguments:
     """Arguments between tags, each with its key: <parameter=city>Oslo</parameter>.
 
@@ -121,24 +189,16 @@ class TaggedArguments:
         if types == {"string"} and (texts := _enumerated(schema)) is not None:
             return f"{rule}: " + " | ".join(lark_text(text + self.after_value, literal) for text in texts)
         space, close, tail = self.after_value.partition(self.after_value.strip())
+        after = f" {lark_string(tail)}" if tail else ""
+        limits = string_limits(schema, function) if isinstance(schema, dict) and types == {"string"} else []
+        terminal = f"{rule.upper()}_TEXT"
         if literal(close).startswith("<["):
-            return f"{rule}: /(.|\\n)*/ {literal(close)}" + (f" {lark_string(tail)}" if tail else "")
-        end = re.escape(close).replace("/", r"\/")
-        text = self._text(schema if isinstance(schema, dict) and types == {"string"} else {}, function)
-        lines = [f"{rule}: {rule}_text" + (f" {lark_string(tail)}" if tail else "")]
-        lines.append(f"{rule}_text[lazy]: /{text}{re.escape(space)}{end}/".replace("\\\n", "\\n"))
-        return "\n".join(lines)
-
-    def _text(self, schema: Schema, function: Function) -> str:
-        """Returns the regular expression of a string. Raises InvalidRequest for a keyword that it cannot enforce."""
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if not function.strict or (not least and most is None and "pattern" not in schema and "format" not in schema):
-            return r"(.|\n)*"
-        for key in ("pattern", "format"):
-            if key in schema:
-                problem = f"{function.field}: {key} of a strict function is not supported with this model's tool format"
-                raise InvalidRequest(problem, field=function.field)
-        return rf"(.|\n){{{int(least)},{'' if most is None else int(most)}}}"
+            return f"{rule}: {terminal} {literal(close)}{after}\n{terminal}: {' & '.join(limits or [_ANY])}"
+        if limits:
+            limits.append(f"~/(.|\\n)*{lark_regex(close)}(.|\\n)*/")
+            text = f"{terminal}: ({' & '.join(limits)}) {lark_string(space + close)}"
+            return f"{rule}: {terminal}{after}\n{text}"
+        return f"{rule}: {rule}_text{after}\n{rule}_text[lazy]: /(.|\\n)*{lark_regex(space + close)}/"
 
     def write(self, arguments: str) -> str:
         written = []
@@ -211,8 +271,8 @@ class TaggedArgumentReader:
     def _in_key(self, text: str, at: int, out: list[str]) -> int | None:
         first = self._after_key[0]
         end = text.find(first, at)
-        if end < 0:
-            self.invalid = len(text) - at > MAX_KEY
+        if end < 0 or end - at > MAX_KEY:
+            self.invalid = len(text) - at - len(first) >= MAX_KEY
             return None
         self._key = text[at:end].strip()
         self.invalid = not self._key or self._key in self._keys or "<" in self._key
@@ -273,7 +333,7 @@ def json_types(schema: Any, root: Any, depth: int = 16) -> frozenset[str] | None
         return None
     found: list[frozenset[str]] = []
     if isinstance(reference := schema.get("$ref"), str):
-        found += _known(json_types(_resolve(reference, root), root, depth - 1))
+        found += _known(json_types(resolve(reference, root), root, depth - 1))
     named = schema.get("type")
     if isinstance(named, str):
         found.append(frozenset((named,)))
@@ -301,7 +361,8 @@ def _known(types: frozenset[str] | None) -> list[frozenset[str]]:
     return [] if types is None else [types]
 
 
-def _resolve(reference: str, root: Any) -> Any:
+def resolve(reference: str, root: Any) -> Any:
+    """Returns the part of `root` that a local reference names, None if there is none."""
     if not reference.startswith("#"):
         return None
     for part in reference[1:].split("/")[1:]:

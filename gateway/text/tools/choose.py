@@ -12,7 +12,8 @@ from importlib.metadata import entry_points
 from common.errors import ConfigError
 from common.settings.kinds import TOOL_FORMAT_GROUP, TOOL_PARSERS
 from gateway.text.tools.format import ModelFacts, Signs, ToolFormat
-from gateway.text.tools.json_formats import MISTRAL_ARGS, HermesFormat, Llama3Format, MistralFormat
+from gateway.text.tools.harmony import HarmonyFormat
+from gateway.text.tools.json_formats import MISTRAL_ARGS, SMOLLM2_SIGNS, HermesFormat, Llama3Format, MistralFormat
 from gateway.text.tools.known_formats import KNOWN_FORMATS
 from gateway.text.tools.pythonic import PythonicFormat
 
@@ -40,8 +41,10 @@ def choose_tool_format(
 def all_formats(facts: ModelFacts) -> list[ToolFormat]:
     """Returns this package's formats in the order in which `auto` tries them."""
     return [
+        HarmonyFormat(),
         *KNOWN_FORMATS,
         HermesFormat(),
+        HermesFormat(signs=SMOLLM2_SIGNS),
         MistralFormat(named=MISTRAL_ARGS in facts.tokens),
         PythonicFormat(),
         Llama3Format(),

@@ -12,7 +12,8 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any, Protocol, runtime_checkable
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters of functions, by the function's name."""
@@ -150,6 +151,11 @@ class ToolDeltaBuilder:
         if kept:
             self._out.append(ContentDelta(kept))
 
+    def add_reasoning(self, text: str) -> None:
+        """Adds reasoning, in formats whose parser reads the whole answer."""
+        if text and not self._full:
+            self._out.append(ReasoningDelta(text))
+
     def begin_call(self) -> None:
         """Begins a call, or a text that looks like one."""
         self._space_before_call, self._space = self._space, ""
@@ -255,6 +261,23 @@ class ToolParser(ABC):
         """Adds the buffered text that no further text will complete."""
 
 
+class AnswerSection(Enum):
+    """A part of an answer with which an AnswerParser is busy."""
+
+    HEADER = auto()  # markup, whose meaning is not known yet
+    REASONING = auto()
+    ANSWER = auto()  # content and calls
+
+
+class AnswerParser(ToolParser):
+    """A parser that reads the whole answer: it also separates the reasoning."""
+
+    @property
+    @abstractmethod
+    def section(self) -> AnswerSection:
+        """The part of the answer that the next text belongs to."""
+
+
 LarkLiteral = Callable[[str], str]
 """Writes a piece of text as Lark names it: a string literal, or the token id if the text is a special token."""
 
@@ -275,11 +298,14 @@ class Signs:
 
     template: tuple[str, ...] = ()  #: Texts that the chat template has, all of them.
     tokens: tuple[str, ...] = ()  #: Texts of which one is an added token or in the chat template.
+    absent: tuple[str, ...] = ()  #: Texts of other formats, none of which is in the chat template.
     architectures: tuple[str, ...] = ()  #: Of which config.json has one as architecture or model_type.
     name: str = ""  #: Regular expression that is searched in the model's names, without case.
 
     def in_template(self, facts: ModelFacts) -> bool:
         """The chat template or the tokens show the format."""
+        if any(text in facts.template for text in self.absent):
+            return False
         if self.template and all(text in facts.template for text in self.template):
             return True
         return any(text in facts.tokens or text in facts.template for text in self.tokens)
@@ -334,6 +360,31 @@ class ToolFormat(Protocol):
 
     def render_calls(self, calls: Sequence[ToolCall]) -> str:
         """Returns calls as the model would have written them."""
+
+
+@runtime_checkable
+class AnswerFormat(ToolFormat, Protocol):
+    """A tool format that also has its own form of reasoning and text: it is used for answers without tools too."""
+
+    def new_parser(
+        self, function_names: frozenset[str], max_calls: int | None = None, schemas: Schemas | None = None
+    ) -> AnswerParser:
+        """Returns a parser for one answer."""
+
+    def answer_rules(
+        self, functions: Functions, literal: LarkLiteral, *, text: bool, required: bool, parallel: bool
+    ) -> str:
+        """Returns the Lark rules of a whole answer, from `start` on.
+
+        The answer calls the functions, if there are some and `required`; else it may. Its text matches @text if
+        `text`, else it is any text.
+        """
+
+    def declared(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns the tools of a chat as the model's template takes them."""
+
+    def history(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns the messages of a chat as the model's template takes them."""
 
 
 @dataclass(frozen=True, slots=True)

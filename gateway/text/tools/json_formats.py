@@ -8,7 +8,7 @@ import secrets
 import string
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.text.tools.format import (
     Functions,
@@ -116,6 +116,11 @@ class JsonCallParser(ToolParser):
         """The call is complete, or invalid if not `done`."""
 
 
+HERMES_SIGNS = Signs(tokens=("<tool_call>",), absent=("<invoke name=", "<tool_calls>"), name=r"hermes-[23]")
+#: SmolLM 2, whose template has no tools: https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct#function-calling
+SMOLLM2_SIGNS = Signs(template=("named SmolLM",), absent=("tools",))
+
+
 @dataclass(frozen=True, kw_only=True)
 class HermesFormat(MarkedFormat):
     """Hermes, Qwen 2.5 and 3, Granite 4, and many more: <tool_call>{"name": "f", "arguments": {...}}</tool_call>."""
@@ -123,7 +128,7 @@ class HermesFormat(MarkedFormat):
     name: str = "hermes"
     source: str = "https://github.com/NousResearch/Hermes-Function-Calling"
     call: str = "<tool_call>\n$call\n</tool_call>"
-    signs: Signs = field(default=Signs(tokens=("<tool_call>",), name=r"smollm2|hermes-[23]"))
+    signs: Signs = HERMES_SIGNS
 
 
 class Llama3Parser(JsonCallParser):
@@ -165,7 +170,7 @@ class Llama3Format:
     """
 
     name = "llama3_json"
-    signs = Signs(tokens=(LLAMA3_TAG,), template=('"parameters": dictionary of argument name',))
+    signs = Signs(tokens=(LLAMA3_TAG,), template=('"parameters": dictionary of argument name',), absent=("<function=",))
     markers = (LLAMA3_TAG,)
     trigger = ""
     new_parser = Llama3Parser

@@ -7,8 +7,10 @@ else the first that fits the name. A format stands before the formats with more 
 from __future__ import annotations
 
 from gateway.text.tools.arguments import TaggedArguments
+from gateway.text.tools.escaped import EscapedArguments
 from gateway.text.tools.format import Signs
 from gateway.text.tools.marked import MarkedFormat
+from gateway.text.tools.pythonic import PythonArguments
 
 QWEN3_CODER = MarkedFormat(
     name="qwen3_coder",
@@ -72,7 +74,7 @@ MINIMAX_M1 = MarkedFormat(
     section="<tool_calls>\n$calls\n</tool_calls>",
     call="$call",
     signs=Signs(
-        tokens=("<tool_calls>",),
+        template=("<tool_calls></tool_calls> XML tags", '{"name": <tool-name>'),
         architectures=("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM", "minimax_m1"),
         name=r"minimax-?m1",
     ),
@@ -89,6 +91,81 @@ MINIMAX_M2 = MarkedFormat(
     ),
 )
 
+GRANITE_3 = MarkedFormat(
+    name="granite",  # Granite 3; Granite 4 writes hermes
+    source="https://huggingface.co/ibm-granite/granite-3.3-2b-instruct/blob/main/chat_template.jinja",
+    section="<|tool_call|>[$calls]",
+    call="$call",
+    separator=", ",
+    also_openings=("<tool_call>[",),  # Granite 3.1 at times
+    also_closing="</tool_call>",
+    signs=Signs(template=("<|tool_call|>",), name=r"granite-?3"),
+)
+
+PHI4_MINI = MarkedFormat(
+    name="phi4_mini",  # with the template of Microsoft's guide
+    source="https://github.com/microsoft/PhiCookBook/blob/main/md/02.Application/07.FunctionCalling",
+    section="functools[$calls]",
+    call="$call",
+    separator=", ",
+    marker="functools[",
+    also_openings=("<|tool_call|>[",),
+    also_closing="<|/tool_call|>",
+    signs=Signs(template=("functools[",)),
+)
+
+PHI4_MINI_TAGS = MarkedFormat(
+    name="phi4_mini_tags",  # with the model's own template
+    source="https://huggingface.co/microsoft/Phi-4-mini-instruct#tool-enabled-function-calling-format",
+    section="<|tool_call|>[$calls]<|/tool_call|>",
+    call="$call",
+    separator=", ",
+    also_openings=("functools[",),
+    signs=Signs(tokens=("<|/tool_call|>",), name=r"phi-?4-mini"),
+)
+
+XLAM = MarkedFormat(
+    name="xlam",
+    source="https://huggingface.co/Salesforce/Llama-xLAM-2-8b-fc-r/blob/main/tokenizer_config.json",
+    section="[$calls]",
+    call="$call",
+    separator=", ",
+    also_openings=("```json\n[", "[TOOL_CALLS]["),
+    also_closing="```",
+    signs=Signs(template=('[{"name": "tool_call_name", "arguments":',), name=r"xlam"),
+)
+
+OLMO_3 = MarkedFormat(
+    name="olmo3",
+    source="https://huggingface.co/allenai/Olmo-3-7B-Instruct/blob/main/chat_template.jinja",
+    section="<function_calls>$calls</function_calls>",
+    call="$name($arguments)",
+    arguments=PythonArguments(json_values=True),
+    signs=Signs(tokens=("<function_calls>",), architectures=("Olmo3ForCausalLM", "olmo3"), name=r"olmo-?3"),
+)
+
+FUNCTION_GEMMA = MarkedFormat(
+    name="functiongemma",
+    source="https://ai.google.dev/gemma/docs/functiongemma/formatting-and-best-practices",
+    call="<start_function_call>call:$name{$arguments}<end_function_call>",
+    separator="",
+    arguments=EscapedArguments("<escape>"),
+    signs=Signs(tokens=("<start_function_call>",), name=r"functiongemma"),
+)
+
+GEMMA_4 = MarkedFormat(
+    name="gemma4",
+    source="https://huggingface.co/google/gemma-4-31B-it/blob/main/chat_template.jinja",
+    call="<|tool_call>call:$name{$arguments}<tool_call|>",
+    separator="",
+    arguments=EscapedArguments('<|"|>'),
+    signs=Signs(
+        tokens=("<|tool_call>",),
+        architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "gemma4"),
+        name=r"gemma-?4",
+    ),
+)
+
 KNOWN_FORMATS = (
     QWEN3_CODER,
     SEED_OSS,
@@ -98,4 +175,11 @@ KNOWN_FORMATS = (
     KIMI_K2,
     MINIMAX_M1,
     MINIMAX_M2,
+    PHI4_MINI,
+    PHI4_MINI_TAGS,
+    GRANITE_3,
+    XLAM,
+    OLMO_3,
+    FUNCTION_GEMMA,
+    GEMMA_4,
 )

@@ -32,9 +32,17 @@ from gateway.text.tools.format import (
     split_at_marker,
 )
 from gateway.text.tools.json_scanner import JsonCallScanner
-from gateway.text.tools.lark import MARKER, lark_json, lark_string, lark_text, parameters_schema
+from gateway.text.tools.lark import (
+    MARKER,
+    json_schema_call_rules,
+    lark_json,
+    lark_string,
+    lark_text,
+    parameters_schema,
+)
 
 _NAME = re.compile(r"[\w.\-]+")
+MAX_NAME = 256  #: Characters of a function's name.
 _INDEX = re.compile(r"[0-9]+")
 
 
@@ -76,6 +84,9 @@ class MarkedFormat:
     arguments_key: str = "arguments"  #: Key of the arguments in $call.
     call_id: str = ""  #: The id that the model's text gives a call, with $name and $index; "": a random id.
     also: str = ""  #: Another text that a call may begin with, if the model left out the texts before it.
+    also_openings: tuple[str, ...] = ()  #: Other texts that a section may begin with.
+    also_closing: str = ""  #: Text that may follow the end of a section.
+    marker: str = ""  #: The text that every call begins with, if it does not look like <x> or [X].
     signs: Signs = NO_SIGNS
 
     @cached_property
@@ -97,14 +108,15 @@ class MarkedFormat:
     def markers(self) -> tuple[str, ...]:
         """Texts like <x> and [X] of the description: they may be special tokens."""
         style = self.arguments
-        texts = [self.section, self.call, *(getattr(style, "markers", ()) or _texts_of(style))]
-        return tuple(dict.fromkeys(marker for text in texts for marker in re.findall(MARKER, text)))
+        texts = [self.section, self.call, *self.also_openings, self.also_closing, *_texts_of(style)]
+        found = [marker for text in texts for marker in re.findall(MARKER, text)]
+        return tuple(dict.fromkeys([*found, *getattr(style, "markers", ())]))
 
     @cached_property
     def trigger(self) -> str:
         """The marker that every call begins with; "" if calls stand at the beginning of an answer."""
         marker = re.match(MARKER, (self.opening or self.call).strip())
-        return marker[0] if marker else ""
+        return marker[0] if marker else self.marker
 
     @cached_property
     def starts(self) -> tuple[tuple[str, Script, bool], ...]:
@@ -118,7 +130,15 @@ class MarkedFormat:
             starts.append((first, self.script[1:], False))
         if self.also:
             starts.append((self.also, self.script[self.script.index(self.also) + 1 :], False))
+        for opening in self.also_openings:
+            text, *rest = _tokens(opening)
+            starts.append((text, (*rest, *self.script), True))
         return tuple(starts)
+
+    @cached_property
+    def lead_chars(self) -> frozenset[str]:
+        """The characters that a call may begin with. Most pieces of text have none of them."""
+        return frozenset(start[0][0] for start in self.starts)
 
     def new_parser(
         self, function_names: frozenset[str], max_calls: int | None = None, schemas: Schemas | None = None
@@ -143,6 +163,8 @@ class MarkedFormat:
         def terms(text: str) -> str:
             return lark_text(text, literal, self.trigger)
 
+        if beside_json and not self.trigger and self.call == "$call":
+            return self._rules_beside_json(functions, parallel=parallel)
         head, tail = re.split(r"\$arguments|\$call", self.call)
         lines: list[str] = []
 
@@ -169,6 +191,13 @@ class MarkedFormat:
         close += f" ({' | '.join(ends)})?" if ends else ""
         begin = "" if self.trigger else "begin "
         return "\n".join([f"calls: {begin}first{' later*' if parallel else ''}{close}", *lines])
+
+    def _rules_beside_json(self, functions: Functions, *, parallel: bool) -> str:
+        """Defines `calls` like `lark_rules`, for JSON objects with nothing before them that JSON has not."""
+        opening, closing = (lark_string(text) if text else "" for text in (self.opening, self.closing))
+        more = f" ({lark_string(self.separator)} call)*" if parallel else ""
+        rules = json_schema_call_rules("call", functions, self.arguments_key)
+        return f"calls: begin {opening} call{more} {closing}\n{rules}"
 
     def _head(self, text: str, function: Function) -> str:
         """Returns the text before the arguments, with the function's name."""
@@ -224,6 +253,7 @@ class MarkedParser(ToolParser):
         self._raw: list[str] = []  #: Text of the open call.
         self._name = ""
         self._index = ""
+        self._ids: set[str] = set()  #: Ids of calls that the text gave so far.
         self._reader: ArgumentReader | JsonCallScanner | None = None
 
     def _step(self) -> bool:
@@ -265,13 +295,23 @@ class MarkedParser(ToolParser):
         rest = self._buffer.lstrip()
         if not rest:
             return False
+        opening = _tokens(self._format.opening)
+        for other in map(_tokens, self._format.also_openings):
+            if rest.startswith(other[0]):
+                opening = other
+            elif other[0].startswith(rest):
+                return False
         self._builder.add_content(self._buffer[: len(self._buffer) - len(rest)])
         self._buffer = rest
-        self._begin((*_tokens(self._format.opening), *self._format.script), "", in_section=True)
+        self._begin((*opening, *self._format.script), "", in_section=True)
         return True
 
     def _text(self) -> bool:
         if not self._format.trigger:
+            self._builder.add_content(self._buffer)
+            self._buffer = ""
+            return False
+        if self._format.lead_chars.isdisjoint(self._buffer):
             self._builder.add_content(self._buffer)
             self._buffer = ""
             return False
@@ -305,7 +345,7 @@ class MarkedParser(ToolParser):
             found = self._expect(part)
             if found is None:
                 return False
-            if not found:
+            if not found and not (part == "[" and self._buffer.lstrip().startswith("{")):  # a list of one call
                 return self._reject()
             self._at += 1
             return True
@@ -316,10 +356,12 @@ class MarkedParser(ToolParser):
     def _word(self, part: Part) -> bool:
         space = len(self._buffer) - len(self._buffer.lstrip())
         word = (_NAME if part is Part.NAME else _INDEX).match(self._buffer, space)
-        if space == len(self._buffer) or (word is not None and word.end() == len(self._buffer)):
+        if space == len(self._buffer):
             return False
-        if word is None:
+        if word is None or len(word[0]) > MAX_NAME:
             return self._reject()
+        if word.end() == len(self._buffer):
+            return False
         if part is Part.NAME and word[0] not in self._function_names:
             return self._reject()
         self._take(word.end())
@@ -330,13 +372,15 @@ class MarkedParser(ToolParser):
             self._index = word[0]
         if part is Part.INDEX or Part.INDEX not in self._script[self._at :]:
             call_id = self._format.call_id.replace("$name", self._name).replace("$index", self._index)
+            if call_id in self._ids:  # the model wrote the same number twice
+                call_id = ""
+            self._ids.add(call_id)
             self._builder.set_function(self._name, call_id)
         return True
 
     def _arguments(self, part: Part) -> bool:
-        space = len(self._buffer) - len(self._buffer.lstrip())
         if self._reader is None:
-            self._take(space)
+            self._take(len(self._buffer) - len(self._buffer.lstrip()))
             if not self._buffer:
                 return False
             ends = [text for text in self._script[self._at + 1 :] if isinstance(text, str)]
@@ -374,15 +418,17 @@ class MarkedParser(ToolParser):
 
     def _begins_closing(self, rest: str) -> bool:
         closing = _tokens(self._format.closing)
-        return bool(closing) and closing[0].startswith(rest)
+        return bool(closing) and any(text.startswith(rest) for text in (*closing, *_tokens(self._format.also_closing)))
 
     def _between(self) -> bool:
         """Expects the next call of a section, or the section's end."""
         rest = self._buffer.lstrip()
         closing = _tokens(self._format.closing)
-        if closing and rest.startswith(closing[0]):
-            self._script, self._at, self._in_section, self._state = tuple(closing), 0, False, self._tail
-            return True
+        closing += _tokens(self._format.also_closing) if closing else []
+        for at, text in enumerate(closing):
+            if rest.startswith(text):
+                self._script, self._at, self._in_section, self._state = tuple(closing[at:]), 0, False, self._tail
+                return True
         script = (*_tokens(self._format.separator), *self._format.script)
         first = script[0]
         if rest.startswith(first) if isinstance(first, str) else rest and self._may_begin(first, rest[0]):

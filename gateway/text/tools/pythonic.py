@@ -7,6 +7,7 @@ Source: https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/tex
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import warnings
@@ -145,9 +146,9 @@ class PythonArgumentReader:
         self._value = PythonLiteralScanner()
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
-        """Reads text[at:], at most to the end. Returns where it stopped, and more of the arguments as JSON."""
+        """Reads text[at:], at most one argument. Returns where it stopped, and more of the arguments as JSON."""
         out: list[str] = []
-        while not (self.done or self.invalid):
+        while not (self.done or self.invalid or out):
             after = self._keyword(text, at, out) if self._key is None else self._literal(text, at, out)
             if after is None:
                 break
@@ -198,6 +199,10 @@ class PythonArgumentReader:
 class PythonArguments:
     """Arguments as keywords with literal values: a=1, b="x"."""
 
+    def __init__(self, *, json_values: bool = False) -> None:
+        """`json_values`: models of this format write true, false and null."""
+        self._write = functools.partial(json.dumps, ensure_ascii=False) if json_values else repr
+
     def reader(self, schema: Mapping[str, Any], ends: Sequence[str]) -> PythonArgumentReader:
         return PythonArgumentReader(ends[0])
 
@@ -205,7 +210,7 @@ class PythonArguments:
         return keyword_argument_rules(rule, function)
 
     def write(self, arguments: str) -> str:
-        return ", ".join(f"{key}={value!r}" for key, value in json.loads(arguments).items())
+        return ", ".join(f"{key}={self._write(value)}" for key, value in json.loads(arguments).items())
 
 
 class PythonicParser(ToolParser):
@@ -290,7 +295,7 @@ class PythonicParser(ToolParser):
         if self._reader.done:
             self._builder.end_call()
             self._buffer, self._raw, self._reader, self._state = self._buffer[1:], "", None, self._after
-        return self._reader is None
+        return at > 0 or self._reader is None
 
     def _after(self) -> bool:
         rest = self._buffer.lstrip()

@@ -13,20 +13,13 @@ from itertools import chain, product
 from common.types import FinishReason
 from gateway.text.output import OutputParser, OutputParserConfig
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningParser, ReasoningSection
-from gateway.text.tools.format import ParsedMessage, ToolCall, ToolFormat, assemble
-from gateway.text.tools.json_formats import HermesFormat, Llama3Format, MistralFormat
-from gateway.text.tools.pythonic import PythonicFormat
+from gateway.text.tools.format import ParsedMessage, ToolCall, assemble
+from gateway.text.tools.json_scanner import strict_json_object
 from tests.fuzz.mutators import words
 from tests.fuzz.target import FuzzTarget
+from tests.rigs.tool_formats import FORMATS, SCHEMAS
 
 NAMES = ("f", "get_weather", "ns.do-it")
-FORMATS: list[ToolFormat] = [
-    HermesFormat(),
-    Llama3Format(),
-    MistralFormat(),
-    MistralFormat(named=True),
-    PythonicFormat(),
-]
 _MAX_CALLS = (None, 1, 2)
 _SECTIONS = list(ReasoningSection)
 _ARGUMENTS: list[dict[str, object]] = [
@@ -35,7 +28,7 @@ _ARGUMENTS: list[dict[str, object]] = [
     {"a": 'x "q" \\ }]</tool_call>', "b": [1, {"c": None}], "é": -1.5e9},
     {"_x1": True, "n": {}, "t": "世\n"},
 ]
-_MARKERS = chain(*((s.start, s.end) for s in REASONING_FORMATS))
+_MARKERS = chain(*((s.start, s.end) for s in REASONING_FORMATS), *(fmt.markers for fmt in FORMATS))
 WORDS = (*words("answers"), *(marker.encode() for marker in _MARKERS), b" ", b"\n")
 _MOST_CUTS = 16  #: Longer texts are not cut in two at every place.
 
@@ -58,7 +51,8 @@ class ToolCalls(FuzzTarget):
         calls = [ToolCall("x", name, json.dumps(arguments)) for name, arguments in product(NAMES, _ARGUMENTS)]
         texts = [fmt.render_calls(calls[i : i + 1 + i % 3]) for fmt in FORMATS for i in range(len(calls))]
         return [
-            bytes([i % 251, i % 7]) + text.encode() for i, text in enumerate([*texts, "Hi", "<think>\nx</think>Hi"])
+            bytes([i % 251, i % 7 + 128 * (i % 3 == 0)]) + text.encode()
+            for i, text in enumerate([*texts, "Hi", "<think>\nx</think>Hi"])
         ]
 
     def run(self, data: bytes) -> str:
@@ -71,11 +65,13 @@ class ToolCalls(FuzzTarget):
             initial_section=section,
             tool_format=fmt,
             function_names=frozenset(NAMES),
+            schemas=SCHEMAS,
             max_calls=max_calls,
         )
         whole: tuple[object, ...] | None = None
+        ended = FinishReason.LENGTH if head[1] & 128 else FinishReason.STOP
         for parts in _cuts(text):
-            message, finish = _read(config, parts)
+            message, finish = _read(config, parts, ended)
             found = (
                 message.content,
                 message.reasoning,
@@ -86,14 +82,16 @@ class ToolCalls(FuzzTarget):
             assert found == whole, f"cut into {len(parts)} parts: {found} instead of {whole}"
         for call in message.tool_calls:
             assert call.name in NAMES
-            assert isinstance(json.loads(call.arguments), dict)
+            assert ended is FinishReason.LENGTH or strict_json_object(call.arguments) is not None
         return f"{fmt.name} {len(message.tool_calls)} {message.content is None} {message.reasoning is None} {finish}"
 
 
-def _read(config: OutputParserConfig, parts: list[str]) -> tuple[ParsedMessage, FinishReason | None]:
+def _read(
+    config: OutputParserConfig, parts: list[str], ended: FinishReason
+) -> tuple[ParsedMessage, FinishReason | None]:
     parser = OutputParser(config)
     deltas = [delta for part in parts for delta in parser.feed(part, (), None)[0]]
-    last, finish = parser.feed("", (), FinishReason.STOP)
+    last, finish = parser.feed("", (), ended)
     return assemble([*deltas, *last]), finish
 
 
