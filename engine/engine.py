@@ -25,6 +25,8 @@ from common.block_hash import HASH_BYTES
 from common.errors import ConfigError, InvalidRequest
 from common.grammar import CompiledGrammar, GrammarCompiler, GrammarTokenizer
 from common.kv_layout import KVLayout
+from common.model.directory import directory_name
+from common.model.generation import end_token_ids
 from common.types import ValidRequest
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
@@ -35,6 +37,7 @@ from engine.kv.host_copier import HostCopier, HostKVPool
 from engine.kv.kv_pool import TORCH_DTYPES, KVPool
 from engine.models.base import Model
 from engine.models.loader import open_model
+from engine.models.pooling import pooling_of
 from engine.parallel.leader import EngineBuilder, TensorParallelBuilder
 from engine.parallel.rank_group import RankGroup
 from engine.sampling.constraint import Constraint, needs_constraint
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
 
 log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 HOST_COPY_BYTES = 32 << 20  # Bytes of one copy to the host. It takes 0.6 ms over PCIe, and a load may wait that long.
 MAX_DRAFTING_SEQS = 128  # Verify drafts in one step on a GPU; larger steps are compute-bound, so drafts cost time
 
@@ -97,7 +101,7 @@ class Engine:
             prompt_step_tokens=prompt_step_tokens,
             local_chunk_tokens=config.local_chunk_tokens,
             max_seqs=max_seqs,
-            max_model_len=min(config.max_model_len or spec.max_position, spec.max_position),
+            max_model_len=_checked_max_len(config.max_model_len, spec.max_position),
         )
         #: Max drafts of a sequence in a step, and of all sequences of a step.
         self._max_seq_drafts = 0 if config.speculation == "none" else config.speculation_tokens
@@ -115,7 +119,7 @@ class Engine:
                 max_len=limits.max_model_len,
             )
         self.layout = KVLayout(
-            model=config.name or config.model_dir.resolve().name,
+            model=config.name or directory_name(config.model_dir).rpartition("/")[2],
             revision=source.revision(device),
             num_layers=spec.num_layers,
             tensor_parallel=self._builder.shard.size,
@@ -127,8 +131,9 @@ class Engine:
         )
         self._fingerprint = self.layout.fingerprint
         self.vocab_size = spec.vocab_size
-        self.eos_token_ids = spec.eos_token_ids
-        tokenizer = GrammarTokenizer(config.model_dir, eos_ids=spec.eos_token_ids, vocab_size=spec.vocab_size)
+        self.eos_token_ids = tuple(i for i in end_token_ids(config.model_dir) if i < spec.vocab_size)
+        self.pooling = pooling_of(config.model_dir, config.pooling)  # How embeddings are made
+        tokenizer = GrammarTokenizer(config.model_dir, eos_ids=self.eos_token_ids, vocab_size=spec.vocab_size)
         self.grammar_compiler = GrammarCompiler(tokenizer)
         with gpu_start_lock(device):
             self._allocate(limits, draft, callbacks)
@@ -167,6 +172,13 @@ class Engine:
         build = functools.partial(self._build_runner, limits, model, make_draft, graphs)
         num_blocks = self._num_blocks(build, limits, graphs=graphs)
         self.max_model_len = min(max_len, num_blocks * config.block_size)
+        if self.max_model_len < config.max_model_len:
+            _log.warning(
+                "max_model_len is %d, but the KV pool has room for %d tokens, so that is the limit: raise %s",
+                config.max_model_len,
+                self.max_model_len,
+                config.kv_pool_setting,
+            )
         self.kv = self._builder.pool(self.layout, num_blocks, device)
         self.pool = BlockPool(
             num_blocks,
@@ -250,7 +262,7 @@ class Engine:
     def add(self, seq: Sequence) -> None:
         """Adds a sequence and its lease. If this raises (usually InvalidRequest), the lease is finished."""
         try:
-            self._check_ids(seq.request, seq.output)
+            self._check_ids(seq.request, seq.output, seq.logit_ids)
             if self._sampler is not None:
                 self._sampler.validate(seq.request.sampling)
             self.scheduler.add(seq)
@@ -279,11 +291,12 @@ class Engine:
     def finish_in_flight(self, on_step: OnStep | None = None) -> None:
         self._stepper.finish_in_flight(on_step)
 
-    def _check_ids(self, request: ValidRequest, output: abc.Sequence[int]) -> None:
+    def _check_ids(self, request: ValidRequest, output: abc.Sequence[int], logit_ids: abc.Sequence[int] = ()) -> None:
         """Raises InvalidRequest for token ids outside the vocabulary, which would fail the whole step."""
         params = request.sampling
         for name, ids in (
             ("prompt", (*request.prompt_ids, *output)),
+            ("logit_ids", logit_ids),
             ("logit_bias", [token for token, _ in params.logit_bias]),
             ("stop_token_ids", params.stop_token_ids),
             ("allowed_token_ids", params.allowed_token_ids),
@@ -367,3 +380,11 @@ class Engine:
             draft_model=draft,
             chunk_graphs=warm_up.chunk_graph_shapes(graph_len, limits.chunk_tokens),
         )
+
+
+def _checked_max_len(asked: int, max_position: int) -> int:
+    """Returns the longest sequence, `asked` or the model's. Raises ConfigError for more than the model can."""
+    if asked > max_position:
+        problem = f"{asked} is more than the {max_position} tokens that the model supports (max_position_embeddings)"
+        raise ConfigError(f"max_model_len: {problem}", field="max_model_len")
+    return asked or max_position

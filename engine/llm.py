@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from common.model.chat_template import ChatTemplate
 from common.model.directory import resolve_model
+from common.model.generation import generation_defaults
 from common.settings.table import current_names
 from common.types import FinishReason, Grammar, SamplingParams, Token, ValidRequest
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop import EngineLoop
+from engine.models.loader import open_model
 from engine.models.spec import read_json
 from engine.progress import Progress, progress
 from engine.schedule.outputs import StepResult
@@ -67,14 +69,15 @@ class LLM:
         """Loads a model.
 
         Args:
-            model: A directory with safetensors, or `smollm2` after `baton up` has converted it.
+            model: A model of the hub (OWNER/NAME[@REVISION]), a model directory, or `smollm2` after `baton up` has
+                converted it.
             config: Fields of EngineConfig. On a GPU chunk_tokens defaults to prompt_step_tokens, so that prompts take
                 the fewest steps; a longer step delays the decodes, which matters less without streaming.
 
         Raises ConfigError if this machine does not support the model, or a field has a wrong value.
         """
         weights = config.get("load_format", "auto") == "auto"
-        self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights)
+        self.model_dir = resolve_model(str(model), tokenizer=False, weights=weights, check=open_model)
         config = current_names(EngineConfig, config)
         self.engine = Engine(for_throughput(EngineConfig(model_dir=self.model_dir, **config)))
         self._requests = 0
@@ -97,6 +100,12 @@ class LLM:
     def template(self) -> ChatTemplate:
         """The model's chat template."""
         return ChatTemplate(self.model_dir, read_json(self.model_dir / "tokenizer_config.json", required=False))
+
+    def default_params(self, **fields: Any) -> SamplingParams:
+        """Returns sampling parameters with these fields, and the defaults of generation_config.json for the others."""
+        defaults = generation_defaults(self.model_dir)
+        own = {} if defaults.max_tokens is None else {"max_tokens": defaults.max_tokens}
+        return defaults.fill(SamplingParams(**{**own, **fields}), fields)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
         """Returns token ids of a text, by default with the special tokens that the tokenizer adds."""

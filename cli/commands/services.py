@@ -166,7 +166,7 @@ def _end(code: int) -> NoReturn:
 
 async def _serve_pod(settings: PodConfig) -> None:
     from cli.stack.supervisor import require_free_port
-    from common.logs import log_phase
+    from common.process.lifecycle import log_phase
 
     # Before the model is loaded, which takes minutes for a large one.
     for name in ("port", "metrics_port"):
@@ -203,7 +203,7 @@ async def _serve_ranks(settings: WorkerConfig) -> None:
 
 async def _serve_clients(settings: GatewayConfig) -> None:
     from cli.stack.supervisor import require_free_port
-    from common.logs import log_phase
+    from common.process.lifecycle import log_phase
 
     for name in ("port", "grpc_port"):
         require_free_port(settings.host, getattr(settings, name), name)

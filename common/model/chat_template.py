@@ -15,20 +15,13 @@ import jinja2
 from jinja2 import meta
 
 from common.errors import ConfigError, InvalidRequest
+from common.model.generation import special_token_text
 from common.model.template_environment import TemplateEnvironment
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 #: Names of a message's reasoning; the first is the present one.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 MAX_ERROR = 500  #: Characters of a template's own error message that the client sees.
-
-
-def special_token_text(config: Mapping[str, Any], name: str) -> str:
-    """Returns the text of a special token (bos_token, ...) in a tokenizer_config.json; "" if it has none."""
-    token = config.get(name)
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
 
 
 def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -119,7 +112,7 @@ class ChatTemplate:
         env.start()
         parts = template.root_render_func(template.new_context({**self._names, **(kwargs or {}), **named}))
         try:
-            return env.concat(parts)
+            return _whole_characters(env.concat(parts))
         except jinja2.TemplateError as e:
             cause = str(e) if type(e) is jinja2.TemplateError else f"{type(e).__name__}: {e}"
             place = _place(template, parts, e.__traceback__)
@@ -136,6 +129,15 @@ def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in message.items() if value is not None}
     reasoning = next((given[name] for name in _REASONING if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _whole_characters(text: str) -> str:
+    """Returns a text that has an encoding: half a surrogate pair becomes U+FFFD, both halves their character."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:  # JSON in a tool's arguments may have spelled a half
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _place(template: jinja2.Template, parts: Any, traceback: TracebackType | None) -> str:

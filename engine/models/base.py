@@ -35,7 +35,7 @@ class ModelShape:
     scale: float | None = None  # Factor on the attention scores. None: head_dim ** -0.5.
     softcap: float | None = None  # Bound of the scores: softcap * tanh(score / softcap). None: unbounded.
     max_position: int  # Longest sequence in tokens that the position embedding supports.
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # Of config.json and generation_config.json; `Engine` adds the tokenizer's.
 
 
 class ForwardContext(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.model.directory import decoder_architecture
+from common.model.generation import eos_ids_of
 from engine.models.base import ModelShape
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -73,15 +74,8 @@ def read_config(model_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-sequence tokens of both files, generation_config.json first. Negative ids mean none."""
-    found: list[int] = []
-    for source in (generation, config):
-        value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise ConfigError(f"eos_token_id is {value!r}, a token id or a list of token ids is needed", field="model")
-        found += [i for i in ids if i not in found and i >= 0]
-    return tuple(found)
+    """Returns the end-of-sequence tokens of both files, generation_config.json first, for ModelShape."""
+    return tuple(dict.fromkeys(eos_ids_of(generation, "generation_config.json") + eos_ids_of(config, "config.json")))
 
 
 def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
@@ -133,8 +127,7 @@ def _parse_windows(name: str, config: Mapping[str, Any], layers: int) -> tuple[i
     if name == "LlamaForCausalLM":
         return (None,) * layers
     window = config.get("sliding_window", 4096)
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ConfigError(f"sliding_window {window!r} is not a positive number of tokens")
+    window = None if window is None else _int(config, "sliding_window", window)
     if name == "MistralForCausalLM":
         return (window,) * layers
     if not _flag(config, "use_sliding_window"):
@@ -217,6 +210,8 @@ def _int(config: Mapping[str, Any], key: str, default: int | None = None, *, lea
     value = config.get(key)
     if value is None:
         value = default
+    if isinstance(value, float) and value.is_integer():  # 2048.0, as some tools write it
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         kind = "a positive integer" if least else "a non-negative integer"
         raise ConfigError(f"config.json: {key} is {value!r}, {kind} is needed")

@@ -1,5 +1,7 @@
 """Loads the parameters of a Decoder from safetensors (one file, or several with an index), or makes random parameters.
 
+Models without safetensors are read from .bin files in the same way, by torch.load(weights_only=True).
+
 Every module names its checkpoint tensors (layers.py). `checkpoint_targets` maps these names to parameters. Tensors are
 copied one at a time from the memory-mapped file to the device and converted there, so the host holds no copy of the
 model. A missing tensor, an unknown tensor, or a tensor that is present twice with different numbers is a ConfigError.
@@ -10,22 +12,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from common.errors import ConfigError
+from common.model.directory import directory_name
+from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
 from engine.models.decoder import Decoder
 from engine.models.layers import Embedding, Linear, RMSNorm
 from engine.models.spec import UNSHARDED, ModelSpec, Shard
 from engine.progress import progress
 
+_log = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _SAMPLES, _SAMPLE_BYTES = 16, 256  # The revision hashes this many samples of each tensor, of this size.
@@ -66,8 +72,9 @@ def load_weights(model: Decoder, model_dir: Path, spec: ModelSpec, shard: Shard 
     """Loads this rank's part (`shard`) of a checkpoint of the whole model `spec` into `model`, in the model's dtype."""
     targets = _decoder_targets(model)
     missing = set(targets)
+    only_pickled(model_dir)
     total = sum(file.stat().st_size for file in _files(model_dir))
-    with progress(f"loading {model_dir.name}", total / 1e9, "GB") as loaded:
+    with progress(f"loading {directory_name(model_dir)}", total / 1e9, "GB") as loaded:
         for file, name in _tensors(model_dir, model.embedding.weight.device):
             # With tied embeddings a checkpoint has either name, or both.
             key = EMBEDDING if name == HEAD and spec.tie_word_embeddings else name
@@ -160,6 +167,13 @@ def weights_revision(spec: ModelShape, model_dir: Path) -> str:
     """
     content = hashlib.blake2b(repr(spec).encode(), digest_size=8)
     for path in _files(model_dir):
+        if path.suffix == ".bin":
+            for name, tensor in sorted(_read_pickled(path).items()):
+                content.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                numbers = tensor.contiguous().flatten().view(torch.uint8)
+                for offset in range(0, len(numbers), max(len(numbers) // _SAMPLES, 1)):
+                    content.update(numbers[offset : offset + _SAMPLE_BYTES].numpy().tobytes())
+            continue
         size = path.stat().st_size
         with path.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
@@ -185,30 +199,93 @@ def weights_revision(spec: ModelShape, model_dir: Path) -> str:
 
 
 def _files(model_dir: Path) -> list[Path]:
-    """Returns the checkpoint's files in a stable order."""
-    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ConfigError(f"{model_dir} has neither model.safetensors nor an index of shards", field="model")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [model_dir / name for name in names]
-        missing = next((file for file in files if not file.is_file()), None)
-    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
-        raise ConfigError(f"{index} is not an index of shards: {error!r}", field="model") from error
-    if missing is not None:
-        raise ConfigError(f"{missing}, named by the index, does not exist", field="model")
-    return files
+    """Returns the checkpoint's files in a stable order: safetensors, or .bin files if there are none."""
+    for single, index in ((model_dir / one, model_dir / several) for one, several in WEIGHTS):
+        if single.is_file():
+            return [single]
+        if not index.is_file():
+            continue
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [model_dir / name for name in names]
+            missing = next((file for file in files if not file.is_file()), None)
+        except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
+            raise ConfigError(f"{index} is not an index of shards: {error!r}", field="model") from error
+        if missing is not None:
+            raise ConfigError(f"{missing}, named by the index, does not exist", field="model")
+        return files
+    raise ConfigError(
+        f"{model_dir} has neither model.safetensors nor an index of shards, nor .bin files", field="model"
+    )
+
+
+def only_pickled(model_dir: Path) -> bool:
+    """Returns whether the weights are .bin files, and logs a notice if they are."""
+    pickled = not (model_dir / "model.safetensors").is_file() and _files(model_dir)[0].suffix == ".bin"
+    if pickled:
+        text = "%s has no safetensors: its .bin files are read by torch.load(weights_only=True), which runs no code"
+        _log.warning(text, model_dir)
+    return pickled
 
 
 def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[Any, str]]:
     """Yields (open file, name) of every tensor. Tensors are read to the device."""
     for path in _files(model_dir):
         try:
-            opened = safe_open(path, framework="pt", device=str(device))
+            opened: Any = _Pickled(path, device) if path.suffix == ".bin" else safe_open(path, "pt", device=str(device))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} cannot be read as safetensors: {error}", field="model") from error
         with opened as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 yield file, name
+
+
+class _Pickled:
+    """A .bin file with the methods of safe_open."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._tensors, self._device = _read_pickled(path), device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tensors = {}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name].to(self._device)
+
+    def get_slice(self, name: str) -> _PickledSlice:
+        return _PickledSlice(self._tensors[name], self._device)
+
+
+class _PickledSlice:
+    """A tensor of a .bin file, of which a part is read."""
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        self._tensor, self._device = tensor, device
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self._tensor[part].to(self._device)
+
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a .bin file, by mapping it into memory if its format allows. Raises ConfigError."""
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    try:
+        try:
+            tensors = torch.load(path, mmap=True, **options)
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
+            tensors = torch.load(path, **options)
+    except Exception as error:  # a damaged archive or pickle raises anything
+        first = str(error).strip().split("\n")[0][:200]
+        raise ConfigError(f"{path} cannot be read by torch.load(weights_only=True): {first}", field="model") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ConfigError(f"{path} is not a dictionary of tensors", field="model")
+    return tensors

@@ -1,14 +1,12 @@
 """Text to token ids and back for one model directory, without torch or transformers.
 
-Invariant: ids equal the ids of `transformers` on the same directory. The end-of-sequence ids come from
-generation_config.json, config.json or tokenizer_config.json; the first of these that has them counts.
+Invariant: ids equal the ids of `transformers` on the same directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,25 +15,12 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from common.errors import ConfigError
-from common.model.chat_template import special_token_text
+from common.model.generation import end_token_ids, read_json
 from gateway.text.control_tokens import ChatPrompt, ControlTokens
 
 INLINE_CHARS = 8192  #: Longer texts are tokenized in a thread, so that the event loop waits a few milliseconds at most.
 CALL_CHARS = 16  #: Fixed cost of tokenizing one text, in characters.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file; {} if there is no file. Raises ConfigError if it is not an object."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ConfigError(f"model: {path.name} is not valid JSON: {e}", field="model") from e
-    if not isinstance(value, dict):
-        raise ConfigError(f"model: {path.name} is not a JSON object", field="model")
-    return value
 
 
 @functools.cache
@@ -85,24 +70,11 @@ class TextTokenizer:
         self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
         self.control_tokens = ControlTokens(raw)
         self._added: dict[int, str] = {i: token.content for i, token in raw.get_added_tokens_decoder().items()}
-        self.eos_ids = self._find_eos(model_dir)  # the model's end-of-sequence tokens
+        self.eos_ids = end_token_ids(model_dir)  # the model's end-of-sequence tokens
         #: Max characters that one token can stand for. A normalizer may shorten a text, some of them by a lot.
         self.max_chars_per_token: int = max(map(len, raw.get_vocab())) * (1 if raw.normalizer is None else 16)
         self._pieces: dict[int, bytes] = {}
         self.token_texts = _TokenTexts(self)  # text by token id, see _TokenTexts
-
-    def _find_eos(self, model_dir: Path) -> tuple[int, ...]:
-        for name in ("generation_config.json", "config.json"):
-            eos = read_json(model_dir / name).get("eos_token_id")
-            given = eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else []
-            if not all(isinstance(i, int) for i in given):
-                problem = f"eos_token_id is {eos!r}; expected a token id or a list of token ids"
-                raise ConfigError(f"model: {name}: {problem}", field="model")
-            if ids := tuple(i for i in given if i >= 0):  # -1 means none
-                return ids
-        token = special_token_text(self.config, "eos_token")
-        eos = self.raw.token_to_id(token) if token else None
-        return () if eos is None else (eos,)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of a text."""

@@ -79,6 +79,13 @@ def test_nulls_in_messages_are_absent_as_in_transformers(tmp_path: Path) -> None
     assert made.render([{"role": "user", "content": "a", "name": None}]) == '{"role": "user", "content": "a"}'
 
 
+def test_half_characters_of_a_message_have_an_encoding(tmp_path: Path) -> None:
+    made = template(tmp_path, "{{ messages[0].content }}|{{ messages[0] | tojson }}")
+    chat = [{"role": "user", "content": "é \ud83d a \ud83d\ude00 \udc00"}]
+    content = "é \ufffd a \U0001f600 \ufffd"
+    assert made.render(chat) == f'{content}|{{"role": "user", "content": "{content}"}}'
+
+
 def test_the_time_is_local(tmp_path: Path) -> None:
     text = template(tmp_path, "{{ strftime_now('%d %b %Y') }}").render(CHAT)
     assert abs((datetime.strptime(text, "%d %b %Y") - datetime.now()).days) <= 1

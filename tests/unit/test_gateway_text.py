@@ -60,7 +60,7 @@ def test_the_vocabulary_decides_the_detokenizer(smol: TextTokenizer, metaspace: 
     assert (smol.eos_ids, metaspace.eos_ids) == ((2,), (2,))
 
 
-@pytest.mark.parametrize(("said", "ids"), [(-1, (2,)), ([-1, 4], (4,)), ([], (2,)), (7, (7,))])
+@pytest.mark.parametrize(("said", "ids"), [(-1, (2,)), ([-1, 4], (4, 2)), ([], (2,)), (7, (7, 2))])
 def test_a_negative_eos_id_counts_as_none(metaspace: TextTokenizer, tmp_path: Path, said: Any, ids: Any) -> None:
     metaspace.raw.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(metaspace.config))
@@ -133,6 +133,36 @@ def test_the_stop_string_scanner_equals_a_search_in_the_whole_text(parts: list[s
     else:
         cut = min(given_so_far.find(s) for s in stops if s in given_so_far)
         assert out == whole[:cut]
+
+
+@given(
+    parts=st.lists(st.text("ab", max_size=5), max_size=8),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    early=st.integers(0, 8),
+)
+def test_a_stop_string_that_completes_too_early_is_content(parts: list[str], stops: list[str], early: int) -> None:
+    scanner, out = StopStringScanner(stops), ""
+    for number, part in enumerate(parts):
+        out += scanner.feed(part, may_end=number >= early)
+    whole, allowed = "".join(parts), len("".join(parts[:early]))
+    ends = [at + len(stop) for stop in stops for at in range(len(whole)) if whole.startswith(stop, at)]
+    assert scanner.found == any(end > allowed for end in ends)
+    if not scanner.found:
+        assert out + scanner.flush() == whole
+    else:
+        assert whole.startswith(out)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3, 6])
+def test_no_stop_string_ends_an_answer_before_min_tokens(smol: TextTokenizer, min_tokens: int) -> None:
+    ids = smol.encode("one two three four five six seven eight", add_special_tokens=False)
+    for size in (1, 2, len(ids)):
+        output = ChoiceOutput(smol, [" "], logprobs=False, min_tokens=min_tokens)
+        tokens = [Token(i, token) for i, token in enumerate(ids)]
+        pieces = [output.add(tokens[at : at + size]) for at in range(0, len(ids), size)]
+        assert output.finish is FinishReason.STOP
+        assert output.num_tokens == max(2, min_tokens)
+        assert "".join(piece.text for piece in pieces) == smol.decode(ids[: max(2, min_tokens) - 1])
 
 
 def test_output_counts_stop_tokens_and_hides_their_text(smol: TextTokenizer) -> None:

@@ -29,6 +29,14 @@ _HTTP = "uvicorn.protocols.http.httptools_impl"
 _GLOO = "torch.distributed.ProcessGroupGloo._Options"
 #: Distribution -> file that uses the names -> names. A name in braces is an attribute of the instances of a class.
 USED: dict[str, dict[str, tuple[str, ...]]] = {
+    "jinja2": {
+        "common/model/template_environment.py": (
+            "jinja2.compiler.CodeGenerator.visit_Concat",
+            "jinja2.compiler.optimizeconst",
+            "jinja2.environment.Environment.concat",
+            "jinja2.sandbox.SandboxedEnvironment.wrap_str_format",
+        )
+    },
     "uvicorn": {
         "gateway/api/http/protocol.py": (
             f"{_HTTP}.STATUS_LINE",

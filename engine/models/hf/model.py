@@ -23,11 +23,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from common.errors import ConfigError
+from common.model.directory import directory_name
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
 from engine.models.hf.spec import HfSpec, build_model, explain_refusal, read_hf_config, replace_decoder
+from engine.models.weights import only_pickled
 from engine.progress import progress
 
 ATTENTION_NAME = "baton"  # Name of our attention function in transformers' registry.
@@ -128,10 +130,12 @@ def load_hf_model(
 
 
 def _read(config: Any, model_dir: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    total = sum(file.stat().st_size for file in model_dir.glob("*.safetensors")) / 1e9
-    with progress(f"loading {model_dir.name}", total, "GB") as loaded, _quiet():
+    pickled = only_pickled(model_dir)
+    total = sum(file.stat().st_size for file in model_dir.glob("*.bin" if pickled else "*.safetensors")) / 1e9
+    with progress(f"loading {directory_name(model_dir)}", total, "GB") as loaded, _quiet():
         options: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
-        options |= dict.fromkeys(("local_files_only", "use_safetensors", "output_loading_info"), True)
+        options |= dict.fromkeys(("local_files_only", "output_loading_info", "weights_only"), True)
+        options["use_safetensors"] = not pickled
         target = None if device.type == "cpu" else device
         causal, report = AutoModelForCausalLM.from_pretrained(model_dir, device_map=target, **options)
         loaded.advance(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import orjson
 
+from common.model.generation import GenerationDefaults, generation_defaults
 from common.settings.configs import GatewayConfig
 from gateway.admission.key_store import KeyRing
 from gateway.pods.endpoint_slices import KubernetesApi
@@ -96,6 +98,13 @@ def texts(
     return text.tokenizer, text.chat_format
 
 
+def own_texts(model_dir: Path, config: GatewayConfig) -> tuple[TextTokenizer, ChatFormat]:
+    """Returns the tokenizer and the chat format with the configured template and variables."""
+    variables = json.loads(config.default_chat_template_kwargs or "{}")
+    text = TextProcessor.load("", model_dir, chat_template=config.chat_template, template_variables=variables)
+    return text.tokenizer, text.chat_format
+
+
 @asynccontextmanager
 async def rig(
     cluster: FakeCluster,
@@ -112,10 +121,21 @@ async def rig(
     # A busy test machine often misses the real limit of 20 ms. Tests with a stopped index cover the timeout.
     index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
     parsers = config.tool_parser, config.reasoning_parser
-    served = [TextProcessor(name, *texts(Path(path), *parsers)) for name, path in config.served_models().items()]
+    served = []
+    for name, path in config.served_models().items():
+        own = config.chat_template is not None or config.default_chat_template_kwargs is not None
+        tokenizer, chat_format = own_texts(Path(path), config) if own else texts(Path(path), *parsers)
+        defaults = generation_defaults(Path(path)) if config.generation_config == "auto" else GenerationDefaults()
+        served.append(TextProcessor(name, tokenizer, chat_format, defaults))
     server = GatewayServer(
         config,
-        Gateway(config, served, index, KeyRing(config.api_keys, config.redis, config.api_key), limits_timeout_s=index_timeout_s),
+        Gateway(
+            config,
+            served,
+            index,
+            KeyRing(config.api_keys, config.redis, config.api_key),
+            limits_timeout_s=index_timeout_s,
+        ),
         api=api,
     )
     try:
