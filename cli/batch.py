@@ -170,7 +170,9 @@ class Answers:
         """
         self.done: dict[str, bool] = {}  # custom_id of each answered request, and whether its answer is an error
         self._path = path
-        self._dropped = (lambda status: status != ANSWERED) if retry_errors else TEMPORARY.__contains__
+        self._dropped: Callable[[int], bool] = (
+            (lambda status: status != ANSWERED) if retry_errors else TEMPORARY.__contains__
+        )
         with self._writing():
             self._lock = path.with_name(f".{path.name}.lock").open("a")
             try:

@@ -62,11 +62,11 @@ class Chat:
         except KeyboardInterrupt:
             if not self.console.is_terminal:
                 raise
-            self._note("\n(stopped)")
+            self.note("\n(stopped)")
         self.messages += [question, {"role": "assistant", "content": "".join(said)}]
         self.console.out()
         if self.last is not None and self.last.finish_reason == "length":
-            self._note("(the answer ends at its longest length; --max-tokens N allows more)")
+            self.note("(the answer ends at its longest length; --max-tokens N allows more)")
         if self.trace:
             self.show_trace()
 
@@ -78,10 +78,10 @@ class Chat:
             return False
         if name == "/clear":
             self.messages, self.last = [], None
-            self._note("the conversation is empty")
+            self.note("the conversation is empty")
         elif name == "/system":
             self.system = rest
-            self._note("the system message is set" if rest else "there is no system message")
+            self.note("the system message is set" if rest else "there is no system message")
         elif name == "/trace":
             self.show_trace()
         elif name == "/retry":
@@ -90,29 +90,29 @@ class Chat:
             self._use_model(rest)
         else:
             if name != "/help":
-                self._note(f"there is no command {name}")
+                self.note(f"there is no command {name}")
             for command, what in COMMANDS.items():
-                self._note(f"  {command:<16} {what}")
+                self.note(f"  {command:<16} {what}")
         return True
 
     def show_trace(self) -> None:
         """Prints the waterfall of the last answer: its time in queue, prefill, transfer and decode."""
         if self.last is None:
-            self._note("there is no complete answer yet")
+            self.note("there is no complete answer yet")
             return
         from cli.demo.answer import show_phases
 
         try:
             timeline = self.server.timeline(self.last.request_id)
         except BatonError as error:
-            self._note(f"no time line: {error.message}")
+            self.note(f"no time line: {error.message}")
             return
         show_phases(self.notes, timeline, tokens=self.last.completion_tokens, end_s=self.last.last_s)
-        self._note(self.last.figures)
+        self.note(self.last.figures)
 
     def _retry(self) -> None:
         if not self.messages:
-            self._note("there is no message yet")
+            self.note("there is no message yet")
             return
         *self.messages, question, _answer = self.messages
         self.ask(question["content"])
@@ -122,8 +122,8 @@ class Chat:
         if name in names:
             self.model = name
         elif name:
-            self._note(f"{name} is not served")
-        self._note(f"model {self.model}; served: {', '.join(names)}")
+            self.note(f"{name} is not served")
+        self.note(f"model {self.model}; served: {', '.join(names)}")
 
     def _show(self, said: list[str], style: str | None = None) -> Callable[[str], None]:
         """Prints and collects the parts of a text. Reasoning (with a style) is shown on a terminal only."""
@@ -138,13 +138,14 @@ class Chat:
 
         return show
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Prints a line that is no answer."""
         self.notes.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def talk(chat: Chat) -> int:
     """Reads messages and commands from the terminal until the user ends the chat. Returns the exit code."""
-    chat._note(f"{chat.model} at {chat.server.url}; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
+    chat.note(f"{chat.model} at {chat.server.url}; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends the chat")
     with _line_editing():
         while True:
             try:

@@ -13,11 +13,8 @@ from typing import Any
 import orjson
 import structlog
 
-#: Key of lines about the start of this process, for `baton up`: "now" for what goes on, "done" for a finished phase.
-PHASE = "phase"
 log_context = structlog.contextvars.bound_contextvars  #: Context manager: adds values to lines logged inside it.
 
-_log = logging.getLogger(__name__)
 _QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
 
@@ -47,11 +44,6 @@ def setup_logs(level: str = "info", format: str = "auto") -> None:
     root.setLevel(level.upper())
     for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
-
-
-def log_phase(text: str, *, done: bool = False) -> None:
-    """Logs a phase of the start: what this process does now, or (`done`) what it has done and how long that took."""
-    _log.info(text, extra={PHASE: "done" if done else "now"})
 
 
 def _plain_uvicorn(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -42,7 +42,7 @@ class Progress:
             self.log("now")
 
     def log(self, phase: str = "done") -> None:
-        """Logs the state of the work. `phase` is what `baton up` shows of it, see common/logs.py."""
+        """Logs the state of the work. `phase` is what `baton up` shows of it, see common/process/lifecycle.py."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
         scale, unit = (1e3, "MB") if self.unit == "GB" and self.total < SMALL_GB else (1, self.unit)
         done, total, rate = self.done * scale, self.total * scale, self.done * scale / seconds
@@ -64,7 +64,8 @@ def progress(what: str, total: float, unit: str, *, show: bool = True) -> Iterat
         from rich import progress as rich
         from rich.console import Console
 
-        figures = rich.TextColumn("{task.completed:,.4g}/{task.total:,.4g} {task.fields[unit]} ({task.fields[rate]}/s)")
+        rate = "{task.completed:,.4g}/{task.total:,.4g} {task.fields[unit]} ({task.fields[rate]} {task.fields[unit]}/s)"
+        figures = rich.TextColumn(rate)
         columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), figures, rich.TimeElapsedColumn())
         with rich.Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as work.bar:
             work.bar.add_task(what, total=total, unit=unit, rate="0")

@@ -25,10 +25,10 @@ from pathlib import Path
 import uvicorn
 
 from common.errors import ConfigError
-from common.logs import log_phase, setup_logs
+from common.logs import setup_logs
 from common.model.directory import default_served_name, resolve_model
 from common.pb import inference_pb2_grpc
-from common.process.lifecycle import Lifecycle
+from common.process.lifecycle import Lifecycle, log_phase
 from common.rpc import RpcServer
 from common.settings.configs import GatewayConfig, is_loopback
 from common.settings.kinds import host_port

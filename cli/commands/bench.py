@@ -23,6 +23,8 @@ from common.errors import ConfigError
 if TYPE_CHECKING:  # imported only when the command runs
     from rich.table import Table
 
+    from loadtest.config import LoadConfig
+
 SENDING = 0.75  # Share of a stage in which requests are sent; the rest is for their answers.
 ENOUGH = 0.9  # Share of the highest throughput from which more users hardly help.
 COLUMNS = (
@@ -70,7 +72,7 @@ def _stages(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def run(config: Any, stages: Sequence[int], seconds: float, *, quiet: bool, as_json: bool) -> int:
+def run(config: LoadConfig, stages: Sequence[int], seconds: float, *, quiet: bool, as_json: bool) -> int:
     """Runs the stages and prints their figures. Returns the exit code. Raises ConfigError, Unavailable."""
     from importlib import metadata
 

@@ -27,7 +27,6 @@ from common.model.directory import default_served_name, expected_model_path
 from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, GatewayConfig, PodConfig, UpConfig
 from common.settings.kinds import host_port
 from common.settings.table import ENVIRONMENT, Settings, command_line, declared, spelt
-from common.telemetry import memory_usage
 from common.tls import TlsFiles
 from common.types import Role
 
@@ -173,6 +172,8 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
         return config.host_cache
     if not on_gpus or config.tensor_parallel_size > 1:
         return 0
+    from common.telemetry import memory_usage
+
     return min(MOST_HOST_CACHE, int(memory_usage().free * HOST_SHARE) // (config.prefill + config.decode))
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from common.errors import BatonError, ConfigError, InternalError, Unavailable
-from common.logs import PHASE
+from common.process.lifecycle import PHASE
 from common.process.tether import tether_command
 
 Probe = Callable[[], Awaitable[bool]]

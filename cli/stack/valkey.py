@@ -17,8 +17,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import redis.asyncio as redis
-
 from common.errors import ConfigError, Unavailable
 from common.process.atomic_file import write_file_atomically
 from common.process.tether import tether_command
@@ -85,6 +83,8 @@ class EmbeddedValkey:
         return url
 
     async def _wait_ready(self, url: str, log: Path) -> None:
+        import redis.asyncio as redis  # half a second, which `baton up` does not wait for
+
         deadline = time.monotonic() + START_TIMEOUT_S
         client = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
         async with client:

@@ -19,7 +19,14 @@ from pathlib import Path
 from types import FrameType
 
 _log = logging.getLogger(__name__)
+#: Key of log lines about the start of a process, for `baton up`: "now" for what goes on, "done" for a finished phase.
+PHASE = "phase"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def log_phase(text: str, *, done: bool = False) -> None:
+    """Logs a phase of the start: what this process does now, or (`done`) what it has done and how long that took."""
+    _log.info(text, extra={PHASE: "done" if done else "now"})
 
 
 class LifecycleState(enum.IntEnum):

@@ -83,6 +83,6 @@ def spans_of(timeline: Mapping[str, Any], *, tokens: int, end_s: float) -> list[
     if decode:
         begin = first["t"] if first else decode["t"]
         rest = tokens - 1 if first else tokens
-        detail = f"{rest} tokens, {rest / max(end_s - begin, 1e-9):.0f} a second"
+        detail = f"{rest} tokens, {rest / max(end_s - begin, 1e-9):.0f} tokens/s"
         spans.append(Span("decode", "decode", begin, max(end_s, decode["t"]), detail, "green"))
     return spans

@@ -90,7 +90,17 @@ def growing_waits_ms(records: Mapping[str, Sequence[Any]]) -> tuple[float, float
 
 def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None) -> None:
     """Prints runs at rising rates. `best` is the run at the highest rate that met the objectives, or None."""
-    columns = ("rate", "answered/s", "tokens/s", "good", "goodput/s", "ttft p50", "ttft p99", "itl p50", "itl p99")
+    columns = (
+        "requests/s",
+        "answered/s",
+        "tokens/s",
+        "good",
+        "goodput/s",
+        "ttft p50",
+        "ttft p99",
+        "itl p50",
+        "itl p99",
+    )
     table = _table(columns)
     for document in done:
         rates, goodput, times = document["rates"], document["goodput"], document["latencies_ms"]
@@ -103,7 +113,9 @@ def show_sweep(console: Console, done: Sequence[Mapping[str, Any]], best: Mappin
         _print_lines(console, "The first rate already missed the objectives.")
     else:
         rate, per_s = best["config"]["rate"], best["goodput"]["per_s"]
-        _print_lines(console, f"Highest rate that met the objectives: {rate:g} requests/s, goodput {per_s:.2f}/s.")
+        _print_lines(
+            console, f"Highest rate that met the objectives: {rate:g} requests/s, goodput {per_s:.2f} requests/s."
+        )
 
 
 def show_comparison(console: Console, comparison: Comparison, names: Sequence[str]) -> None:

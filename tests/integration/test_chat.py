@@ -121,8 +121,8 @@ async def test_a_failed_request_leaves_the_conversation_as_it_was(gw: Rig) -> No
 
 async def test_a_terminal_gets_no_control_characters_of_an_answer(gw: Rig) -> None:
     with chatting(gw, terminal=True) as chat:
-        chat._show([])("a\x1b[2Jb\x07\tc\nd\x9b")
-        assert shown(chat.console) == "a[2Jb\tc\nd"
+        chat._show([])("a\x1b[2Jb\x07c\nd\x9b")
+        assert shown(chat.console) == "a[2Jbc\nd"
     with chatting(gw) as chat:
         chat._show([])("a\x1b[2J")
         assert shown(chat.console) == "a\x1b[2J", "a file gets the text as it is"

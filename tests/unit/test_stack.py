@@ -227,7 +227,7 @@ def test_pods_on_gpus_share_half_of_the_free_memory_as_host_tiers(monkeypatch: p
     with planned({"port": 0}, gpus=GPUS) as stack:
         first, second = sizes(stack)
     assert 0 < first == second <= psutil.virtual_memory().total // 4
-    monkeypatch.setattr(stack_module, "memory_usage", lambda: MemoryUsage(used=0, limit=10 << 30, free=8 << 30))
+    monkeypatch.setattr("common.telemetry.memory_usage", lambda: MemoryUsage(used=0, limit=10 << 30, free=8 << 30))
     with planned({"port": 0}, gpus=GPUS) as stack:
         assert sizes(stack) == [2 << 30] * 2
     with planned({"port": 0, "host_cache": "1GiB"}, gpus=GPUS) as stack:

@@ -77,7 +77,8 @@ async def test_that_all_is_ready_is_said_before_how_to_use_it(capsys: pytest.Cap
 async def test_the_phases_of_a_start_are_shown_once_each(tmp_path: Path) -> None:
     script = """
 import logging, time
-from common.logs import log_phase, setup_logs
+from common.logs import setup_logs
+from common.process.lifecycle import log_phase
 setup_logs("info", "json")
 log_phase("loads its code")
 log_phase("loading m: 5.4 of 5.4 MB in 0.1 s, 54 MB/s", done=True)
@@ -142,7 +143,7 @@ async def test_a_stack_may_open_its_playground(
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#/playground", page)
     origin = page.removesuffix("/#/playground")
     assert f"is served on {origin}/v1" in out
-    assert f"dashboard and playground: {origin}/" in out
+    assert f"dashboard: {origin}/ (with a playground)" in out
     assert f"no browser to open {page}" in out
     assert f"baton chat {origin}" in out
     assert '"temperature": 0.3' in out
