@@ -9,7 +9,9 @@ version and outcome -> the stack must be at rest. The exit code is the number of
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,14 +50,52 @@ class Site:
 class Client:
     """One client to run."""
 
-    #: Packages for pip. The report has the version of the first.
+    #: Packages for pip, or for npm. The report has the version of the first.
     packages: tuple[str, ...]
     #: Returns the commands to run.
     argv: Callable[[Site], list[list[str]]]
+    node: bool = False  # the client runs in node, and is skipped where there is none
 
 
 def _script(name: str) -> Callable[[Site], list[list[str]]]:
     return lambda site: [[str(site.bin / "python"), str(HERE / name), site.url, site.model]]
+
+
+def _node(name: str) -> Callable[[Site], list[list[str]]]:
+    """Runs a copy of a script beside the installed packages, because node looks for packages above the script."""
+
+    def argv(site: Site) -> list[list[str]]:
+        script = shutil.copy(HERE / "js" / name, site.bin / name)
+        return [["node", str(script), site.url, site.model]]
+
+    return argv
+
+
+def _lm_eval(site: Site) -> list[list[str]]:
+    """A task by log-probabilities and one by generated text, with the tokenizer of the client and of the server."""
+    questions = [
+        {"question": f"{a} + {b} =", "choices": [f" {a + b}", " 77"], "answer": 0} for a in (1, 2) for b in (1, 3)
+    ]
+    (site.work / "sums.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    data = [
+        "dataset_path: json",
+        f"dataset_kwargs: {{data_files: {{test: {site.work / 'sums.jsonl'}}}}}",
+        *("test_split: test", 'doc_to_text: "{{question}}"'),
+    ]
+    choices = ["output_type: multiple_choice", 'doc_to_choice: "{{choices}}"', "doc_to_target: answer"]
+    until = 'generation_kwargs: {until: ["\\n"], max_gen_toks: 8}'
+    texts = ["output_type: generate_until", 'doc_to_target: "{{choices[0]}}"', until]
+    for name, lines, metric in (("sums_choice", choices, "acc"), ("sums_text", texts, "exact_match")):
+        lines = [f"task: {name}", *data, *lines, f"metric_list: [{{metric: {metric}}}]"]
+        (site.work / f"{name}.yaml").write_text("\n".join(lines) + "\n")
+    model = f"model={site.model},base_url={site.url}/completions,num_concurrent=2,max_retries=1,max_length=2048"
+    tokenizers = (
+        f"tokenizer_backend=huggingface,tokenizer={site.model_dir},tokenized_requests=True",
+        f"tokenizer_backend=huggingface,tokenizer={site.model_dir},tokenized_requests=False",
+        f"tokenizer_backend=remote,tokenizer={site.model},tokenized_requests=False",
+    )
+    shared = [str(site.bin / "lm_eval"), "--model", "local-completions", "--include_path", str(site.work)]
+    return [[*shared, "--tasks", "sums_choice,sums_text", "--model_args", f"{model},{t}"] for t in tokenizers]
 
 
 def _guidellm(site: Site) -> list[list[str]]:
@@ -104,8 +144,23 @@ def _trace_line(number: int) -> str:
 
 CLIENTS = {
     "openai": Client(("openai", "pydantic"), _script("use_openai.py")),
+    "anthropic": Client(("anthropic",), _script("use_anthropic.py")),
     "litellm": Client(("litellm",), _script("use_litellm.py")),
     "langchain": Client(("langchain-openai",), _script("use_langchain.py")),
+    "openai-agents": Client(("openai-agents==0.24.0",), _script("use_openai_agents.py")),
+    "llama-index": Client(
+        ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like"), _script("use_llama_index.py")
+    ),
+    "pydantic-ai": Client(("pydantic-ai-slim[openai]==2.68.0",), _script("use_pydantic_ai.py")),
+    "instructor": Client(("instructor==1.17.0",), _script("use_instructor.py")),
+    "haystack": Client(("haystack-ai==3.4.1",), _script("use_haystack.py")),
+    "smolagents": Client(("smolagents[openai]==1.26.0",), _script("use_smolagents.py")),
+    "lm-eval": Client(("lm-eval[api]==0.4.13", "transformers"), _lm_eval),
+    "codex": Client(("httpx==0.28.1",), _script("use_codex.py")),
+    "openai-js": Client(("openai@7.55.0",), _node("use_openai.mjs"), node=True),
+    "ai-sdk": Client(
+        ("ai@7.0.173", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"), _node("use_ai_sdk.mjs"), node=True
+    ),
     "guidellm": Client(("guidellm", "torch"), _guidellm),
     "aiperf": Client(("aiperf",), _aiperf),
 }
@@ -114,6 +169,11 @@ CLIENTS = {
 def install(name: str, client: Client, venvs: Path) -> Path:
     """Returns the client's bin folder and creates the environment if missing. torch stays the pinned CPU build."""
     folder = venvs / name
+    if client.node:
+        folder.mkdir(parents=True, exist_ok=True)
+        quiet = ("--no-audit", "--no-fund", "--loglevel=error")
+        subprocess.run(["npm", "install", "--prefix", str(folder), *quiet, *client.packages], check=True)
+        return folder
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -125,8 +185,12 @@ def install(name: str, client: Client, venvs: Path) -> Path:
     return python.parent
 
 
-def version_of(package: str, programs: Path) -> str:
-    """Returns the version of an installed package."""
+def version_of(client: Client, programs: Path) -> str:
+    """Returns the installed version of the client's first package."""
+    if client.node:
+        package = client.packages[0].rpartition("@")[0]
+        return str(json.loads((programs / "node_modules" / package / "package.json").read_text())["version"])
+    package = re.split(r"[\[=]", client.packages[0])[0]
     code = f"from importlib.metadata import version; print(version({package!r}))"
     return subprocess.run(
         [str(programs / "python"), "-c", code], capture_output=True, text=True, check=True
@@ -157,15 +221,18 @@ def main() -> int:
     args = parser.parse_args()
     model_dir = demo_model()
     venvs = args.venvs.resolve()
-    programs = {name: install(name, CLIENTS[name], venvs) for name in args.names}
+    skipped = [name for name in args.names if CLIENTS[name].node and shutil.which("npm") is None]
+    for name in skipped:
+        print(f"{name}: skipped, because there is no node and npm on this machine", flush=True)
+    programs = {name: install(name, CLIENTS[name], venvs) for name in args.names if name not in skipped}
     failed = 0
     with tempfile.TemporaryDirectory() as folder, Cluster(model_dir, Path(folder) / "logs") as cluster:
-        for name in args.names:
+        for name in programs:
             work = Path(folder) / name
             work.mkdir()
             outcome = run(name, Site(cluster.base_url, cluster.stack.model, model_dir, programs[name], work))
             failed += outcome != "ok"
-            print(f"{name} {version_of(CLIENTS[name].packages[0], programs[name])}: {outcome}", flush=True)
+            print(f"{name} {version_of(CLIENTS[name], programs[name])}: {outcome}", flush=True)
             cluster.check_idle()
     return failed
 

@@ -29,6 +29,7 @@ _STATUS = {
     501: "The model or its pods do not support this.",
     503: "No pod can serve the request now; retry after Retry-After.",
     504: "The request's deadline has passed.",
+    529: "No free capacity; retry after Retry-After.",
 }
 
 
@@ -92,17 +93,24 @@ def _inlined(node: Any, definitions: Json) -> Any:
     }
 
 
-def openapi_document(version: str, models: Sequence[str]) -> Json:
-    """Returns the document of a gateway that serves models of these names."""
+_KEYS: Json = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+def openapi_document(version: str, models: Sequence[str], root_path: str = "") -> Json:
+    """Returns the document of a gateway that serves models of these names, behind `root_path` of a proxy."""
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, models)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": version, "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"}},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
-        "components": {"schemas": SCHEMAS, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{"key": []}, {}],
+        "components": {"schemas": SCHEMAS, "securitySchemes": _KEYS},
+        "security": [*({name: []} for name in _KEYS), {}],
     }
 
 
@@ -114,6 +122,8 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
         for name, schema in group
     ]
     words = operation.path.replace("/v1/", "").strip("/").translate(str.maketrans("/{}", "___")).rstrip("_")
+    if any(other.path == f"/v1{operation.path}" for other in OPERATIONS):
+        words += "_without_version"
     operation_id = f"{operation.method.lower()}_{words}"
     out: Json = {"summary": operation.summary, "operationId": operation_id, "parameters": arguments}
     if operation.body is not None:
@@ -132,6 +142,6 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
         content = {"application/json": {"schema": ref(operation.answer)}}
     if operation.event:
         content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": ref(operation.event)}
-    error: Json = {"application/json": {"schema": ref("Error")}}
+    error: Json = {"application/json": {"schema": ref(operation.error)}}
     errors = {str(status): {"description": _STATUS[status], "content": error} for status in operation.errors}
     return {**out, "responses": {"200": {"description": "Done.", "content": content}, **errors}}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gateway.api.anthropic.requests import CountTokensRequest, MessageRequest
 from gateway.api.http.json import Json
 from gateway.api.openai.embeddings import EmbeddingsRequest
 from gateway.api.openai.fields import RequestModel
 from gateway.api.openai.requests import ChatRequest, CompletionRequest
 from gateway.api.openai.responses.request import ResponseRequest
 from gateway.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from gateway.api.scoring.rerank import RerankRequest
+from gateway.api.scoring.score import ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,11 @@ class Operation:
     path: str
     summary: str
     answer: str  #: Name in schemas.SCHEMAS of the answer's schema, "" for plain text.
-    errors: tuple[int, ...] = ()  #: Statuses of its errors; all have the schema Error.
+    errors: tuple[int, ...] = ()  #: Statuses of its errors.
     body: type[RequestModel] | None = None
     event: str = ""  #: Name of the schema of a stream's events, "" without a stream.
     query: tuple[tuple[str, Json], ...] = ()  #: Name and schema of each query parameter.
+    error: str = "Error"  #: Name of the schema of its errors.
 
 
 #: Errors of the operations that read a body and pass admission.
@@ -32,7 +36,8 @@ _STORED = (400, 401, 404, 503)
 
 
 def _post(path: str, summary: str, answer: str, body: type[RequestModel], event: str = "", *errors: int) -> Operation:
-    return Operation("POST", path, summary, answer, (*_BODY, *errors), body, event)
+    error = "MessageError" if path.startswith("/v1/messages") else "Error"
+    return Operation("POST", path, summary, answer, (*_BODY, *errors), body, event, error=error)
 
 
 def _get(path: str, summary: str, answer: str, *errors: int, **query: Json) -> Operation:
@@ -54,8 +59,13 @@ _RECENT_SUMMARY = (
     "to get only the requests that changed after it."
 )
 _RESET_SUMMARY = "Empties the prefix caches of all pods, and so the index; 200 only when every pod has confirmed it."
-_EMBEDDINGS_SUMMARY = "Vectors of length 1: the state of each text's last token."
+_EMBEDDINGS_SUMMARY = "A vector for each text, made of the states of its tokens."
+_MESSAGES_SUMMARY = "Answers a conversation, in the shape of Anthropic's Messages."
+_RERANK_SUMMARY = "Documents in the order of their relevance to a query, as at Jina and Cohere."
+_SCORE_SUMMARY = "Scores of pairs of texts, in vLLM's shape."
 _RESPONSES_SUMMARY = "Answers a conversation, in the shape of OpenAI's Responses."
+_INFO_SUMMARY = "The tokenizer's configuration and the chat template, as lm-eval reads them from vLLM."
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
 _TOKENIZE_SUMMARY = "A text or a conversation as token ids, in vLLM's shape."
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -72,8 +82,13 @@ OPERATIONS: tuple[Operation, ...] = (
         *_STORED,
         **_ITEMS,
     ),
+    _post("/v1/messages", _MESSAGES_SUMMARY, "Message", MessageRequest, "MessageEvent", 529),
+    _post("/v1/messages/count_tokens", "The number of tokens of a prompt.", "TokenCount", CountTokensRequest, "", 529),
+    *(_post(path, _RERANK_SUMMARY, "Reranked", RerankRequest, "", 501) for path in RERANK_PATHS),
+    *(_post(path, _SCORE_SUMMARY, "Scores", ScoreRequest, "", 501) for path in ("/v1/score", "/score")),
     _post("/tokenize", _TOKENIZE_SUMMARY, "Tokenized", TokenizeRequest),
     _post("/detokenize", "Token ids as text, special tokens included.", "Detokenized", DetokenizeRequest),
+    _get("/tokenizer_info", _INFO_SUMMARY, "TokenizerInfo", 400, 401, 403, 404, model={"type": "string"}),
     _get("/v1/models", "The served models.", "ModelList", 401),
     _get("/v1/models/{model}", "One served model.", "Model", 401, 403, 404),
     _get("/health", "The same as /ready.", "Status", 503),

@@ -76,6 +76,13 @@ _OUTPUT_ITEM: Json = {
         _object(id=_STRING, type=_const("function_call"), call_id=_STRING, name=_STRING, arguments=_STRING),
     ]
 }
+_CONTENT_BLOCK: Json = {
+    "anyOf": [
+        _object(type=_const("text"), text=_STRING),
+        _object(type=_const("thinking"), thinking=_STRING, signature=_STRING),
+        _object(type=_const("tool_use"), id=_STRING, name=_STRING, input=_OBJECT),
+    ]
+}
 _RESPONSE_USAGE = _object(
     input_tokens=_INT,
     input_tokens_details=_object(cached_tokens=_INT),
@@ -111,7 +118,12 @@ SCHEMAS: Json = {
         choices=_choices(text=_STRING, logprobs=_COMPLETION_LOGPROBS, finish_reason=_FINISH),
     ),
     "Model": _object(
-        {"max_model_len": _INT}, id=_STRING, object=_const("model"), created=_INT, owned_by=_STRING, root=_STRING
+        {"max_model_len": _INT, "generation_defaults": {"type": "object"}},
+        id=_STRING,
+        object=_const("model"),
+        created=_INT,
+        owned_by=_STRING,
+        root=_STRING,
     ),
     "ModelList": _object(object=_const("list"), data=_array(ref("Model"))),
     "Embeddings": _object(
@@ -151,6 +163,40 @@ SCHEMAS: Json = {
         last_id=_nullable(_STRING),
         has_more=_BOOL,
     ),
+    "Message": _object(
+        id=_STRING,
+        type=_const("message"),
+        role=_const("assistant"),
+        model=_STRING,
+        content=_array(_CONTENT_BLOCK),
+        stop_reason={
+            "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded", None]
+        },
+        stop_sequence=_nullable(_STRING),
+        usage=ref("MessageUsage"),
+    ),
+    "MessageUsage": _object(
+        input_tokens=_INT, cache_creation_input_tokens=_INT, cache_read_input_tokens=_INT, output_tokens=_INT
+    ),
+    "MessageEvent": _object(type=_STRING),
+    "MessageError": _object(type=_const("error"), error=_object(type=_STRING, message=_STRING), request_id=_STRING),
+    "TokenCount": _object(input_tokens=_INT),
+    "Reranked": _object(
+        id=_STRING,
+        object=_const("list"),
+        model=_STRING,
+        results=_array(_object({"document": _object(text=_STRING)}, index=_INT, relevance_score=_NUMBER)),
+        usage=_object(prompt_tokens=_INT, total_tokens=_INT),
+    ),
+    "Scores": _object(
+        id=_STRING,
+        object=_const("list"),
+        created=_INT,
+        model=_STRING,
+        data=_array(_object(index=_INT, object=_const("score"), score=_NUMBER)),
+        usage=_object(prompt_tokens=_INT, total_tokens=_INT),
+    ),
+    "TokenizerInfo": _object(tokenizer_class=_STRING, chat_template=_nullable(_STRING)),
     "Tokenized": _object(
         count=_INT, max_model_len=_nullable(_INT), tokens=_array(_INT), token_strs=_nullable(_array(_nullable(_STRING)))
     ),

@@ -10,6 +10,7 @@ import orjson
 from common.pb import inference_pb2
 from gateway.api.docs.document import Parameter, parameters
 from gateway.api.docs.operations import HEADERS, OPERATIONS
+from gateway.api.openai.fields import RequestModel
 from gateway.api.openai.requests import ChatRequest, CompletionRequest, Generation
 
 BEGIN, END = "<!-- tables: python -m gateway.api.docs -->", "<!-- end of tables -->"
@@ -36,14 +37,20 @@ CHAT, COMPLETION = (
 def tables() -> str:
     """Returns all tables as Markdown."""
     endpoints = ((f"`{o.method} {o.path}`", o.summary, ", ".join(map(str, sorted(o.errors)))) for o in OPERATIONS)
-    others = [o for o in OPERATIONS if o.body is not None and o.body not in (ChatRequest, CompletionRequest)]
+    bodies: dict[type[RequestModel], list[str]] = {}
+    for operation in OPERATIONS:
+        if operation.body not in (None, ChatRequest, CompletionRequest):
+            bodies.setdefault(operation.body, []).append(operation.path)
     parts = [
         "## Endpoints\n\n" + _table(("endpoint", "what it does", "errors"), endpoints),
         "## Headers\n\n" + _table(("header", "meaning"), ((f"`{name}`", meaning) for name, meaning, _ in HEADERS)),
         "## Parameters of chat and completions\n\n" + _parameters(COMMON, grpc=True),
         "## Parameters of /v1/chat/completions only\n\n" + _parameters(CHAT, grpc=True),
         "## Parameters of /v1/completions only\n\n" + _parameters(COMPLETION, grpc=True),
-        *(f"## Parameters of {o.path}\n\n" + _parameters(parameters(o.body), grpc=False) for o in others if o.body),
+        *(
+            f"## Parameters of {', '.join(paths)}\n\n" + _parameters(parameters(body), grpc=False)
+            for body, paths in bodies.items()
+        ),
         "## Fields of Generate (gRPC)\n\n" + _table(("field", "says the same as"), map(_grpc_row, GRPC_FIELDS)),
     ]
     return "\n".join(parts)

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 from pydantic import model_validator
 
 from common.errors import InvalidRequest
+from gateway.admission.api_keys import Caller
 from gateway.api.http.endpoint import HttpResponse
+from gateway.api.http.json import Json
 from gateway.api.openai.conversation import (
     Messages,
     TemplateVariables,
@@ -89,7 +91,7 @@ class TokenizeHandler:
         r = validated(TokenizeRequest, body)
         declared_functions([tool["function"] for tool in r.tools], "tools", ".function")  # checks them
         messages = () if r.messages is None else chat_messages(r.messages)
-        model = self._model(context, r.model)
+        model = self._model(context.caller, r.model)
         if r.prompt is not None:
             text, special = r.prompt, r.add_special_tokens is not False
             encode = partial(model.tokenizer.encode_async, text, add_special_tokens=special)
@@ -109,15 +111,41 @@ class TokenizeHandler:
     async def text(self, body: object, context: RequestContext) -> str:
         """Returns the text of token ids. Raises InvalidRequest."""
         r = validated(DetokenizeRequest, body)
-        ids, tokenizer = list(r.tokens), self._model(context, r.model).tokenizer
+        ids, tokenizer = list(r.tokens), self._model(context.caller, r.model).tokenizer
         if ids and max(ids) >= tokenizer.vocab_size:
             text = f"tokens has {max(ids)}, but the vocabulary has {tokenizer.vocab_size} tokens"
             raise InvalidRequest(text, field="tokens")
         return await tokenizer.decode_async(ids)
 
-    def _model(self, context: RequestContext, name: str | None) -> ServedModel:
+    def info(self, caller: Caller, name: str | None) -> Json:
+        """Answers GET /tokenizer_info: tokenizer_config.json, with special tokens as texts, and the chat template.
+
+        Raises InvalidRequest.
+        """
+        model = self._model(caller, name)
+        tokenizer = model.tokenizer
+        shown = {key: _plain(value) for key, value in tokenizer.config.items()}
+        shown.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        if not shown.get("eos_token") and tokenizer.eos_ids:
+            shown["eos_token"] = tokenizer.raw.id_to_token(tokenizer.eos_ids[0])
+        return {**shown, "chat_template": model.chat_format.template_source or None}
+
+    def _model(self, caller: Caller, name: str | None) -> ServedModel:
         """Returns the named model; without a name, the only one."""
         models = list(self._gateway.models)
         if name is None and len(models) > 1:
             raise InvalidRequest("model is missing", field="model")
-        return self._gateway.model_for(context.caller, models[0].name if name is None else name)
+        return self._gateway.model_for(caller, models[0].name if name is None else name)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of tokenizer_config.json with the text in place of each token that is written as an object.
+
+    An integer of more than 64 bits, which stands for no limit, becomes a floating-point number.
+    """
+    if isinstance(value, dict):
+        text = value.get("content")
+        return text if isinstance(text, str) else {key: _plain(item) for key, item in value.items()}
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        return float(value)
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""The routes that score texts against each other: /v1/rerank and /v1/score."""
