@@ -65,7 +65,7 @@ test-long: $(INSTALLED) kubectl ## Runs the tests marked long: soak, chaos, stat
 fuzz: $(INSTALLED) ## Runs mutated inputs of all kinds; INPUTS=1000000, SEED=2, ARGS='wire tool-calls' selects targets.
 	$(PY) -m tests.fuzz --inputs $(or $(INPUTS),100000) --seed $(or $(SEED),1) $(ARGS)
 
-clients: $(INSTALLED) ## Tests openai, litellm, langchain, guidellm, aiperf with a stack, each in its own venv; ARGS='openai aiperf' selects.
+clients: $(INSTALLED) ## Tests unchanged clients (tests/clients/README.md) with a stack, each in its own venv; ARGS='openai aiperf' selects.
 	$(PY) tests/clients/run.py $(ARGS)
 
 dashboard-test: $(INSTALLED) ## Tests the page at / in a headless Chromium (apt-get install chromium, or CHROMIUM=/path/to/it).

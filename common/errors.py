@@ -47,6 +47,10 @@ class InvalidRequest(BatonError, grpc="INVALID_ARGUMENT", http=400, openai="inva
     """The request itself is wrong; a retry normally fails again."""
 
 
+class ContextOverflow(InvalidRequest):
+    """The prompt, alone or with the answer that the client asks for, is longer than the model's context."""
+
+
 class ModelNotFound(InvalidRequest, grpc="NOT_FOUND", http=404):
     """The request names a model that the gateway does not serve."""
 

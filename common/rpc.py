@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, error_from_grpc_status
 from common.pb import types_pb2
+from common.settings.kinds import host_port
 from common.tls import SERVER_NAME, Pems, TlsFiles
 from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from common.wire import error_from_pb, error_to_pb
@@ -247,7 +248,7 @@ class RpcServer:
         reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set(LIVENESS_SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        address = f"{self._host}:{self._port}"
+        address = host_port(self._host, self._port)
         try:
             if self._tls is None:
                 port = server.add_insecure_port(address)
@@ -257,7 +258,7 @@ class RpcServer:
             if not port:
                 raise RuntimeError("the address cannot be bound")
         except RuntimeError as e:
-            raise ConfigError(f"port: cannot listen on {self._host}:{self._port}: {e}", field="port") from e
+            raise ConfigError(f"port: cannot listen on {address}: {e}", field="port") from e
         await server.start()
         self._server = server
         return port

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,24 +12,51 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.errors import BatonError, InvalidRequest, Unavailable
+from common.errors import BatonError, InvalidRequest, ObjectNotFound, Unavailable
+from gateway.api.anthropic.endpoint import MessagesHandler, model_card, model_list
+from gateway.api.anthropic.errors import AnthropicErrors
 from gateway.api.docs.document import openapi_document
-from gateway.api.http.endpoint import AuthMiddleware, Endpoint, RequestHandler, caller_of, known_caller
-from gateway.api.http.json import error_body, error_headers
+from gateway.api.http.endpoint import (
+    AuthMiddleware,
+    Endpoint,
+    RequestHandler,
+    RequestIdMiddleware,
+    RootPathMiddleware,
+    caller_of,
+    client_request_id,
+    known_caller,
+)
+from gateway.api.http.json import OPENAI_ERRORS, ErrorFormat, error_body, error_headers
 from gateway.api.openai.embeddings import EmbeddingsHandler
 from gateway.api.openai.generate import GenerateHandler
 from gateway.api.openai.responses.endpoint import ResponsesHandler
 from gateway.api.openai.responses.store import ResponseStore
 from gateway.api.openai.tokenize import TokenizeHandler
+from gateway.api.scoring.rerank import RerankHandler
+from gateway.api.scoring.score import ScoreHandler
 from gateway.dashboard.history import MetricsHistory
 from gateway.dashboard.routes import page_routes
 from gateway.dashboard.routes import routes as dashboard_routes
 from gateway.serving.gateway import Gateway
 from gateway.serving.models import ServedModel
+from gateway.serving.pair_scorer import PairScorer
+from gateway.serving.prompt_runner import PromptRunner
+
+MESSAGES = "/v1/messages"
+ANTHROPIC_VERSION = "anthropic-version"  #: The header that Anthropic's clients send.
+
+
+_ANTHROPIC_ERRORS = AnthropicErrors()
+
+
+def _errors_of(path: str) -> ErrorFormat:
+    """Returns the form of a path's errors."""
+    return _ANTHROPIC_ERRORS if path == MESSAGES or path.startswith(f"{MESSAGES}/") else OPENAI_ERRORS
 
 
 def package_version() -> str:
@@ -48,24 +76,48 @@ def _error(error: BatonError, status: int | None = None) -> Response:
 
 
 def _http_error(request: Request, error: Exception) -> Response:
-    """Answers unknown paths and methods with an error in OpenAI's shape."""
+    """Answers unknown paths and methods with an error in the shape of the path."""
     assert isinstance(error, HTTPException)
     headers, path = error.headers or {}, request.url.path[:200]
     why = {
         404: f"there is no endpoint {path!r}; /openapi.json lists all endpoints",
         405: f"{path!r} takes {headers.get('Allow', 'another method')}, not {request.method}",
     }
-    response = _error(InvalidRequest(why.get(error.status_code, str(error.detail))), error.status_code)
+    kind = ObjectNotFound if error.status_code == 404 else InvalidRequest
+    answer = kind(why.get(error.status_code, str(error.detail)))
+    errors, request_id = _errors_of(request.url.path), client_request_id(request.scope) or secrets.token_hex(12)
+    more = {**errors.headers(answer, request_id), "x-request-id": request_id}
+    response = _json(errors.body(answer, request_id), error.status_code, more)
     for name, value in headers.items():
         response.headers[name] = value
     return response
+
+
+#: Headers of answers that a web page of another origin may read.
+EXPOSED_HEADERS = (
+    *("x-request-id", "request-id", "retry-after"),
+    *(f"x-ratelimit-{what}-{name}" for name in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
+)
+
+
+def _cors(origins: Sequence[str]) -> Middleware:
+    """Returns the middleware that lets web pages of these origins call the API. Keys are headers, never cookies."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("DELETE", "GET", "HEAD", "OPTIONS", "POST"),
+        allow_headers=("*",),
+        allow_private_network=True,
+        expose_headers=EXPOSED_HEADERS,
+        max_age=86400,
+    )
 
 
 def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | None = None) -> Starlette:
     """Returns the HTTP application. The caller starts and stops `gateway`. Without `store` no response is kept."""
 
     def post(path: str, name: str, serve: RequestHandler) -> Route:
-        return Route(path, Endpoint(gateway, name, serve), methods=["POST"])
+        return Route(path, Endpoint(gateway, name, serve, _errors_of(path)), methods=["POST"])
 
     def route(path: str, answer: Callable[[Request], Awaitable[Any]], *methods: str) -> Route:
         """Returns a route that answers with a JSON value, or with the error that `answer` raises."""
@@ -80,23 +132,29 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
 
     def model_json(name: str, model: ServedModel) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": model.created, "owned_by": "baton", "root": model.name}
+        if defaults := model.defaults.as_json():
+            card["generation_defaults"] = defaults
         ready = model.pod_table.ready
         return {**card, "max_model_len": model.pod_table.limits().max_model_len} if ready else card
 
     async def models(request: Request) -> dict[str, Any]:
         may_use = caller_of(request.scope).may_use
         named = gateway.models.by_name.items()
-        return {"object": "list", "data": [model_json(name, m) for name, m in named if may_use(name, m.name)]}
+        shown = [model_json(name, m) for name, m in named if may_use(name, m.name)]
+        return model_list(shown) if ANTHROPIC_VERSION in request.headers else {"object": "list", "data": shown}
 
     async def model(request: Request) -> dict[str, Any]:
         name = request.path_params["model"]
-        return model_json(name, gateway.model_for(caller_of(request.scope), name))
+        shown = model_json(name, gateway.model_for(caller_of(request.scope), name))
+        return model_card(shown) if ANTHROPIC_VERSION in request.headers else shown
+
+    async def tokenizer_info(request: Request) -> dict[str, Any]:
+        return tokenize.info(caller_of(request.scope), request.query_params.get("model"))
 
     async def ready(_request: Request) -> dict[str, str]:
-        if gateway.ready:
-            return {"status": "ready"}
-        why = "the gateway is stopping" if gateway.leaving else "no prefill and decode pods are ready"
-        raise Unavailable(why, retry_after_s=1.0)
+        if why := gateway.why_unready():
+            raise Unavailable(why, retry_after_s=1.0)
+        return {"status": "ready"}
 
     async def live(_request: Request) -> dict[str, str]:
         return {"status": "live"}
@@ -119,7 +177,9 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
         return {"version": package_version()}
 
     async def openapi(_request: Request) -> dict[str, Any]:
-        return openapi_document(package_version(), tuple(gateway.models.by_name))
+        return openapi_document(
+            package_version(), tuple(gateway.models.by_name), gateway.settings.root_path.rstrip("/")
+        )
 
     async def timeline(request: Request) -> Response:
         caller, found = caller_of(request.scope), gateway.timelines.find(request.path_params["request_id"])
@@ -128,16 +188,25 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
         return _json(found.as_json())
 
     tokenize, responses = TokenizeHandler(gateway), ResponsesHandler(gateway, store)
+    messages, prompts = MessagesHandler(gateway), PromptRunner(gateway)
+    scorer = PairScorer(prompts)
+    rerank, score = RerankHandler(gateway, scorer, return_documents=True), ScoreHandler(gateway, scorer)
     routes = [
         post("/v1/completions", "completions", GenerateHandler(gateway, chat=False).serve),
         post("/v1/chat/completions", "chat", GenerateHandler(gateway, chat=True).serve),
-        post("/v1/embeddings", "embeddings", EmbeddingsHandler(gateway).serve),
+        post("/v1/embeddings", "embeddings", EmbeddingsHandler(prompts).serve),
+        *(post(path, "rerank", rerank.serve) for path in ("/v1/rerank", "/rerank")),
+        post("/v2/rerank", "rerank", RerankHandler(gateway, scorer, return_documents=False).serve),
+        *(post(path, "score", score.serve) for path in ("/v1/score", "/score")),
         post("/v1/responses", "responses", responses.create),
         route("/v1/responses/{response_id}", responses.read, "GET"),
         route("/v1/responses/{response_id}", responses.delete, "DELETE"),
         route("/v1/responses/{response_id}/input_items", responses.input_items),
+        post(MESSAGES, "messages", messages.create),
+        post(f"{MESSAGES}/count_tokens", "count_tokens", messages.count),
         post("/tokenize", "tokenize", tokenize.tokenize),
         post("/detokenize", "detokenize", tokenize.detokenize),
+        route("/tokenizer_info", tokenizer_info, "GET"),
         route("/v1/models", models),
         route("/v1/models/{model:path}", model),
         route("/health", ready),
@@ -151,7 +220,13 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
         *dashboard_routes(gateway, history, package_version()),
         *page_routes(),
     ]
-    auth = Middleware(AuthMiddleware, keys=gateway.keys, open_metrics=gateway.settings.open_metrics)
-    app = Starlette(routes=routes, middleware=[auth], exception_handlers={HTTPException: _http_error})
+    open_metrics = gateway.settings.open_metrics
+    middleware = [Middleware(AuthMiddleware, keys=gateway.keys, open_metrics=open_metrics, errors_of=_errors_of)]
+    if gateway.settings.cors_origin:  # before authentication, because a browser's preflight has no key
+        middleware.insert(0, _cors(gateway.settings.cors_origin))
+    if root_path := gateway.settings.root_path.rstrip("/"):
+        middleware.insert(0, Middleware(RootPathMiddleware, root_path=root_path))
+    middleware.insert(0, Middleware(RequestIdMiddleware))
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
     return app

@@ -27,7 +27,7 @@ TIMEOUT_S = 300.0  # Longest wait of a collective for a rank that is late.
 
 def open_store(host: str) -> tuple[TCPStore, int]:
     """Opens the store in which the ranks find each other's devices, at this address only. Returns store and port."""
-    listener = socket.create_server((host, 0))
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, timedelta(seconds=TIMEOUT_S), False, master_listen_fd=listener.detach())
     return store, port

@@ -25,6 +25,7 @@ from typing import Any
 from common.errors import ConfigError, InternalError, Unauthenticated, Unavailable
 from common.process.rank_channel import RankChannel, RankMessage
 from common.process.tether import tether_command
+from common.settings.kinds import host_port
 from common.tls import TlsFiles
 from engine.config import EngineConfig
 
@@ -92,14 +93,14 @@ class RankGroup:
             raise ConfigError(text, field="tensor_parallel_nodes")
         host, port = split_address(config.tensor_parallel_master or "127.0.0.1:0")
         try:
-            listener = socket.create_server((host, port), family=socket.AF_INET)
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            text = f"tensor_parallel_master: cannot listen on {host}:{port} of this machine: {error}"
+            text = f"tensor_parallel_master: cannot listen on {host_port(host, port)} of this machine: {error}"
             raise ConfigError(text, field="tensor_parallel_master") from error
         group = cls(config.tensor_parallel_size, kinds)
         group_secret = secret or secrets.token_hex(16)
         with listener:
-            address = f"{host}:{listener.getsockname()[1]}"
+            address = host_port(host, listener.getsockname()[1])
             commands = {rank: command(rank, address) for rank in range(1, config.local_ranks)}
             group._watch(commands, {SECRET_VARIABLE: group_secret})
             limit = JOIN_S if config.tensor_parallel_nodes == 1 else JOIN_NODES_S

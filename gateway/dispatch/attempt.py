@@ -172,7 +172,11 @@ class Attempt:
         if rejections:
             wait_s = min(max(r.retry_after_s, 0.1) for r in rejections)
             raise Overloaded(f"no decode pod has room: {rejections[-1].reason}", retry_after_s=wait_s)
-        raise last_error or Unavailable("no prefill and decode pods are ready for this request", retry_after_s=1.0)
+        if last_error is not None:
+            raise last_error
+        why = self._plan.table.why_unready()
+        text = "no prefill and decode pods are ready for this request" + (f" ({why})" if why else "")
+        raise Unavailable(text, retry_after_s=1.0)
 
     async def _place(self, tried: set[str]) -> Placement | None:
         """Chooses and books the pods of the next reservation. Returns None if all decode pods were tried."""

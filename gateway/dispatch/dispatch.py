@@ -6,7 +6,7 @@
 A failed attempt is followed by another with a new reservation, if other pods may do better. The client keeps the tokens
 that it has, and the next attempt continues after them. Sampling depends only on the request and the tokens before, so
 the answer is the same as that of one pod: no token is repeated, lost or taken back. An answer continues only on pods
-with the same weights and KV layout.
+with the same weights and KV layout. A request that lost its only pod waits for that pod's restart.
 
 A request with n > 1 samples shares one attempt. If that fails after tokens came, each unfinished sample continues in a
 dispatch of its own.
@@ -29,6 +29,7 @@ from common.errors import (
     ModelNotFound,
     Overloaded,
     Unauthenticated,
+    Unavailable,
     UnknownTransfer,
 )
 from common.types import FinishReason, PromptLogprobs, Token, ValidRequest
@@ -40,6 +41,8 @@ from gateway.telemetry.timeline import Timeline
 MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 0.05  #: Pause before the next attempt.
 MAX_FULL_PAUSE_S = 1.0  #: Longest pause before a partly answered request asks full pods again.
+POD_WAIT_S = 10.0  #: Time that a request waits for pods that it lost, if there are no others.
+POD_WAIT_PAUSE_S = 0.1  #: Pause between looks for those pods.
 
 #: Errors between pods. Another pair of pods may do better, and the client did not cause them.
 _POD_ERRORS = (LayoutMismatch, ModelNotFound, Unauthenticated, ConfigError, UnknownTransfer)
@@ -51,9 +54,19 @@ class Dispatch:
     """One request on its way. Read it with `next` and `relay`, then `close` it; `close` also ends it early."""
 
     def __init__(
-        self, router: Router, request: ValidRequest, *, deadline: float, timeline: Timeline, affinity: str = ""
+        self,
+        router: Router,
+        request: ValidRequest,
+        *,
+        deadline: float,
+        timeline: Timeline,
+        affinity: str = "",
+        pod_wait_s: float = POD_WAIT_S,
     ) -> None:
-        """`deadline`: time.monotonic() value. `affinity`: requests with an equal one prefer the same pods."""
+        """`deadline`: time.monotonic() value. `affinity`: requests with an equal one prefer the same pods.
+
+        `pod_wait_s`: time to wait for lost pods if there are no others.
+        """
         self.resumed_samples: dict[int, Dispatch] = {}  #: Samples that continue alone; `next` is then empty.
         self._router = router
         self._metrics = router.metrics
@@ -66,11 +79,22 @@ class Dispatch:
         self._attempt: Attempt | None = None  #: The current attempt; None between attempts.
         self._attempt_number = 0  #: Number of the last attempt, from 1.
         self._avoided_pods: frozenset[str] = frozenset()  # addresses of pods that earlier attempts blame
+        self._pod_wait_s = pod_wait_s
+        self._pods_lost_at: float | None = None  #: When an attempt lost its pods; None once the answer goes on.
+        self._waiting = False  #: The request waits for lost pods, because there are no others.
         self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
         self._lost_error: BatonError | None = None  #: Error that interrupted the answer; None once it goes on.
         self._stopped_samples: set[int] = set()
 
     # -- reading
+
+    async def reserve(self) -> None:
+        """Returns once a decode pod has a place for the request. `next` does the same first. Raises BatonError."""
+        while self._attempt is None and not self.resumed_samples:
+            try:
+                await self._start_attempt()
+            except BatonError as e:
+                await asyncio.sleep(self._prepare_retry(e))
 
     async def next(self) -> TokenDelta:
         """Returns the next tokens of one sample; empty if they continue in `resumed_samples`. Raises BatonError."""
@@ -131,6 +155,7 @@ class Dispatch:
         """The attempt gave a part of the answer."""
         if attempt not in self._answering_attempts:
             self._answering_attempts.append(attempt)
+        self._pods_lost_at, self._waiting = None, False
         if self._lost_error is not None:
             self._lost_error = None
             self._metrics.resumptions.labels("resumed").inc()
@@ -150,6 +175,14 @@ class Dispatch:
             # All pods are full. Only a client that has a part of its answer waits for room.
             retryable = self._lost_error is not None
             pause_s = min(max(error.retry_after_s or 0.0, pause_s), MAX_FULL_PAUSE_S)
+        if self._waits_for_pods(attempt, error):
+            if not self._waiting:
+                self._waiting = True
+                _log.info("waiting up to %g s for pods: %s", self._pod_wait_s, error)
+                self._timeline.mark("waiting", error=str(error))
+            self._attempt_number -= 1  # no pod has tried
+            self._plan = None
+            return POD_WAIT_PAUSE_S
         # A sample with all its tokens has lost only its finish reason, which no other pod can give.
         continuable = bool(unfinished) and all(len(output) < max_tokens for output in unfinished.values())
         in_time = time.monotonic() + pause_s < self._deadline
@@ -158,6 +191,8 @@ class Dispatch:
                 self._metrics.resumptions.labels("failed").inc(len(unfinished))
             client_error = error if isinstance(error, DeadlineExceeded) else self._lost_error or error
             raise _for_client(client_error) from error
+        if attempt.blamed_pods and self._pods_lost_at is None:
+            self._pods_lost_at = time.monotonic()
         self._avoided_pods |= attempt.blamed_pods
         self._metrics.retries.labels(error.kind).inc()
         if attempt.token_queue.has_tokens:
@@ -166,6 +201,13 @@ class Dispatch:
             _log.info("attempt %d failed before the first token, retrying: %s", self._attempt_number, error)
             self._timeline.mark("retry", error=str(error))
         return pause_s
+
+    def _waits_for_pods(self, attempt: Attempt, error: BatonError) -> bool:
+        """Returns whether the attempt found no pod to ask, and the pods of earlier attempts may come back in time."""
+        asked = attempt.blamed_pods or attempt.layout_fingerprint is not None
+        if self._pods_lost_at is None or asked or not isinstance(error, Unavailable):
+            return False
+        return time.monotonic() + POD_WAIT_PAUSE_S < min(self._pods_lost_at + self._pod_wait_s, self._deadline)
 
     def _resume(self, attempt: Attempt, unfinished: dict[int, Sequence[int]], error: BatonError) -> None:
         """Continues each unfinished sample after the tokens that it has."""
@@ -193,8 +235,10 @@ class Dispatch:
             deadline=self._deadline,
             timeline=self._timeline,
             affinity=self._affinity,
+            pod_wait_s=self._pod_wait_s,
         )
         resumed._attempt_number, resumed._avoided_pods = self._attempt_number, self._avoided_pods
+        resumed._pods_lost_at = self._pods_lost_at
         resumed._resume_after(sample, output_ids, attempt, error)
         return resumed
 

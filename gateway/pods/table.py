@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from prefix_index.reader import IndexReader
 
 POLL_PERIOD_S = 0.5  #: Period in which the index is read.
 FORGET_S = 10.0
+REPORT_PERIOD_S = 30.0  #: While no request can be served, the log repeats the cause in this period.
+REPORT_PAUSE_S = 5.0  #: A new cause is logged this long after the last one.
+MAX_NAMED_PODS = 8  #: Pods that one log line names.
 RESET_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -79,6 +84,31 @@ def _newest(pods: Iterable[Pod]) -> list[Pod]:
     return list(by_name.values())
 
 
+#: States of pods in words for clients, where the words of Pod.state are not enough.
+_STATE_WORDS = {"gone": "without an answer", "connecting": "without a token stream", "refused": "refused"}
+
+
+class _Report:
+    """Says when a cause that stays is worth another log line."""
+
+    def __init__(self) -> None:
+        self._logged = ""  #: The cause that was logged last; "" if none is.
+        self._logged_at = -math.inf
+
+    def due(self, why: str) -> bool:
+        """Returns whether to log the cause `why` now; "" is none."""
+        since = time.monotonic() - self._logged_at
+        if not why or since < (REPORT_PERIOD_S if why == self._logged else REPORT_PAUSE_S):
+            return False
+        self._logged, self._logged_at = why, time.monotonic()
+        return True
+
+    def ended(self) -> bool:
+        """Returns whether a cause was logged that is over now, once."""
+        logged, self._logged = self._logged, ""
+        return bool(logged)
+
+
 class PodTable:
     """Finds the pods of a model, and says which of them can be used for which task."""
 
@@ -94,6 +124,9 @@ class PodTable:
     ) -> None:
         self.index = index  #: None if Redis is not configured.
         self.index_up = False  #: The index answered the last poll.
+        self._index_error = ""  #: Error of the last poll; "" if it was answered, and before the first.
+        self._report = _Report()
+        self._index_report = _Report()
         self.pods: dict[str, Pod] = {}  #: All known pods by address, usable or not.
         self._static = tuple(static)  #: Addresses from the configuration.
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
@@ -145,11 +178,34 @@ class PodTable:
         """There is a usable pair of pods, or a usable pod of role both."""
         return bool(self.decode_pods())
 
+    def why_unready(self) -> str:
+        """Returns why no request can be served, for clients: without addresses. "" if requests can be served."""
+        if self.ready:
+            return ""
+        away = "the prefix index (Redis) does not answer" if self._index_error else ""
+        if not self.pods:
+            empty = "no pod is registered in the prefix index" if self.index_up else "no pod is known"
+            return away or empty
+        states: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter(), "other pods": Counter()}
+        for pod in self.pods.values():
+            role = "other pods" if pod.info is None or pod.info.role is Role.BOTH else pod.info.role.value
+            states[role][_STATE_WORDS.get(pod.state, pod.state)] += 1
+        if states["prefill"]["ready"] and states["decode"]["ready"]:
+            return "the prefill and decode pods that are ready have different KV layouts"
+        pods = [
+            f"{role}: {', '.join(f'{number} {state}' for state, number in found.items()) or 'none'}"
+            for role, found in states.items()
+            if found or role != "other pods"
+        ]
+        refusals = sorted({pod.refusal for pod in self.pods.values() if pod.refusal})
+        return "; ".join(filter(None, (away, *pods, *refusals[:MAX_NAMED_PODS])))
+
     def limits(self) -> ModelLimits:
         """Returns the limits of the usable pair that takes the longest requests. Raises Unavailable without a pair."""
         limits = self._usable().limits
         if limits is None:
-            raise Unavailable("no prefill and decode pods are ready to serve this model", retry_after_s=1.0)
+            text = f"no prefill and decode pods are ready to serve this model ({self.why_unready()})"
+            raise Unavailable(text, retry_after_s=1.0)
         return limits
 
     def _pod(self, address: str, *, static: bool) -> Pod:
@@ -197,12 +253,29 @@ class PodTable:
                 self._set_index_up(False, repr(e))
             self._usable_cache = None  # draining pods and the mean rates of peers may have changed
             await asyncio.sleep(POLL_PERIOD_S)
+            self._log_state()
 
     def _set_index_up(self, up: bool, why: str = "") -> None:
+        self._index_error = why
+        if self._index_report.due("away" if why else ""):  # the text of the error changes while it is away
+            _log.warning("prefix index: away (%s)", why)
         if up != self.index_up:
-            _log.log(logging.INFO if up else logging.WARNING, "prefix index: %s", "up" if up else f"away ({why})")
+            if up:
+                self._index_report.ended()
+                _log.info("prefix index: up")
             self.index_up = up
             self.notify_changed()
+
+    def _log_state(self) -> None:
+        """Logs why no request can be served: at once, when the cause changes, and from time to time."""
+        why = self.why_unready()
+        if self._report.due(why):
+            named = [f"{pod.name} at {pod.address} is {pod.state}" for pod in self.pods.values()]
+            more = [f"and {len(named) - MAX_NAMED_PODS} others"] if len(named) > MAX_NAMED_PODS else []
+            text = "model %s cannot be served: no prefill and decode pods are ready (%s)"
+            _log.warning(text, self._model, "; ".join([why, *named[:MAX_NAMED_PODS], *more]))
+        elif not why and self._report.ended():
+            _log.info("model %s can be served", self._model)
 
     async def _refresh(self, index: IndexReader) -> None:
         """Adds the pods that are registered in the index, and takes over their load."""

@@ -42,6 +42,11 @@ async def complete_answers(choices: Sequence[Choice], spec: GenerationSpec) -> l
     return chosen
 
 
+async def reserve_all(choices: Sequence[Choice]) -> None:
+    """Returns once decode pods have places for all choices. The first refusal is raised."""
+    await gather_or_cancel([choice.reserve() for choice in choices if choice.sample_index == 0])
+
+
 def _mean_logprob(answer: CompleteAnswer) -> float:
     logprobs = [token.logprob for token in answer.tokens if token.logprob is not None]
     return sum(logprobs) / len(logprobs) if logprobs else -math.inf

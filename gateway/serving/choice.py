@@ -41,7 +41,7 @@ class CompleteAnswer:
 class Choice:
     """An answer in progress: iterate it for pieces of text, or `collect` it; `close` ends it early.
 
-    Nothing is sent to the pods before the first piece is read.
+    Nothing is sent to the pods before `reserve`, or before the first piece is read.
     """
 
     def __init__(
@@ -73,6 +73,10 @@ class Choice:
         self._generated = 0
 
     # -- reading
+
+    async def reserve(self) -> None:
+        """Returns once a decode pod has a place for the choice. Raises BatonError, as reading does later."""
+        await self._dispatch.reserve()
 
     def __aiter__(self) -> Self:
         return self
@@ -143,6 +147,11 @@ class Choice:
         """Ends the choice and aborts incomplete work on the pods; idempotent."""
         self._reader.close()
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer, None if none has."""
+        return self._output.stop_string
+
     # -- tokens
 
     @property
@@ -189,6 +198,7 @@ class Choice:
             logprobs=self.spec.logprobs is not None,
             parser_config=self.parser_config,
             include_stop=self.spec.include_stop,
+            min_tokens=self.spec.sampling.min_tokens,
         )
 
     def _piece(self, tokens: Sequence[Token], finish: FinishReason | None) -> OutputPiece:

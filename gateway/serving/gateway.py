@@ -25,7 +25,6 @@ from common.auth import GATEWAY, Signer
 from common.errors import (
     BatonError,
     Cancelled,
-    InvalidRequest,
     ModelNotFound,
     Overloaded,
     PermissionDenied,
@@ -54,6 +53,7 @@ from gateway.serving.request import (
     GenerationSpec,
     RequestContext,
     Usage,
+    context_overflow,
     to_valid_request,
 )
 from gateway.telemetry.metrics import INTERNAL_OUTCOME, GatewayMetrics
@@ -99,7 +99,10 @@ class Gateway:
             only_model = len(processors) == 1
             table = PodTable(settings.pods, index, signer=signer, model=text.name, only_model=only_model, tls=tls)
             gate = Gate(gate_limits, QueueForecast(table), self.metrics)
-            return ServedModel(text.name, text.tokenizer, text.chat_format, table, Router(table, self.metrics), gate)
+            router = Router(table, self.metrics)
+            texts = text.tokenizer, text.chat_format
+            more = text.defaults, text.reranker, text.text_prefixes
+            return ServedModel(text.name, *texts, table, router, gate, *more)
 
         self.models = ModelRegistry([served_model(text) for text in processors], settings.aliases())
         self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])
@@ -166,6 +169,16 @@ class Gateway:
     def ready(self) -> bool:
         """At least one model can be served."""
         return not self.leaving and any(model.pod_table.ready for model in self.models)
+
+    def why_unready(self) -> str:
+        """Returns why no model can be served, without addresses; "" if one can be."""
+        if self.leaving:
+            return "the gateway is stopping"
+        causes = [(model.name, model.pod_table.why_unready()) for model in self.models]
+        if not all(cause for _, cause in causes):
+            return ""
+        text = causes[0][1] if len(causes) == 1 else "; ".join(f"{name}: {cause}" for name, cause in causes)
+        return f"no prefill and decode pods are ready ({text})"
 
     def max_json_parts(self) -> int:
         """Returns how many arrays, objects, members and entries a body may have; a full context of token ids fits."""
@@ -317,11 +330,15 @@ class Gateway:
             client=context.caller.client,
             include_reasoning=body.include_reasoning,
             keep_special=not body.spec.skip_special_tokens,
+            answer_start=body.answer_start,
         )
         _reject_too_long(chat.prompt.text, model, limits, "messages")
         ids = await model.tokenizer.encode_chat(chat.prompt)
         spec = replace(body.spec, grammar=chat.grammar)
-        return await self._choices(context, model, spec, [ids], chat.parser_config, prompt_field="messages")
+        limit = model.defaults.max_tokens
+        return await self._choices(
+            context, model, spec, [ids], chat.parser_config, prompt_field="messages", default_max_tokens=limit
+        )
 
     async def _choices(
         self,
@@ -339,7 +356,10 @@ class Gateway:
         bad_words = await model.tokenizer.encode_words(spec.bad_words)
         salt = caller.effective_salt(spec.cache_salt, share_cache=self.settings.share_cache)
         priority = caller.effective_priority(spec.priority)
-        effective = replace(spec, model=model.name, priority=priority, cache_salt=salt)
+        sampling = spec.sampling
+        if spec.given is not None and spec.beam_search is None:
+            sampling = model.defaults.fill(sampling, spec.given)
+        effective = replace(spec, model=model.name, priority=priority, cache_salt=salt, sampling=sampling)
         deadline, timeline, affinity = context.deadline, context.timeline, context.affinity
         choices: list[Choice] = []
         for number, ids in enumerate(prompts):
@@ -356,7 +376,14 @@ class Gateway:
                 bad_words=bad_words,
             )
             timeline.mark("tokenized", prompt_tokens=request.prompt_len)
-            dispatch = Dispatch(model.router, request, deadline=deadline, timeline=timeline, affinity=affinity)
+            dispatch = Dispatch(
+                model.router,
+                request,
+                deadline=deadline,
+                timeline=timeline,
+                affinity=affinity,
+                pod_wait_s=self.settings.pod_wait_s,
+            )
             n = request.sampling.n
             group = SampleGroup(dispatch) if n > 1 else None
             choices += [
@@ -410,5 +437,4 @@ def _log_request(timeline: Timeline) -> None:
 def _reject_too_long(text: str, model: ServedModel, limits: ModelLimits, field: str) -> None:
     """Rejects a text that is too long for any tokenization, before it is tokenized."""
     if len(text) > limits.max_model_len * model.tokenizer.max_chars_per_token:
-        context = f"this model's context of {limits.max_model_len} tokens"
-        raise InvalidRequest(f"the prompt has {len(text)} characters, far beyond {context}", field=field)
+        raise context_overflow(limits, f"your {field} has {len(text)} characters, which are more tokens", field)

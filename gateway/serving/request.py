@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from common.errors import BatonError, InvalidRequest
+from common.errors import BatonError, ContextOverflow, InvalidRequest
 from common.grammar import GrammarSource
 from common.types import Grammar, SamplingParams, ValidRequest
 from gateway.admission.api_keys import Caller
@@ -51,7 +51,10 @@ class GenerationSpec:
     model: str
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"  # field of the client's body that `max_tokens` came from; errors name it
+    lower_max_tokens: bool = False  # a max_tokens beyond the context counts as the rest of the context
     sampling: SamplingParams = field(default_factory=SamplingParams)  #: `to_valid_request` sets the rest.
+    #: Fields of `sampling` that the client set; the model's defaults replace the others. None: all are set.
+    given: frozenset[str] | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -99,6 +102,7 @@ class ChatBody:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: RequestTools | None = None
     include_reasoning: bool = True
+    answer_start: str = ""  #: Text with which the answer begins; it is not repeated.
 
 
 def to_valid_request(
@@ -125,15 +129,17 @@ def to_valid_request(
     if not length:
         raise InvalidRequest("the prompt is empty", field=prompt_field)
     if length >= limits.max_model_len:
-        text = f"the prompt has {length} tokens, and this model's context is {limits.max_model_len} tokens"
-        raise InvalidRequest(f"{text}; one must be left for the answer", field=prompt_field)
+        raise context_overflow(limits, f"your {prompt_field} resulted in {length} tokens", prompt_field)
     sampling, max_tokens = spec.sampling, spec.max_tokens
     if max_tokens is None:
         room = max(1, limits.default_total_len - length)
         max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
+    elif spec.lower_max_tokens:
+        max_tokens = min(max_tokens, limits.max_model_len - length)
     elif length + max_tokens > limits.max_model_len:
-        text = f"the prompt's {length} tokens and {spec.max_tokens_field} ({max_tokens}) exceed this model's context of"
-        raise InvalidRequest(f"{text} {limits.max_model_len} tokens", field=spec.max_tokens_field)
+        asked = f"{length} in the {prompt_field}, {max_tokens} in the completion"
+        text = f"you requested {length + max_tokens} tokens ({asked})"
+        raise context_overflow(limits, text, spec.max_tokens_field, f"{prompt_field} or completion")
     if sampling.min_tokens > max_tokens:
         text = f"min_tokens ({sampling.min_tokens}) is larger than {spec.max_tokens_field} ({max_tokens})"
         raise InvalidRequest(text, field="min_tokens")
@@ -145,7 +151,8 @@ def to_valid_request(
     if allowed and allowed <= {word[0] for word in bad_words if len(word) == 1}:
         raise InvalidRequest("bad_words forbids all of allowed_token_ids", field="bad_words")
     scores = [s for s in (spec.prompt_logprobs, spec.logprobs if spec.echo else None) if s is not None]
-    stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if spec.ignore_eos else eos_ids))))
+    ends = () if spec.ignore_eos else (i for i in eos_ids if i < limits.vocab_size)  # a tokenizer may have more tokens
+    stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
     if spec.beam_search is not None:
         check_beam_search(spec.beam_search, spec.grammar, stops)
     sampling = replace(
@@ -161,6 +168,15 @@ def to_valid_request(
     assert not isinstance(spec.grammar, GrammarSource), "a grammar is proven before its request is made"
     salt, priority = spec.cache_salt, spec.priority
     return ValidRequest(request_id, spec.model, tuple(prompt_ids), sampling, salt, priority, spec.grammar)
+
+
+def context_overflow(limits: ModelLimits, problem: str, field: str, what: str = "") -> ContextOverflow:
+    """Returns the error of a request that is too long, in OpenAI's words, which clients search for.
+
+    `problem` says how long the request is; `what` has to become shorter (default: `field`).
+    """
+    text = f"This model's maximum context length is {limits.max_model_len} tokens. However, {problem}."
+    return ContextOverflow(f"{text} Please reduce the length of the {what or field}.", field=field)
 
 
 def _require_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:

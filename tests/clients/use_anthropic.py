@@ -1,4 +1,4 @@
-"""The Anthropic SDK: python use_anthropic.py BASE_URL MODEL. Whole, streamed, tools and results, counts, beta, errors."""
+"""The Anthropic SDK: python use_anthropic.py BASE_URL MODEL. Whole, streamed, tools, counts, beta, errors."""
 
 import asyncio
 import sys

@@ -129,7 +129,7 @@ async def test_a_request_that_outlives_the_drain_ends_with_an_error_event(
         for status, events in [await stream for stream in streams]:
             assert status == 200
             assert "choices" in events[0]
-            assert events[-1]["error"]["message"] == "the gateway is stopping"
+            assert events[-2]["error"]["message"] == "the gateway is stopping"
         assert (await whole).status_code == 503
         with contextlib.suppress(grpc.aio.AioRpcError):
             while await call.read() is not grpc.aio.EOF:

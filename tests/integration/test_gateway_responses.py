@@ -101,6 +101,9 @@ async def events_of(gw: Rig, **fields: Any) -> list[dict[str, Any]]:
             if line.startswith("event: "):
                 kind = line.removeprefix("event: ")
             if line.startswith("data: "):
+                if line == "data: [DONE]":  # only after an error
+                    assert events[-1]["type"] == "response.failed"
+                    continue
                 events.append(orjson.loads(line.removeprefix("data: ")))
                 assert events[-1]["type"] == kind
     return events
@@ -241,7 +244,7 @@ async def test_an_answer_without_text_is_an_empty_message(
         ({"input": "a " * 5000}, "input"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": 1}, "text"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice"),

@@ -44,7 +44,7 @@ async def test_the_end_event_is_the_last(gw: Rig, tokens_first: bool, how: str) 
         step()
     body = await reader.readuntil(b"\r\n0\r\n\r\n")
     assert body.count(b"ended by a test") == 1
-    assert body.rindex(b"data: ") < body.index(b"ended by a test")
+    assert body.rindex(b"data: {") < body.index(b"ended by a test") < body.index(b"[DONE]")
     writer.write(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
     assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"  # no bytes of the stream follow its end
     writer.close()

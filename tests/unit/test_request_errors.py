@@ -27,7 +27,7 @@ def error_of(parse: Callable[[object], object], body: object) -> InvalidRequest:
     [
         ({"model": None}, "model", "model is missing"),
         ({"temperature": 3}, "temperature", "temperature must be at least 0 and at most 2, not 3"),
-        ({"top_p": 0}, "top_p", "top_p must be greater than 0 and at most 1, not 0"),
+        ({"top_p": -1}, "top_p", "top_p must be at least 0 and at most 1, not -1"),
         ({"temperature": True}, "temperature", "temperature must be a number, not boolean"),
         ({"n": "1"}, "n", "n must be an integer, not string"),
         ({"n": 1.5}, "n", "n must be an integer, not number"),
@@ -56,7 +56,7 @@ def test_a_field_of_all_generating_requests(fields: dict[str, Any], field: str, 
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
-            "messages[0].content[0].type 'image_url' is not supported, only text",
+            "messages[0].content[0].type 'image_url' is not supported, only text and refusal",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},

@@ -56,7 +56,7 @@ _SAME_FIELDS = frozenset(
     field.name
     for field in pb.GenerateRequest.DESCRIPTOR.fields
     if field.name in CompletionRequest.model_fields and field.message_type is None and field.enum_type is None
-) - {"logprobs"}
+) - {"logprobs", "text"}
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -93,8 +93,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _caller(self, context: _Context) -> Caller:
         """Returns the caller. Raises InvalidApiKey."""
-        value = dict(context.invocation_metadata() or ()).get("authorization")
-        caller = self._gateway.keys.current.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
+        metadata = dict(context.invocation_metadata() or ())
+        value, key = (
+            value.decode("latin-1") if isinstance(value, bytes) else value
+            for value in (metadata.get("authorization"), metadata.get("x-api-key"))
+        )
+        caller = self._gateway.keys.current.identify(f"Bearer {key}" if value is None and key is not None else value)
         host, _, _ = unquote(context.peer()).partition(":")[2].rpartition(":")  # of ipv4:1.2.3.4:5 or ipv6:[::1]:5
         return caller.at(client_of(host.strip("[]")))
 

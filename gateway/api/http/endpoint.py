@@ -3,8 +3,9 @@
 - Authentication comes before anything else of a request is read. The caller is stored in the ASGI scope. The paths of
   health checks, the OpenAPI document and, by configuration, /metrics need no key.
 - A body is bounded while it is read, and parsed strictly. The request gets its permit when the body has arrived.
-- The response head goes out with the first chunk. An error before it has a status of its own; a later error is an event
-  that ends the stream. A client that disconnects cancels the handler, which aborts the request on the pods.
+- The head of a stream goes out when decode pods have reserved. An error before it has a status of its own; a later
+  error is an event, and [DONE] follows. While a prompt is computed, the stream gets a comment every few seconds.
+- A client that disconnects cancels the handler, which aborts the request on the pods.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import logging
 import math
 import re
+import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -37,7 +39,7 @@ from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.admission.api_keys import Caller
 from gateway.admission.client_limits import SLOW_S, SlowInput, client_of
 from gateway.admission.key_store import KeyRing
-from gateway.api.http.json import MAX_DEPTH, Json, deeper_than, error_body, error_headers
+from gateway.api.http.json import MAX_DEPTH, OPENAI_ERRORS, ErrorFormat, Json, deeper_than, encoded, error_body
 from gateway.api.http.protocol import BodyWriter, body_writer, client_limits
 from gateway.serving.gateway import Gateway
 from gateway.serving.request import MAX_JSON_PARTS, RequestContext
@@ -66,10 +68,16 @@ def header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
-def _client_request_id(scope: Scope) -> str | None:
+def client_request_id(scope: Scope) -> str | None:
     """Returns the client's own id for logs, if it has 1 to 128 printable ASCII characters, else None."""
     value = header(scope, REQUEST_ID)
     return value if value and len(value) <= 128 and value.isascii() and value.isprintable() else None
+
+
+def _authorization(scope: Scope) -> str | None:
+    """Returns the header `authorization`, or the key of Anthropic's header x-api-key in its form."""
+    key = None if (given := header(scope, b"authorization")) is not None else header(scope, b"x-api-key")
+    return given if key is None else f"Bearer {key}"
 
 
 def parse_affinity(value: str | bytes | None) -> str:
@@ -107,24 +115,77 @@ def known_caller(scope: Scope) -> Caller | None:
 class AuthMiddleware:
     """ASGI middleware that identifies the caller, and rejects a request without a valid key."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, open_metrics: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        open_metrics: bool,
+        errors_of: Callable[[str], ErrorFormat] = lambda _path: OPENAI_ERRORS,
+    ) -> None:
+        """`errors_of` returns the form of a path's errors."""
         self._app = app
+        self._errors_of = errors_of
         self._keys = keys
         self._open_metrics = open_metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_FILES)):
             try:
-                caller = self._keys.current.identify(header(scope, b"authorization"))
+                caller = self._keys.current.identify(_authorization(scope))
                 if scope["path"] in ADMIN_PATHS and not caller.admin:
                     raise PermissionDenied("this needs the key of an administrator")
                 host, _ = scope.get("client") or ("", 0)
                 scope[_CALLER] = caller.at(client_of(host))
             except BatonError as e:
                 if scope["path"] != METRICS or not self._open_metrics:
-                    await HttpResponse(send, None).send_error(e)
+                    response = HttpResponse(send, None, self._errors_of(scope["path"]))
+                    response.request_id = client_request_id(scope)
+                    await response.send_error(e)
                     return
         await self._app(scope, receive, send)
+
+
+class RootPathMiddleware:
+    """Takes the path of a proxy from the paths of requests, if it is there: some proxies remove it, some do not."""
+
+    def __init__(self, app: ASGIApp, *, root_path: str) -> None:
+        """`root_path`: begins with a slash and does not end with one."""
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = self._root_path
+        if scope["type"] == "http" and (scope["path"] == root or scope["path"].startswith(f"{root}/")):
+            scope = {**scope, "path": scope["path"][len(root) :] or "/"}
+            if scope["raw_path"].startswith(root.encode()):
+                scope["raw_path"] = scope["raw_path"][len(root) :] or b"/"
+        await self._app(scope, receive, send)
+
+
+class RequestIdMiddleware:
+    """ASGI middleware that gives every answer an x-request-id: the client's own, or a new one if no route set it.
+
+    Most bytes of a stream do not pass through it, see BodyWriter.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if not any(name.lower() == REQUEST_ID for name, _ in headers):
+                    value = client_request_id(scope) or secrets.token_hex(12)
+                    message = {**message, "headers": [*headers, (REQUEST_ID, value.encode())]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float, key_id: str = "") -> bytes:
@@ -268,38 +329,57 @@ async def _discard(receive: Receive) -> None:
                 more = message.get("more_body", False)  # a disconnect has none
 
 
+DONE = b"data: [DONE]\n\n"  #: The last event of OpenAI's streams.
+PING = b": ping\n\n"  #: A comment, which readers of server-sent events skip.
+
+
 def sse_event(body: Json) -> bytes:
     """Returns one server-sent event."""
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+    return b"data: " + encoded(body) + b"\n\n"
 
 
 class HttpResponse:
     """One HTTP response in progress."""
 
-    def __init__(self, send: Send, writer: BodyWriter | None) -> None:
+    def __init__(
+        self, send: Send, writer: BodyWriter | None, errors: ErrorFormat = OPENAI_ERRORS, *, ping_s: float = 0.0
+    ) -> None:
+        """`ping_s`: seconds without an event after which an open stream gets `ping_event`; 0: never."""
         self._asgi_send = send
         self._writer = writer  #: The fast way to write body chunks, None if the connection has none.
+        self._ping_s = ping_s
+        self._ping_timer: asyncio.TimerHandle | None = None
+        self._num_sent = 0  #: Messages that went through `send`.
+        self._errors = errors
         self.request_id: str | None = None
         self.headers: dict[str, str] = {}  #: Further headers of every answer.
         self.streaming = False  #: The head of an event stream was sent.
         self.done = False  #: The response is complete.
+        self.ping_event = PING  #: Says that a silent stream is alive.
         #: Encodes the error that ends a stream.
-        self.error_event: Callable[[BatonError], bytes] = lambda error: sse_event(error_body(error))
+        self.error_event: Callable[[BatonError], bytes] = lambda error: sse_event(error_body(error)) + DONE
 
     async def send_json(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
         """Sends a complete JSON response."""
-        raw = orjson.dumps(body)
+        raw = encoded(body)
         self.done = True
         shape = {"content-type": "application/json", "content-length": str(len(raw))}
         await self._head(status, {**shape, **(headers or {})})
         await self._send({"type": "http.response.body", "body": raw})
 
+    async def open_stream(self) -> None:
+        """Sends the head of the event stream. From now on `ping_event` follows each `ping_s` without an event."""
+        if self.streaming:
+            return
+        self.streaming = True
+        stream_headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+        await self._head(200, {**stream_headers, "x-accel-buffering": "no"})
+        if self._ping_s and self._writer is not None:
+            self._await_silence(self._writer)
+
     async def send_event(self, raw: bytes) -> None:
         """Sends bytes of the event stream, and before the first ones its head."""
-        if not self.streaming:
-            self.streaming = True
-            stream_headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-            await self._head(200, {**stream_headers, "x-accel-buffering": "no"})
+        await self.open_stream()
         await self._send({"type": "http.response.body", "body": raw, "more_body": True})
 
     @property
@@ -313,6 +393,23 @@ class HttpResponse:
         self.done = True
         await self._send({"type": "http.response.body", "body": b""})
 
+    def close(self) -> None:
+        """Stops the timer of a stream. Idempotent."""
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+
+    def _await_silence(self, writer: BodyWriter) -> None:
+        """Looks in `ping_s` whether nothing was sent until then. So an event costs no more than a count."""
+        count = self._num_sent, writer.num_written
+
+        def ping() -> None:
+            if not self.done:
+                if count == (self._num_sent, writer.num_written):
+                    writer.write_comment(self.ping_event)
+                self._await_silence(writer)
+
+        self._ping_timer = asyncio.get_running_loop().call_later(self._ping_s, ping)
+
     async def send_error(self, error: BatonError) -> None:
         """Sends an error: as a status before the head was sent, as an event of the stream afterwards."""
         if self.done:
@@ -321,9 +418,13 @@ class HttpResponse:
             await self.send_event(self.error_event(error))
             await self.end()
         else:
-            await self.send_json(error.http_status, error_body(error), error_headers(error))
+            errors, request_id = self._errors, self.request_id or secrets.token_hex(12)
+            self.request_id = request_id
+            headers = errors.headers(error, request_id)
+            await self.send_json(errors.status(error), errors.body(error, request_id), headers)
 
     async def _send(self, message: Message) -> None:
+        self._num_sent += 1
         if self._writer is not None:
             self._writer.flush()
         await self._asgi_send(message)
@@ -342,14 +443,17 @@ RequestHandler = Callable[[Any, HttpResponse, RequestContext], Coroutine[Any, An
 class Endpoint:
     """An ASGI application for one POST route."""
 
-    def __init__(self, gateway: Gateway, name: str, handler: RequestHandler) -> None:
+    def __init__(
+        self, gateway: Gateway, name: str, handler: RequestHandler, errors: ErrorFormat = OPENAI_ERRORS
+    ) -> None:
         self._gateway = gateway
         self._name = name  #: The endpoint's name in metrics and timelines.
         self._handler = handler  #: Answers the parsed body, or raises BatonError.
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = HttpResponse(send, body_writer(scope))
-        response.request_id = client_id = _client_request_id(scope)
+        response = HttpResponse(send, body_writer(scope), self._errors, ping_s=self._gateway.settings.ping_s)
+        response.request_id = client_id = client_request_id(scope)
         try:
             limit_s, affinity = self._time_limit(scope), parse_affinity(header(scope, SESSION_AFFINITY))
             traceparent = header(scope, TRACEPARENT.encode())
@@ -376,6 +480,8 @@ class Endpoint:
         except Exception:
             _log.exception("request failed by our fault")
             await response.send_error(InternalError("internal error"))
+        finally:
+            response.close()
 
     def _time_limit(self, scope: Scope) -> float:
         """Returns the seconds that the request may take. Raises InvalidRequest."""

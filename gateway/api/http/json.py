@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
+
+import orjson
 
 from common.errors import (
     BatonError,
+    ContextOverflow,
     InternalError,
     InvalidApiKey,
     InvalidRequest,
@@ -22,9 +26,11 @@ from common.errors import (
 
 MAX_DEPTH = 200  #: Levels of nested arrays and objects that a body may have; orjson writes at most 254.
 Json = dict[str, Any]  #: A JSON object.
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 _TYPE_NAMES = {dict: "object", list: "array", str: "string", int: "integer", float: "number", bool: "boolean"}
 _CODES = {
     ModelNotFound: "model_not_found",
+    ContextOverflow: "context_length_exceeded",
     RequestTooLarge: "request_too_large",
     RequestTooSlow: "request_timeout",
     InvalidApiKey: "invalid_api_key",
@@ -32,6 +38,28 @@ _CODES = {
     RateLimited: "rate_limit_exceeded",
     QuotaExceeded: "insufficient_quota",
 }
+
+
+def encoded(value: Json) -> bytes:
+    """Returns a JSON text. Half a surrogate pair, which UTF-8 cannot express, becomes U+FFFD."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return orjson.dumps(without_lone_surrogates(value))
+
+
+def well_formed(text: str) -> str:
+    """Returns a text with U+FFFD in place of halves of surrogate pairs."""
+    return text if text.isascii() else _LONE_SURROGATES.sub("\ufffd", text)
+
+
+def without_lone_surrogates(value: Any) -> Any:
+    """Returns a JSON value with U+FFFD in place of halves of surrogate pairs, in all of its texts."""
+    if isinstance(value, dict):
+        return {without_lone_surrogates(k): without_lone_surrogates(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_lone_surrogates(v) for v in value]
+    return well_formed(value) if isinstance(value, str) else value
 
 
 def type_name(value: object) -> str:
@@ -74,3 +102,22 @@ def error_headers(error: BatonError) -> dict[str, str]:
     if not isinstance(error, Overloaded | Unavailable):
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1.0)))}
+
+
+class ErrorFormat:
+    """The form of the errors of some routes; this class has OpenAI's."""
+
+    def status(self, error: BatonError) -> int:
+        """Returns the HTTP status."""
+        return error.http_status
+
+    def body(self, error: BatonError, request_id: str) -> Json:
+        """Returns the body. An internal error does not show its message."""
+        return error_body(error)
+
+    def headers(self, error: BatonError, request_id: str) -> dict[str, str]:
+        """Returns further headers."""
+        return error_headers(error)
+
+
+OPENAI_ERRORS = ErrorFormat()

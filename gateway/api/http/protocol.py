@@ -63,18 +63,42 @@ class WriteBatcher:
         self.flush()
 
 
+class _Http10Cycle(RequestResponseCycle):
+    """Sends an answer of unknown length to a client of HTTP/1.0, which knows no chunks: its end closes the connection.
+
+    A client that asks for keep-alive gets it for an answer of known length.
+    """
+
+    _raw = False  #: The body goes out without a length and without chunks.
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started and message["type"] == "http.response.start":
+            headers = [*message.get("headers", [])]
+            names = {name.lower() for name, _ in (*self.default_headers, *headers)}
+            self._raw = b"content-length" not in names
+            if self._raw:
+                self.keep_alive = False
+                self.chunked_encoding = False  # uvicorn adds no transfer-encoding
+            elif self.keep_alive and b"connection" not in names:
+                message = {**message, "headers": [*headers, (b"connection", b"keep-alive")]}
+        elif self._raw:
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn's own check always holds
+        await super().send(message)
+
+
 class BodyWriter:
     """Writes chunks of one answer's body, after its head and first chunks went through ASGI's `send`."""
 
-    __slots__ = ("_batcher", "_cycle")
+    __slots__ = ("_batcher", "_cycle", "num_written")
 
     def __init__(self, cycle: RequestResponseCycle, batcher: WriteBatcher) -> None:
         self._cycle = cycle
         self._batcher = batcher
+        self.num_written = 0  #: Chunks that `write` took.
 
     @property
     def ready(self) -> bool:
-        """The head was sent, and the client reads fast enough."""
+        """The head was sent, the length of the body is open, and the client reads fast enough."""
         cycle = self._cycle
         return bool(cycle.chunked_encoding) and not (cycle.disconnected or cycle.flow.write_paused)
 
@@ -84,8 +108,17 @@ class BodyWriter:
         if cycle.disconnected:
             return False
         if piece:
+            self.num_written += 1
             self._batcher.put(cycle.transport, b"%x\r\n%b\r\n" % (len(piece), piece))
         return not cycle.flow.write_paused
+
+    def write_comment(self, comment: bytes) -> None:
+        """Writes an event between two others, now. Has no effect while the client reads too slowly."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.flow.write_paused or cycle.response_complete:
+            return
+        chunk = b"%x\r\n%b\r\n" % (len(comment), comment) if cycle.chunked_encoding else comment
+        self._batcher.put(cycle.transport, chunk)
 
     @property
     def request_arrived(self) -> bool:
@@ -174,6 +207,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:  # its application starts in a later turn of the loop
+            if self.scope["http_version"] == "1.0":
+                self.cycle.__class__ = _Http10Cycle  # uvicorn has no other way to choose the class
+                self.cycle.keep_alive = self.parser.should_keep_alive()
             state = self.scope["state"]
             state[_BODY], state[_LIMITS] = BodyWriter(self.cycle, self._batcher), self._limits
             if not self.pipeline:

@@ -73,8 +73,10 @@ def param(meaning: str, default: Any = None, *, words: str = "", **bounds: Any) 
 class Only:
     """Accepts only null and values without effect: the parameter is known and not served."""
 
-    def __init__(self, *values: object) -> None:
+    def __init__(self, *values: object, hint: str = "") -> None:
+        """`hint`: what to do instead, for the error."""
         self._values = values
+        self._hint = hint and f"; {hint}"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
@@ -88,8 +90,13 @@ class Only:
         if value is None or any(type(value) is type(v) and value == v for v in self._values):
             return value
         served = " or ".join(orjson.dumps(v).decode() for v in self._values)
-        said = f"must be {served}" if served else "is not supported"
+        said = (f"must be {served}" if served and not self._hint else "is not supported") + self._hint
         raise PydanticCustomError(_UNSUPPORTED, "{said}", {"said": said})
+
+
+def misplaced(what: str) -> PydanticCustomError:
+    """Returns the error of a value that belongs elsewhere. `what` follows the name of the field."""
+    return PydanticCustomError(_UNSUPPORTED, "{said}", {"said": what})
 
 
 Refused = Annotated[Any, Only()]

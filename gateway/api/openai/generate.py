@@ -2,7 +2,7 @@
 
 The routes are raw ASGI, because a response object per token would cost more than the token. While a client keeps up,
 its events are written in the event loop turn in which the pod's message arrives, without waking a task per token.
-Chunks are merged only when the client reads too slowly. A stream that fails ends without [DONE].
+Chunks are merged only when the client reads too slowly.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import orjson
 
-from common.types import FinishReason, TokenLogprob
-from gateway.api.http.endpoint import HttpResponse, sse_event
+from common.types import FinishReason, Token, TokenLogprob
+from gateway.api.http.endpoint import DONE, HttpResponse, sse_event
 from gateway.api.http.json import Json
 from gateway.api.openai.requests import parse_chat, parse_completion
-from gateway.serving.answers import complete_answers, merge_choices
+from gateway.serving.answers import complete_answers, merge_choices, reserve_all
 from gateway.serving.choice import Choice, CompleteAnswer, total_usage
 from gateway.serving.gateway import Gateway
 from gateway.serving.request import GenerationSpec, RequestContext, Usage
@@ -27,7 +27,6 @@ from gateway.text.output import OutputPiece, PromptToken, ReportedToken
 from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
 
-_DONE = b"data: [DONE]\n\n"
 #: Stands for the text in an event that is encoded once. No other value of the event begins with NUL.
 _TEXT_PLACEHOLDER = "\0text"
 LOWEST_LOGPROB = -9999.0  #: OpenAI's value for minus infinity, which JSON cannot express.
@@ -112,6 +111,8 @@ async def _stream(
     choices: Sequence[Choice], spec: GenerationSpec, encoder: AnswerEncoder, response: HttpResponse
 ) -> None:
     """Sends the pieces of all choices as events, then the usage, if requested, and [DONE]."""
+    await reserve_all(choices)
+    await response.open_stream()
     events = [_SseEncoder(choice, index, spec, encoder) for index, choice in enumerate(choices)]
     if len(choices) == 1:
         with closing(choices[0]) as choice:
@@ -126,7 +127,7 @@ async def _stream(
                 if raw := events[index].encode(piece):
                     await response.send_event(raw)
     usage = sse_event(encoder.usage_chunk(total_usage(choices))) if spec.include_usage else b""
-    await response.send_event(usage + _DONE)
+    await response.send_event(usage + DONE)
     await response.end()
 
 
@@ -248,24 +249,30 @@ class CompletionEncoder(AnswerEncoder):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish and finish.value}
 
     def _logprobs_json(self, reported: Sequence[ReportedToken]) -> Json:
-        entries = [TokenLogprob(r.token.id, _number(r.token.logprob)) for r in reported]
         # The first token of an echoed prompt has no log-probability.
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [
-                None if r.token.logprob is None else entry.logprob for entry, r in zip(entries, reported, strict=True)
-            ],
-            "top_logprobs": [
-                None
-                if r.token.logprob is None
-                else {self._text(t.token): _number(t.logprob) for t in (entry, *reversed(r.token.top))}
-                for entry, r in zip(entries, reported, strict=True)
-            ],
+            "tokens": [self._text(r.token.id) for r in reported],
+            "token_logprobs": [None if r.token.logprob is None else _number(r.token.logprob) for r in reported],
+            "top_logprobs": [None if r.token.logprob is None else self._top(r.token) for r in reported],
             "text_offset": [r.offset for r in reported],
         }
 
+    def _top(self, token: Token) -> dict[str, float]:
+        """Returns the alternatives by their texts. A further token of the same text is named by its id."""
+        found = {self._text(token.id): _number(token.logprob)}
+        for top in token.top:
+            if top.token != token.id:
+                text = self._text(top.token)
+                found[f"token_id:{top.token}" if text in found else text] = _number(top.logprob)
+        return found
+
     def _text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+        """Returns a token's text. As at OpenAI, bytes that are not UTF-8 are shown as bytes."""
+        raw = self._tokenizer.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _reasoning_json(text: str) -> Json:

@@ -185,7 +185,9 @@ def _no_format(value: Any) -> Any:
     return value
 
 
-NoFormat = Annotated[Any, AfterValidator(_no_format), WithJsonSchema({"x-support": "ignored"})]
+NoFormat = Annotated[
+    Any, AfterValidator(_no_format), WithJsonSchema({"propertyNames": {"not": {"enum": sorted(_FORMAT_FIELDS)}}})
+]
 BoolOrNever = Annotated[
     Annotated[bool, BOOLEAN] | Annotated[Literal["never"], STRING],
     told_by(

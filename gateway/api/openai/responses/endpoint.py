@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 
-from common.errors import InvalidRequest, ObjectNotFound, Unavailable
-from common.types import FinishReason
-from gateway.api.http.endpoint import HttpResponse, caller_of
+from common.errors import ContextOverflow, InvalidRequest, ObjectNotFound, Unavailable
+from gateway.api.blocks import stream_blocks, write_blocks
+from gateway.api.http.endpoint import DONE, HttpResponse, caller_of
 from gateway.api.http.json import Json
 from gateway.api.openai.generate import token_logprobs
 from gateway.api.openai.responses.request import ResponseBody, ResponseItem, parse_response
 from gateway.api.openai.responses.store import ResponseStore, StoredResponse
 from gateway.api.openai.responses.writer import ResponseWriter
-from gateway.serving.choice import Choice, CompleteAnswer
 from gateway.serving.gateway import Gateway
 from gateway.serving.request import RequestContext
-from gateway.text.output import OutputPiece, ReportedToken
-from gateway.text.tools.format import ContentDelta, InvalidToolCall, ReasoningDelta, ToolCallDelta
+from gateway.text.output import ReportedToken
 
 MAX_LISTED = 100
 _log = logging.getLogger(__name__)
@@ -42,17 +39,22 @@ class ResponsesHandler:
         try:
             [choice] = await self._gateway.chat(context, chat)
         except InvalidRequest as e:
-            raise type(e)(e.message, field="input" if e.field == "messages" else e.field) from e
+            text = e.message.replace("messages", "input") if isinstance(e, ContextOverflow) else e.message
+            raise type(e)(text, field="input" if e.field == "messages" else e.field) from e
         writer = ResponseWriter(f"resp_{context.id}", parsed.echoed_fields)
         stores = parsed.store and self._store is not None
         start = writer.start(store=stores)
+
+        def logprobs(reported: Sequence[ReportedToken]) -> list[Json]:
+            return token_logprobs(choice.model.tokenizer, reported)
+
         if chat.spec.stream:
-            response.error_event = writer.fail
-            finish, events = await _stream(choice, writer, response, start)
+            response.error_event = lambda error: writer.fail(error) + DONE
+            finish, events = await stream_blocks(choice, writer, response, start, logprobs)
         else:
             answer = await choice.collect()
             finish, events = answer.finish, b""
-            _write_answer(writer, choice, answer)
+            write_blocks(writer, answer, logprobs)
         whole, closing_events = writer.end(finish, choice.usage)
         if stores:
             whole["store"] = await self._save(context.caller.tenant, parsed, previous_items, whole)
@@ -131,74 +133,3 @@ class ResponsesHandler:
 
 def _missing(response_id: str) -> ObjectNotFound:
     return ObjectNotFound(f"response {response_id[:80]!r} is not stored or has expired", field="response_id")
-
-
-async def _stream(
-    choice: Choice, writer: ResponseWriter, response: HttpResponse, start: bytes
-) -> tuple[FinishReason, bytes]:
-    """Sends the events of a choice as they come. Returns the finish reason and the events that were not sent yet.
-
-    `start` is sent together with the first events, so that an earlier error has a status of its own.
-    """
-    last: list[OutputPiece] = []
-
-    def callbacks(write: Callable[[bytes], bool]) -> tuple[Callable[[OutputPiece], bool], Callable[[str], bool]]:
-        def on_piece(piece: OutputPiece) -> bool:
-            if piece.finish is not None:
-                last.append(piece)
-                return False
-            return write(_piece_events(writer, choice, piece))
-
-        return on_piece, lambda text: write(writer.text(text, []) if text else b"")
-
-    with closing(choice):
-        async for piece in choice:
-            if piece.finish is not None:
-                last.append(piece)
-                break
-            if events := start + _piece_events(writer, choice, piece):
-                await response.send_event(events)
-            start = b""
-            if (write := response.fast_write) is not None:
-                await choice.relay(*callbacks(write))
-    [piece] = last
-    assert piece.finish is not None
-    return piece.finish, start + _piece_events(writer, choice, piece)
-
-
-def _piece_events(writer: ResponseWriter, choice: Choice, piece: OutputPiece) -> bytes:
-    """Returns the events of one piece. Only content tokens show their log-probabilities."""
-    logprobs = _logprobs(choice, piece.reported)
-    if piece.deltas is None:
-        return writer.text(piece.text, logprobs) if piece.text or logprobs else b""
-    events = b""
-    for delta in piece.deltas:
-        match delta:
-            case ContentDelta(text):
-                events += writer.text(text, logprobs)
-                logprobs = []
-            case ReasoningDelta(text):
-                events += writer.reasoning(text)
-            case ToolCallDelta(arguments=arguments, id=call_id, name=name):
-                events += writer.call(call_id, name, arguments)
-            case InvalidToolCall(text=text):
-                events += writer.invalid_call(text)
-    return events
-
-
-def _write_answer(writer: ResponseWriter, choice: Choice, answer: CompleteAnswer) -> None:
-    """Writes the items of a complete answer."""
-    logprobs, message = _logprobs(choice, answer.reported), answer.message
-    if message is None:
-        writer.text(answer.text, logprobs)
-        return
-    if message.reasoning is not None:
-        writer.reasoning(message.reasoning)
-    if message.content is not None:
-        writer.text(message.content, logprobs)
-    for call in message.tool_calls:
-        writer.call(call.id, call.name, call.arguments)
-
-
-def _logprobs(choice: Choice, reported: Sequence[ReportedToken]) -> list[Json]:
-    return token_logprobs(choice.model.tokenizer, reported)

@@ -13,11 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from common.errors import BatonError, Overloaded
 from common.types import FinishReason
-from gateway.api.http.json import Json, error_body
+from gateway.api.http.json import Json, encoded, error_body
 from gateway.api.openai.responses.request import ResponseItem, new_item_id
 from gateway.serving.request import Usage
 
@@ -149,7 +147,7 @@ class ResponseWriter:
         return place if content is None else {**place, "content_index": content}
 
     def _event(self, kind: str, **members: Any) -> bytes:
-        body = orjson.dumps({"type": kind, "sequence_number": self._sequence_number, **members})
+        body = encoded({"type": kind, "sequence_number": self._sequence_number, **members})
         self._sequence_number += 1
         return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
 
