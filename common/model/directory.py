@@ -76,7 +76,7 @@ def resolve_model(
     *,
     tokenizer: bool = True,
     weights: bool = True,
-    check: Callable[[Path], None] = lambda _: None,
+    check: Callable[[Path], object] = lambda _: None,
     say: Callable[[str], None] = _log.info,
 ) -> Path:
     """Returns the directory of `model`: smollm2, a path, or a model of the hub, of which missing files are downloaded.

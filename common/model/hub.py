@@ -92,7 +92,7 @@ def snapshot_name(directory: Path) -> str | None:
 
 
 def fetch(
-    name: HubName, *, weights: bool, check: Callable[[Path], None] = lambda _: None, say: Say = _log.info
+    name: HubName, *, weights: bool, check: Callable[[Path], object] = lambda _: None, say: Say = _log.info
 ) -> Path:
     """Returns the model's directory with all files that Baton needs; downloads the missing ones.
 
@@ -149,7 +149,7 @@ def _config_file(name: HubName) -> Path:
 
 def _snapshot(name: HubName, patterns: Sequence[str]) -> None:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log would get a line for each state of a bar

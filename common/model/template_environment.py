@@ -144,7 +144,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Begins the count of a rendering in this thread."""
         self._made.total = 0
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # Jinja has a function here
+    def concat(self, parts: Iterable[str]) -> str:
         """Joins the parts of an output, of a block or of a macro."""
         made: list[str] = []
         size = 0

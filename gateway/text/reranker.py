@@ -22,9 +22,10 @@ from typing import Any
 import orjson
 
 from common.errors import ConfigError, InvalidRequest
+from common.model.generation import read_json
 from gateway.text.chat_format import ChatFormat
 from gateway.text.control_tokens import ChatPrompt, Placeholders, json_text
-from gateway.text.tokenizer import TextTokenizer, read_json
+from gateway.text.tokenizer import TextTokenizer
 
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_JUDGE = (
