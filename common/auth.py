@@ -271,14 +271,17 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
 
     def _guard(self, handler: Any, method: str) -> Any:
         shape = "_".join("stream" if x else "unary" for x in (handler.request_streaming, handler.response_streaming))
-        behavior, parse, streamed = getattr(handler, shape), handler.request_deserializer, handler.request_streaming
+        behavior, streamed = getattr(handler, shape), handler.request_streaming
+
+        def parse(message: bytes) -> Any:
+            try:
+                return handler.request_deserializer(message)
+            except DecodeError as e:
+                raise InvalidRequest(f"the message of {method} cannot be parsed: {e}") from e
 
         def admit(request: Any, context: Context) -> Any:
             self._admit(method, b"" if streamed else request, context)
-            try:
-                return request if streamed else parse(request)
-            except DecodeError as e:
-                raise InvalidRequest(f"the message of {method} cannot be parsed: {e}") from e
+            return request if streamed else parse(request)
 
         async def call(request: Any, context: Context) -> Any:
             return await behavior(admit(request, context), context)
