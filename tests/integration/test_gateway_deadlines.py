@@ -105,6 +105,9 @@ async def test_a_client_that_has_gone_before_the_headers_is_no_failure(gw: Rig) 
         def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
             return ()
 
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:5"
+
         async def send_initial_metadata(self, _metadata: object) -> None:
             raise grpc.aio.InternalError("Failed execute_batch")
 
