@@ -6,8 +6,9 @@ The metadata entry `baton-call-bin` of a call holds
 
 The mac covers the rest of the entry, the method and the message as it is sent. So the receiver verifies a message
 before it parses it, and an unknown field does not change the outcome. A stream of requests is signed at its opening,
-without a message. A call is accepted once, by the receiver that it names, within MAX_SKEW_S of its timestamp. Nonces
-are remembered only of calls with a right mac, so unsigned traffic cannot fill the memory.
+without a message. A call is accepted once, by the receiver that it names, within MAX_SKEW_S of its timestamp and not
+from before the receiver's start. Nonces are remembered only of calls with a right mac, so unsigned traffic cannot fill
+the memory.
 
 Invariant for rolling upgrades: a new field of a message has the highest number in the message. The signature of a KV
 target covers its named fields, because a gateway parses and serializes the target on its way.
@@ -99,6 +100,7 @@ class Signer:
         self._call_key, self._target_key = (hmac.digest(secret, use, "sha256") for use in (b"call", b"KV target"))
         self._sender = f"{role}\0{name}\0"
         self._seen: dict[int, set[bytes]] = {}  # Nonces of accepted calls, in buckets of MAX_SKEW_S by timestamp
+        self._started_ms = int(time.time() * 1000)  # Older calls may be replays: an earlier process knew their nonces
 
     def sign(self, method: str, body: bytes, receiver: str) -> MetadataItem:
         """Returns the metadata entry that signs a call of `method` with the message `body` to the pod `receiver`."""
@@ -138,6 +140,8 @@ class Signer:
             raise Unauthenticated(f"{method} of {name} is signed for {receiver!r}, but this is {self.name!r}")
         if abs(now - sent_ms / 1000) > MAX_SKEW_S:
             raise Unauthenticated(f"{method} was signed {now - sent_ms / 1000:.0f} s ago; are the clocks right?")
+        if sent_ms < self._started_ms:
+            raise Unauthenticated(f"{method} of {name} was signed before {self.name} started: send the call again")
         if role not in ALLOWED_ROLES.get(method, ()):
             allowed = " or ".join(sorted(ALLOWED_ROLES.get(method, ()))) or "no role"
             raise Unauthenticated(f"{method} was called by {name} in the role {role}, but only {allowed} may call it")
@@ -267,14 +271,17 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not su
 
     def _guard(self, handler: Any, method: str) -> Any:
         shape = "_".join("stream" if x else "unary" for x in (handler.request_streaming, handler.response_streaming))
-        behavior, parse, streamed = getattr(handler, shape), handler.request_deserializer, handler.request_streaming
+        behavior, streamed = getattr(handler, shape), handler.request_streaming
+
+        def parse(message: bytes) -> Any:
+            try:
+                return handler.request_deserializer(message)
+            except DecodeError as e:
+                raise InvalidRequest(f"the message of {method} cannot be parsed: {e}") from e
 
         def admit(request: Any, context: Context) -> Any:
             self._admit(method, b"" if streamed else request, context)
-            try:
-                return request if streamed else parse(request)
-            except DecodeError as e:
-                raise InvalidRequest(f"the message of {method} cannot be parsed: {e}") from e
+            return request if streamed else parse(request)
 
         async def call(request: Any, context: Context) -> Any:
             return await behavior(admit(request, context), context)

@@ -78,7 +78,7 @@ def _error(error: BatonError, status: int | None = None) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     """Answers unknown paths and methods with an error in the shape of the path."""
     assert isinstance(error, HTTPException)
-    headers, path = error.headers or {}, request.url.path[:200]
+    headers, path = error.headers or {}, request.scope["path"][:200]  # request.url fails if the query is no UTF-8
     why = {
         404: f"there is no endpoint {path!r}; /openapi.json lists all endpoints",
         405: f"{path!r} takes {headers.get('Allow', 'another method')}, not {request.method}",

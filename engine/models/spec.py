@@ -20,6 +20,8 @@ from engine.models.base import ModelShape
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MAX_SIZE = 2**31 - 1  #: Largest integer of a config.json.
+MAX_LAYERS = 1 << 14  #: Far above every model; a spec holds a window for each layer.
 
 
 class NotNative(ConfigError):
@@ -90,6 +92,8 @@ def parse_spec(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
         raise NotNative(f"activation {activation!r} is not supported (hidden_act of {name})")
 
     heads, hidden, layers = (_int(config, k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers is {layers}, at most {MAX_LAYERS} are supported")
     kv_heads = _int(config, "num_key_value_heads", heads)
     head_dim = _int(config, "head_dim", 128 if name == "Qwen3ForCausalLM" else hidden // heads)
     if heads % kv_heads:
@@ -212,9 +216,8 @@ def _int(config: Mapping[str, Any], key: str, default: int | None = None, *, lea
         value = default
     if isinstance(value, float) and value.is_integer():  # 2048.0, as some tools write it
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "a positive integer" if least else "a non-negative integer"
-        raise ConfigError(f"config.json: {key} is {value!r}, {kind} is needed")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_SIZE:
+        raise ConfigError(f"config.json: {key} is {value!r}, an integer from {least} to {MAX_SIZE} is needed")
     return value
 
 

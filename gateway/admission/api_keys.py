@@ -9,6 +9,7 @@ and an unknown id costs a comparison too.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import re
 import secrets
 from collections.abc import Iterable
@@ -27,6 +28,19 @@ _PERSON = b"baton-api-key-1"
 _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
 _Count = Annotated[int, Field(ge=0, le=2**53)]
 TENANT = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+
+def client_of(host: str) -> str:
+    """Returns the client that an address belongs to: an IPv4 address, or the /64 network of an IPv6 address."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 class ApiKey(BaseModel):

@@ -7,7 +7,6 @@ requests takes nothing from other clients.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -18,19 +17,6 @@ from gateway.telemetry.metrics import GatewayMetrics
 SLOW_S = 1.0  #: Seconds after which the unfinished head or body of a request counts as slow.
 SHARE_OF_CLIENT = 0.75  #: Largest share of all connections for one client, so that others can always connect.
 _log = logging.getLogger(__name__)
-
-
-def client_of(host: str) -> str:
-    """Returns the client that an address belongs to: an IPv4 address, or the /64 network of an IPv6 address."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return host
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
 @dataclass(eq=False, frozen=True, slots=True)

@@ -12,6 +12,7 @@ import pytest
 
 from cli.stack.valkey import EmbeddedValkey
 from common.auth import GATEWAY, Signer
+from common.settings.configs import DEFAULT_SECRET
 from common.types import SamplingParams, ValidRequest
 from engine.llm import LLM
 from gateway.dispatch.dispatch import Dispatch
@@ -88,7 +89,7 @@ async def world(model_dir: Path, tmp_path: Path, local_prefill: str, pull: str) 
         ) as cluster:
             # Index answers are not cached, and a slow one is awaited.
             reader = IndexReader(url, timeout_s=20.0, clock=lambda: time.monotonic() * 1e6)
-            table = PodTable((), reader, signer=Signer(b"secret", GATEWAY, "g", 1), model="tiny")
+            table = PodTable((), reader, signer=Signer(DEFAULT_SECRET.encode(), GATEWAY, "g", 1), model="tiny")
             router = Router(table, GatewayMetrics(), rng=random.Random(1))
             await table.start()
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from common.errors import InvalidRequest, Unavailable
 from common.pb import inference_pb2, inference_pb2_grpc
+from common.types import ValidRequest
 from gateway.text.tokenizer import TextTokenizer
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
 from tests.rigs.pods.fake_pods import FakeCluster
@@ -96,14 +99,28 @@ async def test_a_client_that_disconnects_ends_all_samples(gw: Rig, cluster: Fake
 async def test_after_a_failed_attempt_each_sample_continues(
     gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer
 ) -> None:
-    faults = cluster.decodes[0].faults
-    faults.decode_error, faults.decode_errors = Unavailable("gone"), 1
-    response = await gw.complete(n=3, max_tokens=5)
+    """The attempt fails after the client has the first token of each sample."""
+    faults, has_first_tokens = cluster.decodes[0].faults, asyncio.Event()
+    faults.decode_error, faults.decode_errors = Unavailable("gone"), 3
+
+    async def wait_for_first_tokens(_: ValidRequest) -> None:
+        await has_first_tokens.wait()
+
+    faults.before_decode_error = wait_for_first_tokens
+    said: dict[int, str] = defaultdict(str)
+    body = {"model": MODEL, "prompt": "Hello", "n": 3, "max_tokens": 5, "stream": True}
+    async with gw.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    said[choice["index"]] += choice["text"]
+                if len(said) == 3:
+                    has_first_tokens.set()
     first, *continued = (r.child for r in cluster.decodes[0].seen.reserved)
     assert first == 0
     assert sorted(continued) == [0, 1, 2]  # each sample continues on its own, in any order
-    assert response.status_code == 200
-    assert [c["text"] for c in response.json()["choices"]] == [letters(tokenizer, cluster, c, 5) for c in range(3)]
+    assert dict(said) == {c: letters(tokenizer, cluster, c, 5) for c in range(3)}
 
 
 async def test_best_of_answers_the_likeliest(gw: Rig, cluster: FakeCluster, tokenizer: TextTokenizer) -> None:

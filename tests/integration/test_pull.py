@@ -222,7 +222,7 @@ async def test_a_pull_gets_as_long_as_computing_would_take(model_dir: Path, monk
         monkeypatch.setattr(second.runtime.rates, "prefill_s", lambda tokens: tokens * 0.01)
         limits: list[float] = []
 
-        async def pull(_holder: str, wanted: WantedBlocks) -> PullResult:
+        async def pull(_address: str, _holder: str, wanted: WantedBlocks) -> PullResult:
             limits.append(wanted.timeout_s)
             wanted.pin.release()
             raise DeadlineExceeded("too late")

@@ -414,6 +414,24 @@ async def test_the_role_of_the_certificate_must_be_the_signed_one(
         await server.stop(0)
 
 
+async def test_a_message_that_cannot_be_parsed_is_an_invalid_argument() -> None:
+    """The first message of a token stream is garbage, after a right signature."""
+    async with fake_cluster() as cluster:
+        pod = cluster.decodes[0]
+        channel = open_channel(pod.address)
+        try:
+            signed: Any = sign_calls(channel, Signer(DEFAULT_SECRET.encode(), GATEWAY, "gw", 1), lambda: pod.name)
+            for call in (
+                signed.stream_stream("/baton.v1.Decode/Tokens")(iter([b"\x09garbage"]), timeout=10.0),
+                signed.unary_unary("/baton.v1.Decode/Abort", bytes, bytes)(b"\x09garbage", timeout=10.0),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError, match="cannot be parsed") as refused:
+                    await (call.read() if hasattr(call, "read") else call)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        finally:
+            await channel.close()
+
+
 async def told(pod: transfer_pods.Pod, act: Callable[[], None]) -> None:
     """Runs `act` on the pod's transfer thread."""
     await asyncio.wrap_future(pod.node._thread.call(act))

@@ -35,8 +35,9 @@ def signed(receiver: str = "decode-0", method: str = METHOD, **of: Any) -> list[
 
 
 def test_the_caller_of_a_signed_call_is_known() -> None:
+    receiver = signer()
     metadata = [("other", "x"), *signed(role="both", name="prefill-ü")]
-    assert signer().verify(METHOD, BODY, metadata) == Caller("both", "prefill-ü", 41)
+    assert receiver.verify(METHOD, BODY, metadata) == Caller("both", "prefill-ü", 41)
 
 
 def test_a_wrong_secret_method_or_message_is_refused() -> None:
@@ -61,12 +62,12 @@ def test_a_call_for_another_receiver_is_refused() -> None:
 @pytest.mark.parametrize("role", [GATEWAY, "worker", "prefill", "decode", "both", "", "Prefill"])
 def test_only_the_allowed_roles_may_call_a_method(role: str) -> None:
     for method, allowed in {**ALLOWED_ROLES, "/baton.v1.Decode/Unknown": frozenset[str]()}.items():
-        metadata = signed(method=method, role=role)
+        receiver, metadata = signer(), signed(method=method, role=role)
         if role in allowed:
-            assert signer().verify(method, BODY, metadata).role == role
+            assert receiver.verify(method, BODY, metadata).role == role
         else:
             with pytest.raises(Unauthenticated, match="may call it"):
-                signer().verify(method, BODY, metadata)
+                receiver.verify(method, BODY, metadata)
 
 
 def test_the_table_has_every_method_between_services() -> None:
@@ -78,9 +79,9 @@ def test_the_table_has_every_method_between_services() -> None:
 
 
 def test_every_flipped_byte_is_refused() -> None:
+    receiver = signer()
     ((key, value),) = signed()
     assert isinstance(value, bytes)
-    receiver = signer()
     for i in range(len(value)):
         bad = value[:i] + bytes([value[i] ^ 1]) + value[i + 1 :]
         with pytest.raises(Unauthenticated):
@@ -121,7 +122,9 @@ def test_old_and_future_messages_are_refused(shift: float) -> None:
 
 
 def test_a_replay_is_refused_while_its_timestamp_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    receiver, start = signer(), 1_000_000.0
+    start = 1_000_000.0
+    monkeypatch.setattr("common.auth.time.time", lambda: start)
+    receiver = signer()
     sent: list[list[tuple[str, str | bytes]]] = []
     for step in range(400):
         now = start + step
@@ -179,3 +182,13 @@ def test_a_changed_target_is_refused(change: Callable[[KvTarget], KvTarget]) -> 
         signer().verify_target(change(target), "r")
     with pytest.raises(Unauthenticated):
         signer().verify_target(target, "another request")
+
+
+def test_a_call_from_before_the_receivers_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that restarts has lost its nonces, so a call that the process before it served is not served again."""
+    metadata, sent = signed(), time.time()
+    monkeypatch.setattr("common.auth.time.time", lambda: sent + 5.0)
+    restarted = signer()
+    with pytest.raises(Unauthenticated, match="signed before decode-0 started"):
+        restarted.verify(METHOD, BODY, metadata)
+    assert restarted.verify(METHOD, BODY, signed()).name == "decode-0"

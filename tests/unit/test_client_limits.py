@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.admission.client_limits import ClientLimits, SlowInput, client_of
+from gateway.admission.api_keys import client_of
+from gateway.admission.client_limits import ClientLimits, SlowInput
 from gateway.telemetry.metrics import GatewayMetrics
 
 

@@ -255,6 +255,15 @@ def test_a_negative_end_is_none() -> None:
     assert eos_token_ids({"eos_token_id": [7, -1]}, {"eos_token_id": -1}) == (7,)
 
 
+def test_sizes_without_measure_are_refused(tmp_path: Path) -> None:
+    save_reference(tmp_path, CASES["llama"])
+    config, _ = read_config(tmp_path)
+    with pytest.raises(ConfigError, match="intermediate_size is 2147483648, an integer from 1 to 2147483647 is needed"):
+        parse_spec(config | {"intermediate_size": 2**31})
+    with pytest.raises(ConfigError, match="num_hidden_layers is 20000, at most 16384 are supported"):
+        parse_spec(config | {"num_hidden_layers": 20_000})
+
+
 def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_reference(tmp_path, CASES["llama"])
     path = tmp_path / "config.json"

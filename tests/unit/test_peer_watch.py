@@ -45,7 +45,7 @@ async def test_pods_that_join_fail_and_restart_are_connected(monkeypatch: pytest
     tried: list[tuple[str, int]] = []
     errors: dict[str, Exception] = {}
 
-    async def connect(address: str, generation: int) -> None:
+    async def connect(address: str, _name: str, generation: int) -> None:
         tried.append((address, generation))
         if address == "stuck:1":
             await asyncio.sleep(60)
@@ -74,7 +74,7 @@ async def test_start_waits_for_a_limited_time_only(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("pod.index.FIRST_ROUND_S", 0.05)
     ended = asyncio.Event()
 
-    async def connect(_address: str, _generation: int) -> None:
+    async def connect(_address: str, _name: str, _generation: int) -> None:
         try:
             await asyncio.sleep(60)
         finally:
@@ -96,7 +96,7 @@ async def test_start_asks_an_index_that_is_late_until_it_answers(
     index.away = error
     proven: set[str] = set()
 
-    async def connect(address: str, _generation: int) -> None:
+    async def connect(address: str, _name: str, _generation: int) -> None:
         await asyncio.sleep(0)
         proven.add(address)
 
@@ -121,7 +121,7 @@ async def test_start_goes_on_without_an_index_that_never_answers(
     index.away = IndexUnavailable("away")
     proven: set[str] = set()
 
-    async def connect(address: str, _generation: int) -> None:
+    async def connect(address: str, _name: str, _generation: int) -> None:
         proven.add(address)
 
     watch = PeerDiscovery(index, "s", connect)  # type: ignore[arg-type]

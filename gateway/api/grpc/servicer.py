@@ -22,8 +22,7 @@ from common.pb import inference_pb2 as pb
 from common.pb import inference_pb2_grpc
 from common.rpc import CALLER_DISCONNECTED, trace_context_of
 from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
-from gateway.admission.api_keys import Caller
-from gateway.admission.client_limits import client_of
+from gateway.admission.api_keys import Caller, client_of
 from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, parse_affinity
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion

@@ -36,8 +36,8 @@ from common.errors import (
 )
 from common.logs import log_context
 from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
-from gateway.admission.api_keys import Caller
-from gateway.admission.client_limits import SLOW_S, SlowInput, client_of
+from gateway.admission.api_keys import Caller, client_of
+from gateway.admission.client_limits import SLOW_S, SlowInput
 from gateway.admission.key_store import KeyRing
 from gateway.api.http.json import MAX_DEPTH, OPENAI_ERRORS, ErrorFormat, Json, deeper_than, encoded, error_body
 from gateway.api.http.protocol import BodyWriter, body_writer, client_limits

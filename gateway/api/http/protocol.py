@@ -18,7 +18,8 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from common.errors import BatonError, InvalidRequest, Overloaded, RequestTooSlow
-from gateway.admission.client_limits import SLOW_S, ClientLimits, SlowInput, client_of
+from gateway.admission.api_keys import client_of
+from gateway.admission.client_limits import SLOW_S, ClientLimits, SlowInput
 from gateway.api.http.json import error_body
 
 MAX_HEAD_BYTES = 64 << 10

@@ -94,6 +94,7 @@ class Faults:
     target_error: BatonError | None = None
     before_reserve: Gate = _open
     before_prefill: Gate = _open
+    before_decode_error: Gate = _open
 
 
 @dataclass
@@ -374,6 +375,7 @@ class FakePod(
         if self.faults.decode_error is not None and self.faults.decode_errors > 0:
             self.faults.decode_errors -= 1
             await asyncio.sleep(self.faults.token_delay_s)
+            await self.faults.before_decode_error(valid)
             self._emit(gateway_id, request_id, [], FinishReason.ERROR, error=self.faults.decode_error, child=child)
             self._ended(request_id, child)
             return
