@@ -40,10 +40,11 @@ Metrics, all medians unless stated otherwise:
   over the rows and the measured steps. Limit: one read of all weights and this KV at copy speed.
 - ttft_ms_N: from adding a request of N tokens to an idle engine until its token is on the host. No prompt occurs twice.
   Limit: the FLOP of a prefill at the measured rates of the model's largest matrix product and of cuDNN's attention.
+- ttft_N_over_limit: the time of the longest of these prompts over its limit.
 - handed_ms_N: as ttft_ms_N for a prompt that a prefill pod hands off (its last chunk is short).
 - busy_ms_N: mean time between the first tokens of several prompts that are queued together.
 - launch_ms_N: time in which the engine's thread launches a step of these prompts; other threads wait for the
-  interpreter in this time. The suffix _graphs means an engine with chunk_graphs.
+  interpreter in this time.
 - offline_out_tok_s: output tokens over the time until the last of the requests, all queued at the start, has ended.
 - host_wait_ms: time of a step minus the time of its CUDA graph replayed back to back, worst decode point.
 - sampling_ratio: time of steps with temperature, top-p and penalties over greedy steps, worst decode point.
@@ -161,18 +162,18 @@ class EngineBench:
 
     def ttft(self, driver: Driver, cost: StepCost) -> None:
         for length in self.shape.ttft:
-            self._first_tokens(f"ttft_ms_{length}", driver, length, cost, hand_off=False)
+            limit = self._first_tokens(f"ttft_ms_{length}", driver, length, cost, hand_off=False)
+        self.table.add(f"ttft_{length}_over_limit", self.table.metrics[f"ttft_ms_{length}"] / limit)
 
     def handed(self, driver: Driver, cost: StepCost) -> None:
-        suffix = "_graphs" if driver.engine.config.chunk_graphs else ""
         for length in self.shape.handed:
-            limit = self._first_tokens(f"handed_ms_{length}{suffix}", driver, length, cost, hand_off=True)
+            limit = self._first_tokens(f"handed_ms_{length}", driver, length, cost, hand_off=True)
             batch = self.prompts.make(2 * self.shape.repeats, length)
             with launches(driver) as times:
                 seen = driver.run(batch, [ONE_TOKEN] * len(batch), hand_off=True)
             at = [when for when, result in seen for output in result.outputs if output.tokens]
-            self.table.add(f"busy_ms_{length}{suffix}", (at[-1] - at[0]) / (len(at) - 1) * 1e3, limit=limit)
-            self.table.add(f"launch_ms_{length}{suffix}", statistics.median(times) * 1e3)
+            self.table.add(f"busy_ms_{length}", (at[-1] - at[0]) / (len(at) - 1) * 1e3, limit=limit)
+            self.table.add(f"launch_ms_{length}", statistics.median(times) * 1e3)
 
     def _first_tokens(self, name: str, driver: Driver, length: int, cost: StepCost, *, hand_off: bool) -> float:
         """Adds the median time to first token; the first prompt does not count. Returns the limit."""
@@ -232,7 +233,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine: dict[str, Any] = dict(settings)
         for engine_config, parts in (
             (config, ("decode", "ttft", "handed")),
-            (replace(config, chunk_graphs=max(shape.handed)), ("handed",)),
             (for_throughput(config), ("offline",)),
         ):
             if chosen := [part for part in args.only if part in parts]:

@@ -232,6 +232,7 @@ class RemotePrefillCost:
     compute_s: float
     hand_off_s: float  # Time from the end of computing until the decode pod can continue.
     tokens_per_s: float  # Prompt tokens per second of the prefill pod.
+    same_processor: bool = False  # The prefill pod computes on the processor of the decode pod.
 
     @property
     def seconds(self) -> float:

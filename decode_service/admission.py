@@ -65,7 +65,8 @@ class LocalPrefillPolicy:
 
     All times are measured: steps with and without a chunk by this pod, queue and rate of the prefill pod by the
     gateway, ends of hand-offs by the prefill pod. One second of delay of another sequence counts like one second of
-    waiting, so a busy decode pod leaves prompts to prefill pods. In mode "auto", a prompt without a cached
+    waiting, so a busy decode pod leaves prompts to prefill pods. A prefill pod on the same processor delays these
+    sequences too; then the earlier first token decides. In mode "auto", a prompt without a cached
     token goes to a prefill pod at any cost, and so does a rest of more than MAX_LOCAL_STEPS steps: a wrong estimate
     never makes a decode pod compute whole prompts.
     """
@@ -116,6 +117,8 @@ def _local_cost_s(uncached: int, state: DecodePodState, remote_cost: RemotePrefi
     steps_ahead = math.ceil(state.queued_tokens / state.chunk_tokens)
     step_s = state.step_s if state.running else 0.0
     waiting_s = own_steps * (step_s + delay_s) + steps_ahead * (step_s + chunk_delay_s(state.queued_tokens))
+    if remote_cost.same_processor:
+        return waiting_s
     # The chunks of this prompt delay every running sequence.
     return waiting_s + state.running * own_steps * delay_s
 

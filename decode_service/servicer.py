@@ -75,7 +75,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             problem = "reads its token stream too slowly" if stream else "has no token stream to this pod"
             raise Unavailable(f"gateway {request.gateway_id!r} {problem}")
         remote = request.remote if request.HasField("remote") else None
-        cost = remote and RemotePrefillCost(remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s)
+        cost = remote and RemotePrefillCost(
+            remote.queue_s, remote.compute_s, remote.hand_off_s, remote.tokens_per_s, remote.same_processor
+        )
 
         def decide() -> Admitted | Rejected:
             pod.require_ready()

@@ -95,8 +95,7 @@ class EngineConfig(PodEngineSettings):
 
     def cuda_graph_advice(self, *beside: str) -> str:
         """Returns a remedy for CUDA graphs without memory: it names `beside` and the settings that bound the graphs."""
-        bounds = {"chunk_graphs": self.chunk_graphs > 0, "speculation_tokens": self.speculation != "none"}
-        options = (*beside, "max_seqs", *(name for name, counts in bounds.items() if counts))
+        options = (*beside, "max_seqs", *(["speculation_tokens"] if self.speculation != "none" else []))
         return f"lower {' or '.join(options)}, or do without cuda_graphs"
 
     def resolve_overlap(self, device: torch.device) -> bool:

@@ -64,7 +64,7 @@ class CudaGraphs(Generic[Shape, Output]):
         return output
 
     @torch.inference_mode()
-    def capture(self, shapes: Sequence[Shape], stage: Callable[[Shape], None]) -> None:
+    def capture(self, shapes: Sequence[Shape], stage: Callable[[Shape], object]) -> None:
         """Captures shapes in the given order; `stage` fills the buffers with a harmless step of a shape.
 
         Raises torch.OutOfMemoryError with the shape and the free memory, whichever library had no memory.
@@ -108,6 +108,12 @@ class CudaGraphs(Generic[Shape, Output]):
                 raise
             graph.capture_end()
             self._graphs[shape] = graph, self._keep(output)
+
+
+def batch_buckets(max_rows: int) -> tuple[int, ...]:
+    """Returns batch sizes to capture graphs for, ascending; the last is max_rows."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
+    return (*(size for size in steps if size < max_rows), max_rows)
 
 
 @contextlib.contextmanager

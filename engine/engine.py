@@ -364,7 +364,6 @@ class Engine:
             kv.layers(), spec.num_heads, spec.windows, kv.dummy_block, scale=spec.scale, softcap=spec.softcap
         )
         draft = None if make_draft is None else make_draft(kv, attention)
-        graph_len = min(self.config.chunk_graphs, limits.max_model_len)
         return ModelRunner(
             model,
             kv,
@@ -378,7 +377,6 @@ class Engine:
             max_drafts=self._max_drafts,
             rejection=self.config.speculation_accept == "rejection",
             draft_model=draft,
-            chunk_graphs=warm_up.chunk_graph_shapes(graph_len, limits.chunk_tokens),
         )
 
 

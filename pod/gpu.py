@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from common.errors import ConfigError
+from common.process.lifecycle import host_boot_id
 from common.settings.configs import PodConfig
 from common.telemetry import Metrics, MetricSample
 from common.types import Role
@@ -71,6 +72,15 @@ class GpuMonitor:
             return self._kept
 
 
+def processor_id(device: torch.device) -> str:
+    """Returns the identity of the processor behind a torch device, equal for all pods that share it."""
+    return _gpu_uuid(device) if device.type == "cuda" else host_boot_id()
+
+
+def _gpu_uuid(device: torch.device) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(device.index).uuid}"  # an index would count hidden devices too
+
+
 def gpu_monitor(device: torch.device) -> GpuMonitor | None:
     """Returns the monitor of a torch device; None for a device that is not a GPU."""
     if device.type != "cuda":
@@ -82,8 +92,7 @@ def gpu_monitor(device: torch.device) -> GpuMonitor | None:
         return by_torch
     try:
         pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device.index).uuid}"  # an index would count hidden devices too
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(_gpu_uuid(device))
     except pynvml.NVMLError as error:
         _log.info("NVML does not know the GPU; torch reports its memory only: %s", error)
         return by_torch

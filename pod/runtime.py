@@ -45,7 +45,7 @@ from engine.loop import EngineLoop
 from engine.schedule.outputs import StepResult
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
-from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, require_mappable_kv
+from pod.gpu import GIL_SWITCH_INTERVAL_S, add_gpu_metrics, gpu_monitor, processor_id, require_mappable_kv
 from pod.health import PodHealth
 from pod.index import CacheEventRelay, PeerDiscovery, require_free_name
 from pod.limits import PodLimits
@@ -352,6 +352,7 @@ class PodRuntime:
             vocab_size=self.engine.vocab_size,
             pid=os.getpid(),
             boot_id=host_boot_id(),
+            processor=processor_id(self.engine.device),
             ready=state is LifecycleState.READY and self._health.intact,
             draining=state is LifecycleState.DRAINING,
             version=metadata.version("baton-serving"),

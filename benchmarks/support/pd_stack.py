@@ -46,7 +46,7 @@ def arguments(description: str | None, metrics: str, shapes: Iterable[str]) -> a
     parser.add_argument("--shape", choices=shapes, default="llama-3.1-8b")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--allow-tcp", action="store_true", help="accept TCP as transport of the KV")
-    flags_help = "flags of the pods, for example chunk-graphs=8192"
+    flags_help = "flags of the pods, for example chunk-tokens=4096"
     parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help=flags_help)
     return parser
 

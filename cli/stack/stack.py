@@ -131,7 +131,7 @@ class Stack:
                 # An index may be shared with other stacks: pods keep their default names, which contain the port.
                 own = {"role": role, "port": port.port, **({"name": name} if config.redis is None else {})}
                 on_gpu, gpu_env = _gpu_settings(place, usable, config)
-                tls_dir, tls = certificates(name, role.value)
+                tls_dir, tls = certificates(name, extra.get("role", role.value))
                 argv = _baton("serve", {**pods, **own, **on_gpu, "tls_dir": tls_dir, **extra})
                 probe = functools.partial(probes.grpc_ready, port.address, tls)
                 add(name, argv, role, port.address, probe, {**child_env, **gpu_env}, POD)

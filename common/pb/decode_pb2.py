@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.pb import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\x8b\x01\n\x0eReserveRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x13\n\x0bremote_only\x18\x03 \x01(\x08\x12\'\n\x06remote\x18\x04 \x01(\x0b\x32\x17.baton.v1.RemotePrefill\"]\n\rRemotePrefill\x12\x0f\n\x07queue_s\x18\x01 \x01(\x02\x12\x11\n\tcompute_s\x18\x02 \x01(\x02\x12\x12\n\nhand_off_s\x18\x03 \x01(\x02\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x02\"\xaa\x01\n\x0fReserveResponse\x12$\n\x06target\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvTargetH\x00\x12\'\n\x05local\x18\x02 \x01(\x0b\x32\x16.baton.v1.LocalPrefillH\x00\x12&\n\x08rejected\x18\x03 \x01(\x0b\x32\x12.baton.v1.RejectedH\x00\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\t\n\x07outcome\"\x0e\n\x0cLocalPrefill\"1\n\x08Rejected\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rretry_after_s\x18\x02 \x01(\x02\"F\n\x12\x44\x65\x63odeAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05\x63hild\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_child\"\x15\n\x13\x44\x65\x63odeAbortResponse\"2\n\rTokensRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x63ked\x18\x02 \x01(\x04\"E\n\nTokenBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.baton.v1.SequenceDelta\"1\n\x0bSpeculation\x12\x10\n\x08proposed\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\"\xaf\x02\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1f\n\x06tokens\x18\x02 \x03(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x63hild\x18\x06 \x01(\r\x12*\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x15.baton.v1.Speculation\x12\x31\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsB\x10\n\x0e_cached_tokens2\xcb\x01\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x44\n\x05\x41\x62ort\x12\x1c.baton.v1.DecodeAbortRequest\x1a\x1d.baton.v1.DecodeAbortResponse\x12;\n\x06Tokens\x12\x17.baton.v1.TokensRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\x8b\x01\n\x0eReserveRequest\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.baton.v1.ValidRequest\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12\x13\n\x0bremote_only\x18\x03 \x01(\x08\x12\'\n\x06remote\x18\x04 \x01(\x0b\x32\x17.baton.v1.RemotePrefill\"u\n\rRemotePrefill\x12\x0f\n\x07queue_s\x18\x01 \x01(\x02\x12\x11\n\tcompute_s\x18\x02 \x01(\x02\x12\x12\n\nhand_off_s\x18\x03 \x01(\x02\x12\x14\n\x0ctokens_per_s\x18\x04 \x01(\x02\x12\x16\n\x0esame_processor\x18\x05 \x01(\x08\"\xaa\x01\n\x0fReserveResponse\x12$\n\x06target\x18\x01 \x01(\x0b\x32\x12.baton.v1.KvTargetH\x00\x12\'\n\x05local\x18\x02 \x01(\x0b\x32\x16.baton.v1.LocalPrefillH\x00\x12&\n\x08rejected\x18\x03 \x01(\x0b\x32\x12.baton.v1.RejectedH\x00\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\t\n\x07outcome\"\x0e\n\x0cLocalPrefill\"1\n\x08Rejected\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rretry_after_s\x18\x02 \x01(\x02\"F\n\x12\x44\x65\x63odeAbortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\x05\x63hild\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_child\"\x15\n\x13\x44\x65\x63odeAbortResponse\"2\n\rTokensRequest\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x63ked\x18\x02 \x01(\x04\"E\n\nTokenBatch\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\'\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x17.baton.v1.SequenceDelta\"1\n\x0bSpeculation\x12\x10\n\x08proposed\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\"\xaf\x02\n\rSequenceDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1f\n\x06tokens\x18\x02 \x03(\x0b\x32\x0f.baton.v1.Token\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x63hild\x18\x06 \x01(\r\x12*\n\x0bspeculation\x18\x07 \x01(\x0b\x32\x15.baton.v1.Speculation\x12\x31\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsB\x10\n\x0e_cached_tokens2\xcb\x01\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x44\n\x05\x41\x62ort\x12\x1c.baton.v1.DecodeAbortRequest\x1a\x1d.baton.v1.DecodeAbortResponse\x12;\n\x06Tokens\x12\x17.baton.v1.TokensRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEREQUEST']._serialized_start=58
   _globals['_RESERVEREQUEST']._serialized_end=197
   _globals['_REMOTEPREFILL']._serialized_start=199
-  _globals['_REMOTEPREFILL']._serialized_end=292
-  _globals['_RESERVERESPONSE']._serialized_start=295
-  _globals['_RESERVERESPONSE']._serialized_end=465
-  _globals['_LOCALPREFILL']._serialized_start=467
-  _globals['_LOCALPREFILL']._serialized_end=481
-  _globals['_REJECTED']._serialized_start=483
-  _globals['_REJECTED']._serialized_end=532
-  _globals['_DECODEABORTREQUEST']._serialized_start=534
-  _globals['_DECODEABORTREQUEST']._serialized_end=604
-  _globals['_DECODEABORTRESPONSE']._serialized_start=606
-  _globals['_DECODEABORTRESPONSE']._serialized_end=627
-  _globals['_TOKENSREQUEST']._serialized_start=629
-  _globals['_TOKENSREQUEST']._serialized_end=679
-  _globals['_TOKENBATCH']._serialized_start=681
-  _globals['_TOKENBATCH']._serialized_end=750
-  _globals['_SPECULATION']._serialized_start=752
-  _globals['_SPECULATION']._serialized_end=801
-  _globals['_SEQUENCEDELTA']._serialized_start=804
-  _globals['_SEQUENCEDELTA']._serialized_end=1107
-  _globals['_DECODE']._serialized_start=1110
-  _globals['_DECODE']._serialized_end=1313
+  _globals['_REMOTEPREFILL']._serialized_end=316
+  _globals['_RESERVERESPONSE']._serialized_start=319
+  _globals['_RESERVERESPONSE']._serialized_end=489
+  _globals['_LOCALPREFILL']._serialized_start=491
+  _globals['_LOCALPREFILL']._serialized_end=505
+  _globals['_REJECTED']._serialized_start=507
+  _globals['_REJECTED']._serialized_end=556
+  _globals['_DECODEABORTREQUEST']._serialized_start=558
+  _globals['_DECODEABORTREQUEST']._serialized_end=628
+  _globals['_DECODEABORTRESPONSE']._serialized_start=630
+  _globals['_DECODEABORTRESPONSE']._serialized_end=651
+  _globals['_TOKENSREQUEST']._serialized_start=653
+  _globals['_TOKENSREQUEST']._serialized_end=703
+  _globals['_TOKENBATCH']._serialized_start=705
+  _globals['_TOKENBATCH']._serialized_end=774
+  _globals['_SPECULATION']._serialized_start=776
+  _globals['_SPECULATION']._serialized_end=825
+  _globals['_SEQUENCEDELTA']._serialized_start=828
+  _globals['_SEQUENCEDELTA']._serialized_end=1131
+  _globals['_DECODE']._serialized_start=1134
+  _globals['_DECODE']._serialized_end=1337
 # @@protoc_insertion_point(module_scope)

@@ -67,6 +67,7 @@ class RemotePrefill(_message.Message):
     COMPUTE_S_FIELD_NUMBER: _builtins.int
     HAND_OFF_S_FIELD_NUMBER: _builtins.int
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    SAME_PROCESSOR_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Computing the prompts that are queued before this one."""
     compute_s: _builtins.float
@@ -75,6 +76,10 @@ class RemotePrefill(_message.Message):
     """From the end of computing until the decode pod has the KV."""
     tokens_per_s: _builtins.float
     """Prompt tokens per second of the prefill pod: an estimate for a decode pod that has not computed a prompt yet."""
+    same_processor: _builtins.bool
+    """The prefill pod computes on the processor of this decode pod, so it takes as much time from decoding sequences as a
+    local prefill.
+    """
     def __init__(
         self,
         *,
@@ -82,10 +87,11 @@ class RemotePrefill(_message.Message):
         compute_s: _builtins.float = ...,
         hand_off_s: _builtins.float = ...,
         tokens_per_s: _builtins.float = ...,
+        same_processor: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "hand_off_s", b"hand_off_s", "queue_s", b"queue_s", "tokens_per_s", b"tokens_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_s", b"compute_s", "hand_off_s", b"hand_off_s", "queue_s", b"queue_s", "same_processor", b"same_processor", "tokens_per_s", b"tokens_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

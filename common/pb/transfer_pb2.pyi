@@ -182,6 +182,7 @@ class InfoResponse(_message.Message):
     PULLS_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     LATE_TARGETS_FIELD_NUMBER: _builtins.int
+    PROCESSOR_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -214,6 +215,10 @@ class InfoResponse(_message.Message):
     """The pod pulls prefixes from other pods by pull hints."""
     late_targets: _builtins.bool
     """The prefill pod implements SetTarget."""
+    processor: _builtins.str
+    """The processor that computes this pod's steps: the UUID of its GPU, or the boot id of its machine for a CPU. Pods of
+    one processor share its time.
+    """
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout."""
@@ -263,10 +268,11 @@ class InfoResponse(_message.Message):
         pulls: _builtins.bool = ...,
         activity: Global___Activity | None = ...,
         late_targets: _builtins.bool = ...,
+        processor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -172,11 +172,8 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
     host_cache: int = setting(
         kinds.size(0), 0, "Host memory for KV blocks that the pool evicts, like 32GiB; default: 0"
     )
-    cuda_graphs: bool = setting(kinds.BOOL, True, "Run decode steps as CUDA graphs, captured at the start")
-    chunk_graphs: int = setting(
-        kinds.TOKEN_COUNT,
-        0,
-        "Run whole chunks that end within the first N tokens of a prompt as CUDA graphs; default: 0",
+    cuda_graphs: bool = setting(
+        kinds.BOOL, True, "Run decode steps, and steps of up to 1024 tokens, as CUDA graphs, captured at the start"
     )
     overlap: bool | None = optional_setting(kinds.BOOL, "Launch a step before the previous one ends; default: on a GPU")
     local_chunk_tokens: int = setting(

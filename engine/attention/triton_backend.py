@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class RowSpan:
     cu_q: Tensor  # int32 [rows + 1], the first token of each row, counted from first_token.
     seq_lens: Tensor  # int32 [rows], the keys of each row, new tokens included.
     tables: Tensor  # int32 [rows, n], the physical blocks of each row.
+    tiles: Tensor | None = None  # The list of tiles of the paged prefill kernel. None: the host knows the lengths.
     # The fields below are for rows over contiguous keys: one row, or several rows of one shape in one cuDNN call.
     start: int = 0  # Cached tokens before the new ones; 0 if count > 1.
     cudnn_tokens: int = 0  # Leading new tokens of a row that cuDNN computes; all if count > 1.
@@ -54,6 +55,14 @@ class RowSpan:
     def tokens(self) -> slice:
         """The slice of the step's tokens that these rows cover."""
         return slice(self.first_token, self.first_token + self.num_tokens)
+
+
+class DecodeRows(NamedTuple):
+    """The rows of a captured step for the split-KV kernel. The other rows of the step follow without tokens."""
+
+    cu_q: Tensor  # int32 [B + 1], the first token of each row.
+    seq_lens: Tensor  # int32 [B], the keys of each row with the new tokens, 0 for a row without tokens.
+    max_new: int  # Max new tokens of a row, at most DECODE_TOKENS.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class TritonAttention:
         self._first_layer = layer = layers[0]
         self._kv_heads, self._block_size, self._head_dim = layer.num_kv_heads, layer.block_size, layer.head_dim
         self._num_heads, self._pad_block, self._first = num_heads, pad_block, first_position
+        self._group = num_heads // self._kv_heads
         self._windows = tuple(dict.fromkeys(windows))
         self._device, self._itemsize = layer.kv.device, layer.kv.element_size()
         scale = self._head_dim**-0.5 if scale is None else scale
@@ -172,28 +182,40 @@ class TritonAttention:
         plans = {window: self._plan(span, window) for window in self._windows}
         return TritonMetadata(slot_mapping, cu_q, tables, span, plans, (), ())
 
-    def paged_metadata(
-        self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, max_new: int
+    def listed_metadata(
+        self,
+        slot_mapping: Tensor,
+        cu_q: Tensor,
+        seq_lens: Tensor,
+        tables: Tensor,
+        tiles: Tensor,
+        decode: DecodeRows | None = None,
     ) -> TritonMetadata:
-        """Makes metadata like `decode_metadata`, for rows of any length up to max_new in the paged prefill kernel."""
-        span = RowSpan(0, slot_mapping.shape[0], max_new, cu_q, seq_lens, tables)
-        return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (span,), ())
+        """Makes metadata like `decode_metadata`, for rows of any length in the paged prefill kernel.
 
-    def has_cudnn_plan(self, start: int, num_new: int) -> bool:
-        """Returns whether cuDNN computes all of a row with num_new tokens after `start` cached tokens."""
-        return self._kind(start, num_new) == "dense" and self._cudnn_tokens(start, num_new) == num_new
-
-    def chunk_metadata(
-        self, slot_mapping: Tensor, cu_q: Tensor, seq_lens: Tensor, tables: Tensor, *, start: int
-    ) -> TritonMetadata:
-        """Makes metadata like `decode_metadata`, for one row with the kernels that `prepare` would select.
-
-        The row has `start` cached tokens and then a new token for each entry of slot_mapping. `has_cudnn_plan` must be
-        true for the row.
+        Args:
+            tiles: int32, the result of `list_tiles` for the rows of the prefill kernel.
+            decode: the first rows of the step, for the split-KV kernel. None: `tiles` has all rows.
         """
         new = slot_mapping.shape[0]
-        row = RowSpan(0, new, new, cu_q, seq_lens, tables, start, self._cudnn_tokens(start, new))
-        return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (), (row,))
+        listed = RowSpan(0, new, new, cu_q, seq_lens, tables, tiles=tiles)
+        if decode is None:
+            return TritonMetadata(slot_mapping, cu_q, tables, None, {}, (listed,), ())
+        span = RowSpan(0, new, decode.max_new, decode.cu_q, decode.seq_lens, tables)
+        plans = {window: self._plan(span, window) for window in self._windows}
+        return TritonMetadata(slot_mapping, cu_q, tables, span, plans, (listed,), ())
+
+    def list_tiles(self, starts: np.ndarray, num_new: np.ndarray, first_row: int, max_tokens: int) -> np.ndarray:
+        """Returns the tiles of rows in a captured step of up to `max_tokens` tokens; see `paged_prefill.list_tiles`."""
+        return self._prefill.list_tiles(starts, num_new, first_row, self._group, self._listed_rows(max_tokens))
+
+    def tile_list_size(self, max_tokens: int, max_rows: int) -> int:
+        """Returns the largest size of the result of `list_tiles`."""
+        return 1 + 2 * self._prefill.max_tiles(max_tokens, max_rows, self._group, self._listed_rows(max_tokens))
+
+    def _listed_rows(self, max_tokens: int) -> int:
+        """Returns the query rows of a listed tile."""
+        return self._prefill.listed_rows(self._group, self._head_dim, max_tokens)
 
     def warm_up(self, step: StepShape) -> None:
         """Runs the attention of one step, once per window, so that cuDNN builds its plans."""
@@ -235,6 +257,10 @@ class TritonAttention:
         self, query: Tensor, cache: LayerKV, span: RowSpan, window: int | None, out: Tensor | None
     ) -> Tensor:
         rows = span.tables, span.cu_q, span.seq_lens
+        if span.tiles is not None:
+            assert out is not None
+            options = {"max_tokens": span.num_tokens, "window": window or 0, **self._score}
+            return self._prefill.listed_prefill(query, cache, *rows, span.tiles, out=out, **options)
         return self._prefill.paged_prefill(
             query, cache, *rows, max_query=span.max_new, window=window or 0, out=out, **self._score
         )

@@ -59,14 +59,15 @@ def _plan_kernel(
     length = tl.load(seq_lens + b, mask=live, other=0)
     queries = tl.load(cu_q + b + 1, mask=live, other=0) - tl.load(cu_q + b, mask=live, other=0)
     low = tl.where(window > 0, tl.maximum(length - queries - window + 1, 0), 0) // BN
-    tiles = tl.where(live, tl.maximum(tl.cdiv(length, BN) - low, 1), 0) * HEADS
+    # A row without new tokens has no tiles. It must come after all rows with tokens: no share may begin in it.
+    tiles = tl.where(live & (queries > 0), tl.maximum(tl.cdiv(length, BN) - low, 1), 0) * HEADS
     ends = tl.cumsum(tiles, 0)
     pid = tl.program_id(0)
     if pid == 0:
         tl.store(cum, 0)
         tl.store(cum + 1 + b, ends, mask=live)
     work = tl.sum(tiles, 0).to(tl.int64)
-    start = pid * work // tl.minimum(num_programs, work)
+    start = pid * work // tl.maximum(tl.minimum(num_programs, work), 1)
     tl.store(first_seq + pid, tl.sum((live & (ends <= start)).to(tl.int32), 0))
 
 
@@ -183,7 +184,7 @@ def _decode_kernel(
 ):  # fmt: skip
     pid = tl.program_id(1)
     work = tl.load(cum + num_seqs).to(tl.int64)
-    shares = tl.minimum(num_programs, work)
+    shares = tl.maximum(tl.minimum(num_programs, work), 1)
     cursor = (pid * work // shares).to(tl.int32)
     end = tl.minimum((pid + 1) * work // shares, work).to(tl.int32)
     b = tl.load(first_seq + pid)
@@ -251,6 +252,7 @@ def _merge_kernel(
     base = tl.load(cum + b)
     tiles = (tl.load(cum + b + 1) - base) // HEADS
     shares = tl.minimum(num_programs, work)
+    work = tl.maximum(work, 1)  # a step without rows has no shares
     start = (base + head * tiles).to(tl.int64)
     p0 = (((start + 1) * shares - 1) // work).to(tl.int32)
     p1 = (((start + tiles) * shares - 1) // work).to(tl.int32)

@@ -37,7 +37,8 @@ from engine.schedule.sequence import DraftTokens, Sequence
 
 log = logging.getLogger(__name__)
 LAUNCH_LEAD_S = 0.001  # A step is launched this long before the device is free, beside the time of the launch
-POLL_S = 0.0003  # Between two looks at the device
+POLL_S = 0.0003  # Between two looks at the device before the next launch
+END_POLL_S = 0.0001  # Between two looks if nothing is left to launch: the step's first tokens wait for this look
 TIMED_STEPS = 8  # The stepper keeps the times of this many steps
 L = TypeVar("L")
 
@@ -225,7 +226,7 @@ class Stepper(Generic[L]):
         if following is not None and following.decodes_only:
             self._launch_s.append(time.perf_counter() - began)
         while following is None and not self._has_ended(current):
-            if inbox(time.perf_counter() + POLL_S):
+            if inbox(time.perf_counter() + END_POLL_S):
                 following = self._launch(current, on_step)
         return following
 

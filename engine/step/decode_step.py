@@ -18,22 +18,16 @@ import torch
 from torch import Tensor
 
 from engine.attention.triton_backend import DECODE_TOKENS, TritonAttention, TritonMetadata
-from engine.cuda_graphs import CudaGraphs, unowned_view
-from engine.device import pinned_copy, upload
+from engine.cuda_graphs import CudaGraphs, batch_buckets, unowned_view
+from engine.device import pinned_copy
 from engine.kernels.decode_inputs import HEADER, DecodeInputs, blocks_touched, decode_inputs, packed_width
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext, Model
 from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import ScheduledSequence
-from engine.schedule.sequence import BlockTables
 from engine.speculation.acceptance import accepted_mask
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
-
-
-def batch_buckets(max_rows: int) -> tuple[int, ...]:
-    """Returns batch sizes to capture graphs for, ascending; the last is max_rows."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
-    return (*(size for size in steps if size < max_rows), max_rows)
+from engine.step.slot_tables import SlotTables
 
 
 class DecodeStep:
@@ -45,7 +39,7 @@ class DecodeStep:
         cache: Sequence[LayerKV],
         backend: TritonAttention,
         sampler: DeviceSampler,
-        tables: BlockTables,
+        slot_tables: SlotTables,
         last_tokens: Tensor,  # int64 [slots + 1], the token sampled last in each slot; shared with all other steps
         *,
         max_rows: int,  # Max sequences of a step
@@ -57,7 +51,7 @@ class DecodeStep:
         assert max_seq_drafts <= max_drafts
         self.max_rows = max_rows
         self._model, self._cache, self._backend, self._sampler = model, cache, backend, sampler
-        self._tables, self._last_tokens = tables, last_tokens
+        self._slot_tables, self._tables, self._last_tokens = slot_tables, slot_tables.tables, last_tokens
         self._draft, self._target = draft_model, TargetModel(model, cache, backend)
         self._block_size, self._device = cache[0].block_size, last_tokens.device
         self._pad_block = cache[0].kv.shape[0] - 1  # the dummy block
@@ -68,12 +62,9 @@ class DecodeStep:
         shapes = [(rows, query) for query, sizes in self._buckets.items() for rows in sizes]
         self.shapes = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)
         most_tokens = max(rows * query for rows, query in self.shapes)
-        # One line more than slots: the padding rows have a slot of their own, in the sampler too.
-        table_shape = (sampler.pad_slot + 1, tables.blocks.shape[1])
-        self._slot_tables = torch.zeros(table_shape, dtype=torch.int32, device=self._device)
         words = max(rows * packed_width(query, self._block_size) for rows, query in self.shapes)
         self._packed = torch.zeros(words, dtype=torch.int32, device=self._device)
-        self._inputs = DecodeInputs.empty(max_rows, most_tokens, table_shape[1], self._device)
+        self._inputs = DecodeInputs.empty(max_rows, most_tokens, slot_tables.width, self._device)
         self._results = torch.zeros(most_tokens, dtype=torch.int64, device=self._device)
         self._graphs = CudaGraphs("decode", self._device, self._compute, keep=_without_ownership, describe=_describe)
 
@@ -106,7 +97,7 @@ class DecodeStep:
         base, last = starts // size, (starts + num_new - 1) // size
         missing = self._tables.num_on_device[slots] < base
         if missing.any():
-            self._copy_table_rows(slots[missing], int(base[missing].max()))
+            self._slot_tables.copy(slots[missing], int(base[missing].max()))
         self._tables.num_on_device[slots] = last + 1
 
         packed = np.zeros((rows, packed_width(query, size)), dtype=np.int32)
@@ -141,7 +132,8 @@ class DecodeStep:
         rows, query = shape
         packed = self._packed[: rows * packed_width(query, self._block_size)].view(rows, -1)
         inputs = self._inputs.slice_for(rows, query)
-        decode_inputs(packed, self._slot_tables, self._last_tokens, inputs, query=query, block_size=self._block_size)
+        slot_tables, size = self._slot_tables.device_tables, self._block_size
+        decode_inputs(packed, slot_tables, self._last_tokens, inputs, query=query, block_size=size)
         metadata = self._backend.decode_metadata(
             inputs.slot_mapping, inputs.cu_q, inputs.seq_lens, inputs.tables, max_new=query
         )
@@ -190,11 +182,6 @@ class DecodeStep:
 
     def _send(self, packed: np.ndarray) -> None:
         self._packed[: packed.size].copy_(pinned_copy(packed.reshape(-1), self._device), non_blocking=True)
-
-    def _copy_table_rows(self, slots: np.ndarray, width: int) -> None:
-        """Copies the first `width` entries of these slots' block tables to the device."""
-        rows, device_slots = upload([self._tables.blocks[slots, :width], slots.astype(np.int32)], self._device)
-        self._slot_tables[:, :width].index_copy_(0, device_slots.long(), rows)
 
     def _padding(self, rows: int, query: int) -> np.ndarray:
         packed = np.zeros((rows, packed_width(query, self._block_size)), dtype=np.int32)

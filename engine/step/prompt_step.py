@@ -1,188 +1,274 @@
 """Steps with prompt tokens in static buffers: all layers of the model in one launch of a CUDA graph.
 
-Two kinds of steps are captured, each for a different cost on the host:
+Without a graph a step takes about ten launches per layer. Below about 1024 tokens a GPU computes them faster than the
+host queues them (8B shape: 14 to 34 ms for the host, 5 to 24 ms for the GPU). A step is padded to a captured number of
+tokens. `stage` copies one packed array to the device, and everything that depends on the rows is read there:
 
-- Small steps. Without a graph a step takes about ten launches per layer. Below about 1024 tokens a GPU computes them
-  faster than the host queues them (8B shape: 24 to 34 ms for the host, 7 to 23 ms for an H100). A small step is padded
-  to a captured number of tokens. All its rows use the paged kernel, which reads their lengths on the device.
-- Chunks of chosen lengths after chosen prefixes, alone in their step. The GPU is busy for longer than the host takes
-  to queue them, but queueing holds the GIL, and other threads of the pod wait for it. Nothing is padded: which
-  kernels a chunk uses depends on both lengths.
+    tokens    [ decoding rows | chunk | chunk  | padding ]
+    kernel      split KV        prefill tiles    none
 
-LM head and sampling stay outside: their inputs depend on which rows sample. The layers of a draft model are inside.
+There are two graphs for each number of tokens. Steps of few prompts use the one without decoding rows, because the
+kernels for these rows take time even if there are none.
+
+LM head and sampling are a graph of their own (`SampleStep`): their inputs depend on which rows sample. The layers of a
+draft model are inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import StepShape
-from engine.attention.triton_backend import TritonAttention, TritonMetadata
+from engine.attention.triton_backend import DecodeRows, TritonAttention, TritonMetadata
 from engine.cuda_graphs import CudaGraphs, unowned_view
-from engine.device import upload
+from engine.device import ALIGNMENT
 from engine.kv.kv_pool import KVPool
 from engine.models.base import ForwardContext, Model
-from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel, state_links_of
+from engine.schedule.scheduler import ScheduledSequence
+from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel
+from engine.step.sample_step import SampleStep
+from engine.step.slot_tables import SlotTables
+from engine.step.step_tensors import StepPlan
 
-TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # Tokens of captured small steps
-MAX_ROWS = 8  # Max rows of a step, and max tokens with requested hidden states
-MAX_SCORES = 2 << 20  # New tokens x keys of a step; above it the dense kernels save more time than the launches take
+if TYPE_CHECKING:
+    from engine.sampling.device_sampler import DeviceSampler
+
+#: Tokens of captured steps. On an H200 448 tokens take longer than 512, because cuBLAS selects a slow kernel.
+TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
+FEW_ROWS = 8  # Max rows of a step of few prompts, and max tokens with requested hidden states in it
+MAX_SCORES = (
+    4 << 20
+)  # New tokens x keys of all chunks; above it the dense kernels save more time than the launches take
+MAX_NEW_ENTRIES = 1024  # New entries of block tables that travel with a step; more are copied before it
 
 
 class PromptBucket(NamedTuple):
-    """Shape of one graph: a step of up to `tokens` tokens, or one chunk of exactly `tokens` tokens."""
+    """Shape of one graph: a step of up to `tokens` tokens."""
 
     tokens: int
-    start: int = -1  # Number of cached tokens before a chunk; -1 for a padded step
-
-    @property
-    def is_chunk(self) -> bool:
-        return self.start >= 0
+    decodes: bool  # The step may have decoding rows and many prompts; else it has few prompts
 
     def __str__(self) -> str:
-        return f"{self.tokens} tokens after {self.start}" if self.is_chunk else f"{self.tokens} tokens"
+        return f"{self.tokens} tokens{' with decoding rows' if self.decodes else ''}"
 
 
 class PromptStep:
-    """The layers of steps with prompt tokens."""
+    """The layers of steps with prompt tokens, and their sampling."""
 
     def __init__(
         self,
         model: Model,
         kv: KVPool,
         backend: TritonAttention,
+        sampler: DeviceSampler,
+        slot_tables: SlotTables,
+        last_tokens: Tensor,  # int64 [slots + 1], the token sampled last in each slot; shared with all other steps
         *,
+        max_rows: int,  # Max sequences of a step
         max_step_tokens: int,
-        max_blocks: int,
+        max_seq_drafts: int = 0,
+        max_drafts: int = 0,  # Max drafts of a step
         draft_model: DraftModel | None = None,  # A draft model, whose layers are computed in the same graph
-        chunk_graphs: Sequence[tuple[int, int]] = (),  # Cached and new tokens; those without a cuDNN plan are left out
     ) -> None:
         self._target, self._kv, self._draft = TargetModel(model, kv.layers(), backend), kv, draft_model
+        self._draft_backend: TritonAttention | None = None  # The attention of a draft model that lags
+        if draft_model is not None and draft_model.lags:
+            assert isinstance(draft_model.backend, TritonAttention)
+            self._draft_backend = draft_model.backend
         self._backend, self._block_size, self._device = backend, kv.layout.block_size, kv.data.device
+        self._slot_tables, self._last_tokens, self._pad_slot = slot_tables, last_tokens, sampler.pad_slot
+        self._max_rows, self._max_results = max_rows, max_rows + max_drafts
+        self._max_new = 1 + max_seq_drafts  # Max tokens of a row that decodes
         self._sizes = tuple(sorted({min(size, max_step_tokens) for size in TOKEN_BUCKETS}))
-        chunks = chunk_graphs if draft_model is None else ()
-        self._chunks = {PromptBucket(new, start) for start, new in chunks if backend.has_cudnn_plan(start, new)}
-        self.shapes = tuple(sorted((*map(PromptBucket, self._sizes), *self._chunks), reverse=True))
-        max_tokens = self.shapes[0].tokens
-        self._tokens, self._positions = self._zeros(max_tokens), self._zeros(max_tokens)
-        self._rows = self._zeros(MAX_ROWS)
-        self._slots = self._zeros(max_tokens, dtype=torch.int32)
-        self._cu_q = self._zeros(MAX_ROWS + 1, dtype=torch.int32)
-        self._seq_lens = self._zeros(MAX_ROWS, dtype=torch.int32)
-        self._tables = self._zeros(MAX_ROWS, max_blocks, dtype=torch.int32)
-        self._draft_slots = self._zeros(max_tokens, dtype=torch.int32)  # Written to by a draft model that lags
-        self._state_links = StateLinks(self._zeros(MAX_ROWS), self._zeros(MAX_ROWS))  # An EAGLE head continues from it
+        self.shapes = tuple(PromptBucket(size, decodes) for size in reversed(self._sizes) for decodes in (True, False))
+        tokens = self._sizes[-1]
+        fields = {
+            "tokens": tokens,  # -1 - slot for the token that was sampled last in the slot
+            "positions": tokens,
+            "slot_mapping": tokens,
+            "rows": self._max_results,  # The tokens with requested hidden states
+            "row_slots": max_rows,
+            "cu_q": max_rows + 1,
+            "seq_lens": max_rows,
+            "decode_cu_q": max_rows + 1,
+            "decode_lens": max_rows,
+            "tiles": max(backend.tile_list_size(size, max_rows) for size in self._sizes),
+            "new_places": MAX_NEW_ENTRIES,  # New entries of block tables: place in the table of all slots, and block
+            "new_blocks": MAX_NEW_ENTRIES,
+            "sample_slots": max_rows,
+            "sample_positions": max_rows,
+        }
+        if self._draft_backend is not None:
+            fields["draft_slots"] = tokens  # Written to by a draft model that lags
+            fields["draft_tiles"] = max(self._draft_backend.tile_list_size(size, max_rows) for size in self._sizes)
+        elif draft_model is not None:
+            fields |= {"first_tokens": max_rows, "blocks_before": max_rows}  # An EAGLE head continues from them
+        self._fields, total = _slices(fields)
+        self._blank = np.zeros(total, dtype=np.int32)  # A step without rows
+        blank = self._views(self._blank)
+        blank["slot_mapping"][:] = -1
+        for name in "row_slots", "sample_slots":
+            blank[name][:] = self._pad_slot
+        blank["new_places"][:] = self._pad_slot * slot_tables.width
+        for name, value in ("draft_slots", -1), ("blocks_before", kv.dummy_block):
+            if name in blank:
+                blank[name][:] = value
+        self._packed = torch.from_numpy(self._blank).to(self._device, copy=True)
+        self._inputs: Mapping[str, Tensor] = {name: self._packed[place] for name, place in self._fields.items()}
+        slots, positions = self._inputs["sample_slots"], self._inputs["sample_positions"]
+        self.sample_step = SampleStep(model, sampler, last_tokens, slots, positions)
         self._graphs = CudaGraphs("prompt", self._device, self._compute, keep=_without_ownership, describe=str)
 
-    def fits(self, shape: StepShape, rows: int) -> bool:
-        """Returns whether the step can run here; `rows` is the number of tokens with requested hidden states."""
-        return self._bucket(shape, rows) is not None
-
-    def _bucket(self, shape: StepShape, rows: int) -> PromptBucket | None:
-        if max(len(shape.num_new), rows) > MAX_ROWS:
+    def bucket(self, scheduled: Sequence[ScheduledSequence], plan: StepPlan) -> PromptBucket | None:
+        """Returns the bucket of a step; None if it does not fit. Its decoding rows must come first."""
+        count, num_hidden = len(plan.tokens), len(plan.hidden_indices)
+        num_decodes = len(scheduled) - len(plan.prefill_rows)
+        chunks = scheduled[num_decodes:]
+        if count > self._sizes[-1] or len(scheduled) > self._max_rows or any(entry.is_decode for entry in chunks):
             return None
-        count = sum(shape.num_new)
-        if len(shape.num_new) == 1 and (chunk := PromptBucket(count, shape.starts[0])) in self._chunks:
-            return chunk
-        scores = sum(new * (start + new) for start, new in zip(shape.starts, shape.num_new, strict=True))
-        return next((PromptBucket(s) for s in self._sizes if s >= count), None) if scores <= MAX_SCORES else None
+        if sum(entry.num_new * (entry.start + entry.num_new) for entry in chunks) > MAX_SCORES:
+            return None
+        size = next(size for size in self._sizes if size >= count)
+        bucket = PromptBucket(size, num_decodes > 0 or max(len(scheduled), num_hidden) > FEW_ROWS)
+        return bucket if num_hidden <= self._num_hidden(bucket) else None
 
-    def run(
-        self, shape: StepShape, tokens: Tensor, positions: Tensor, rows: Tensor, prompts: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns hidden states of the tokens `rows`, and states of all tokens for an EAGLE head, if there is one.
-
-        The next step overwrites both. Tokens and positions are int64 [T], `rows` is int64 [R]. `prompts` are the
-        rows of the step that do not decode.
-        """
-        count, num_rows = len(tokens), len(shape.num_new)
-        bucket = self._bucket(shape, len(rows))
-        assert bucket is not None, "the step does not fit"
-        size = bucket.tokens
+    def stage(self, plan: StepPlan, bucket: PromptBucket) -> None:
+        """Copies the inputs of a step to the device."""
+        shape, slots, size = plan.shape, plan.slots, self._block_size
         starts, num_new = np.asarray(shape.starts), np.asarray(shape.num_new)
-        ends = starts + num_new
-        num_blocks = -(-ends // self._block_size)
-        tables = np.zeros((num_rows, int(num_blocks.max())), dtype=np.int32)
-        for row, (blocks, used) in enumerate(zip(shape.blocks, num_blocks.tolist(), strict=True)):
-            tables[row, :used] = blocks[:used]
-        row_of = np.repeat(np.arange(num_rows), num_new)
-        first_tokens = np.concatenate([[0], np.cumsum(num_new)])
-        in_sequence = np.arange(count) - first_tokens[row_of] + starts[row_of]
-        slots = np.full(size, -1, dtype=np.int32)
-        slots[:count] = (
-            tables[row_of, in_sequence // self._block_size] * self._block_size + in_sequence % self._block_size
-        )
-        cu_q = np.full(MAX_ROWS + 1, count, dtype=np.int32)
-        cu_q[: num_rows + 1] = first_tokens
-        seq_lens = np.zeros(MAX_ROWS, dtype=np.int32)
-        seq_lens[:num_rows] = ends
-        draft_slots = np.full(size, -1, dtype=np.int32)
-        draft_slots[:count] = np.where(np.isin(row_of, prompts), slots[:count], -1)
-        device_slots, device_draft_slots, device_cu_q, device_lens, device_tables = upload(
-            [slots, draft_slots, cu_q, seq_lens, tables], self._device
-        )
-        self._slots[:size].copy_(device_slots)
-        self._draft_slots[:size].copy_(device_draft_slots)
-        self._cu_q.copy_(device_cu_q)
-        self._seq_lens.copy_(device_lens)
-        self._tables[:num_rows, : tables.shape[1]].copy_(device_tables)
-        self._tokens[:count].copy_(tokens)
-        self._positions[:count].copy_(positions)
-        self._rows[: len(rows)].copy_(rows)
-        self._rows[len(rows) :].zero_()  # an index of a larger step may lie beyond this step's end
-        if self._draft is not None and not self._draft.lags:
-            links = state_links_of(shape, self._kv)
-            buffers = self._state_links
-            for buffer, values in (buffers.firsts, links.firsts), (buffers.blocks_before, links.blocks_before):
-                buffer[:num_rows].copy_(values)
-                buffer[num_rows:].copy_(values[:1].expand(MAX_ROWS - num_rows))  # padding repeats the first row
-        hidden, states = self._graphs.run(bucket)
-        return hidden[: len(rows)], None if states is None else states[:count]
+        num_rows, num_decodes, count = len(slots), len(slots) - len(plan.prefill_rows), len(plan.tokens)
+        ends, first_tokens = starts + num_new, np.zeros(num_rows + 1, dtype=np.int64)
+        np.cumsum(num_new, out=first_tokens[1:])
+        table = self._slot_tables.tables.blocks
+        host = torch.empty(len(self._blank), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        packed = host.numpy()
+        packed[:] = self._blank
+        inputs = self._views(packed)
+        places, blocks = self._new_entries(slots, starts, ends)
+        inputs["new_places"][: len(places)], inputs["new_blocks"][: len(places)] = places, blocks
+        token_slots = np.repeat(slots, num_new)
+        slot_mapping = table[token_slots, plan.positions // size] * size + plan.positions % size
+        inputs["tokens"][:count] = plan.tokens
+        inputs["positions"][:count] = plan.positions
+        inputs["slot_mapping"][:count] = slot_mapping
+        inputs["rows"][: len(plan.hidden_indices)] = plan.hidden_indices
+        inputs["row_slots"][:num_rows] = slots
+        inputs["cu_q"][:] = count
+        inputs["cu_q"][: num_rows + 1] = first_tokens
+        inputs["seq_lens"][:num_rows] = ends
+        inputs["decode_cu_q"][:] = first_tokens[num_decodes]
+        inputs["decode_cu_q"][: num_decodes + 1] = first_tokens[: num_decodes + 1]
+        inputs["decode_lens"][:num_decodes] = ends[:num_decodes]
+        chunks = starts[num_decodes:], num_new[num_decodes:], num_decodes, bucket.tokens
+        tiles = self._backend.list_tiles(*chunks)
+        inputs["tiles"][: len(tiles)] = tiles
+        num_results = min(
+            len(plan.logits_indices), self._max_rows
+        )  # more only with drafts, which `sample` does not get
+        results = plan.logits_indices[:num_results]
+        inputs["sample_slots"][:num_results] = np.where(plan.samples, plan.result_slots, self._pad_slot)[:num_results]
+        inputs["sample_positions"][:num_results] = plan.positions[results] + 1
+        if self._draft_backend is not None:
+            tiles = self._draft_backend.list_tiles(*chunks)
+            inputs["draft_tiles"][: len(tiles)] = tiles
+            inputs["draft_slots"][:count] = slot_mapping
+            inputs["draft_slots"][: first_tokens[num_decodes]] = -1
+        elif self._draft is not None:
+            before = np.where(starts > 0, table[slots, np.maximum(starts - 1, 0) // size], self._kv.dummy_block)
+            for name, values in ("first_tokens", first_tokens[:-1]), ("blocks_before", before):
+                inputs[name][:] = values[0]  # padding repeats the first row
+                inputs[name][:num_rows] = values
+        self._packed.copy_(host, non_blocking=True)
+
+    def run(self, bucket: PromptBucket) -> tuple[Tensor, Tensor | None]:
+        """Queues the layers of the staged step. Returns two buffers that the next step overwrites.
+
+        These are the hidden states of the tokens `plan.hidden_indices`, and more rows; and the states of all tokens for
+        an EAGLE head, if there is one.
+        """
+        return self._graphs.run(bucket)
+
+    def sample(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Queues LM head and sampling of the step that runs. The step must have no drafts.
+
+        Returns what `SampleStep.run` returns; a result that is not sampled has a meaningless token, or -1.
+        """
+        return self.sample_step.run(len(plan.logits_indices))
 
     def capture(self, shapes: Sequence[PromptBucket] | None = None) -> None:
         """Captures the graphs of these shapes (None for all), the largest first. The model must be capturable."""
-        self._graphs.capture(shapes or self.shapes, self._empty)
+        self._graphs.capture(shapes or self.shapes, lambda _: self._packed.copy_(torch.from_numpy(self._blank)))
+
+    def _new_entries(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the entries of the rows' block tables that the device lacks: their places, and their blocks."""
+        tables, size = self._slot_tables.tables, self._block_size
+        current = np.minimum(tables.num_on_device[slots], starts // size)
+        needed = -(-ends // size)
+        tables.num_on_device[slots] = needed
+        missing = needed - current
+        if missing.sum() > MAX_NEW_ENTRIES:
+            self._slot_tables.copy(slots, int(needed.max()))
+            return slots[:0], slots[:0]
+        index = np.arange(missing.sum()) + np.repeat(current - (np.cumsum(missing) - missing), missing)
+        entry_slots = np.repeat(slots, missing)
+        return entry_slots * self._slot_tables.width + index, tables.blocks[entry_slots, index]
+
+    def _num_hidden(self, bucket: PromptBucket) -> int:
+        """Returns the number of hidden states that a graph returns."""
+        return min(bucket.tokens, self._max_results if bucket.decodes else FEW_ROWS, self._max_results)
 
     def _compute(self, bucket: PromptBucket) -> tuple[Tensor, Tensor | None]:
-        """Returns hidden states of MAX_ROWS tokens, and states of all tokens for an EAGLE head."""
         model, cache, _ = self._target
-        size = bucket.tokens
-        tokens, positions = self._tokens[:size], self._positions[:size]
-        if bucket.is_chunk:
-            metadata = self._backend.chunk_metadata(
-                self._slots[:size], self._cu_q[:2], self._seq_lens[:1], self._tables[:1], start=bucket.start
+        inputs, size = self._inputs, bucket.tokens
+        num_rows = min(self._max_rows, size if bucket.decodes else FEW_ROWS)
+        slot_tables = self._slot_tables.device_tables
+        slot_tables.view(-1).index_copy_(0, inputs["new_places"].long(), inputs["new_blocks"])
+        tables = slot_tables.index_select(0, inputs["row_slots"][:num_rows])
+        tokens, positions = inputs["tokens"][:size], inputs["positions"][:size]
+        tokens = torch.where(tokens < 0, self._last_tokens.index_select(0, (-1 - tokens).clamp_(min=0)), tokens)
+        cu_q, seq_lens = inputs["cu_q"][: num_rows + 1], inputs["seq_lens"][:num_rows]
+        rows = inputs["rows"][: self._num_hidden(bucket)].long()
+        decode: DecodeRows | None = None
+        if bucket.decodes:
+            decode_rows = inputs["decode_cu_q"][: num_rows + 1], inputs["decode_lens"][:num_rows]
+            decode = DecodeRows(*decode_rows, self._max_new)
+        slot_mapping = inputs["slot_mapping"][:size]
+        metadata: TritonMetadata = self._backend.listed_metadata(
+            slot_mapping, cu_q, seq_lens, tables, inputs["tiles"], decode
+        )
+        states: Tensor | None = None
+        if self._draft is not None and not self._draft.lags:
+            links = StateLinks(inputs["first_tokens"][:num_rows].long(), inputs["blocks_before"][:num_rows].long())
+            hidden, states = self._draft.forward_with_target(
+                self._target, tokens, positions, metadata, rows=rows, links=links
             )
         else:
-            metadata = self._metadata(self._backend, self._slots[:size])
-        if self._draft is not None and not self._draft.lags:
-            return self._draft.forward_with_target(
-                self._target, tokens, positions, metadata, rows=self._rows, links=self._state_links
+            hidden = model.forward(tokens, positions, ForwardContext(cache, self._backend, metadata), rows=rows)
+        if self._draft is not None and self._draft.lags:
+            assert self._draft_backend is not None
+            draft_slots, draft_tiles = inputs["draft_slots"][:size], inputs["draft_tiles"]
+            self._draft.write_kv(
+                tokens,
+                positions,
+                self._draft_backend.listed_metadata(draft_slots, cu_q, seq_lens, tables, draft_tiles),
             )
-        hidden = model.forward(tokens, positions, ForwardContext(cache, self._backend, metadata), rows=self._rows)
-        if self._draft is not None:
-            backend = self._draft.backend
-            assert isinstance(backend, TritonAttention)
-            self._draft.write_kv(tokens, positions, self._metadata(backend, self._draft_slots[:size]))
-        return hidden, None
+        self.sample_step.keep(hidden)
+        return hidden, states
 
-    def _metadata(self, backend: TritonAttention, slots: Tensor) -> TritonMetadata:
-        return backend.paged_metadata(slots, self._cu_q, self._seq_lens, self._tables, max_new=len(slots))
+    def _views(self, packed: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: packed[place] for name, place in self._fields.items()}
 
-    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def _empty(self, bucket: PromptBucket) -> None:
-        """Fills the buffers for a capture: rows without tokens, or a chunk that writes to no block."""
-        self._slots.fill_(-1)
-        self._draft_slots.fill_(-1)
-        for buffer in (self._tokens, self._positions, self._cu_q, self._seq_lens, self._rows, self._state_links.firsts):
-            buffer.zero_()
-        self._state_links.blocks_before.fill_(self._kv.dummy_block)
+def _slices(sizes: Mapping[str, int]) -> tuple[dict[str, slice], int]:
+    """Returns the place of each int32 field in a packed array, aligned, and the size of the array."""
+    step = ALIGNMENT // 4
+    ends = list(itertools.accumulate((-(-size // step) * step for size in sizes.values()), initial=0))
+    return {name: slice(end, end + size) for (name, size), end in zip(sizes.items(), ends, strict=False)}, ends[-1]
 
 
 def _without_ownership(output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:

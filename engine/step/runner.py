@@ -15,7 +15,7 @@ collected, so the device computes while the host computes masks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,15 @@ from engine.schedule.stepper import LaunchCallback, RunnerOutput
 from engine.speculation.draft_loop import DraftGraphs, DraftLoop
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, TargetModel, state_links_of, store_step_states
 from engine.step.step_sampler import StepSampler, mask_unknown
-from engine.step.step_tensors import LaunchedStep, StepInputs, StepRows, prepare_inputs, token_positions
+from engine.step.step_tensors import (
+    LaunchedStep,
+    StepInputs,
+    StepPlan,
+    StepRows,
+    plan_step,
+    token_positions,
+    upload_inputs,
+)
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
@@ -42,6 +50,18 @@ if TYPE_CHECKING:
 
 LOGPROB_CHUNK = 64  # Max prompt tokens with logits in memory at one time
 POOL_CHUNK = 1024  # Max prompt tokens with normalized states in memory at one time
+Shape = TypeVar("Shape")
+
+
+class CapturedStep(Protocol[Shape]):
+    """A computation with a CUDA graph for each of its shapes."""
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """All shapes, the largest first."""
+
+    def capture(self, shapes: Sequence[Shape] | None = None) -> None:
+        """Captures the graphs of these shapes, None for all."""
 
 
 class ModelRunner:
@@ -62,7 +82,6 @@ class ModelRunner:
         max_drafts: int = 0,
         rejection: bool = False,  # Accept drafts by rejection sampling
         draft_model: DraftModel | None = None,  # A draft model with its KV in the same pool
-        chunk_graphs: Sequence[tuple[int, int]] = (),  # Cached and new tokens of the chunks to capture
     ) -> None:
         self._model, self._kv, self._backend = model, kv, backend
         self._cache, self._device = kv.layers(), kv.data.device
@@ -79,15 +98,17 @@ class ModelRunner:
         if use_cuda_graphs:
             from engine.step.decode_step import DecodeStep
             from engine.step.prompt_step import PromptStep
+            from engine.step.slot_tables import SlotTables
 
             assert sampler is not None
             assert isinstance(backend, TritonAttention)
+            slot_tables = SlotTables(self._tables, self._device)
             self.decode_step = DecodeStep(
                 model,
                 self._cache,
                 backend,
                 sampler,
-                self._tables,
+                slot_tables,
                 self._last_tokens,
                 max_rows=max_seqs,
                 max_seq_drafts=max_seq_drafts,
@@ -98,10 +119,14 @@ class ModelRunner:
                 model,
                 kv,
                 backend,
+                sampler,
+                slot_tables,
+                self._last_tokens,
+                max_rows=max_seqs,
                 max_step_tokens=max_step_tokens,
-                max_blocks=max_blocks,
+                max_seq_drafts=max_seq_drafts,
+                max_drafts=max_drafts,
                 draft_model=draft_model,
-                chunk_graphs=chunk_graphs,
             )
         self.draft_loop: DraftLoop | None = None
         self.draft_graphs: DraftGraphs | None = None
@@ -124,28 +149,37 @@ class ModelRunner:
         """Whether there is a draft model that lags, see DraftModel.lags."""
         return self._draft is not None and self._draft.lags
 
+    @property
+    def captured_steps(self) -> tuple[CapturedStep[Any], ...]:
+        """All computations with CUDA graphs, in the order of their capture."""
+        prompt_step = self.prompt_step
+        steps = self.decode_step, prompt_step, prompt_step and prompt_step.sample_step, self.draft_graphs
+        return tuple(step for step in steps if step is not None)
+
     def capture(self) -> None:
         """Captures all CUDA graphs."""
-        for step in (self.decode_step, self.prompt_step, self.draft_graphs):
-            if step is not None:
-                step.capture()
+        for step in self.captured_steps:
+            step.capture()
 
     @torch.inference_mode()
     def launch(self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None = None) -> LaunchedStep:
         """Queues the forward pass and the sampling of a step, on one of three paths. See StepRunner.launch.
 
         - all sequences decode: `DecodeStep`, one CUDA graph for layers and sampling;
-        - few prompt tokens, or a chunk of a captured length: `PromptStep`, one CUDA graph for the layers;
+        - up to 1024 tokens, with prompts: `PromptStep`, one CUDA graph for the layers and one for the sampling;
         - anything else: layer by layer, with tensors of the step's own size.
+
+        Drafts, log-probabilities of a prompt and embeddings are sampled operation by operation.
         """
         self._sampling.stage([entry.seq for entry in scheduled if entry.samples])
         self._kv.copy([entry.block_copy for entry in scheduled if entry.block_copy is not None])
         self._zero_new_blocks(scheduled)
         self._last_bucket = None
-        if self.decode_step is not None and self._is_plain(scheduled) and self.decode_step.fits(scheduled):
+        is_plain = self._is_plain(scheduled)
+        if self.decode_step is not None and is_plain and self.decode_step.fits(scheduled):
             step = self._launch_decode(self.decode_step, scheduled)
         else:
-            step = self._launch_eager(scheduled, on_layer)
+            step = self._launch_prompts(scheduled, is_plain, on_layer)
         if any(mask_unknown(scheduled[index].seq) for index in step.deferred):
             return step
         return self.sample_deferred(step)
@@ -226,16 +260,45 @@ class ModelRunner:
         deferred = [i for i, entry in enumerate(scheduled) if entry.seq.constraint is not None]  # no masks in a graph
         return LaunchedStep(scheduled, results[:count], logits, np.arange(count), deferred)
 
-    def _launch_eager(self, scheduled: Sequence[ScheduledSequence], on_layer: LaunchCallback | None) -> LaunchedStep:
-        """Queues a step of any size; its layers may be a `PromptStep`."""
-        inputs = prepare_inputs(scheduled, self._tables, self._last_tokens)
-        hidden, states = self._hidden_states(inputs, on_layer)
-        num_results = len(inputs.logits_indices)
-        prompt_logprobs = self._prompt_logprobs(scheduled, inputs.logprob_ranges, hidden[num_results:])
-        num_scored = sum(end - first for _, first, end in inputs.logprob_ranges)
-        self._pool_states(scheduled, inputs.pooled_ranges, hidden[num_results + num_scored :])
+    def _launch_prompts(
+        self, scheduled: Sequence[ScheduledSequence], is_plain: bool, on_layer: LaunchCallback | None
+    ) -> LaunchedStep:
+        """Queues a step of any size, as a `PromptStep` if it fits."""
+        plan = plan_step(scheduled, self._tables)
+        prompt_step = self.prompt_step
+        bucket = None if prompt_step is None else prompt_step.bucket(scheduled, plan)
+        if prompt_step is None or bucket is None:
+            inputs = upload_inputs(plan, self._last_tokens)
+            all_tokens = len(plan.logits_indices) == len(inputs.ids) == len(plan.hidden_indices)
+            rows = None if all_tokens else inputs.hidden_indices
+            hidden, states = self._forward(plan.shape, inputs.ids, inputs.positions, rows, on_layer)
+            self._write_draft_kv(plan.shape, inputs.ids, inputs.positions, plan.prefill_rows)
+            return self._sample(scheduled, plan, inputs, hidden, states)
+        prompt_step.stage(plan, bucket)
+        hidden, states = prompt_step.run(bucket)
+        if states is None and is_plain and not plan.logprob_ranges and not any(entry.drafts for entry in scheduled):
+            results, logits = prompt_step.sample(plan)
+            deferred = [i for i, entry in enumerate(scheduled) if entry.samples and entry.seq.constraint is not None]
+            return LaunchedStep(scheduled, results, logits, np.arange(len(results)), deferred)
+        states = None if states is None else states[: len(plan.tokens)]
+        inputs = upload_inputs(plan, self._last_tokens)
+        return self._sample(scheduled, plan, inputs, hidden[: len(plan.hidden_indices)], states)
+
+    def _sample(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        plan: StepPlan,
+        inputs: StepInputs,
+        hidden: Tensor,  # [H, hidden], of the tokens `plan.hidden_indices`
+        states: Tensor | None,  # [T, hidden], of all tokens, if there is an EAGLE head
+    ) -> LaunchedStep:
+        """Queues LM head and sampling of a step, operation by operation."""
+        num_results = len(plan.logits_indices)
+        prompt_logprobs = self._prompt_logprobs(scheduled, plan.logprob_ranges, hidden[num_results:])
+        num_scored = sum(end - first for _, first, end in plan.logprob_ranges)
+        self._pool_states(scheduled, plan.pooled_ranges, hidden[num_results + num_scored :])
         hidden = hidden[:num_results]
-        all_sample = bool(inputs.samples.all())
+        all_sample = bool(plan.samples.all())
         results = torch.zeros(num_results, dtype=torch.int64, device=self._device)
         if not all_sample:
             results.masked_fill_(~torch.isfinite(hidden.float().sum(dim=-1)), -1)
@@ -254,21 +317,9 @@ class ModelRunner:
                 results = tokens
             else:
                 results.index_copy_(0, rows, torch.where(results.index_select(0, rows) < 0, -1, tokens))
-        self._store_states(states, inputs, results)
+        self._store_states(states, plan, inputs.ids, results)
         deferred = [i for i, entry in enumerate(scheduled) if entry.samples and mask_unknown(entry.seq)]
-        return LaunchedStep(scheduled, results, logits, np.cumsum(inputs.samples) - 1, deferred, prompt_logprobs)
-
-    def _hidden_states(self, inputs: StepInputs, on_layer: LaunchCallback | None) -> tuple[Tensor, Tensor | None]:
-        """Runs the layers. Returns the hidden states [H, hidden], and the states of all tokens for an EAGLE head."""
-        if self.prompt_step is not None and self.prompt_step.fits(inputs.shape, len(inputs.hidden_indices)):
-            return self.prompt_step.run(
-                inputs.shape, inputs.ids, inputs.positions, inputs.hidden_indices, inputs.prefill_rows
-            )
-        all_tokens = len(inputs.logits_indices) == len(inputs.ids) == len(inputs.hidden_indices)
-        rows = None if all_tokens else inputs.hidden_indices
-        hidden, states = self._forward(inputs.shape, inputs.ids, inputs.positions, rows, on_layer)
-        self._write_draft_kv(inputs.shape, inputs.ids, inputs.positions, inputs.prefill_rows)
-        return hidden, states
+        return LaunchedStep(scheduled, results, logits, np.cumsum(plan.samples) - 1, deferred, prompt_logprobs)
 
     def _forward(
         self,
@@ -304,17 +355,17 @@ class ModelRunner:
             )
         self._draft.write_kv(ids, positions, self._draft.backend.prepare(shape))
 
-    def _store_states(self, states: Tensor | None, inputs: StepInputs, results: Tensor) -> None:
+    def _store_states(self, states: Tensor | None, plan: StepPlan, ids: Tensor, results: Tensor) -> None:
         """Stores the states that an EAGLE head continues from in the blocks of the step."""
         if isinstance(self._draft, EagleDraftModel) and states is not None:
             store_step_states(
                 self._draft,
                 states,
-                inputs.shape,
+                plan.shape,
                 results,
-                inputs.ids,
-                inputs.logits_indices,
-                inputs.num_results,
+                ids,
+                plan.logits_indices,
+                plan.num_results,
                 kv=self._kv,
                 query=1 + self._max_seq_drafts,
             )

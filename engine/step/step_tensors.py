@@ -1,6 +1,6 @@
 """The tensors of a step: its inputs, and its results until the host has them.
 
-    prepare_inputs  ->  ModelRunner.launch  ->  LaunchedStep  ->  send_to_host  ->  collect  ->  RunnerOutputs
+    plan_step  ->  ModelRunner.launch  ->  LaunchedStep  ->  send_to_host  ->  collect  ->  RunnerOutputs
 
 A step has T tokens and R results. Each scheduled sequence has one result for its newest token and one more for each of
 its drafts. `DecodeStep` builds its inputs on the device instead, from a few numbers for each row.
@@ -32,56 +32,63 @@ StepRows = Sequence[tuple[int, int]]  # Cached and new tokens of each row of a s
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step as device tensors, and as host arrays where the host needs them.
+class StepPlan:
+    """One step as host arrays, all int64 unless stated otherwise.
 
     T tokens, R results, of which S are sampled, and H = R + prompt log-probabilities + pooled tokens. An inner chunk of
     a prompt samples nothing; it has one result, that of its last token.
     """
 
     shape: StepShape
+    slots: np.ndarray  # The slot of each sequence
+    tokens: np.ndarray  # [T], the tokens; -1 - slot for a token that only the device knows
+    positions: np.ndarray  # [T], the position of each token in its sequence
     num_results: np.ndarray  # Number of results of each sequence
-    logits_indices: np.ndarray  # int64 [R], host: for each result, the index (in T) of the token before it
-    samples: np.ndarray  # bool [R], host: the result is sampled
+    logits_indices: np.ndarray  # [R], for each result, the index (in T) of the token before it
+    samples: np.ndarray  # bool [R], the result is sampled
+    hidden_indices: np.ndarray  # [H]: `logits_indices`, then those that give `logprob_ranges` and `pooled_ranges`
     prefill_rows: list[int]  # Indices of the sequences that do not decode
     logprob_ranges: list[tuple[int, int, int]]  # Prompt log-probabilities: index of the sequence, first position, end
     pooled_ranges: list[tuple[int, int, int]]  # Pooled tokens: index of the sequence, first position, end
-    ids: Tensor  # int64 [T], the tokens of the step
-    positions: Tensor  # int64 [T], the position of each token in its sequence
-    hidden_indices: Tensor  # int64 [H]: `logits_indices`, then those that give `logprob_ranges` and `pooled_ranges`
-    sampled_results: Tensor  # int64 [S], the results (in R) that are sampled
-    sampled_slots: Tensor  # int64 [S], the slot of the sequence of each sampled result
-    sampled_positions: Tensor  # int64 [S], the position of the token that is sampled
+
+    @property
+    def result_slots(self) -> np.ndarray:
+        """The slot of the sequence of each result, [R]."""
+        slots: np.ndarray = np.repeat(self.slots, self.num_results)
+        return slots
 
 
-def prepare_inputs(scheduled: Sequence[ScheduledSequence], tables: BlockTables, last_tokens: Tensor) -> StepInputs:
-    """Builds the inputs of a step. Waits for nothing.
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The device tensors of a step that runs layer by layer, all int64."""
 
-    The step takes the tokens that the host does not know yet from `last_tokens`, int64 [slots + 1] on the device.
-    """
+    ids: Tensor  # [T], the tokens of the step
+    positions: Tensor  # [T], the position of each token in its sequence
+    hidden_indices: Tensor  # [H], as in the plan
+    sampled_results: Tensor  # [S], the results (in R) that are sampled
+    sampled_slots: Tensor  # [S], the slot of the sequence of each sampled result
+    sampled_positions: Tensor  # [S], the position of the token that is sampled
+
+
+def plan_step(scheduled: Sequence[ScheduledSequence], tables: BlockTables) -> StepPlan:
+    """Builds the host arrays of a step."""
     shape = StepShape(
         starts=[entry.start for entry in scheduled],
         num_new=[entry.num_new for entry in scheduled],
         blocks=[tables.row(entry.seq) for entry in scheduled],
     )
-    slots = np.array([entry.seq.slot for entry in scheduled])
     # Tokens: known ones, drafts, and those that only the device knows.
     ends = np.cumsum(shape.num_new)
-    positions = token_positions(shape)
     tokens: list[int] = []
-    device_only: list[int] = []  # sequences with a last token that only the device knows
-    for index, entry in enumerate(scheduled):
+    for end, entry in zip(ends.tolist(), scheduled, strict=True):
         tokens += entry.seq.tokens[entry.start : entry.start + entry.num_new - len(entry.drafts)]
         tokens += entry.drafts
-        if len(tokens) < ends[index]:
-            tokens.append(0)
-            device_only.append(index)
+        if len(tokens) < end:
+            tokens.append(-1 - entry.seq.slot)
     # Results: the last `1 + drafts` tokens of each sequence.
     num_results = np.array([1 + len(entry.drafts) for entry in scheduled])
-    sequence_of = np.repeat(np.arange(len(scheduled)), num_results)
-    results_after = np.cumsum(num_results)[sequence_of] - 1 - np.arange(len(sequence_of))
-    logits_indices = ends[sequence_of] - 1 - results_after
-    samples = np.array([entry.samples for entry in scheduled])[sequence_of]
+    results_after = np.repeat(np.cumsum(num_results), num_results) - 1 - np.arange(num_results.sum())
+    logits_indices = np.repeat(ends, num_results) - 1 - results_after
     # Log-probabilities of prompt tokens: each comes from the token before.
     logprob_ranges: list[tuple[int, int, int]] = []
     hidden_indices = [logits_indices]
@@ -99,24 +106,43 @@ def prepare_inputs(scheduled: Sequence[ScheduledSequence], tables: BlockTables, 
         if first < end:
             pooled_ranges.append((index, first, end))
             hidden_indices.append(np.arange(first, end) + ends[index] - step_end)
-    ids, *uploaded, missing, missing_slots = upload(
+    return StepPlan(
+        shape=shape,
+        slots=np.array([entry.seq.slot for entry in scheduled]),
+        tokens=np.array(tokens),
+        positions=token_positions(shape),
+        num_results=num_results,
+        logits_indices=logits_indices,
+        samples=np.repeat([entry.samples for entry in scheduled], num_results),
+        hidden_indices=np.concatenate(hidden_indices),
+        prefill_rows=[index for index, entry in enumerate(scheduled) if not entry.is_decode],
+        logprob_ranges=logprob_ranges,
+        pooled_ranges=pooled_ranges,
+    )
+
+
+def upload_inputs(plan: StepPlan, last_tokens: Tensor) -> StepInputs:
+    """Copies the inputs of a step to the device. Waits for nothing.
+
+    The step takes the tokens that the host does not know yet from `last_tokens`, int64 [slots + 1] on the device.
+    """
+    missing = np.flatnonzero(plan.tokens < 0)
+    ids, *uploaded, device_missing, missing_slots = upload(
         [
-            np.array(tokens),
-            positions,
-            np.concatenate(hidden_indices),
-            np.flatnonzero(samples),
-            slots[sequence_of[samples]],
-            positions[logits_indices[samples]] + 1,
-            ends[device_only] - 1,
-            slots[device_only],
+            plan.tokens,
+            plan.positions,
+            plan.hidden_indices,
+            np.flatnonzero(plan.samples),
+            plan.result_slots[plan.samples],
+            plan.positions[plan.logits_indices[plan.samples]] + 1,
+            missing,
+            -1 - plan.tokens[missing],
         ],
         last_tokens.device,
     )
-    if device_only:
-        ids.index_copy_(0, missing, last_tokens.index_select(0, missing_slots))
-    prefill_rows = [index for index, entry in enumerate(scheduled) if not entry.is_decode]
-    ranges = logprob_ranges, pooled_ranges
-    return StepInputs(shape, num_results, logits_indices, samples, prefill_rows, *ranges, ids, *uploaded)
+    if len(missing):
+        ids.index_copy_(0, device_missing, last_tokens.index_select(0, missing_slots))
+    return StepInputs(ids, *uploaded)
 
 
 def token_positions(shape: StepShape) -> np.ndarray:

@@ -20,7 +20,7 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -102,12 +102,6 @@ def cudnn_plan_steps(
     return _within_limits(steps, most_tokens, max_seqs, max_len)
 
 
-def chunk_graph_shapes(within: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Returns cached and new tokens of chunks to capture: chunk_tokens or the shortest with a plan, up to `within`."""
-    lengths = {PLAN_QUANTUM, chunk_tokens} if chunk_tokens % PLAN_QUANTUM == 0 else set[int]()
-    return [(start, new) for new in sorted(lengths) for start in range(0, within - new + 1, PLAN_QUANTUM)]
-
-
 def _within_limits(steps: list[StepRows], most_tokens: int, max_seqs: int, max_len: int) -> list[StepRows]:
     return [
         rows
@@ -168,8 +162,7 @@ def measure_memory(
     captured = 0
     if graphs is not None:
         with require_memory("CUDA graphs", "max_seqs", graphs):
-            steps: tuple[Any, ...] = (runner.decode_step, runner.prompt_step, runner.draft_graphs)
-            captured = sum(_graph_bytes(step.shapes, step.capture, device) for step in steps if step is not None)
+            captured = sum(_graph_bytes(step.shapes, step.capture, device) for step in runner.captured_steps)
     del runner, trial
     free = _free(device)
     total = torch.cuda.mem_get_info(device)[1]

@@ -250,7 +250,7 @@ class Pod:
             )
         self.info, self.activity = info, PodActivity.from_pb(pb)
         self._reports_load = pb.HasField("load")
-        self.view.pulls, self.view.late_targets = pb.pulls, pb.late_targets
+        self.view.pulls, self.view.late_targets, self.view.processor = pb.pulls, pb.late_targets, pb.processor
         self.view.pair_rates = {pair.pod: pair.gb_s * 1e9 for pair in pb.pairs if pair.gb_s > 0}
         if self._reports_load:
             self.view.apply_report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())

@@ -100,6 +100,7 @@ class Placement:
             + (option.pull_offer.predicted_s if option.pull_offer else 0.0),
             hand_off_s=view.hand_off_s + self.chosen_decode.option.missing_tokens * view.transfer_s_per_token,
             tokens_per_s=1 / view.prefill_s_per_token,
+            same_processor=view.processor != "" and view.processor == self.chosen_decode.option.view.processor,
         )
 
     # -- bookings, in the order of a request's life

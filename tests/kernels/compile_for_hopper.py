@@ -107,6 +107,11 @@ def attention(fp8: bool, new: int, window: int, softcap: float) -> None:
     paged_decode.paged_decode(q, layer(fp8), tables, cu_q, lens, plan, space, first=1, **kind)
     if fp8:
         paged_prefill.paged_prefill(q, layer(fp8), tables, cu_q, lens, window=window, **kind)
+        tiles, options = torch.zeros(99, dtype=small), {"scale": 0.1, "softcap": softcap}
+        for tokens in (64, 1024):
+            paged_prefill.listed_prefill(
+                q, layer(fp8), tables, cu_q, lens, tiles, max_tokens=tokens, window=window, out=q, **options
+            )
 
 
 def inputs() -> None:

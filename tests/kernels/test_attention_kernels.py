@@ -153,6 +153,20 @@ def test_decode_of_an_empty_sequence_is_zero(device, gen):
     assert error(out[:1], case.reference()[:1]) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_decode_skips_padding_rows_at_the_end(rows, device, gen):
+    case = PagedCase(
+        [90, 33], [2, 1], heads=2, kv_heads=1, dim=16, block_size=16, dtype=torch.float32, device=device, gen=gen
+    )
+    case.cu_q = torch.tensor([*case.cu_q[: rows + 1].tolist(), *[int(case.cu_q[rows])] * 3], dtype=torch.int32).to(
+        device
+    )
+    case.seq_lens = torch.tensor([*case.lens[:rows], 0, 0, 0], dtype=torch.int32, device=device)
+    case.tables = torch.cat([case.tables[:rows], torch.zeros_like(case.tables[:1]).expand(3, -1)])
+    out = decode(case, 3, 2)
+    assert error(out, case.reference()) < TOLERANCE[torch.float32] if rows else bool(out.isnan().all())
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size", "kv_dtype"), SHAPES)
 def test_prefill(heads, kv_heads, dim, block_size, kv_dtype, device, gen):
     case = PagedCase(

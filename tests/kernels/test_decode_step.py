@@ -17,6 +17,7 @@ from common.kv_layout import KVLayout
 from common.types import FinishReason, SamplingParams, Token, ValidRequest
 from engine.attention.torch_backend import TorchAttention
 from engine.attention.triton_backend import TritonAttention
+from engine.cuda_graphs import batch_buckets
 from engine.kernels.decode_inputs import DecodeInputs, blocks_touched, decode_inputs, packed_width
 from engine.kv.blocks import BlockPool
 from engine.kv.kv_pool import KVPool
@@ -30,7 +31,6 @@ from engine.speculation.controller import AlwaysDraft
 from engine.speculation.draft_loop import ModelProposer
 from engine.speculation.draft_model import AttentionClass, BuildDraftModel
 from engine.speculation.speculator import Speculator
-from engine.step.decode_step import batch_buckets
 from engine.step.prompt_step import PromptBucket
 from engine.step.runner import ModelRunner
 from tests.rigs.engine.known_answer_proposer import Guesses
@@ -71,7 +71,6 @@ class Rig:
         budget: int = 12,
         guesses: Guesses | None = None,
         draft: Callable[[Decoder], tuple[dict[str, int], BuildDraftModel]] | None = None,
-        chunks: tuple[tuple[int, int], ...] = (),
     ):
         model = Decoder(SPEC, 64, device, torch.float32, fused=fused)
         for parameter, values in zip(model.parameters(), weights(), strict=True):
@@ -95,7 +94,6 @@ class Rig:
             max_seq_drafts=DRAFTS,
             max_drafts=SEQS * DRAFTS,
             draft_model=None if make_draft is None else make_draft(kv, attention),
-            chunk_graphs=chunks,
         )
         if graphs:
             self.runner.capture()
@@ -172,27 +170,28 @@ def test_static_steps_give_the_tokens_of_plain_ones(overlap: bool, device: torch
 
 
 @torch.inference_mode()
-def test_captured_chunks_give_the_tokens_of_plain_ones(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32 the attention of chunks is the paged kernel; test_triton_backend.py tests the metadata for cuDNN."""
-    monkeypatch.setattr(TritonAttention, "has_cudnn_plan", lambda *_: True)
-    chunks = ((0, 12), (12, 12), (8, 12))
-    plain = Rig(torch.device("cpu"), fused=False, overlap=False)
-    graphs = device.type == "cuda"
-    static = Rig(device, fused=True, overlap=True, graphs=graphs, chunks=chunks, blocks=40)
-    assert static.runner.prompt_step is not None
-    computed: list[PromptBucket] = []
-    replay = static.runner.prompt_step._graphs.run
-    monkeypatch.setattr(
-        static.runner.prompt_step._graphs, "run", lambda bucket: (computed.append(bucket), replay(bucket))[1]
-    )
-    answers = []
-    for rig in (plain, static):
-        for i, length in enumerate((26, 12)):
-            ids = tuple((5 * j + i) % VOCAB for j in range(length))
-            rig.add(f"r{i}", ids, SamplingParams(temperature=0.8, seed=i, max_tokens=3))
-            answers.append([t.id for t in rig.run()[f"r{i}"]])  # one at a time, so that chunks have full length
-    assert answers[:2] == answers[2:]
-    assert {PromptBucket(12, 0), PromptBucket(12, 12)} <= set(computed)
+def test_steps_with_prompts_are_static(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few prompts alone, and chunks beside rows that decode; a prompt that begins with a cached prefix."""
+    answers, buckets = [], list[PromptBucket]()
+    for fused in (False, True):
+        rig = Rig(device if fused else torch.device("cpu"), fused=fused, overlap=True, blocks=40)
+        if (prompt_step := rig.runner.prompt_step) is not None:
+
+            def run(bucket: PromptBucket, run: Callable[[PromptBucket], Any] = prompt_step.run) -> Any:
+                buckets.append(bucket)
+                return run(bucket)
+
+            monkeypatch.setattr(prompt_step, "run", run)
+            monkeypatch.setattr(rig.runner, "_forward", None)  # no step runs layer by layer
+        params = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, max_tokens=5)
+        tokens = list[dict[str, list[Token]]]()
+        for names in ("a", "bcd"):
+            for i, name in enumerate(names):
+                rig.add(name, tuple((5 * j + 3 * (j > 12) * i) % VOCAB for j in range(14 + 3 * i)), params)
+            tokens.append(rig.run())
+        answers.append([{name: [t.id for t in ids] for name, ids in each.items()} for each in tokens])
+    assert answers[0] == answers[1]
+    assert {bucket.decodes for bucket in buckets} == {False, True}
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,8 +11,9 @@ pytest.importorskip("triton")
 from common.kv_layout import FP8_DTYPE, KVLayout
 from engine.attention.base import StepShape
 from engine.attention.torch_backend import TorchAttention
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.triton_backend import DecodeRows, TritonAttention
 from engine.kernels.dense_prefill import cudnn_prefill, dense_prefill, gather_kv
+from engine.kernels.paged_prefill import list_tiles, max_tiles
 from engine.kv.kv_pool import KVPool
 from tests.rigs.engine.paged import TOLERANCE, PagedCase, error
 
@@ -96,73 +98,63 @@ def test_dense_prefill_rows(dim, softcap, fp8, device, gen):
     assert got < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize(("start", "new"), [(0, 2048), (0, 1024), (2048, 2048), (1024, 2048), (14336, 1024)])
-def test_chunk_metadata_selects_the_kernels_of_prepare(start: int, new: int, device: torch.device) -> None:
-    layout = KVLayout("m", "r", 1, 2, 64, 16, "bfloat16")
-    pool = KVPool(layout, 4, device)
-    backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
-    backend._dense_ok = True  # as on a Hopper
-    assert backend.has_cudnn_plan(start, new)
-    blocks = list(range(-(-(start + new) // 16)))
-    (row,) = backend.prepare(StepShape([start], [new], [blocks])).dense_rows
-    slots = torch.zeros(new, dtype=torch.int32, device=device)
-    tables = torch.zeros(1, len(blocks) + 5, dtype=torch.int32, device=device)
-    tables[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-    metadata = backend.chunk_metadata(slots, row.cu_q.clone(), row.seq_lens.clone(), tables, start=start)
-    assert metadata.decode is None
-    assert metadata.paged == ()
-    (captured,) = metadata.dense_rows
-    for name in ("first_token", "start", "max_new", "cudnn_tokens", "count"):
-        assert getattr(captured, name) == getattr(row, name), name
-    assert row.cudnn_tokens == new
-    assert captured.tables[0, : len(blocks)].tolist() == row.tables[0].tolist()
+@pytest.mark.parametrize("num_decodes", [0, 2])
+@pytest.mark.parametrize("fp8", [False, True], ids=["full", "fp8"])
+def test_listed_rows_equal_prepared_ones(num_decodes, fp8, device, gen):
+    """Rows, tokens and tiles are padded, as in a captured step. Without decoding rows the list has all rows."""
+    cuda, most_tokens, most_rows = device.type == "cuda", 48, 6
+    dtype, dim = (torch.bfloat16, 128) if cuda else (torch.float32, 16)
+    pool = KVPool(KVLayout("m", "r", 1, 2, dim, 4, FP8_DTYPE if fp8 else str(dtype).removeprefix("torch.")), 50, device)
+    kinds = (TritonAttention, TorchAttention)
+    listed, plain = (kind(pool.layers(), 4, (None, 9), pool.dummy_block) for kind in kinds)
+    layer, starts, num_new = pool.layers()[0], [3, 17, 0, 12], [1, 2, 9, 30]
+    blocks = torch.randperm(50, generator=gen, device=device).tolist()
+    blocks = [blocks[:1], blocks[1:6], blocks[6:9], blocks[9:20]]
+
+    def random(*size):
+        return torch.randn(*size, generator=gen, device=device).to(dtype)
+
+    cached = [row for row, start in enumerate(starts) if start]
+    before = StepShape([0] * len(cached), [starts[row] for row in cached], [blocks[row] for row in cached])
+    plain.write(random(sum(before.num_new), 2, 2, dim), layer, plain.prepare(before))
+    step, count = StepShape(starts, num_new, blocks), sum(num_new)
+    slots = torch.full((most_tokens,), -1, dtype=torch.int32, device=device)
+    prepared = listed.prepare(step)
+    slots[:count] = prepared.slot_mapping
+    firsts, ends = np.cumsum([0, *num_new]), np.add(starts, num_new)
+
+    def padded(values, size, value):
+        return torch.tensor([*values, *[value] * (size - len(values))], dtype=torch.int32, device=device)
+
+    tables = torch.zeros(most_rows, 12, dtype=torch.int32, device=device)
+    tables[:4, : prepared.tables.shape[1]] = prepared.tables
+    size = listed.tile_list_size(most_tokens, most_rows)
+    chunks = np.array(starts[num_decodes:]), np.array(num_new[num_decodes:])
+    tiles = padded(listed.list_tiles(*chunks, num_decodes, most_tokens), size, 99)
+    decode = None
+    if num_decodes:
+        cu_q = padded(firsts[: num_decodes + 1], most_rows + 1, firsts[num_decodes])
+        decode = DecodeRows(cu_q, padded(ends[:num_decodes], most_rows, 0), 2)
+    rows = padded(firsts, most_rows + 1, count), padded(ends, most_rows, 0)
+    metadata = listed.listed_metadata(slots, *rows, tables, tiles, decode)
+    q, kv = random(most_tokens, 4, dim), random(most_tokens, 2, 2, dim)
+    for window in (None, 9):
+        want = plain.attend(q[:count], kv[:count], layer, plain.prepare(step), window)
+        got = listed.attend(q, kv, layer, metadata, window)
+        assert error(got[:count], want.double()) < TOLERANCE[dtype]
 
 
-def test_rows_that_cudnn_does_not_compute_whole_have_no_plan(device: torch.device) -> None:
-    pool = KVPool(KVLayout("m", "r", 1, 2, 64, 16, "bfloat16"), 4, device)
-    backend = TritonAttention(pool.layers(), 4, (None,), pool.dummy_block)
-    backend._dense_ok = True
-    assert not backend.has_cudnn_plan(100, 2048)
-    assert not backend.has_cudnn_plan(0, 2047)
-    assert not backend.has_cudnn_plan(0, 8)
-    assert not TritonAttention(pool.layers(), 4, (None,), pool.dummy_block, softcap=3.0).has_cudnn_plan(0, 2048)
-    backend._dense_ok = False
-    assert not backend.has_cudnn_plan(0, 2048)
-
-
-@needs_cuda
-def test_captured_chunks_equal_eager_chunks(device, gen):
-    """cuDNN, gather and merge in a graph that is captured once and replayed for other blocks."""
-    layout = KVLayout("m", "r", 1, 2, 128, 16, "bfloat16")
-    pool = KVPool(layout, 260, device)
-    backend = TritonAttention(pool.layers(), 8, (None,), pool.dummy_block)
-    layer = pool.layers()[0]
-    if not backend.has_cudnn_plan(1024, 1024):
-        pytest.skip("needs a Hopper GPU")
-    tables = torch.zeros(1, 140, dtype=torch.int32, device=device)
-    slots = torch.full((1024,), -1, dtype=torch.int32, device=device)
-    cu_q = torch.tensor([0, 1024], dtype=torch.int32, device=device)
-    seq_lens = torch.tensor([2048], dtype=torch.int32, device=device)
-    q = torch.zeros(1024, 8, 128, dtype=torch.bfloat16, device=device)
-    kv = torch.zeros(1024, 2, 2, 128, dtype=torch.bfloat16, device=device)
-    metadata = backend.chunk_metadata(slots, cu_q, seq_lens, tables, start=1024)
-    backend.attend(q, kv, layer, metadata, None)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = backend.attend(q, kv, layer, metadata, None)
-    for first in (0, 128):
-        blocks = list(range(first, first + 128))
-        old = torch.randn(1024, 2, 2, 128, generator=gen, device=device).to(torch.bfloat16)
-        q.copy_(torch.randn(q.shape, generator=gen, device=device))
-        kv.copy_(torch.randn(kv.shape, generator=gen, device=device))
-        backend.write(old, layer, backend.prepare(StepShape([0], [1024], [blocks])))
-        plain = backend.prepare(StepShape([1024], [1024], [blocks]))
-        want = backend.attend(q.clone(), kv.clone(), layer, plain, None)
-        tables[0, :128] = torch.tensor(blocks, dtype=torch.int32, device=device)
-        slots.copy_(plain.slot_mapping)
-        graph.replay()
-        assert error(out, want.double()) == 0.0
+def test_tiles_have_each_query_row_once_and_the_most_work_first() -> None:
+    starts, num_new, group, block_m = np.array([0, 40, 7]), np.array([33, 8, 1]), 4, 16
+    count, *pairs = list_tiles(starts, num_new, 5, group, block_m).tolist()
+    tiles = list(zip(pairs[::2], pairs[1::2], strict=True))
+    assert count == len(tiles) == len(set(tiles)) <= max_tiles(42, 3, group, block_m)
+    covered = {row: sorted(first for b, first in tiles if b == row + 5) for row in range(3)}
+    for row, new in enumerate(num_new.tolist()):
+        assert covered[row] == list(range(0, new * group, block_m))
+    keys = [starts[b - 5] + first // group for b, first in tiles]
+    assert keys == sorted(keys, reverse=True)
+    assert list_tiles(starts[:0], num_new[:0], 0, group, block_m).tolist() == [0]
 
 
 @needs_cuda

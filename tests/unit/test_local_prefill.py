@@ -28,6 +28,17 @@ def test_an_idle_pod_keeps_a_short_rest_and_a_busy_one_does_not() -> None:
     assert AUTO.decide(100, 900, replace(IDLE, running=32), replace(THERE, queue_s=1.0), remote_only=False).local
 
 
+def test_on_one_processor_the_earlier_first_token_decides() -> None:
+    busy, shared = replace(IDLE, running=32), replace(THERE, same_processor=True)
+    here = AUTO.decide(100, 900, busy, shared, remote_only=False)
+    assert here.local_s == AUTO.decide(100, 900, replace(busy, running=1), THERE, remote_only=False).local_s - (
+        IDLE.chunk_s(100)
+    )
+    assert here.local
+    assert not AUTO.decide(100, 900, busy, replace(shared, compute_s=0.001), remote_only=False).local
+    assert not AUTO.decide(100, 0, busy, shared, remote_only=False).local
+
+
 def test_queued_local_prompts_count() -> None:
     assert not AUTO.decide(100, 900, replace(IDLE, queued_tokens=8 * CHUNK), THERE, remote_only=False).local
 

@@ -178,8 +178,7 @@ def test_graphs_that_do_not_fit_beside_the_weights_name_max_seqs(monkeypatch: py
     Card().patch(monkeypatch)
 
     class Runner:
-        decode_step = Computation(torch.OutOfMemoryError(FULL), failing=16)
-        prompt_step = draft_graphs = None
+        captured_steps = (Computation(torch.OutOfMemoryError(FULL), failing=16),)
 
         def warm_up(self, rows: object, block: int) -> None: ...
 
@@ -188,13 +187,13 @@ def test_graphs_that_do_not_fit_beside_the_weights_name_max_seqs(monkeypatch: py
 
     build: Any = lambda _pool: Runner()  # noqa: E731
     one: Any = Pool
-    remedy = EngineConfig(model_dir=Path(), chunk_graphs=4096).cuda_graph_advice()
+    remedy = EngineConfig(model_dir=Path(), speculation="ngram").cuda_graph_advice()
     with pytest.raises(ConfigError) as refused:
         measure_memory(build, one, torch.device("cpu"), share=0.9, graphs=remedy, step=[(0, 1)])
     assert refused.value.field == "max_seqs"
     assert refused.value.message == (
         "no room for CUDA graphs: the decode graph of 16 rows (1 of 1) found 0.29 GiB of 80.00 GiB free: "
-        f"{FULL[:-1]}; lower max_seqs or chunk_graphs, or do without cuda_graphs"
+        f"{FULL[:-1]}; lower max_seqs or speculation_tokens, or do without cuda_graphs"
     )
 
 

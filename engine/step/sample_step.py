@@ -1,0 +1,74 @@
+"""LM head and sampling in static buffers: from the hidden states of a step to its tokens in one launch of a CUDA graph.
+
+`DecodeStep` has both in its own graphs. `PromptStep` leaves them to this one, because its graphs depend on the tokens
+of a step, and this one depends on the rows that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.cuda_graphs import CudaGraphs, batch_buckets, unowned_view
+from engine.models.base import Model
+
+if TYPE_CHECKING:
+    from engine.sampling.device_sampler import DeviceSampler
+
+
+class SampleStep:
+    """LM head and sampling of up to `len(slots)` rows. The sampled tokens go to `last_tokens` too."""
+
+    def __init__(
+        self,
+        model: Model,
+        sampler: DeviceSampler,
+        last_tokens: Tensor,  # int64 [slots + 1], the token sampled last in each slot; shared with all other steps
+        slots: Tensor,  # int32 [R], the slot of each row, a static buffer; the pad slot for a row that does not sample
+        positions: Tensor,  # int32 [R], the position of each sampled token, a static buffer
+    ) -> None:
+        self._model, self._sampler, self._last_tokens = model, sampler, last_tokens
+        self._slots, self._positions = slots, positions
+        self._hidden: Tensor | None = None  # [R, hidden]; made by the first `keep`
+        self._results = torch.zeros(len(slots), dtype=torch.int64, device=slots.device)
+        self.shapes = tuple(reversed(batch_buckets(len(slots))))
+        self._graphs = CudaGraphs("sampling", slots.device, self._compute, keep=_without_ownership, describe=_describe)
+
+    def keep(self, hidden: Tensor) -> None:
+        """Keeps hidden states, at most R, for `run`. A CUDA graph can capture this call, if another came before it."""
+        if self._hidden is None:
+            self._hidden = hidden.new_zeros(len(self._slots), hidden.shape[1])
+        count = min(len(hidden), len(self._hidden))
+        self._hidden[:count].copy_(hidden[:count])
+
+    def run(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Samples after the first rows that `keep` has kept. Returns two buffers that the next step overwrites.
+
+        These are the tokens, int64 [rows], -1 where the logits were not finite, and the logits, float32 [rows, vocab].
+        """
+        results, logits = self._graphs.run(next(size for size in reversed(self.shapes) if size >= rows))
+        return results[:rows], logits[:rows]
+
+    def capture(self, shapes: Sequence[int] | None = None) -> None:
+        """Captures the graphs of these shapes (None for all), the largest first. `keep` must have been called."""
+        self._graphs.capture(shapes or self.shapes, lambda _: self._slots.fill_(self._sampler.pad_slot))
+
+    def _compute(self, rows: int) -> tuple[Tensor, Tensor]:
+        assert self._hidden is not None, "no hidden states are kept"
+        logits = self._model.logits(self._hidden[:rows])
+        slots, results = self._slots[:rows], self._results[:rows]
+        tokens, _ = self._sampler.sample(logits, slots, self._positions[:rows], results=results)
+        self._last_tokens.index_copy_(0, slots.long(), tokens)
+        return results, logits
+
+
+def _describe(rows: int) -> str:
+    return f"{rows} rows"
+
+
+def _without_ownership(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the output without ownership of the graph's memory; the results are in a buffer of SampleStep."""
+    return output[0], unowned_view(output[1])
