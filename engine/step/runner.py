@@ -306,7 +306,7 @@ class ModelRunner:
         if sampling := [entry for entry in scheduled if entry.samples]:
             rows = inputs.sampled_results
             logits = self._model.logits(hidden if all_sample else hidden.index_select(0, rows))
-            _keep_logits(scheduled, inputs, logits)
+            _keep_logits(scheduled, plan, logits)
             previous = None
             if num_results > len(scheduled):  # some sequences have drafts
                 indices = inputs.hidden_indices[:num_results]
@@ -428,12 +428,12 @@ class ModelRunner:
         self._kv.zero(blocks)
 
 
-def _keep_logits(scheduled: Sequence[ScheduledSequence], inputs: StepInputs, logits: Tensor) -> None:
+def _keep_logits(scheduled: Sequence[ScheduledSequence], plan: StepPlan, logits: Tensor) -> None:
     """Keeps the logits that sequences ask for, before penalties and masks change them. `logits`: float32 [S, vocab]."""
     if not any(entry.seq.logit_ids for entry in scheduled):
         return
-    rows = np.cumsum(inputs.samples) - 1  # of each result
-    for entry, end in zip(scheduled, np.cumsum(inputs.num_results), strict=True):
+    rows = np.cumsum(plan.samples) - 1  # of each result
+    for entry, end in zip(scheduled, np.cumsum(plan.num_results), strict=True):
         if entry.samples and entry.seq.logit_ids:
             (ids,) = upload([np.array(entry.seq.logit_ids)], logits.device)
             entry.seq.logits = logits[int(rows[end - 1])].index_select(0, ids)

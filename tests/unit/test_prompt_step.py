@@ -98,6 +98,7 @@ def planned(
         hidden_indices=np.concatenate([last, np.zeros(more_hidden, dtype=np.int64)]),
         prefill_rows=list(range(decodes, len(rows))),
         logprob_ranges=[],
+        pooled_ranges=[],
     )
     return scheduled, plan
 
