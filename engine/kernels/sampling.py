@@ -145,11 +145,10 @@ def _score_kernel(
     num_entries = tl.load(ints + 4)
     temperature = tl.load(floats)
     _k, _top_p, _min_p, cut = _cuts(floats, ints, vocab)
-    # Outside the branch, so that it does not wait for the logits.
-    count = tl.load(tensors.counts + slot * counts_row + i, mask=ok & penalised, other=0)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
 
     if penalised:
+        count = tl.load(tensors.counts + slot * counts_row + i, mask=ok, other=0)
         if DRAFTS:
             for back in range(tl.load(offsets + row)):
                 count += (i == tl.load(inputs + row * inputs_row - back)).to(tl.int32)
