@@ -360,7 +360,7 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
         kinds.seconds(0, 3600), 5.0, "Seconds without an event after which a stream gets a comment (`: ping`); 0: never"
     )
     pod_wait_s: float = setting(
-        kinds.seconds(0, 3600), 10.0, "Seconds that a running request waits for lost pods if there are no others"
+        kinds.seconds(0, 3600), 30.0, "Seconds that a running request waits for lost pods if there are no others"
     )
 
 

@@ -41,7 +41,7 @@ from gateway.telemetry.timeline import Timeline
 MAX_ATTEMPTS = 3
 RETRY_PAUSE_S = 0.05  #: Pause before the next attempt.
 MAX_FULL_PAUSE_S = 1.0  #: Longest pause before a partly answered request asks full pods again.
-POD_WAIT_S = 10.0  #: Time that a request waits for pods that it lost, if there are no others.
+POD_WAIT_S = 30.0  #: Time that a request waits for pods that it lost, if there are no others.
 POD_WAIT_PAUSE_S = 0.1  #: Pause between looks for those pods.
 
 #: Errors between pods. Another pair of pods may do better, and the client did not cause them.

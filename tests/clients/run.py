@@ -92,7 +92,7 @@ def _lm_eval(site: Site) -> list[list[str]]:
     tokenizers = (
         f"tokenizer_backend=huggingface,tokenizer={site.model_dir},tokenized_requests=True",
         f"tokenizer_backend=huggingface,tokenizer={site.model_dir},tokenized_requests=False",
-        f"tokenizer_backend=remote,tokenizer={site.model},tokenized_requests=False",
+        "tokenizer_backend=remote,tokenized_requests=True",
     )
     shared = [str(site.bin / "lm_eval"), "--model", "local-completions", "--include_path", str(site.work)]
     return [[*shared, "--tasks", "sums_choice,sums_text", "--model_args", f"{model},{t}"] for t in tokenizers]

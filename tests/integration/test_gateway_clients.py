@@ -119,7 +119,7 @@ async def test_grpc_priority_reaches_both_pods(stub: Any, cluster: FakeCluster) 
         ({"model": MODEL}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"model": MODEL, "text": ""}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"model": MODEL, "text": "x", "temperature": float("nan")}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"model": MODEL, "text": "x", "max_tokens": 0}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"model": MODEL, "text": "x", "temperature": 2.5}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
 async def test_grpc_errors(stub: Any, fields: dict[str, Any], code: grpc.StatusCode) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from gateway.text.tools import known_formats as known
 from gateway.text.tools.format import (
-    Function,
     InvalidToolCall,
     MessageDelta,
     ToolCall,
@@ -197,6 +196,21 @@ def transcript(row: FormatRow, seed: int) -> Transcript:
     return Transcript(text, message or None, calls)
 
 
-def functions(*names: str, strict: bool = False) -> tuple[Function, ...]:
-    """Returns functions of SCHEMA."""
-    return tuple(Function(name, SCHEMA, strict=strict) for name in names)
+_SCRAPS = ['{"name": "f"', "f(", '"', "'", "\\", "\\ud83d", "9" * 5000, "{", "}", "\n", " ", ")", "<"]
+
+
+def damaged(row: FormatRow, rng: random.Random) -> str:
+    """Returns a generated answer in which one to four places are lost, repeated, reversed or filled with scraps."""
+    text = transcript(row, rng.randrange(1 << 30)).text
+    for _ in range(rng.randint(1, 4)):
+        at, end = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
+        match rng.randrange(4):
+            case 0:
+                text = text[:at] + text[end:]
+            case 1:
+                text = text[:at] + rng.choice([*row.format.markers, *_SCRAPS]) + text[at:]
+            case 2:
+                text = text[:end] + text[at:]
+            case _:
+                text = text[:at] + text[at:end][::-1] + text[end:]
+    return text

@@ -335,7 +335,11 @@ PING = b": ping\n\n"  #: A comment, which readers of server-sent events skip.
 
 def sse_event(body: Json) -> bytes:
     """Returns one server-sent event."""
-    return b"data: " + encoded(body) + b"\n\n"
+    try:
+        text = orjson.dumps(body)
+    except TypeError:  # half a surrogate pair
+        text = encoded(body)
+    return b"data: " + text + b"\n\n"
 
 
 class HttpResponse:

@@ -111,7 +111,10 @@ async def _stream(
     choices: Sequence[Choice], spec: GenerationSpec, encoder: AnswerEncoder, response: HttpResponse
 ) -> None:
     """Sends the pieces of all choices as events, then the usage, if requested, and [DONE]."""
-    await reserve_all(choices)
+    if len(choices) == 1:
+        await choices[0].reserve()
+    else:
+        await reserve_all(choices)
     await response.open_stream()
     events = [_SseEncoder(choice, index, spec, encoder) for index, choice in enumerate(choices)]
     if len(choices) == 1:

@@ -347,7 +347,7 @@ def json_types(schema: Any, root: Any, depth: int = 16) -> frozenset[str] | None
         if isinstance(options := schema.get(key), list) and options:
             each = [json_types(option, root, depth - 1) for option in options]
             if None not in each:
-                found.append(frozenset().union(*(types for types in each if types is not None)))
+                found.append(frozenset[str]().union(*(types for types in each if types is not None)))
     if isinstance(parts := schema.get("allOf"), list):
         for part in parts:
             found += _known(json_types(part, root, depth - 1))

@@ -116,7 +116,12 @@ async def rig(
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Runs a gateway with the cluster's pods. `settings` are of GatewayConfig; `api` is used by discovery="k8s"."""
-    fields: dict[str, Any] = {"pods": cluster.addresses, "models": (f"{MODEL}={model_dir}",), "port": 0}
+    fields: dict[str, Any] = {
+        "pods": cluster.addresses,
+        "models": (f"{MODEL}={model_dir}",),
+        "port": 0,
+        "pod_wait_s": 5.0,
+    }
     config = GatewayConfig(**{**fields, **settings})
     # A busy test machine often misses the real limit of 20 ms. Tests with a stopped index cover the timeout.
     index = IndexReader(config.redis, timeout_s=index_timeout_s) if config.redis else None
