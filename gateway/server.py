@@ -107,7 +107,6 @@ def make_gateway(config: GatewayConfig) -> Gateway:
         expected = "--redis URL (the prefix index), --pods HOST:PORT,..., or --discovery k8s inside a cluster"
         raise ConfigError(f"pods: no source of pods; expected {expected}", field="pods")
     texts, began = [], time.monotonic()
-    log_phase("loads the tokenizer")
     for name, model in config.served_models().items():
         model_dir = resolve_model(model, weights=False)
         variables = json.loads(config.default_chat_template_kwargs or "{}")

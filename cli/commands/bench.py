@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import sys
 import time
@@ -96,7 +97,7 @@ def run(config: LoadConfig, stages: Sequence[int], seconds: float, *, quiet: boo
         if interrupted:
             break
     if as_json:
-        print(figures.dumps([_figures(document) for document in documents]))  # noqa: T201
+        print(json.dumps([_figures(document) for document in documents], indent=2))  # noqa: T201
     else:
         console = Console(highlight=False)
         console.print(_table(documents))

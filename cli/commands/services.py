@@ -166,12 +166,10 @@ def _end(code: int) -> NoReturn:
 
 async def _serve_pod(settings: PodConfig) -> None:
     from cli.stack.supervisor import require_free_port
-    from common.process.lifecycle import log_phase
 
     # Before the model is loaded, which takes minutes for a large one.
     for name in ("port", "metrics_port"):
         require_free_port(settings.host, getattr(settings, name), name)
-    log_phase("loads its code")
     settings = _resolved(settings)
     if settings.role is Role.PREFILL:
         from prefill_service import servicer as prefill
@@ -203,11 +201,9 @@ async def _serve_ranks(settings: WorkerConfig) -> None:
 
 async def _serve_clients(settings: GatewayConfig) -> None:
     from cli.stack.supervisor import require_free_port
-    from common.process.lifecycle import log_phase
 
     for name in ("port", "grpc_port"):
         require_free_port(settings.host, getattr(settings, name), name)
-    log_phase("loads its code")
     from cli.demo.model import demo_model
     from common.model.directory import SMOLLM2
     from gateway.server import serve

@@ -106,8 +106,8 @@ def _table(services: Sequence[Service]) -> Table:
     for service in services:
         state = service.state
         note = f"{time.monotonic() - service.started_at:.0f} s" if state is State.STARTING else ""
-        if note and service.phase:
-            note += f", {service.phase}"
+        if note:
+            note += f", {service.phase or 'loads its code'}"
         if service.ready_after_s is not None:
             note = f"ready after {service.ready_after_s:.1f} s"
         if service.restarts:

@@ -12,7 +12,9 @@ from typing import Any
 
 from common.json_schema.places import Json, resolve
 
-FUEL = 20_000  #: Comparisons of two schemas in one proof; a proof that needs more does not succeed.
+#: What all proofs in one schema may cost: comparisons, and a share for the length of what is compared. They take 0.1 s
+#: at most. A proof that needs more does not succeed.
+FUEL = 3_000
 _MAX_DEPTH = 24  #: Of properties in each other.
 _MAX_PARTS = 32  #: Of one schema: those that its allOf and its references add up to.
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
@@ -31,6 +33,13 @@ class DisjointProof:
     def __init__(self, root: Json, fuel: int = FUEL) -> None:
         self._root = root
         self._fuel = fuel
+        #: The values of each enum or const by their JSON, and their types, by the part's id.
+        self._known: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
+
+    def _spend(self, cost: int) -> bool:
+        """Returns whether the fuel lasts for it."""
+        self._fuel -= cost
+        return self._fuel >= 0
 
     def all_apart(self, options: Sequence[Any]) -> bool:
         """Returns whether it is proven that each value fits at most one of the schemas."""
@@ -41,29 +50,31 @@ class DisjointProof:
     def _told_by_constant(self, options: Sequence[Any]) -> bool:
         """Returns whether a required property has other constants in each schema: all pairs at once, for speed."""
         parts = [self._parts(option) for option in options]
-        if not all(parts) or any(_types(each) != {"object"} for each in parts):
+        sizes = sum(1 + len(part["required"]) for each in parts for part in each if _has_list(part, "required"))
+        if not self._spend((len(parts) + sizes) // 16):
             return False
-        common = set.intersection(*({*_required(each)} for each in parts)) if parts else set()
+        if not all(parts) or any(self._types(each) != {"object"} for each in parts):
+            return False
+        common: set[str] = set.intersection(*({*_required(each)} for each in parts)) if parts else set()
         for key in sorted(common)[:16]:
-            found = [_constants(self._parts({"allOf": [*_property(each, key)]})) for each in parts]
+            found = [self._constants(self._parts({"allOf": [*_property(each, key)]})) for each in parts]
             if all(values is not None for values in found):
                 total = sum(len(values or ()) for values in found)
-                if len(set().union(*(values or {} for values in found))) == total:
+                if len(set[str]().union(*(values or {} for values in found))) == total:
                     return True
         return False
 
     def _apart(self, a: object, b: object, depth: int) -> bool:
-        self._fuel -= 1
-        if self._fuel < 0 or depth > _MAX_DEPTH:
+        if not self._spend(1) or depth > _MAX_DEPTH:
             return False
         parts_a, parts_b = self._parts(a), self._parts(b)
         if False in parts_a or False in parts_b:
             return True
-        types = _types(parts_a) & _types(parts_b)
+        types = self._types(parts_a) & self._types(parts_b)
         if not types:
             return True
         for mine, others in ((parts_a, parts_b), (parts_b, parts_a)):
-            constants = _constants(mine)
+            constants = self._constants(mine)
             if constants is not None and all(self._refused(others, value, depth) for value in constants.values()):
                 return True
         if self._apart_by_options(parts_a, b, depth) or self._apart_by_options(parts_b, a, depth):
@@ -79,9 +90,10 @@ class DisjointProof:
                     return True
         if kind != "object":
             return False
-        return any(
+        needed = dict.fromkeys((*_required(parts_a), *_required(parts_b)))
+        return self._spend(len(needed) // 16) and any(
             self._apart({"allOf": [*_property(parts_a, key)]}, {"allOf": [*_property(parts_b, key)]}, depth + 1)
-            for key in dict.fromkeys((*_required(parts_a), *_required(parts_b)))
+            for key in needed
         )
 
     def _apart_by_options(self, parts: Sequence[Any], other: object, depth: int) -> bool:
@@ -103,23 +115,22 @@ class DisjointProof:
                 found.append(part)
             elif isinstance(part, dict) and not any(part is other for other in found):
                 found.append(part)
-                if isinstance(part.get("allOf"), list):
-                    waiting += part["allOf"]
-                if isinstance(part.get("$ref"), str):
-                    waiting.append(resolve(self._root, part["$ref"]))
+                if _has_list(part, "allOf"):
+                    waiting += part["allOf"][:_MAX_PARTS]
+                if isinstance(reference := part.get("$ref"), str) and self._spend(len(reference) >> 6):
+                    waiting.append(resolve(self._root, reference))
         return found
 
     def _refused(self, parts: Sequence[Any], value: Any, depth: int) -> bool:
         """Returns whether it is proven that a value does not fit all parts."""
-        self._fuel -= 1
-        if self._fuel < 0 or depth > _MAX_DEPTH:
+        if not self._spend(1) or depth > _MAX_DEPTH:
             return False
         kinds = _types_of(value)
-        if False in parts or kinds.isdisjoint(_types(parts)):
+        if False in parts or kinds.isdisjoint(self._types(parts)):
             return True
-        constants = _constants(parts)
-        if constants is not None and _key(value) not in constants:
-            return True
+        constants = self._constants(parts)
+        if constants is not None and (key := _key(value)) not in constants:
+            return self._spend(len(key) >> 6)
         if kinds & _NUMBERS:
             point = [{"minimum": value, "maximum": value}]
             return _below(parts, point) or _below(point, parts)
@@ -137,20 +148,38 @@ class DisjointProof:
             )
         return False
 
+    def _types(self, parts: Sequence[Any]) -> frozenset[str]:
+        """Returns the types that a value of all parts may have; those that match "integer" match "number" too."""
+        types = _TYPES
+        for part in parts:
+            given = part.get("type") if isinstance(part, dict) else None
+            names = (
+                [given] if isinstance(given, str) else given if isinstance(given, list) and len(given) < 99 else None
+            )
+            if names is not None:
+                named = {name for name in names if isinstance(name, str)}
+                types &= named | ({"integer"} if "number" in named else set())
+            if isinstance(part, dict) and (known := self._values(part)) is not None:
+                types &= known[1]
+        return types
 
-def _types(parts: Sequence[Any]) -> frozenset[str]:
-    """Returns the types that a value of all parts may have; those that match "integer" match "number" too."""
-    types = _TYPES
-    for part in parts:
-        given = part.get("type") if isinstance(part, dict) else None
-        names = [given] if isinstance(given, str) else given if isinstance(given, list) else None
-        if names is not None:
-            named = {name for name in names if isinstance(name, str)}
-            types &= named | ({"integer"} if "number" in named else set())
-    constants = _constants(parts)
-    if constants is not None:
-        types &= frozenset().union(*(_types_of(value) for value in constants.values()))
-    return types
+    def _constants(self, parts: Sequence[Any]) -> dict[str, Any] | None:
+        """Returns the values of the shortest enum or const among the parts, by their JSON. None: there is none."""
+        known = [self._values(part) for part in parts if isinstance(part, dict)]
+        return min((values for values, _ in filter(None, known)), key=len, default=None)
+
+    def _values(self, part: Json) -> tuple[dict[str, Any], frozenset[str]] | None:
+        if "const" not in part and not _has_list(part, "enum"):
+            return None
+        if id(part) not in self._known:
+            values = {_key(value): value for value in ([part["const"]] if "const" in part else part["enum"])}
+            self._spend(sum(1 + (len(key) >> 6) for key in values) >> 4)
+            self._known[id(part)] = values, frozenset[str]().union(*map(_types_of, values.values()))
+        return self._known[id(part)]
+
+
+def _has_list(part: object, key: str) -> bool:
+    return isinstance(part, dict) and isinstance(part.get(key), list)
 
 
 def _types_of(value: object) -> frozenset[str]:
@@ -164,21 +193,17 @@ def _types_of(value: object) -> frozenset[str]:
     return frozenset({kinds[type(value)]})
 
 
-def _constants(parts: Sequence[Any]) -> dict[str, Any] | None:
-    """Returns the values of the shortest enum or const among the parts, by their JSON. None: there is none."""
-    found: dict[str, Any] | None = None
-    for part in parts:
-        if isinstance(part, dict) and ("const" in part or isinstance(part.get("enum"), list)):
-            values = {_key(value): value for value in ([part["const"]] if "const" in part else part["enum"])}
-            if found is None or len(values) < len(found):
-                found = values
-    return found
-
-
 def _key(value: Any) -> str:
+    """Returns a text that is the same for equal values; 1.0 equals 1."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return {key: _plain(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _required(parts: Sequence[Any]) -> Iterator[str]:

@@ -76,6 +76,8 @@ def endless_reference(root: Json) -> Path | None:
     """
     done: set[int] = set()
     for path, start in all_schemas(root):
+        if "$ref" not in start or id(start) in done:  # each circle has a reference
+            continue
         chain: dict[int, Iterator[Json]] = {}  # the schemas from `start` on, and what each leads to
         waiting = [start]
         while waiting:

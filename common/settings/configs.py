@@ -330,8 +330,8 @@ class ApiSettings(ModelSettings, TraceSettings, section="API"):
     )
     reranker: str = choice_setting(
         ("auto", "qwen3", "embeddings"),
-        "How /v1/rerank and /v1/score compare texts: the verdict of a Qwen3-Reranker (qwen3), the cosine of embeddings, "
-        "or auto: the verdict if the model's files or name show a reranker",
+        "How /v1/rerank and /v1/score compare texts: the verdict of a Qwen3-Reranker (qwen3), the cosine of "
+        "embeddings, or auto: the verdict if the model's files or name show a reranker",
     )
     chat_template: str | None = optional_setting(
         kinds.text("a file", r".+", "FILE"), "Jinja file in place of the model's chat templates; default: the model's"

@@ -100,9 +100,17 @@ class Gateway:
             table = PodTable(settings.pods, index, signer=signer, model=text.name, only_model=only_model, tls=tls)
             gate = Gate(gate_limits, QueueForecast(table), self.metrics)
             router = Router(table, self.metrics)
-            texts = text.tokenizer, text.chat_format
-            more = text.defaults, text.reranker, text.text_prefixes
-            return ServedModel(text.name, *texts, table, router, gate, *more)
+            return ServedModel(
+                text.name,
+                text.tokenizer,
+                text.chat_format,
+                table,
+                router,
+                gate,
+                text.defaults,
+                text.reranker,
+                text.text_prefixes,
+            )
 
         self.models = ModelRegistry([served_model(text) for text in processors], settings.aliases())
         self.metrics.watch_queue(lambda: [((model.name,), model.gate.waiting) for model in self.models])

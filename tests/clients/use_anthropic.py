@@ -7,6 +7,7 @@ import anthropic
 
 URL, MODEL = sys.argv[1].removesuffix("/v1"), sys.argv[2]
 SAY = [{"role": "user", "content": "Name a colour."}]
+GREEDY = {"temperature": 0}  # the SDK has no argument for it any more
 WEATHER = {
     "name": "weather",
     "description": "Looks at the weather of a city.",
@@ -21,14 +22,14 @@ WEATHER = {
 
 def plain(client: anthropic.Anthropic) -> None:
     assert MODEL in [m.id for m in client.models.list()]
-    message = client.messages.create(model=MODEL, max_tokens=8, temperature=0, messages=SAY)
+    message = client.messages.create(model=MODEL, max_tokens=8, messages=SAY, extra_body=GREEDY)
     [block] = message.content
     assert block.type == "text"
     assert block.text
     assert message.stop_reason in ("end_turn", "max_tokens")
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens > 0
     assert message._request_id
-    with client.messages.stream(model=MODEL, max_tokens=8, temperature=0, messages=SAY) as stream:
+    with client.messages.stream(model=MODEL, max_tokens=8, messages=SAY, extra_body=GREEDY) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == final.content[0].text == block.text
@@ -43,7 +44,7 @@ def plain(client: anthropic.Anthropic) -> None:
 
 def tools(client: anthropic.Anthropic) -> None:
     ask = [{"role": "user", "content": "How is the weather in Paris?"}]
-    shared = {"model": MODEL, "max_tokens": 200, "temperature": 0, "tools": [WEATHER]}
+    shared = {"model": MODEL, "max_tokens": 200, "tools": [WEATHER], "extra_body": GREEDY}
     called = client.messages.create(messages=ask, tool_choice={"type": "tool", "name": "weather"}, **shared)
     assert called.stop_reason == "tool_use"
     call = called.content[-1]

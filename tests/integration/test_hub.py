@@ -336,6 +336,20 @@ def test_what_else_the_hub_may_answer(hub: HubServer, monkeypatch: pytest.Monkey
     assert "is no name of a model of the hub" in refusal("a/b--c")
 
 
+def test_a_stack_of_a_model_in_the_cache(hub: HubServer, repository: Repository, tmp_path: Path) -> None:
+    """All processes of `baton up` use one commit, and need no network."""
+    env = {**os.environ, **hub_environment(hub, tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "cli"]
+    subprocess.run([*command, "pull", NAME], env=env, check=True, capture_output=True)
+    argv = [*command, "up", "--model", NAME, "--once", "Hello", "--max-tokens", "4", "--port", "0", "--device", "cpu"]
+    argv += ["--kv-memory", "16MiB", "--threads", "1", "--log-dir", str(tmp_path / "logs")]
+    ran = subprocess.run(argv, env={**env, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for name in ("prefill-0", "decode-0"):
+        log = (tmp_path / "logs" / f"{name}.log").read_text()
+        assert f"serves {NAME} on" in log
+
+
 def test_baton_pull_and_a_start_without_the_network(hub: HubServer, repository: Repository, tmp_path: Path) -> None:
     """In processes of their own, which read the library's environment variables."""
     env = {**os.environ, **hub_environment(hub, tmp_path / "home"), "PYTHONPATH": str(ROOT)}

@@ -92,11 +92,13 @@ def test_the_example_of_the_readme_runs(smollm2_dir: Path, monkeypatch: pytest.M
     section = README.read_text().split("The engine also runs without services")[1]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert code is not None
+    example = code[1].replace('LLM("Qwen/Qwen3-0.6B")', 'LLM("smollm2")')  # tests have no network
+    assert example != code[1]
     assert smollm2_dir.resolve() == known_dir().resolve()
     monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(code[1], {})
+        exec(example, {})
     lines = out.getvalue()
     assert "The capital of France is ->  Paris" in lines
     assert "Token(index=0" in lines
@@ -209,6 +211,31 @@ def test_generate_runs_the_loop_of_the_pods(tiny: LLM, monkeypatch: pytest.Monke
     monkeypatch.setattr(EngineLoop, "start", lambda self: (started.append(self), original(self))[1])
     tiny.generate([[1]], GREEDY)
     assert len(started) == 1
+
+
+def test_a_length_beyond_the_model_is_refused_and_beyond_the_pool_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match="max_model_len: 129 is more than the 128 tokens that the model supports"):
+        LLM(bare(tmp_path), **SETTINGS, max_model_len=129)
+    assert LLM(bare(tmp_path), **SETTINGS, max_model_len=128).engine.max_model_len == 128
+    assert "max_model_len" not in caplog.text
+    assert LLM(bare(tmp_path), **{**SETTINGS, "num_blocks": 16}, max_model_len=100).engine.max_model_len == 64
+    assert "max_model_len is 100, but the KV pool has room for 64 tokens" in caplog.text
+    assert "raise num_blocks" in caplog.text
+    caplog.clear()
+    assert LLM(bare(tmp_path), **{**SETTINGS, "num_blocks": 16}).engine.max_model_len == 64
+    assert "max_model_len" not in caplog.text
+
+
+def test_default_params_are_those_of_the_models_file(tmp_path: Path) -> None:
+    own = {"temperature": 0.5, "top_k": 5, "max_new_tokens": 3}
+    (bare(tmp_path) / "generation_config.json").write_text(json.dumps({**own, "eos_token_id": [7]}))
+    llm = LLM(tmp_path, **SETTINGS)
+    assert llm.engine.eos_token_ids == (7, 9)
+    assert llm.default_params() == SamplingParams(temperature=0.5, top_k=5, max_tokens=3)
+    assert llm.default_params(temperature=1.0, max_tokens=9) == SamplingParams(temperature=1.0, top_k=5, max_tokens=9)
+    assert len(llm.generate([[1]], llm.default_params(seed=1), ignore_eos=True)[0].ids) == 3
 
 
 def test_known_names_and_unknown_ones(tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def answers(llm: LLM, schemas: list[dict[str, Any]]) -> list[Completion]:
     return llm.generate(
         [PROMPTS[i % len(PROMPTS)] for i in range(len(schemas))],
         [SamplingParams(temperature=1.0 if i % 2 else 0.0, seed=i, max_tokens=MAX_TOKENS) for i in range(len(schemas))],
-        grammar=[grammars.from_json_schema(schema, field="f") for schema in schemas],
+        # Any white space: answers are longer then, so that sequences are preempted.
+        grammar=[grammars.from_json_schema(schema, field="f", any_space=True) for schema in schemas],
         show_progress=False,
     )
 

@@ -194,7 +194,7 @@ def test_a_slow_mask_fails_only_its_own_sequence(tokenizer: GrammarTokenizer, mo
     with pytest.raises(InvalidRequest, match=r"guided is too costly: finding its next token takes more than") as error:
         follow(bomb, tokenizer.get().tokenize_str("abcabc"))
     assert error.value.field == "guided"
-    follow(good, tokenizer.get().tokenize_str('{"a":1}'))
+    follow(good, tokenizer.get().tokenize_str('{"a": 1}'))
     assert good.is_complete
 
 

@@ -72,11 +72,11 @@ def eager(tokenizer: GrammarTokenizer, grammar: Grammar, prefer: str, start: str
     for _ in range(most):
         if rules.is_complete or (allows(rules, EOS) and not any(allows(rules, token) for token in ids)):
             return text
-        token = next((token for token in ids if allows(rules, token)), None)
-        if token is None:
+        chosen = next((token for token in ids if allows(rules, token)), None)
+        if chosen is None:
             return text
-        rules.advance(token)
-        text += prefer[ids.index(token)]
+        rules.advance(chosen)
+        text += prefer[ids.index(chosen)]
     return text
 
 

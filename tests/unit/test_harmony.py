@@ -18,9 +18,10 @@ from gateway.text.chat_format import ChatFormat
 from gateway.text.output import OutputParser, OutputParserConfig
 from gateway.text.reasoning import ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
-from gateway.text.tools.format import Function, ParsedMessage, RequestTools, assemble
+from gateway.text.tools.format import Function, MessageDelta, ParsedMessage, RequestTools, assemble
 from gateway.text.tools.harmony import HarmonyFormat
-from tests.rigs.tool_formats import TEMPLATES, joined, read
+from tests.rigs.gateway.tool_rig import harmony_model
+from tests.rigs.tool_formats import joined, read
 
 FORMAT = HarmonyFormat()
 THINK = "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant"
@@ -92,18 +93,7 @@ MARKERS = FORMAT.markers
 @pytest.fixture(scope="module")
 def harmony_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
     """The directory of a model with Harmony's special tokens and the template of gpt-oss."""
-    model_dir = tmp_path_factory.mktemp("gpt-oss")
-    raw = json.loads((smollm2_dir / "tokenizer.json").read_text())
-    for i, name in enumerate(MARKERS):
-        raw["added_tokens"][3 + i] |= {"content": name, "special": True}
-        raw["model"]["vocab"] = {name if v == 3 + i else k: v for k, v in raw["model"]["vocab"].items()}
-    (model_dir / "tokenizer.json").write_text(json.dumps(raw))
-    (model_dir / "tokenizer_config.json").write_text("{}")
-    ends = [3 + MARKERS.index(name) for name in ("<|return|>", "<|call|>")]
-    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    (model_dir / "config.json").write_text(json.dumps({"architectures": ["GptOssForCausalLM"]}))
-    (model_dir / "chat_template.jinja").write_bytes((TEMPLATES / "gpt-oss-120b.jinja").read_bytes())
-    return model_dir
+    return harmony_model(tmp_path_factory.mktemp("gpt-oss"), smollm2_dir)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +172,8 @@ def test_the_model_is_recognised_and_its_answers_are_read_without_tools(
     assert config.kept_special_ids == {tokenizer.raw.token_to_id(name) for name in MARKERS} - ends
 
     def answer(config: OutputParserConfig) -> tuple[ParsedMessage, int, FinishReason | None]:
-        parser, deltas, finish = OutputParser(config), [], None
+        parser, finish = OutputParser(config), None
+        deltas: list[MessageDelta] = []
         ids = tokenizer.encode(f"{THINK}{FINAL}Hello there.", add_special_tokens=False)
         for i, token in enumerate(ids):
             text = tokenizer.raw.decode([token], skip_special_tokens=False)

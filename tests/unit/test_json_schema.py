@@ -17,7 +17,7 @@ from common import grammar as grammars
 from common.errors import InvalidRequest
 from common.grammar import GrammarTokenizer
 from common.json_schema.adapted import adapted
-from common.json_schema.disjoint import FUEL, DisjointProof
+from common.json_schema.disjoint import DisjointProof
 from common.json_schema.places import all_schemas, endless_reference, pointer
 from common.json_schema.refusals import in_words
 
@@ -104,6 +104,7 @@ APART: dict[str, tuple[Any, Any]] = {
 #: Schemas with a value that fits both.
 TOGETHER: dict[str, tuple[Any, Any, Any]] = {
     "integer and number": ({"type": "integer"}, {"type": "number"}, 1),
+    "a whole float in an array": ({"const": [1.0]}, {"enum": [[1]]}, [1]),
     "a whole float": ({"const": 1.0}, {"type": "integer"}, 1),
     "any": ({}, {"type": "string"}, "a"),
     "ranges that meet": ({"type": "number", "maximum": 3}, {"type": "number", "minimum": 3}, 3),
@@ -207,7 +208,26 @@ def test_a_proof_has_an_end() -> None:
     began = time.process_time()
     assert "oneOf" in adapted(schema)
     assert time.process_time() - began < 1.0
-    assert FUEL <= 100_000
+
+
+@pytest.mark.parametrize(
+    "part_of",
+    [
+        lambda i: {"enum": [f"{n}" for n in range(2000)]},
+        lambda i: {"type": "object", "required": [f"{n}" for n in range(2000)]},
+        lambda i: {"const": "x" * 20_000},
+        lambda i: {"$ref": "#/$defs/" + "x" * 20_000},
+        lambda i: {"allOf": [{"type": "object"}] * 2000},
+        lambda i: {"anyOf": [{"type": "string"}] * 2000},
+    ],
+)
+def test_long_parts_cost_fuel_too(part_of: Any) -> None:
+    shared: Json = {f"d{i}": part_of(i) for i in range(10)}
+    options = [{"$ref": f"#/$defs/d{i % 10}"} for i in range(400)]
+    schema = {"$defs": shared, "anyOf": [{"oneOf": options[i:] + options[:i]} for i in range(10)]}
+    began = time.process_time()
+    adapted(schema)
+    assert time.process_time() - began < 0.5
 
 
 def test_a_thousand_parts_are_told_apart_by_their_constant(tokenizer: GrammarTokenizer) -> None:

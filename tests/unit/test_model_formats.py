@@ -19,6 +19,7 @@ from gateway.text.tokenizer import TextTokenizer
 from gateway.text.tools import known_formats as known
 from gateway.text.tools.choose import choose_tool_format
 from gateway.text.tools.format import Function, ToolCall, ToolFormat, assemble
+from gateway.text.tools.marked import MarkedFormat
 from gateway.text.tools.pythonic import PythonicFormat
 from tests.rigs.tool_formats import NAMES, TEMPLATES, joined, parsed, read
 from tests.unit.test_tool_parsers import from_template
@@ -174,7 +175,7 @@ TRIP: dict[str, Any] = {
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("fmt", [known.FUNCTION_GEMMA, known.GEMMA_4], ids=["functiongemma", "gemma4"])
 def test_the_grammar_of_pairs_follows_the_schema(
-    fmt: known.MarkedFormat, special: bool, tmp_path: Path, smollm2_dir: Path
+    fmt: MarkedFormat, special: bool, tmp_path: Path, smollm2_dir: Path
 ) -> None:
     model_dir = smollm2_dir
     if special:

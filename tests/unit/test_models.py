@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
@@ -18,7 +19,7 @@ from engine.kv.kv_pool import KVPool
 from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder
-from engine.models.spec import eos_token_ids, parse_spec, read_config
+from engine.models.spec import Shard, eos_token_ids, parse_spec, read_config
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -221,6 +222,20 @@ def test_rope_in_both_fields_is_merged() -> None:
         parse_spec(both | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
 
 
+def test_whole_floats_count_as_integers() -> None:
+    """transformers warns and serves: {"original_max_position_embeddings": 2048.0}."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = TINY | {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "sliding_window": 9}
+    floats = {name: float(value) for name, value in config.items() if type(value) is int}
+    assert {"hidden_size", "max_position_embeddings", "sliding_window"} <= floats.keys()
+    as_floats = {**config, **floats, "rope_scaling": {**scaling, "original_max_position_embeddings": 64.0}}
+    spec = parse_spec(config | {"rope_scaling": scaling})
+    assert repr(parse_spec(as_floats)) == repr(spec)  # it is a part of the revision
+    for wrong in (64.5, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="original_max_position_embeddings is"):
+            parse_spec(config | {"rope_scaling": {**scaling, "original_max_position_embeddings": wrong}})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -262,6 +277,47 @@ def test_sizes_without_measure_are_refused(tmp_path: Path) -> None:
         parse_spec(config | {"intermediate_size": 2**31})
     with pytest.raises(ConfigError, match="num_hidden_layers is 20000, at most 16384 are supported"):
         parse_spec(config | {"num_hidden_layers": 20_000})
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_bin_files_are_read_like_safetensors(tmp_path: Path, mapped: bool) -> None:
+    """`mapped`: the format since torch 1.6, which can be mapped into memory."""
+    directory, pickled = tmp_path / "safe", tmp_path / "bin"
+    save_reference(directory, CASES["llama"])
+    pickled.mkdir()
+    (pickled / "config.json").write_bytes((directory / "config.json").read_bytes())
+    tensors = load_file(directory / "model.safetensors")
+    torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=mapped)
+    spec = parse_spec(*read_config(directory))
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        models = []
+        for path in (directory, pickled):
+            models.append(Decoder(shard.shard_spec(spec), 256, CPU, torch.float32, all_reduce=lambda x: x))
+            weights.load_weights(models[-1], path, spec, shard)
+        for expected, got in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(expected, got)
+    before = weights.weights_revision(spec, pickled)
+    assert weights.weights_revision(spec, pickled) == before
+    tensors["model.norm.weight"] += 1
+    torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=mapped)
+    assert weights.weights_revision(spec, pickled) != before
+    (pickled / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    assert weights.weights_revision(spec, pickled) == weights.weights_revision(spec, directory)  # it has precedence
+
+
+def test_a_bin_file_runs_no_code(tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "harm",)
+
+    save_reference(tmp_path, CASES["llama"])
+    (tmp_path / "model.safetensors").unlink()
+    spec = parse_spec(*read_config(tmp_path))
+    for content in ({"a": Harm()}, {"a": 1}, [torch.zeros(1)]):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ConfigError, match=r"pytorch_model\.bin (cannot be read by|is not a dictionary of tensors)"):
+            weights.load_weights(Decoder(spec, 256, CPU, torch.float32), tmp_path, spec)
+    assert not (tmp_path / "harm").exists()
 
 
 def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -438,7 +438,8 @@ def _tools(r: MessagesPrompt) -> RequestTools | None:
     """Returns the tools, None if no tool may be called. Raises InvalidRequest, which names the field."""
     functions: dict[str, Function] = {}
     shown: list[dict[str, Any]] = []
-    for i, tool in enumerate(r.tools):
+    tools: Sequence[Mapping[str, Any]] = r.tools
+    for i, tool in enumerate(tools):
         if "input_schema" not in tool:
             continue
         name, schema, field = tool["name"], tool["input_schema"], f"tools[{i}].input_schema"

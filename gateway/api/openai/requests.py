@@ -417,7 +417,8 @@ def _grammar(r: Generation) -> GrammarSource | None:
 
 def _grammars(r: Generation) -> Iterator[tuple[str, GrammarSource | None]]:
     if r.response_format is not None:
-        name, asked = "response_format.json_schema", r.response_format.get("json_schema")
+        name = "response_format.json_schema"
+        asked: Mapping[str, Any] | None = r.response_format.get("json_schema")
         if r.response_format.get("schema") is not None:
             if asked is not None:
                 raise InvalidRequest(f"{name} and response_format.schema exclude each other", field=name)

@@ -19,6 +19,7 @@ from gateway.text.tools.lark import lark_json, lark_string, lark_text, named_pro
 from gateway.text.tools.pythonic import literal_to_json
 
 Schema = Mapping[str, Any]
+ONLY_TEXT = frozenset({"string"})  #: The JSON types of a value that can only be a string.
 
 
 class ArgumentReader(Protocol):
@@ -186,11 +187,11 @@ class TaggedArguments:
         types = json_types(schema, schema)
         if types is not None and "string" not in types:
             return f"{rule}: {lark_json(schema, strict=function.strict)} {lark_text(self.after_value, literal)}"
-        if types == {"string"} and (texts := _enumerated(schema)) is not None:
+        if types == ONLY_TEXT and (texts := _enumerated(schema)) is not None:
             return f"{rule}: " + " | ".join(lark_text(text + self.after_value, literal) for text in texts)
         space, close, tail = self.after_value.partition(self.after_value.strip())
         after = f" {lark_string(tail)}" if tail else ""
-        limits = string_limits(schema, function) if isinstance(schema, dict) and types == {"string"} else []
+        limits = string_limits(schema, function) if isinstance(schema, dict) and types == ONLY_TEXT else []
         terminal = f"{rule.upper()}_TEXT"
         if literal(close).startswith("<["):
             return f"{rule}: {terminal} {literal(close)}{after}\n{terminal}: {' & '.join(limits or [_ANY])}"
@@ -291,7 +292,7 @@ class TaggedArgumentReader:
         properties = self._schema.get("properties")
         schema = properties.get(self._key, {}) if isinstance(properties, dict) else {}
         self._types = json_types(schema, self._schema)
-        self._is_text = self._types == {"string"}
+        self._is_text = self._types == ONLY_TEXT
         self._skip_newline, self._value, self._newline, self._state = self._lead_newline, [], "", self._in_value
         if self._is_text:
             out.append(self._lead() + '"')
@@ -404,7 +405,7 @@ def typed_value(text: str, types: frozenset[str] | None) -> str:
     What may be a string is one, unless it reads as a value of another type that the schema allows. A text that is
     not of the expected type is a string too: the client checks its arguments.
     """
-    if types == {"string"}:
+    if types == ONLY_TEXT:
         return json_string(text)
     value = strict_json(text)
     if value is None and types is not None:

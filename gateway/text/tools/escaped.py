@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
-from gateway.text.tools.arguments import MAX_KEY, Schema, json_string, json_types, resolve, string_regex, typed_value
+from gateway.text.tools.arguments import (
+    MAX_KEY,
+    ONLY_TEXT,
+    Schema,
+    json_string,
+    json_types,
+    resolve,
+    string_regex,
+    typed_value,
+)
 from gateway.text.tools.format import Function, LarkLiteral, split_at_marker
 from gateway.text.tools.json_scanner import MAX_DEPTH, JsonScanner
 from gateway.text.tools.lark import lark_json, lark_string, parameters_schema
@@ -274,7 +283,7 @@ class _EscapedRules:
         for kind in sorted(types or ()):
             match kind:
                 case "string":
-                    options.append(self._text(f"{rule}_text", schema if types == {"string"} else {}))
+                    options.append(self._text(f"{rule}_text", schema if types == ONLY_TEXT else {}))
                 case "array":
                     options.append(self._array(f"{rule}_item", schema, depth))
                 case "object" if schema.get("properties"):
@@ -326,7 +335,7 @@ class _EscapedRules:
 
     def _require_enforced(self, schema: Schema, types: frozenset[str] | None) -> None:
         """Raises InvalidRequest for a keyword that the rules do not enforce, if the function is strict."""
-        known = _ENFORCED | _OF_STRINGS if types == {"string"} else _ENFORCED
+        known = _ENFORCED | _OF_STRINGS if types == ONLY_TEXT else _ENFORCED
         unknown = sorted(set(schema) - known)
         if self._function.strict and unknown:
             field = self._function.field

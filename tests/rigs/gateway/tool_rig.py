@@ -13,7 +13,9 @@ import openai
 
 from common.grammar import GrammarCompiler, GrammarTokenizer
 from common.types import Grammar
+from gateway.text.tools.harmony import HarmonyFormat
 from tests.rigs.gateway.gateway_rig import Rig
+from tests.rigs.tool_formats import TEMPLATES
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -114,3 +116,19 @@ def with_template(tmp_path: Path, model_dir: Path, template: str) -> Path:
     config = json.loads((model_dir / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     return tmp_path
+
+
+def harmony_model(model_dir: Path, source: Path) -> Path:
+    """Makes `model_dir` the directory of a model with Harmony's special tokens and the template of gpt-oss."""
+    raw = json.loads((source / "tokenizer.json").read_text())
+    for i, name in enumerate(HarmonyFormat.markers):
+        raw["added_tokens"][3 + i] |= {"content": name, "special": True}
+        raw["model"]["vocab"] = {name if v == 3 + i else k: v for k, v in raw["model"]["vocab"].items()}
+    (model_dir / "tokenizer.json").write_text(json.dumps(raw))
+    (model_dir / "tokenizer_config.json").write_text("{}")
+    ends = [3 + HarmonyFormat.markers.index(name) for name in ("<|return|>", "<|call|>")]
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    config = json.loads((source / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "architectures": ["GptOssForCausalLM"]}))
+    (model_dir / "chat_template.jinja").write_bytes((TEMPLATES / "gpt-oss-120b.jinja").read_bytes())
+    return model_dir
