@@ -169,6 +169,8 @@ class SpeculationSettings(Settings, section="Speculation"):
 class PodEngineSettings(EngineSettings, SpeculationSettings):
     """Settings of an engine that only a single pod has."""
 
+    removed: ClassVar = {"chunk_graphs": "steps of up to 1024 tokens are always CUDA graphs, longer ones never"}
+
     host_cache: int = setting(
         kinds.size(0), 0, "Host memory for KV blocks that the pool evicts, like 32GiB; default: 0"
     )

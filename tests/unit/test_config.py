@@ -223,6 +223,8 @@ def test_a_setting_without_effect_and_a_former_value_work_with_a_warning(caplog:
     assert GatewayConfig.load(file=None, env=env, flags={}) == GatewayConfig()
     assert "BATON_ROUTING_POLICY has no effect: the gateway always routes by cost" in caplog.text
     assert pod(env) == pod()  # a pod of the same stack
+    assert pod({"BATON_CHUNK_GRAPHS": "8192"}) == pod()
+    assert "BATON_CHUNK_GRAPHS has no effect: steps of up to 1024 tokens are always CUDA graphs" in caplog.text
     assert pod({"BATON_PULL": "read"}).pull == "push"
     assert "BATON_PULL: 'read' is now 'push'" in caplog.text
 

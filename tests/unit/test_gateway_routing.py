@@ -332,6 +332,13 @@ async def test_a_prefix_that_only_a_decode_pod_holds_is_pulled() -> None:
     assert remote_cost is not None
     assert remote_cost.compute_s == pytest.approx(0.04 + placement.pull_offer.predicted_s)
     assert remote_cost.queue_s == 0.0  # its own booking is not ahead of it
+    assert not remote_cost.same_processor  # no pod has told its processor
+    for pods, same in (("p0 d0 d1", True), ("p0", False)):
+        for name in ("p0", "d0", "d1"):
+            world[name].processor = "GPU-1" if name in pods else "GPU-2"
+        remote_cost = placement.remote_prefill_cost()
+        assert remote_cost is not None
+        assert remote_cost.same_processor == same
     placement.release()
     scored = replace(prompt(1000), sampling=SamplingParams(max_tokens=16, prompt_logprobs=0))
     placement = await (await world.router.plan(scored)).place("r", (), ())
