@@ -89,7 +89,7 @@ def verdict(missing: Sequence[str], warned: Sequence[str]) -> str:
     slower = f"; {number}: {', '.join(warned)}" if warned else ""
     if missing:
         return f"Baton cannot run here before this is mended: {', '.join(missing)}{slower}."
-    return f"Baton can run here{slower}." if warned else "Baton can run here, and nothing is missing."
+    return f"Baton can run here{slower}." if warned else "Baton can run here."
 
 
 async def _findings(redis_url: str | None, pods: Sequence[str], tls: TlsFiles | None) -> AsyncIterator[Finding]:

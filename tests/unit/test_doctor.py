@@ -33,7 +33,7 @@ def moved(transport: str, rate: float = 40.0) -> dict[str, Any]:
 
 
 def test_the_report_ends_with_one_sentence() -> None:
-    assert doctor.verdict([], []) == "Baton can run here, and nothing is missing."
+    assert doctor.verdict([], []) == "Baton can run here."
     assert doctor.verdict([], ["memory"]) == "Baton can run here; 1 warning: memory."
     both = doctor.verdict(["torch"], ["memory", "Redis"])
     assert both == "Baton cannot run here before this is mended: torch; 2 warnings: memory, Redis."
