@@ -65,7 +65,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The llguidance grammar that an answer must match, made by common/grammar.py. All pods build the same matcher."""
+    """The llguidance grammar of an answer, made by common/grammar/compiler.py. All pods build the same matcher."""
 
     text: str
     field: str = "structured_outputs"  # The request's field that the grammar came from, for error messages.

@@ -26,7 +26,7 @@ from typing import Any
 
 from common.block_hash import BlockHasher
 from common.errors import BatonError, DeadlineExceeded, InternalError, TransferFailed
-from common.grammar import CompiledGrammar
+from common.grammar.compiler import CompiledGrammar
 from common.pb import decode_pb2, types_pb2
 from common.tracing.tracer import TraceContext
 from common.types import KvTarget, ValidRequest
@@ -132,7 +132,7 @@ class DecodeHandOff:
         return target
 
     def _local_sequence(self) -> Sequence:
-        """Returns the sequence whose uncached tokens the engine computes. The other children fork in the engine.
+        """Returns the sequence that computes the uncached tokens. The engine forks the other samples from it.
 
         One spare block goes with the lease, because a sequence has at most the blocks of its context and one more.
         """

@@ -23,7 +23,7 @@ import torch
 
 from common.block_hash import HASH_BYTES
 from common.errors import ConfigError, InvalidRequest
-from common.grammar import CompiledGrammar, GrammarCompiler, GrammarTokenizer
+from common.grammar.compiler import CompiledGrammar, GrammarCompiler, GrammarTokenizer
 from common.kv_layout import KVLayout
 from common.model.directory import directory_name
 from common.model.generation import end_token_ids

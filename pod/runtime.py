@@ -24,8 +24,8 @@ import grpc
 from common.auth import CallGuard, Signer
 from common.block_hash import hash_blocks, matchable_blocks
 from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
-from common.grammar import CompiledGrammar, GrammarSource
-from common.grammar_prover import prover_of
+from common.grammar.compiler import CompiledGrammar, GrammarSource
+from common.grammar.prover import prover_of
 from common.model.directory import default_served_name, resolve_eagle_head, resolve_model
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id, log_phase

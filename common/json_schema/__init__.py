@@ -1,1 +1,1 @@
-"""JSON schemas as clients write them: places in them, what makes them ready for llguidance, and refusals in words."""
+"""JSON schemas of clients: places in them, their adaption to llguidance, and the words of refusals."""

@@ -1,11 +1,12 @@
 """Rewrites a client's JSON schema, so that llguidance enforces what it means and refuses less of it.
 
 - A `format` that asserts nothing is left out. The integer formats of OpenAPI become bounds.
-- `multipleOf` gets bounds if it has none. Without them llguidance allows digits without end, of which none may be the
-  last, so that the limits of engine/sampling/digit_limits.py do not help.
+- `multipleOf` gets bounds if it has none. Without bounds llguidance allows numbers that never end, and the limits of
+  engine/sampling/digit_limits.py cannot end them.
 - `oneOf` becomes `anyOf` where each value fits at most one of the schemas (disjoint.py).
 
-The time is linear in the schema, but for the proofs of disjointness, which have a bound. References keep their targets.
+The time is linear in the schema, except for the proofs of disjointness, which have their own limit. References keep
+their targets.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from common.json_schema.disjoint import DisjointProof
 from common.json_schema.places import Json, all_schemas
 
-#: Formats of OpenAPI's registry, of pydantic and of other writers of schemas that describe a string and bind nothing.
+#: Formats of OpenAPI's registry, pydantic and other schema writers that describe a string and assert nothing.
 _ANNOTATIONS = frozenset(
     (
         *("password", "binary", "byte", "base64", "base64url", "char", "commonmark", "html", "markdown", "http-date"),
@@ -31,7 +32,7 @@ _INTEGERS = {
     **{f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32)},
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32)},
 }
-#: Formats that are another one, with a version that is not enforced.
+#: Formats that mean another format of a certain version; the version is not enforced.
 _SAME = {f"uuid{version}": "uuid" for version in range(1, 9)}
 _NUMBERS = ("integer", "number")
 
@@ -46,9 +47,8 @@ def adapted(schema: Json, text: str | None = None) -> Json:
         return schema
     root: Json = json.loads(text)
     with_one_of: list[Json] = []
-    keep = (
-        False  # pointers into an anyOf that was a oneOf lead nowhere, and in a part with `$id` they begin at the part
-    )
+    # A renamed oneOf breaks pointers into it. With `$id`, pointers begin at another schema and are not followed here.
+    keep = False
     for path, part in all_schemas(root):
         if isinstance(part.get("format"), str):
             _without_annotation(part)
@@ -85,7 +85,7 @@ def _stricter(choose: Any, given: Any, bound: int) -> Any:
 
 
 def _rename_one_of(part: Json) -> None:
-    """Makes the oneOf of a schema an anyOf. It keeps its place, because the order of keywords orders properties."""
+    """Renames the oneOf of a schema to anyOf. It keeps its place, because llguidance orders properties by keywords."""
     members = dict(part)
     part.clear()
     for key, value in members.items():

@@ -1,7 +1,7 @@
 """Proves that no value fits two JSON schemas, so that `oneOf` means the same as `anyOf`.
 
 The proof is incomplete: False means that it did not succeed. It looks at types, constants, bounds and lengths, and in
-objects at properties that one of the schemas requires. A reference stands for the place that it leads to.
+objects at properties that one of the schemas requires. A reference stands for its target.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from common.json_schema.places import Json, resolve
 
-#: What all proofs in one schema may cost: comparisons, and a share for the length of what is compared. They take 0.1 s
-#: at most. A proof that needs more does not succeed.
+#: Fuel of all proofs in one schema, for comparisons and for the length of the compared values. It lasts for 0.1 s at
+#: most. A proof that needs more does not succeed.
 FUEL = 3_000
-_MAX_DEPTH = 24  #: Of properties in each other.
-_MAX_PARTS = 32  #: Of one schema: those that its allOf and its references add up to.
+_MAX_DEPTH = 24  #: Max nesting of properties.
+_MAX_PARTS = 32  #: Max subschemas of one schema, with those in its allOf and behind its references.
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _NUMBERS = frozenset({"integer", "number"})
-#: Pairs of keywords, of which one schema's maximum lies below the other's minimum, by the type that they bind.
+#: Keywords of maximum and minimum by type. Schemas are apart if the maximum of one is below the other's minimum.
 _BOUNDS = {
     "string": (("maxLength", "minLength"),),
     "array": (("maxItems", "minItems"),),
@@ -28,27 +28,27 @@ _BOUNDS = {
 
 
 class DisjointProof:
-    """Compares the parts of one schema. Its fuel is that of all its comparisons together."""
+    """Compares the parts of one schema. All comparisons share its fuel."""
 
     def __init__(self, root: Json, fuel: int = FUEL) -> None:
         self._root = root
         self._fuel = fuel
-        #: The values of each enum or const by their JSON, and their types, by the part's id.
+        #: By the id of a schema: the values of its enum or const by their JSON, and the types of these values.
         self._known: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
 
     def _spend(self, cost: int) -> bool:
-        """Returns whether the fuel lasts for it."""
+        """Takes fuel. Returns whether there was enough."""
         self._fuel -= cost
         return self._fuel >= 0
 
     def all_apart(self, options: Sequence[Any]) -> bool:
         """Returns whether it is proven that each value fits at most one of the schemas."""
-        if self._told_by_constant(options):
+        if self._apart_by_constant(options):
             return True
         return all(self._apart(a, b, 0) for i, a in enumerate(options) for b in options[i + 1 :])
 
-    def _told_by_constant(self, options: Sequence[Any]) -> bool:
-        """Returns whether a required property has other constants in each schema: all pairs at once, for speed."""
+    def _apart_by_constant(self, options: Sequence[Any]) -> bool:
+        """Returns whether a required property has different constants in all schemas. One pass covers all pairs."""
         parts = [self._parts(option) for option in options]
         sizes = sum(1 + len(part["required"]) for each in parts for part in each if _has_list(part, "required"))
         if not self._spend((len(parts) + sizes) // 16):

@@ -55,7 +55,7 @@ def all_schemas(root: Json) -> Iterator[tuple[Path, Json]]:
 
 
 def resolve(root: object, reference: str) -> object:
-    """Returns what a reference of the form `#/...` leads to, None if it is another form or leads nowhere."""
+    """Returns the target of a reference of the form `#/...`; None for another form or a missing target."""
     if reference[:2] not in ("", "#", "#/") or _ENCODED_SYNTAX.search(reference):
         return None
     node = root
@@ -70,7 +70,7 @@ def resolve(root: object, reference: str) -> object:
 
 
 def endless_reference(root: Json) -> Path | None:
-    """Returns the path of a schema of which each value needs another value of the same schema, None if there is none.
+    """Returns the path of a schema without finite values: each value contains another one. None if there is none.
 
     A reference leads back to the schema, by itself, by allOf, by a required property or by items that must exist.
     """
@@ -78,7 +78,7 @@ def endless_reference(root: Json) -> Path | None:
     for path, start in all_schemas(root):
         if "$ref" not in start or id(start) in done:  # each circle has a reference
             continue
-        chain: dict[int, Iterator[Json]] = {}  # the schemas from `start` on, and what each leads to
+        chain: dict[int, Iterator[Json]] = {}  # the schemas from `start` on, with those that each needs
         waiting = [start]
         while waiting:
             schema = waiting[-1]
@@ -96,7 +96,7 @@ def endless_reference(root: Json) -> Path | None:
 
 
 def _needed(root: Json, schema: Json) -> list[Json]:
-    """Returns the schemas of which each value of a schema has a value: the value itself, or one in it."""
+    """Returns the schemas that each value of `schema`, or a part of each value, must match."""
     needed: list[Any] = []
     if isinstance(schema.get("$ref"), str):
         needed.append(resolve(root, schema["$ref"]))

@@ -1,7 +1,7 @@
-"""Says in a sentence why a grammar is refused: what is wrong, by which keyword, and where in the schema.
+"""Explains in one sentence why a grammar is refused: the problem, the keyword, and its place in the schema.
 
-llguidance's reasons are texts for its own developers. Each kind of them has a rule here; other texts are cut to what
-says something about the grammar.
+llguidance's reasons are texts for its own developers. Each kind of reason has a rule here. Of other texts only
+the parts about the grammar are kept.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from common.json_schema.places import Json, all_schemas, pointer, pointer_parts
 
-_MOST_CHARS = 600  #: Of a reason that is quoted.
-_MOST_LOOKS = 20_000  #: Schemas that are looked at to find a place.
+_MOST_CHARS = 600  #: Max characters of a quoted reason.
+_MOST_LOOKS = 20_000  #: Max schemas that are searched for a place.
 TOO_LARGE = "cannot be followed: it exceeds the limits of the compiler"
 ENDLESS = "allows no text that ends: it leads back to itself, or its parts exclude each other"
 
@@ -37,7 +37,7 @@ _NO_TEXT = re.compile("NoExtension")
 
 
 class _Rule:
-    """A kind of llguidance's reasons: words for it, and how a schema is recognised that gives it."""
+    """One kind of llguidance's reasons: its words, and a function that recognises the schema that causes it."""
 
     def __init__(
         self, pattern: str, words: Callable[[re.Match[str]], str], finder: Callable[[re.Match[str]], _Finder] | None

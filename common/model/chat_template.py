@@ -19,7 +19,7 @@ from common.model.generation import special_token_text
 from common.model.template_environment import TemplateEnvironment
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-#: Names of a message's reasoning; the first is the present one.
+#: Names of the field with a message's reasoning. The first is the name in use now.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 MAX_ERROR = 500  #: Characters of a template's own error message that the client sees.
 
@@ -132,18 +132,18 @@ def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole_characters(text: str) -> str:
-    """Returns a text that has an encoding: half a surrogate pair becomes U+FFFD, both halves their character."""
+    """Returns a text that UTF-8 can encode: half a surrogate pair becomes U+FFFD, two halves become their character."""
     try:
         text.encode()
         return text
-    except UnicodeEncodeError:  # JSON in a tool's arguments may have spelled a half
+    except UnicodeEncodeError:  # JSON in a tool's arguments may contain half a pair
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _place(template: jinja2.Template, parts: Any, traceback: TracebackType | None) -> str:
     """Returns the line of the template in which an error arose, as a part of an error message.
 
-    `parts` is the generator of the output: an output that is too long ends it from outside.
+    `parts` is the generator of the output. It is suspended if the output became too long.
     """
     line = 0 if parts.gi_frame is None else template.get_corresponding_lineno(parts.gi_frame.f_lineno)
     while traceback is not None:

@@ -79,7 +79,7 @@ def resolve_model(
     check: Callable[[Path], object] = lambda _: None,
     say: Callable[[str], None] = _log.info,
 ) -> Path:
-    """Returns the directory of `model`: smollm2, a path, or a model of the hub, of which missing files are downloaded.
+    """Returns the directory of `model`: smollm2, a path, or a model of the hub; its missing files are downloaded.
 
     It must have tokenizer.json if `tokenizer` is true, and weights if `weights` is. `check` and `say` are as for
     hub.fetch; an architecture that is no decoder is refused before weights are downloaded. Raises ConfigError (field

@@ -54,7 +54,7 @@ def special_token_text(config: Mapping[str, Any], name: str) -> str:
 
 
 def eos_ids_of(config: Mapping[str, Any], name: str) -> list[int]:
-    """Returns `eos_token_id` of a parsed file; negative ids mean none. `name` is the file's, for ConfigError."""
+    """Returns `eos_token_id` of a parsed file; negative ids mean none. `name` is the file's name in ConfigError."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):

@@ -3,9 +3,9 @@
     OWNER/NAME[@REVISION]  ->  commit  ->  snapshot directory in the library's cache, with the files that Baton needs
 
 The library brings the cache (HF_HOME), the token (HF_TOKEN, `hf auth login`), mirrors (HF_ENDPOINT), offline mode
-(HF_HUB_OFFLINE), progress bars, and downloads that continue after a lost connection. It is imported when a name is
-resolved. A commit in the cache needs no network. If the hub cannot be reached, a branch or tag is the commit that it
-was at the last download.
+(HF_HUB_OFFLINE), progress bars, and downloads that continue after a lost connection. The library is imported when a
+name is resolved. A commit in the cache needs no network. Without a connection a branch or tag means the commit of the
+last download.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json", "*_Pooling/config.json"),
 )
-#: Weights: one file, or an index of several. The first form that a repository has counts.
+#: Weights: one file, or an index of several. The first form that a repository has is used.
 WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -114,7 +114,7 @@ def fetch(
 
 
 def remove_partial_files() -> None:
-    """Removes the incomplete files of this process's downloads, before it ends without their threads (Linux)."""
+    """Removes the incomplete files of this process's downloads (Linux). Call it before the process ends at once."""
     for descriptor in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             if (file := os.readlink(descriptor)).endswith(".incomplete"):
@@ -182,7 +182,7 @@ def _fetch_weights(name: HubName, directory: Path, say: Say) -> None:
 
 
 def _require_space(name: HubName, cache: Path, size: int) -> None:
-    """Raises ConfigError if a download of `size` bytes does not fit beside what is there."""
+    """Raises ConfigError if the disk has no room for a download of `size` bytes."""
     free = shutil.disk_usage(cache).free
     if size > free:
         needed = f"needs {_bytes(size)} more in {cache}, where {_bytes(free)} are free"
@@ -191,9 +191,9 @@ def _require_space(name: HubName, cache: Path, size: int) -> None:
 
 @contextlib.contextmanager
 def _reported(blobs: Path, size: int, say: Say) -> Iterator[None]:
-    """Says every REPORT_S how much of a download is done, and at its end how fast it was.
+    """Reports every REPORT_S how much of a download is done, and at its end how fast it was.
 
-    On a terminal huggingface_hub shows progress bars, so only the end is said.
+    On a terminal huggingface_hub shows progress bars, so only the end is reported.
     """
     ended, began, before = threading.Event(), time.monotonic(), _bytes_in(blobs)
 
@@ -236,7 +236,7 @@ def _explained(name: HubName) -> Iterator[None]:
         yield
     except BatonError:
         raise
-    except Exception as error:  # the library passes on errors of its HTTP client, which it exchanges now and then
+    except Exception as error:  # errors of the HTTP client too, and the library has changed its HTTP client before
         raise ConfigError(_explanation(name, error), field="model") from error
 
 
@@ -281,7 +281,7 @@ def _explanation(name: HubName, error: Exception) -> str:
 
 
 def _not_cached(name: HubName, error: Exception) -> str:
-    """Returns that a model is not in the cache, and why it cannot be downloaded now."""
+    """Returns the message for a model that is not in the cache and cannot be downloaded now."""
     from huggingface_hub import constants
 
     missing = f"model {name} is not, or not completely, in the cache {constants.HF_HUB_CACHE}"

@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates: that of `transformers`, with bounded memory.
+"""The Jinja environment of chat templates: like that of `transformers`, with bounded memory.
 
 A template is a program from a model's repository, and its loops depend on the client's chat. So each operation that
 can make a text or a list much longer than its operands is checked first, and the sum of all results is limited.
@@ -29,13 +29,14 @@ MAX_TOTAL = 1 << 29  #: Characters and entries that one rendering makes in sum.
 MAX_WIDTH = 1 << 10  #: Width, indent or precision that a template asks for, and characters of a separator.
 MAX_BITS = 1 << 12  #: Bits of an integer.
 
-#: Filters and methods whose numbers and separators decide the length of the result.
+#: Filters and methods. Their numbers and separators decide the length of the result.
 _WIDTHS = {
     *("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"),
     *("indent", "batch", "slice", "wordwrap", "round", "tojson", "join"),
 }
-#: A width or precision of five digits in a format string, and one that an argument gives.
+#: A width or precision of five digits in a format string.
 _WIDE = {"%": re.compile(r"%[^a-zA-Z%]*\d{5}"), "{": re.compile(r"\{[^{}]*:[^{}]*\d{5}")}
+#: A width or precision that an argument gives.
 _VARIABLE_WIDTH = {"%": re.compile(r"%[^a-zA-Z%]*\*"), "{": re.compile(r"\{[^{}]*:[^{}]*\{")}
 
 
@@ -50,7 +51,7 @@ def _tojson(
     separators: Sequence[str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON with `<`, `>`, `&` and `'` as they are, which Jinja's own filter escapes."""
+    """Returns JSON. Unlike Jinja's own filter it does not escape `<`, `>`, `&` and `'`."""
     pair: Any = separators
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
 
@@ -230,7 +231,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self._charge(len(args[0]) * max((len(str(text)) for text in args[1].values()), default=0))
 
     def _check_format(self, form: str, mark: str, args: Sequence[Any]) -> None:
-        """Checks the arguments of a format string, whose fields begin with `mark`."""
+        """Checks the arguments of a format string. Its fields begin with `mark`."""
         if _WIDE[mark].search(form):
             raise OverflowError(f"a width in the format {form[:40]!r} is over {MAX_WIDTH}")
         values = [value for arg in args for value in (arg.values() if isinstance(arg, Mapping) else (arg,))]

@@ -1,20 +1,18 @@
 """Which tokens may come next in one sequence: grammar, allowed tokens and bad words together.
 
-A Constraint follows the output of a sequence. `advance` is called once for each final token, never for a token that a
-step only proposes. So a preemption changes nothing, and another pod builds the same Constraint from the output so far.
-The sampler applies `mask` to the next token.
+`advance` is called once for each final token of a sequence, never for a token that a step only proposes. So a
+preemption changes nothing, and another pod builds the same Constraint from the output.
 
 The end: a grammar that may end here allows the stop tokens of the request, unless min_tokens forbids them. A grammar
 that can only end is complete, and the sequence stops there without a stop token, regardless of min_tokens and
 ignore_eos. A grammar allows EOS tokens only as stop tokens.
 
-Speculation: `masks(drafts)` returns the drafts that may be accepted and the mask of each position, and leaves the state
+Speculation: `masks(drafts)` returns the drafts that may be accepted and the mask of each position. It leaves the state
 unchanged. Accepted tokens are then advanced one by one; no token may follow one that completes the grammar.
 
-Time: the matcher works only in jobs of helper threads (mask_jobs.py), since a token may take a second. `start` makes
-the job for tokens that a step has sampled. If it is not done in time, the step goes on without the sequence. This is
-`busy` for a while and then samples the same tokens again, and `advance` finds the results of the job. A token that
-takes more than MASK_LIMIT_S is cancelled and fails the request.
+Time: a token may take a second, so the matcher works only in jobs of helper threads (mask_jobs.py). If a job is late,
+the step goes on without the sequence, and the constraint is `busy` until the job is done. Then the same tokens are
+sampled again, and `advance` takes the job's results. A token over MASK_LIMIT_S is cancelled and fails the request.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import InvalidRequest
-from common.grammar import MASK_LIMIT_S, CompiledGrammar
-from common.grammar_matcher import Matcher, MatcherState
+from common.grammar.compiler import MASK_LIMIT_S, CompiledGrammar
+from common.grammar.matcher import Matcher, MatcherState
 from common.json_schema.refusals import in_words
 from common.types import ValidRequest
 from engine.sampling.digit_limits import NO_NUMBER, DigitLimits, NumberTail, digit_limits
@@ -56,7 +54,7 @@ class _Followed(NamedTuple):
 
 
 class Constraint:
-    """The constraint of one sequence after `output`. InvalidRequest if `output` violates it.
+    """The constraint of one sequence after `output`. Raises InvalidRequest if `output` violates it.
 
     `vocab_size` is the size of the logits; `grammar` is the request's grammar, compiled. If the matcher needs more than
     STEP_WAIT_S for the output, the constraint is `busy` for a while, and the first `advance` raises the error.
@@ -78,18 +76,18 @@ class Constraint:
         self._long_bad_words = [word for word in sampling.bad_words if len(word) > 1]
         self._recent: deque[int] = deque(request.prompt_ids, maxlen=max(map(len, self._long_bad_words), default=1) - 1)
         self._num_output = 0
-        self._digit_limits: DigitLimits | None = None  # Of a grammar with JSON
-        self._number = NO_NUMBER  # At the end of the output
+        self._digit_limits: DigitLimits | None = None  # None unless the grammar has JSON
+        self._number = NO_NUMBER  # The number at the end of the output
         self._mask: Mask | None = None
         self._complete = False
         self._matcher: Matcher | None = None  # Made by the first job, since a copy takes up to 40 ms
-        self._state: MatcherState | None = None  # The matcher's after the output so far; None without a grammar
+        self._state: MatcherState | None = None  # State of the matcher after the output; None without a grammar
         self._lock = threading.Lock()  # Held by the job that uses the matcher
-        self._jobs: list[MaskJob] = []  # Those that may not be done
+        self._jobs: list[MaskJob] = []  # Jobs that may still run
         self._ahead: list[_Followed] = []
-        self._drafts: tuple[list[int], np.ndarray, list[MatcherState]] | None = None  # Of the last `masks`
+        self._drafts: tuple[list[int], np.ndarray, list[MatcherState]] | None = None  # From the last `masks`
         self._spent_s = 0.0
-        self._children: dict[int, tuple[int, Constraint]] = {}  # First token and constraint of other children
+        self._children: dict[int, tuple[int, Constraint]] = {}  # First token and constraint of other samples
         if grammar is not None:
             if grammar.too_slow:
                 raise self._error(self._failure())
@@ -116,7 +114,7 @@ class Constraint:
         return other
 
     def child(self, number: int) -> Constraint:
-        """Returns the Constraint of another child of the request, without output. `start` may have made it."""
+        """Returns the Constraint of another sample of the request, without output. `start` may have made it."""
         return self._children.pop(number)[1] if number in self._children else self.copy()
 
     def mask(self) -> Mask:
@@ -146,9 +144,9 @@ class Constraint:
             self._cancel()
 
     def start(self, tokens: Sequence[int], children: Mapping[int, int] | None = None) -> list[MaskJob]:
-        """Returns jobs that let `advance` take these tokens without waiting: of this sequence and other children.
+        """Returns jobs after which `advance` takes these tokens without waiting, for this sequence and other samples.
 
-        `children` has the first token of each other child. Jobs that are done already are left out.
+        `children` has the first token of each other sample. Jobs that are done already are left out.
         """
         if self._grammar is None:
             return []
@@ -268,7 +266,7 @@ class Constraint:
             self._mask = None
 
     def _follow(self, tokens: Sequence[int], job: MaskJob) -> None:
-        """Lets the matcher be ahead by these tokens."""
+        """Advances the matcher by these tokens, ahead of `advance`."""
         with self._lock:
             same = 0
             while same < min(len(tokens), len(self._ahead)) and self._ahead[same].token == tokens[same]:
@@ -291,9 +289,9 @@ class Constraint:
                 self._ahead.append(_Followed(token, taken or self._failure(), taken is not None, taken is not None))
 
     def _take(self, token: int, job: MaskJob, known: MatcherState | None = None) -> MatcherState | None:
-        """Gives a token to the matcher. Returns the state after it, None if the matcher does not take it.
+        """Advances the matcher by a token. Returns the state after it, None if the token is not allowed.
 
-        `known` is that state, if it is known.
+        `known` is this state if the caller has it.
         """
         grammar = self._grammar
         assert grammar is not None
@@ -310,7 +308,7 @@ class Constraint:
         return state
 
     def _roll_back(self, count: int) -> None:
-        """Takes back the tokens that the matcher is ahead, but for the first `count`."""
+        """Takes back the tokens by which the matcher is ahead, except the first `count`."""
         consumed = sum(followed.consumed for followed in self._ahead[count:])
         if self._matcher is not None and consumed:
             self._matcher.rollback(consumed)

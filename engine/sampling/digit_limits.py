@@ -1,8 +1,8 @@
-"""Limits of the digits of a number in generated JSON, so that a model that writes digits for ever goes on.
+"""Limits of the digits of a number in generated JSON, so that no number goes on for ever.
 
 A JSON schema cannot say how many digits a number has, and llguidance has no option for it. So these limits take tokens
-out of a grammar's mask. Each number that a double holds is still possible in its shortest form, and integers of 128
-bits. The answer still matches the schema: a limit applies only where the grammar allows something else than digits.
+out of a grammar's mask. Every double is still possible in its shortest form, and every integer of
+128 bits. The answer still matches the schema: a limit applies only where the grammar allows something else than digits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.grammar_matcher import MatcherTokenizer
+from common.grammar.matcher import MatcherTokenizer
 
 #: Digits before the point. JavaScript writes up to 21, integers of 128 bits have 39.
 MAX_WHOLE = 40
@@ -24,7 +24,7 @@ NOWHERE, WHOLE, FRACTION, EXPONENT = range(4)
 _LIMITS = {WHOLE: MAX_WHOLE, FRACTION: MAX_FRACTION, EXPONENT: MAX_EXPONENT}
 _DIGITS = frozenset(b"0123456789")
 _IN_NUMBERS = frozenset(b"0123456789.eE+-")
-#: First bytes of tokens that cannot follow a digit of a JSON number. Where one is allowed, the digits are in a text.
+#: First bytes of tokens that cannot follow a digit of a JSON number. If one is allowed, the digits are part of a text.
 _TEXT = frozenset(b'"abcdfghijklmnopqrstuvwxyzABCDFGHIJKLMNOPQRSTUVWXYZ')
 
 
@@ -58,7 +58,7 @@ class DigitLimits:
         self._beyond = [_packed(np.flatnonzero(run > room), num_words) for room in range(self._longest)]
 
     def after(self, tail: NumberTail, token: int) -> NumberTail:
-        """Returns the number at the end of an output, to which the token is appended."""
+        """Returns the number at the end of an output after this token."""
         end = int(self._ends[token]) if token < len(self._ends) else 0
         text = self._texts[int(self._ends[token - 1]) if token else 0 : end]
         if text and text[-1] not in _IN_NUMBERS:
@@ -76,7 +76,7 @@ class DigitLimits:
         return NumberTail(part, digits)
 
     def limited(self, mask: np.ndarray, tail: NumberTail, *, may_end: bool) -> np.ndarray:
-        """Returns a mask without the tokens that exceed a limit. `may_end`: the output may end where it is."""
+        """Returns a mask without the tokens that exceed a limit. `may_end`: the output may end here."""
         if tail.part == NOWHERE:
             return mask
         room = max(0, _LIMITS[tail.part] - tail.digits)
@@ -94,5 +94,5 @@ def _packed(tokens: np.ndarray, num_words: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def digit_limits(tokenizer: MatcherTokenizer, num_words: int) -> DigitLimits:
-    """Returns the limits for a tokenizer, made once."""
+    """Returns the limits for a tokenizer. Cached."""
     return DigitLimits(tokenizer, num_words)

@@ -1,9 +1,9 @@
 """Threads that compute the masks of a step, so that a slow one delays neither the engine's thread nor other masks.
 
     engine's thread   run_jobs: waits until all jobs are done, but at most wait_s
-    helper threads    take one job after the other; if one takes longer than SLICE_S, another helper takes the next
+    helper threads    take one job after the other; if a job runs for SLICE_S, another helper takes the next job
 
-A job that is late goes on, at a low priority. Its owner looks at `done` before it uses the matcher again.
+A late job goes on at a low priority. Its owner checks `done` before it uses the matcher again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import ClassVar
 
 log = logging.getLogger(__name__)
 STEP_WAIT_S = 0.03  # Longest wait of a step for the masks of its sequences
-SLICE_S = 0.004  # A job that takes longer than this no longer holds up the jobs behind it
+SLICE_S = 0.004  # The jobs behind a job wait for it at most this long
 MAX_IDLE = 4  # Helpers that wait for work
-MAX_EXTRA = 32  # Helpers that start at the end of a step's wait, so that quick jobs are done for the next step
+MAX_EXTRA = 32  # Helpers that start when a step stops waiting, so that quick jobs are done for the next step
 LATE_NICE = 10
 
 
 class MaskJob:
-    """Work of one sequence for its matcher. `cancel` lets the matcher's call fail soon; any thread may call it."""
+    """Work of one sequence for its matcher. `cancel` makes a call of the matcher fail soon; any thread may call it."""
 
     def __init__(self, work: Callable[[MaskJob], None], cancel: Callable[[], None]) -> None:
         self._work, self.cancel = work, cancel
@@ -42,7 +42,7 @@ class MaskJob:
         self.begin_token()
         try:
             self._work(self)
-        except Exception:  # what waits for its results finds none
+        except Exception:  # its owner finds no results and reports that
             log.exception("following a grammar failed")
         finally:
             self.done = True
@@ -60,7 +60,7 @@ class MaskJob:
         began, taken = self._began, time.monotonic() - self._began_wall
         if self.done or not self._thread_id or taken < limit_s:
             return
-        with suppress(OSError, ValueError, IndexError):  # without this file of Linux the wall clock counts
+        with suppress(OSError, ValueError, IndexError):  # without this file (Linux) the wall clock is used
             used_ns = Path(f"/proc/self/task/{self._thread_id}/schedstat").read_text().split()[0]
             taken = int(used_ns) / 1e9 - began
         if taken > limit_s and began == self._began:
@@ -117,7 +117,7 @@ class _Helper(threading.Thread):
 
 
 def run_jobs(jobs: Sequence[MaskJob], wait_s: float, limit_s: float) -> None:
-    """Returns when all jobs are done, or after wait_s; then those that are not done go on.
+    """Returns when all jobs are done, or after wait_s. Jobs that are not done go on.
 
     A job is cancelled when a token has taken limit_s of processor time: here, or by a later `cancel_after`.
     """

@@ -10,7 +10,7 @@
   No sequence is preempted while a step in flight or a copy to the host is about to free blocks.
 - If nothing can run, a blocked sequence gives up its blocks. Then only leases and pins of other pods' transfers are
   left; steps are empty until they end.
-- Drafts only use what is left: tokens after the prompts' share, and blocks after one for each running sequence.
+- Drafts use only the rest: tokens after the prompts' share, and blocks after one for each running sequence.
 
 The engine's thread calls it; any thread may call `stats`. docs/design.md has the reasons.
 """
@@ -188,7 +188,7 @@ class Scheduler:
             seq.constraint.close()
 
     def stall(self, seq: Sequence) -> None:
-        """Preempts a sequence with a mask that is late. It runs again when it is not `blocked` any more."""
+        """Preempts a sequence with a late mask. It runs again when it is no longer `blocked`."""
         self._preempt(seq)
 
     def abort(self, request_id: str, child: int | None = None) -> list[Sequence]:

@@ -7,7 +7,7 @@ A prompt chunk, a decode and a verification of drafts are one operation: a step 
 `start` on and, if it reaches `length`, samples the tokens that follow. A preemption takes the lease and all KV
 (computed = 0) and keeps the tokens, so the same operation computes them again.
 
-`start` and `length` include tokens of steps whose result the host has not seen; `computed` and `tokens` do not.
+`start` and `length` include tokens of steps in flight; `computed` and `tokens` do not.
 Drafts are in neither: KV of a wrong draft lies behind `computed` and is overwritten by later steps.
 """
 
@@ -93,10 +93,10 @@ class Sequence:
     draft_state: DraftState | None  # State of the speculator; None until the speculator has seen the sequence
     next_prompt_logprob: int  # First prompt token without a returned log-probability; prompt_len if none is wanted
     pooling: Pooling | None  # How the states of the prompt become a vector; None for no vector
-    pooled: Tensor | None  # Sum of the states after the final norm that were pooled so far, float32 [hidden]
-    next_pooled: int  # First prompt token with a state that must still be pooled
-    pooled_end: int  # End of the tokens with states that are pooled
-    logit_ids: tuple[int, ...]  # Tokens whose logits after the prompt the request asks for
+    pooled: Tensor | None  # Sum of the states pooled so far, after the final norm, float32 [hidden]
+    next_pooled: int  # First prompt token that must still be pooled
+    pooled_end: int  # End of the tokens that are pooled
+    logit_ids: tuple[int, ...]  # Tokens of the logits after the prompt that the request asks for
     logits: Tensor | None  # These logits, float32 [len(logit_ids)]; set with the first token
     _fingerprint: str
     _hasher: BlockHasher
@@ -145,7 +145,7 @@ class Sequence:
 
     @property
     def blocked(self) -> bool:
-        """Whether it is not scheduled now: its reader has to catch up, or a mask of its constraint is late."""
+        """Whether it is not scheduled now: its reader is too slow, or a mask of its constraint is late."""
         return self.paused or (self.constraint is not None and self.constraint.busy)
 
     @property

@@ -6,15 +6,15 @@ With overlap, a step is launched before the result of the step before it is read
     device                 |        step 1          |          step 2           |        step 3 ...
 
 - At most two steps are launched at a time. Tokens that the host has not seen are read on the device.
-- After a decode step the next one is launched as late as the device allows, so that it includes requests that arrive
-  meanwhile. The step times of the last steps say how late that is.
+- After a decode step the next one is launched as late as the times of the last steps allow, so that it includes
+  requests that arrive meanwhile.
 - The launch of long prompts takes tens of milliseconds. If the step before ends during it, its result is reported
   between two layers of the launch (`LaunchCallback`).
-- A step that follows drafts, or is to have some, is planned after the result of the step before; the callers get that
-  result after the launch, unless a sequence ended or a chunk was done.
+- A step with drafts, or after one, is planned after the result of the step before it. The callers get this result after
+  the launch, unless a sequence ended or a chunk was done.
 - A limit on tokens is known in advance. A stop token, an abort, a failure or a preemption is known one step late: the
   result of the step in flight is then discarded, and the fence of that step keeps the blocks until it has ended.
-- A step waits for masks for at most STEP_WAIT_S. A sequence with a later one is preempted and joins a later step.
+- A step waits STEP_WAIT_S for masks. A sequence with a later mask is preempted and joins a later step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import BatonError, InternalError
-from common.grammar import MASK_LIMIT_S
+from common.grammar.compiler import MASK_LIMIT_S
 from common.types import FinishReason, PromptLogprobs, Token
 from engine.kv.blocks import BlockPool, Lease, StepFence
 from engine.sampling.mask_jobs import STEP_WAIT_S, MaskJob, run_jobs
@@ -36,9 +36,9 @@ from engine.schedule.scheduler import NO_DRAFTS, ScheduledSequence, Scheduler
 from engine.schedule.sequence import DraftTokens, Sequence
 
 log = logging.getLogger(__name__)
-LAUNCH_LEAD_S = 0.001  # A step is launched this long before the device is free, beside the time of the launch
-POLL_S = 0.0003  # Between two looks at the device before the next launch
-END_POLL_S = 0.0001  # Between two looks if nothing is left to launch: the step's first tokens wait for this look
+LAUNCH_LEAD_S = 0.001  # A step is launched this long before the device is free, plus the time of the launch
+POLL_S = 0.0003  # Pause between two looks at the device before the next launch
+END_POLL_S = 0.0001  # Pause if nothing is left to launch: the first tokens of the step wait for this look
 TIMED_STEPS = 8  # The stepper keeps the times of this many steps
 L = TypeVar("L")
 
@@ -290,7 +290,7 @@ class Stepper(Generic[L]):
         late = self._late_constraints(live)
         kept: list[ScheduledSequence] = []
         for entry, result in live:
-            if entry.seq.finish_reason is not None:  # with another child of its request
+            if entry.seq.finish_reason is not None:  # it ended together with another sample of its request
                 continue
             if entry.seq in late:
                 self._scheduler.stall(entry.seq)
@@ -309,7 +309,7 @@ class Stepper(Generic[L]):
     def _late_constraints(
         self, live: abc.Sequence[tuple[ScheduledSequence, RunnerOutput | InternalError]]
     ) -> set[Sequence]:
-        """Lets the constraints follow the sampled tokens. Returns the sequences with masks that take too long."""
+        """Advances the constraints by the sampled tokens. Returns the sequences with late masks."""
         jobs: dict[Sequence, list[MaskJob]] = {}
         for entry, result in live:
             if (constraint := entry.seq.constraint) is not None and isinstance(result, RunnerOutput):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from common.errors import BatonError, ContextOverflow, InvalidRequest
-from common.grammar import GrammarSource
+from common.grammar.compiler import GrammarSource
 from common.types import Grammar, SamplingParams, ValidRequest
 from gateway.admission.api_keys import Caller
 from gateway.admission.gate import QueueEntry
@@ -51,7 +51,7 @@ class GenerationSpec:
     model: str
     max_tokens: int | None = None
     max_tokens_field: str = "max_tokens"  # field of the client's body that `max_tokens` came from; errors name it
-    lower_max_tokens: bool = False  # a max_tokens beyond the context counts as the rest of the context
+    lower_max_tokens: bool = False  # a max_tokens beyond the context becomes the rest of the context
     sampling: SamplingParams = field(default_factory=SamplingParams)  #: `to_valid_request` sets the rest.
     #: Fields of `sampling` that the client set; the model's defaults replace the others. None: all are set.
     given: frozenset[str] | None = None
@@ -173,7 +173,7 @@ def to_valid_request(
 def context_overflow(limits: ModelLimits, problem: str, field: str, what: str = "") -> ContextOverflow:
     """Returns the error of a request that is too long, in OpenAI's words, which clients search for.
 
-    `problem` says how long the request is; `what` has to become shorter (default: `field`).
+    `problem` says how long the request is. `what` names the part to shorten (default: `field`).
     """
     text = f"This model's maximum context length is {limits.max_model_len} tokens. However, {problem}."
     return ContextOverflow(f"{text} Please reduce the length of the {what or field}.", field=field)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from common.grammar import from_lark
+from common.grammar.compiler import from_lark
 from common.types import Grammar
 from gateway.text.reasoning import ReasoningFormat, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer

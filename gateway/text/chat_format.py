@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import time
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import InvalidRequest, Overloaded
-from common.grammar import GrammarSource
-from common.grammar_prover import PATIENCE_S, prover_of
+from common.grammar.compiler import GrammarSource
+from common.grammar.prover import PATIENCE_S, prover_of
 from common.model.chat_template import ChatTemplate
 from common.settings.kinds import TOOL_PARSERS
 from common.types import Grammar
@@ -33,7 +34,7 @@ UNKNOWN_FORMAT = (
     f"start the server with --tool-parser: {', '.join(TOOL_PARSERS[1:])}"
 )
 INLINE_PARTS = 128  #: Chats with more messages and tools are rendered in a thread. Each takes about 10 us.
-#: Fields of an assistant's message with text of the model, in which the model's markers stay tokens.
+#: Fields of an assistant's message with text of the model. The model's markers in them stay tokens.
 ANSWER_FIELDS = ("content", "reasoning_content", "reasoning")
 INLINE_BYTES = 1 << 18  #: Chats with longer JSON are rendered in a thread.
 
@@ -60,7 +61,7 @@ class ChatFormat:
         reasoning_parser: str = "auto",
         name: str = "",
     ) -> None:
-        """`name`: the served name, by which a model may be recognised."""
+        """`name`: the served name; it may show the format of the model."""
         self._tokenizer = tokenizer
         self._template = template
         facts = _model_facts(model_dir, tokenizer, template, name)
@@ -73,11 +74,11 @@ class ChatFormat:
         )
         if self.tool_format is None:
             _log.warning("model %s: %s; requests with tools are refused", name or model_dir.name, UNKNOWN_FORMAT)
-        #: The format in which the whole answer is written, None if reasoning and calls have formats of their own.
+        #: The format of the whole answer; None if reasoning and calls have separate formats.
         self._answer_format = self.tool_format if isinstance(self.tool_format, AnswerFormat) else None
         if self._answer_format is not None:
             self.reasoning_format = None
-        # The markers of an answer format separate messages: text of a message must not spell them.
+        # The markers of an answer format separate messages, so text of a message must not spell them.
         kept = self.tool_format.markers if self.tool_format and not self._answer_format else ()
         self._assistant_markers = {*kept}
         if self.reasoning_format is not None:
@@ -87,7 +88,7 @@ class ChatFormat:
 
     @property
     def template_source(self) -> str:
-        """The source of the chat template, that for tools if there are two; "" without one."""
+        """The source of the chat template (of two, the one for tools); "" without a template."""
         return self._template.source
 
     def warm_up(self) -> None:
@@ -234,7 +235,7 @@ class ChatFormat:
     ) -> None:
         """Raises InvalidRequest if the grammar is rejected.
 
-        The error names the function whose parameters are the reason, if there is one.
+        If parameters of a function are the reason, the error names the function.
         """
         try:
             await self.prove(grammar, client, deadline)
@@ -276,22 +277,18 @@ def render_tools_as_text(
     The wording is taken from Qwen 2.5's templates, because a model may have seen it in training.
     """
     plain: list[dict[str, Any]] = []
-    answers: dict[str, Any] | None = None
-    for message in messages:
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if answers is None:
-                plain.append(answers := {"role": "user", "content": text})
-            else:
-                answers["content"] += f"\n{text}"
+    for are_answers, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if are_answers:
+            answers = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
+            plain.append({"role": "user", "content": "\n".join(answers)})
             continue
-        answers = None
-        calls = message.get("tool_calls")
-        if not calls:
-            plain.append(dict(message))
-            continue
-        written = tool_format.render_calls([_call(call["function"]) for call in calls])
-        plain.append({"role": message["role"], "content": "\n".join(filter(None, (message["content"], written)))})
+        for message in group:
+            calls = message.get("tool_calls")
+            if not calls:
+                plain.append(dict(message))
+                continue
+            written = tool_format.render_calls([_call(call["function"]) for call in calls])
+            plain.append({"role": message["role"], "content": "\n".join(filter(None, (message["content"], written)))})
     if not tools:
         return plain
     system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""

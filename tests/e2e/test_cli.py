@@ -124,7 +124,7 @@ class Up:
     def services(self) -> dict[str, int]:
         """Returns the pid of each service by its command line."""
         commands = {" ".join(p.cmdline()): p.pid for p in self.children()}
-        return {command: pid for command, pid in commands.items() if "common.grammar_zygote" not in command}
+        return {command: pid for command, pid in commands.items() if "common.grammar.zygote" not in command}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.support.shapes import SMOLLM2_LAYERS, without_layers
 from common.errors import BatonError, Overloaded
-from common.grammar import from_regex
+from common.grammar.compiler import from_regex
 from common.types import ValidRequest
 from engine.llm import LLM
 from engine.speculation.controller import AlwaysDraft

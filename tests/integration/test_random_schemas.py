@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from common import grammar as grammars
+from common.grammar import compiler as grammars
 from common.types import FinishReason, Grammar, SamplingParams
 from engine.llm import LLM, Completion
 from engine.sampling.constraint import Constraint

@@ -22,7 +22,7 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.grammar import GrammarCompiler, from_regex
+from common.grammar.compiler import GrammarCompiler, from_regex
 from common.pb import decode_pb2, prefill_pb2, types_pb2
 from common.rpc import open_channel, translate_rpc_errors
 from common.types import FinishReason, Grammar, Role, Token, ValidRequest

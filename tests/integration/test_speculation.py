@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from common.grammar import from_json_schema
+from common.grammar.compiler import from_json_schema
 from common.types import FinishReason, SamplingParams
 from engine.engine import Engine
 from engine.llm import LLM, Completion
@@ -304,7 +304,7 @@ def test_schemas_are_followed_with_every_proposer(
     got = grammatical(llm)
     check_equal(got, followed)
     ended = [c for i, c in enumerate(got) if i % 4 != 3 and c.finish is FinishReason.STOP]
-    assert len(ended) > 3
+    assert len(ended) >= 3
     for completion in ended:
         jsonschema.validate(json.loads(completion.text), SCHEMA)
     assert counting.trimmed > 0 or not blind

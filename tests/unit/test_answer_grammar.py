@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common import grammar as g
 from common.errors import InvalidRequest
-from common.grammar import GrammarCompiler, GrammarTokenizer
+from common.grammar import compiler as g
+from common.grammar.compiler import GrammarCompiler, GrammarTokenizer
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
-from gateway.text.tools.arguments import TaggedArguments
+from gateway.text.tools.arguments import TaggedArguments, json_types
 from gateway.text.tools.format import AnswerFormat, Function, ToolCall, ToolFormat, assemble
 from gateway.text.tools.json_formats import HermesFormat, MistralFormat
 from gateway.text.tools.known_formats import DEEPSEEK_V3, GLM_45, KIMI_K2
@@ -250,6 +252,72 @@ def test_the_parser_reads_what_the_grammar_generates(
             message = assemble([*parser.feed(text), *parser.finish()])
             assert (message.content, len(message.tool_calls)) == (None, 1), text
             json.loads(message.tool_calls[0].arguments)
+
+
+#: Schemas that are none.
+ODD_SCHEMAS: dict[str, dict[str, Any]] = {
+    "required": {"properties": {"a": {"type": "string"}}, "required": 5},
+    "names": {"properties": {"a": {"type": "string"}}, "required": [["a"], 5]},
+    "property": {"properties": {"a": 5, "b": [1], "c": None, "d": "x", "e": True}},
+    "inner": {"properties": {"a": {"type": "object", "properties": [1], "required": True}}},
+    "length": {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": [1]}}},
+    "negative": {"properties": {"a": {"type": "string", "minLength": -1, "maxLength": 1.5}}},
+    "huge": {"properties": {"a": {"type": "string", "minLength": 1e300}}},
+    "format": {"properties": {"a": {"type": "string", "format": ["date"], "pattern": 5}}},
+    "type": {"properties": {"a": {"type": 5}, "b": {"type": [[], {}]}, "c": {"enum": 5}, "d": {"anyOf": [5]}}},
+    "reference": {"properties": {"a": {"$ref": "#/$defs"}, "b": {"$ref": "#/"}, "c": {"$ref": 5}}, "$defs": [1]},
+}
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=[row.id for row in ALL_ROWS])
+@pytest.mark.parametrize("schema", ODD_SCHEMAS.values(), ids=list(ODD_SCHEMAS))
+def test_a_schema_that_is_none_is_refused_or_says_nothing(
+    row: FormatRow, schema: dict[str, Any], compiler: GrammarCompiler, tokenizer: TextTokenizer
+) -> None:
+    for strict in (False, True):
+        functions = (Function("f", schema, strict=strict, field="tools[0]"),)
+        with contextlib.suppress(InvalidRequest):
+            grammar = compose(tokenizer, row.format, functions=functions)
+            assert grammar is not None
+            compiler.compile(grammar)
+        parser = row.format.new_parser(frozenset({"f"}), None, {"f": schema})
+        call = row.format.render_calls([ToolCall("", "f", json.dumps({"a": "x", "b": [1]}))])
+        parser.feed(call)
+
+
+def _branching(levels: int, each: str) -> dict[str, Any]:
+    """Returns a schema in which each of `levels` definitions refers ten times to the next one, or to the first."""
+
+    def part(level: int) -> dict[str, Any]:
+        reference = {"$ref": f"#/$defs/d{(level + 1) % levels}"}
+        if each == "anyOf":
+            return {"anyOf": [{**reference} for _ in range(10)]}
+        return {"type": "object", "properties": {f"p{i}": {**reference} for i in range(10)}}
+
+    definitions = {f"d{level}": part(level) for level in range(levels)}
+    return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=[row.id for row in ALL_ROWS])
+@pytest.mark.parametrize("schema", [_branching(n, each) for n in (1, 40) for each in ("anyOf", "properties")])
+def test_references_that_branch_take_no_exponential_time(
+    row: FormatRow, schema: dict[str, Any], tokenizer: TextTokenizer
+) -> None:
+    began = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        compose(tokenizer, row.format, functions=(Function("f", schema, field="tools[0]"),))
+    assert json_types(schema["properties"]["a"], schema) in (None, {"object"})
+    parser = row.format.new_parser(frozenset({"f"}), None, {"f": schema})
+    parser.feed(row.format.render_calls([ToolCall("", "f", '{"a": "x"}')]))
+    assert time.process_time() - began < 2.0
+
+
+def test_definitions_that_would_be_copied_too_often_are_refused(tokenizer: TextTokenizer) -> None:
+    definitions = {f"d{i}": {"const": "x" * 1000} for i in range(100)}
+    schema = {"properties": {f"p{i}": {"type": "integer"} for i in range(1000)}, "$defs": definitions}
+    for fmt in (PythonicFormat(), GLM_45):
+        with pytest.raises(InvalidRequest, match="too large for a grammar"):
+            compose(tokenizer, fmt, functions=(Function("f", schema, field="tools[0]"),))
 
 
 UNTYPED = [row for row in ROWS if isinstance(getattr(row.format, "arguments", None), TaggedArguments)]

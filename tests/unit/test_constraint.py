@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import grammar as grammars
 from common.errors import InvalidRequest
-from common.grammar import CompiledGrammar, GrammarTokenizer, compile_grammar
+from common.grammar import compiler as grammars
+from common.grammar.compiler import CompiledGrammar, GrammarTokenizer, compile_grammar
 from common.types import Grammar, SamplingParams, ValidRequest
 from engine.sampling.constraint import Constraint, needs_constraint
 from engine.sampling.mask_jobs import MaskJob, run_jobs

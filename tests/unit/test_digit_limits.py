@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import grammar as grammars
-from common.grammar import GrammarTokenizer, compile_grammar
+from common.grammar import compiler as grammars
+from common.grammar.compiler import GrammarTokenizer, compile_grammar
 from common.types import Grammar, SamplingParams, ValidRequest
 from engine.sampling.constraint import Constraint
 from engine.sampling.digit_limits import (

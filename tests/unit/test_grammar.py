@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common import grammar as grammars
 from common.errors import InvalidRequest
-from common.grammar import GrammarCompiler, GrammarTokenizer
+from common.grammar import compiler as grammars
+from common.grammar.compiler import GrammarCompiler, GrammarTokenizer
 from common.types import Grammar
 
 

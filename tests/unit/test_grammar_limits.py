@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import grammar as grammars
-from common import grammar_limits as limits
 from common.errors import InvalidRequest
-from common.grammar import GrammarTokenizer, compile_grammar
+from common.grammar import compiler as grammars
+from common.grammar import limits
+from common.grammar.compiler import GrammarTokenizer, compile_grammar
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
 from gateway.text.reasoning import ReasoningSection

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from common import grammar_prover
 from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable
-from common.grammar import GrammarSource
-from common.grammar_prover import GrammarProver
+from common.grammar import prover as prover_module
+from common.grammar.compiler import GrammarSource
+from common.grammar.prover import GrammarProver
 from common.json_schema.refusals import in_words
 from common.types import Grammar
 from tests.rigs.engine import grammar_shapes as shapes
@@ -81,7 +81,7 @@ def test_there_are_bombs_of_six_kinds() -> None:
 def test_a_bomb_ends_only_its_proof_and_its_sender_hears_so_soon(prover: GrammarProver, bomb: Bomb) -> None:
     pid = prover.pid
     done = explode(prover, bomb)
-    assert done.error_s < 4 * ERROR_S  # ERROR_S on a machine without other work, see benchmarks/security.py
+    assert done.error_s < 4 * ERROR_S  # ERROR_S on a machine without other work, see benchmarks/security/attacks.py
     assert min(done.delays_s) < 2 * DELAY_S
     assert done.tick_s < 10 * DELAY_S
     assert prover.pid == pid
@@ -159,7 +159,7 @@ def test_one_grammar_is_proven_once(prover: GrammarProver, monkeypatch: pytest.M
 
 
 def test_the_verdicts_that_are_kept_are_bounded(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_prover, "MAX_KEPT", 3)
+    monkeypatch.setattr(prover_module, "MAX_KEPT", 3)
     prover = GrammarProver(smollm2_dir, (2,), 49152)
     for number in range(6):
         proven(prover, GrammarSource("json", schema(number), "f"))
@@ -181,8 +181,8 @@ def test_the_process_is_replaced_when_it_died(prover: GrammarProver) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from common.grammar import GrammarSource
-from common.grammar_prover import GrammarProver
+from common.grammar.compiler import GrammarSource
+from common.grammar.prover import GrammarProver
 prover = GrammarProver(Path(sys.argv[1]), (2,), 49152)
 prover.submit(GrammarSource("json", {}, "f")).result(60)
 prover.submit(GrammarSource("regex", "a?" * 24_000, "f"))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common import grammar as g
-from common.grammar import GrammarCompiler, GrammarTokenizer
+from common.grammar import compiler as g
+from common.grammar.compiler import GrammarCompiler, GrammarTokenizer
 from common.model.chat_template import ChatTemplate
 from common.types import FinishReason, Grammar, Token
 from gateway.text.answer_grammar import AnswerGrammarBuilder
@@ -244,6 +244,8 @@ def test_answers_of_a_history_without_ids_go_to_the_calls_in_order() -> None:
     assert [m["role"] for m in mapped] == ["assistant", "tool", "assistant", "tool", "tool"]
     assert [m["content"] for m in mapped if m["role"] == "tool"] == ["a", "b", "c"]
     assert [m["thinking"] for m in mapped if m["role"] == "assistant"] == ["Hm.\nI ask both.", ""]
+    odd: list[dict[str, Any]] = [{"role": "tool", "tool_call_id": {"a": []}, "content": "a"}, *answers[1:]]
+    assert [m["content"] for m in FORMAT.history([message, *odd]) if m["role"] == "tool"] == ["a", "b", "c"]
     assert FORMAT.history(answers[:1]) == answers[:1]  # an answer without a call stays for the template to refuse
 
 

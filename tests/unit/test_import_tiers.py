@@ -42,9 +42,9 @@ PACKAGES["baton"] = {"common", "engine"}  # the import name for users; no packag
 #: The rooms of a package, lowest first. A module may import its own line and the lines before it.
 ROOMS = {
     "common": [
-        "errors block_hash grammar_matcher",
+        "errors block_hash grammar.matcher",
         "types kv_layout redis.url json_schema",
-        "redis tracing grammar grammar_limits grammar_prover grammar_zygote process model logs telemetry tls",
+        "redis tracing grammar process model logs telemetry tls",
         "settings wire auth pb",
         "rpc",
     ],

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import grammar as grammars
 from common.errors import InvalidRequest
-from common.grammar import GrammarTokenizer
+from common.grammar import compiler as grammars
+from common.grammar.compiler import GrammarTokenizer
 from common.json_schema.adapted import adapted
 from common.json_schema.disjoint import DisjointProof
 from common.json_schema.places import all_schemas, endless_reference, pointer

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from common.grammar import GrammarCompiler, GrammarTokenizer
+from common.grammar.compiler import GrammarCompiler, GrammarTokenizer
 from common.types import Grammar
 from gateway.text.answer_grammar import AnswerGrammarBuilder
 from gateway.text.reasoning import REASONING_FORMATS, ReasoningParser, ReasoningSection, choose_reasoning_format
@@ -22,7 +22,7 @@ from gateway.text.tools.format import Function, ToolCall, ToolFormat, assemble
 from gateway.text.tools.marked import MarkedFormat
 from gateway.text.tools.pythonic import PythonicFormat
 from tests.rigs.tool_formats import NAMES, TEMPLATES, joined, parsed, read
-from tests.unit.test_tool_parsers import from_template
+from tests.unit.test_tool_formats import from_template
 
 RENDERED: dict[str, Any] = json.loads((TEMPLATES / "rendered.json").read_text())
 FORMATS: dict[str, ToolFormat] = {"olmo-3": known.OLMO_3, "phi-4-mini-instruct": known.PHI4_MINI_TAGS}

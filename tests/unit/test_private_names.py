@@ -68,7 +68,7 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "grpcio": {"common/pb/decode_pb2_grpc.py": ("grpc._utilities.first_version_is_lower",)},
     "nixl-cu13": {"kv_transfer/backend/nixl.py": ("nixl_cu13._api.nixl_agent", "nixl_cu13._api.nixl_agent_config")},
-    "llguidance": {"common/grammar_matcher.py": ("llguidance._lib",)},  # it checks the C functions itself
+    "llguidance": {"common/grammar/matcher.py": ("llguidance._lib",)},  # it checks the C functions itself
     "typer": {"cli/app.py": ("typer.BadParameter.format_message", "typer.BadParameter.exit_code")},
     "torch": {
         "engine/parallel/collectives.py": (_GLOO, f"{_GLOO}._devices", f"{_GLOO}._timeout"),

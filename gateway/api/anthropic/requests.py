@@ -7,6 +7,7 @@ many chat templates refuse them otherwise.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -14,7 +15,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
-from common.grammar import GrammarSource
+from common.grammar.compiler import GrammarSource
 from gateway.api.http.json import Json
 from gateway.api.openai.conversation import (
     MAX_CALLS,
@@ -40,11 +41,11 @@ from gateway.api.openai.requests import ModelRequest, Sampling, Stop, format_gra
 from gateway.serving.request import ChatBody, GenerationSpec
 from gateway.text.tools.format import Function, RequestTools
 
-#: Begins a line about billing that Claude Code puts before its system blocks. It differs in each request, so that no
-#: prefix would ever be found in a cache.
+#: Begins a line about billing that Claude Code puts before its system blocks. The line is dropped: it differs in each
+#: request, so no prefix would be found in a cache.
 BILLING_LINE = "x-anthropic-billing-header:"
 _NAME = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-_EFFORTS = {"xhigh": "high", "max": "high"}  #: Efforts that chat templates do not know.
+_EFFORTS = {"xhigh": "high", "max": "high"}  #: Efforts that chat templates do not know, with the next known one.
 
 
 class TextBlock(TypedDict):
@@ -62,7 +63,7 @@ class TextSource(TypedDict):
 
 
 def _kind_of(*kinds: str) -> Any:
-    """Returns a function that gives the tag of an object whose member `type` is one of `kinds`."""
+    """Returns a function that returns the tag of an object with a member `type` of these kinds."""
 
     def tag(value: Any) -> str | None:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -179,8 +180,8 @@ class CustomTool(TypedDict):
     strict: NotRequired[bool | None]
 
 
-class OtherTool(TypedDict):
-    """A tool of Anthropic's, which is left out."""
+class ServerTool(TypedDict):
+    """A tool that Anthropic's servers run. It is left out."""
 
     type: str
     name: str
@@ -192,18 +193,18 @@ def _kind_of_tool(value: Any) -> str:
 
 
 AnyTool = Annotated[
-    Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")], Discriminator(_kind_of_tool)
+    Annotated[CustomTool, Tag("<custom>")] | Annotated[ServerTool, Tag("<other>")], Discriminator(_kind_of_tool)
 ]
 
 
 class ToolMode(TypedDict):
-    """A `tool_choice` of no certain tool."""
+    """A `tool_choice` that names no tool."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: NotRequired[bool | None]
 
 
-class NamedTool(TypedDict):
+class ForcedTool(TypedDict):
     """A `tool_choice` of one tool."""
 
     type: Literal["tool"]
@@ -219,7 +220,7 @@ def _kind_of_choice(value: Any) -> str | None:
 
 
 ToolChoice = Annotated[
-    Annotated[ToolMode, Tag("<mode>")] | Annotated[NamedTool, Tag("<named>")],
+    Annotated[ToolMode, Tag("<mode>")] | Annotated[ForcedTool, Tag("<named>")],
     by_type(_kind_of_choice, "auto, any, tool, none"),
 ]
 
@@ -231,7 +232,7 @@ class Thinking(TypedDict):
     budget_tokens: NotRequired[Annotated[int, Field(ge=0)] | None]
 
 
-class OutputFormat(TypedDict):
+class SchemaFormat(TypedDict):
     """A format that the answer has to match."""
 
     type: Literal["json_schema"]
@@ -242,7 +243,7 @@ class OutputConfig(TypedDict, total=False):
     """`output_config`."""
 
     effort: Annotated[str, Field(max_length=32)] | None
-    format: OutputFormat | None
+    format: SchemaFormat | None
 
 
 class MessagesPrompt(RequestModel):
@@ -273,7 +274,7 @@ class MessagesPrompt(RequestModel):
     output_config: OutputConfig | None = param(
         "effort: how long the model thinks, a template variable. format: a JSON schema that the answer has to match."
     )
-    output_format: OutputFormat | None = param("The older name of output_config.format.")
+    output_format: SchemaFormat | None = param("The older name of output_config.format.")
     chat_template_kwargs: TemplateVariables | None = param("Variables for the chat template.")
     cache_control: Ignored = param("Prefixes are cached without it.")
     context_management: Ignored = param("Clearing of old calls and their results.")
@@ -336,7 +337,7 @@ def _chat(r: MessagesPrompt, spec: GenerationSpec) -> ChatBody:
             raise InvalidRequest(f"messages must not end with the assistant's {what}", field="messages")
         answer_start = messages.pop()["content"]
     effort = None if r.output_config is None else r.output_config.get("effort")
-    # Templates have different names for the switch.
+    # Chat templates have different names for this switch.
     switch = {"enable_thinking": thinks, "thinking": thinks}
     variables = {**switch, **template_variables(r.chat_template_kwargs, _EFFORTS.get(effort or "", effort))}
     return ChatBody(
@@ -366,13 +367,13 @@ def _messages(r: MessagesPrompt) -> list[Json]:
     """Returns the chat messages of a body, without two of the same role in a row except tool. Raises InvalidRequest."""
     system = [r.system] if isinstance(r.system, str) else [block["text"] for block in r.system or ()]
     system = [text for text in system if not text.startswith(BILLING_LINE)]
-    messages: list[Json] = [{"role": "system", "content": "\n\n".join(system)}] if any(system) else []
+    turns: list[Json] = [{"role": "system", "content": "\n\n".join(system)}] if any(system) else []
     for given in r.messages:
         content = given["content"]
         blocks: Sequence[Mapping[str, Any]]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        for message in [_answer(blocks)] if given["role"] == "assistant" else _turns(given["role"], blocks):
-            _append(messages, message)
+        turns += [_answer(blocks)] if given["role"] == "assistant" else _turns(given["role"], blocks)
+    messages = _merged(turns)
     if len(messages) > MAX_MESSAGES or any(len(message.get("tool_calls", ())) > MAX_CALLS for message in messages):
         text = f"messages may stand for at most {MAX_MESSAGES} chat messages with at most {MAX_CALLS} calls each"
         raise InvalidRequest(text, field="messages")
@@ -380,7 +381,7 @@ def _messages(r: MessagesPrompt) -> list[Json]:
 
 
 def _turns(role: str, blocks: Iterable[Mapping[str, Any]]) -> list[Json]:
-    """Returns the chat messages of a user's blocks, in their order."""
+    """Returns a chat message for each of a user's blocks, in their order."""
     turns: list[Json] = []
     for block in blocks:
         if block["type"] == "tool_result":
@@ -390,7 +391,7 @@ def _turns(role: str, blocks: Iterable[Mapping[str, Any]]) -> list[Json]:
                 text = f"Error: {text}" if text else "Error"
             turns.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
         else:
-            _append(turns, {"role": role, "content": _text(block)})
+            turns.append({"role": role, "content": _text(block)})
     return turns or [{"role": role, "content": ""}]
 
 
@@ -418,17 +419,24 @@ def _text(block: Mapping[str, Any]) -> str:
     return "\n".join((*([title] if title else []), block["source"]["data"]))
 
 
-def _append(messages: list[Json], message: Json) -> None:
-    """Appends a message, to the last one if that has the same role."""
-    last = messages[-1] if messages else None
-    if last is None or last["role"] != message["role"] or message["role"] == "tool":
+def _merged(turns: Iterable[Json]) -> list[Json]:
+    """Returns the messages, without two of the same role in a row except tool.
+
+    A run of messages is joined at once. A body may have 50,000 of them, and each join copies the text.
+    """
+    messages: list[Json] = []
+    for role, group in itertools.groupby(turns, lambda turn: turn["role"]):
+        run = [*group]
+        if role == "tool" or len(run) == 1:
+            messages += run
+            continue
+        message: Json = {"role": role, "content": "\n".join(filter(None, (turn["content"] for turn in run)))}
+        if thoughts := [turn["reasoning_content"] for turn in run if turn.get("reasoning_content")]:
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls := [call for turn in run for call in turn.get("tool_calls", ())]:
+            message["tool_calls"] = calls
         messages.append(message)
-        return
-    for name in ("content", "reasoning_content"):
-        if parts := [part for part in (last.get(name), message.get(name)) if part]:
-            last[name] = "\n".join(parts)
-    if "tool_calls" in message:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+    return messages
 
 
 # -- tools

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict,
 from typing_extensions import TypedDict
 
 from common.errors import InvalidRequest
-from common.grammar import JSON_OBJECT, GrammarSource
+from common.grammar.compiler import JSON_OBJECT, GrammarSource
 from common.types import MAX_N, SamplingParams
 from gateway.api.openai.conversation import (
     FunctionChoice,
@@ -114,7 +114,7 @@ class JsonSchemaFormat(TypedDict, total=False):
     schema: dict[str, Any] | None
 
 
-#: Members that tell a schema in the place of a `json_schema`, which would have it in its `schema`.
+#: Members of a schema that stands directly in `json_schema` instead of in its `schema`.
 _SCHEMA_KEYWORDS = frozenset(("properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs"))
 _SCHEMA_IF_ASKED: Any = [
     {"properties": {"type": {"enum": ["text", "json_object"]}}},
@@ -163,7 +163,7 @@ class StructuredOutputs(TypedDict, total=False):
     disable_additional_properties: Annotated[Any, Only(False)]
 
 
-#: A place of formats in other APIs. Ignoring it would answer without the format.
+#: A field in which other APIs have a format. To ignore it would give an answer without the format.
 FormatElsewhere = Annotated[
     Any, Only("", {}, hint="put a schema into response_format, another grammar into structured_outputs")
 ]
@@ -231,7 +231,7 @@ class Generation(Sampling):
     regex: FormatElsewhere = param("The place of an expression in other APIs; here it is structured_outputs.regex.")
     ebnf: FormatElsewhere = param("The place of a grammar in other APIs; here it is structured_outputs.grammar.")
     grammar: FormatElsewhere = param("The same.")
-    extra_body: NoFormat = param("An argument of clients, which send its members, and not it; without effect.")
+    extra_body: NoFormat = param("Clients send the members of this argument instead of it; without effect.")
     lora_request: Refused = param("LoRA adapters are not offered.")
     lora_path: Refused = param("LoRA adapters are not offered.")
     adapter_id: Refused = param("LoRA adapters are not offered.")

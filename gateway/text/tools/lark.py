@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from common.errors import InvalidRequest
+from common.grammar.compiler import MAX_GRAMMAR_CHARS
 from common.json_schema.adapted import adapted
 from gateway.text.tools.format import Function, LarkLiteral
 
@@ -42,6 +44,8 @@ def lark_json(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
     """Returns a Lark rule for a JSON value. Without `strict`, keywords that llguidance cannot enforce are left out."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
+    if not isinstance(schema, Mapping):  # llguidance refuses it
+        return f"%json {json.dumps(schema)}"
     return f"%json {json.dumps({**adapted({**schema}), 'x-guidance': {**_AS_TRAINED, 'lenient': not strict}})}"
 
 
@@ -107,14 +111,32 @@ def keyword_call_rules(rule: str, functions: Sequence[Function], lead: str = "")
     return "\n".join(lines)
 
 
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the properties of a schema; none if the client's value is no object."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of required properties; none if the client's value is no array."""
+    required = schema.get("required")
+    return frozenset(name for name in required if isinstance(name, str)) if isinstance(required, list) else frozenset()
+
+
 def named_properties(function: Function) -> list[tuple[str, Any, bool]]:
-    """Returns name, schema and whether it is required of each declared property; the schema has its definitions."""
+    """Returns name, schema and whether it is required of each declared property; the schema has its definitions.
+
+    Raises InvalidRequest if the schemas with these copies exceed the longest grammar.
+    """
     schema = parameters_schema(function)
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = schema.get("required") or ()
+    properties, required = properties_of(schema), required_of(schema)
+    if shared and len(properties) * len(json.dumps(shared)) > MAX_GRAMMAR_CHARS:
+        problem = f"{function.field}: {len(properties)} properties with these definitions are too large for a grammar"
+        raise InvalidRequest(problem, field=function.field)
     return [
         (key, {**value, **shared} if isinstance(value, dict) else value, key in required)
-        for key, value in (schema.get("properties") or {}).items()
+        for key, value in properties.items()
     ]
 
 

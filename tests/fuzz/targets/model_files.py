@@ -18,7 +18,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import ConfigError, InvalidRequest
-from common.grammar import GrammarTokenizer
+from common.grammar.compiler import GrammarTokenizer
 from common.model.chat_template import ChatTemplate
 from common.model.directory import check_model_dir
 from engine.models.decoder import Decoder

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import BatonError
-from common.grammar import GrammarSource
-from common.grammar_prover import GrammarProver
+from common.grammar.compiler import GrammarSource
+from common.grammar.prover import GrammarProver
 from tests.rigs.engine import grammar_shapes as shapes
 
 ERROR_S = 2.0

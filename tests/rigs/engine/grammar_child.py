@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from common import grammar_limits
 from common.errors import InvalidRequest
-from common.grammar import GrammarCompiler, GrammarTokenizer
+from common.grammar import limits
+from common.grammar.compiler import GrammarCompiler, GrammarTokenizer
 from common.types import Grammar
 
 COMPILED = "compiled"
@@ -55,9 +55,9 @@ class GrammarChild:
 
 def _compile(tokenizer: GrammarTokenizer, order: dict[str, Any]) -> str:
     if order["stack"] is not None:
-        grammar_limits.COMPILE_STACK = order["stack"]
+        limits.COMPILE_STACK = order["stack"]
     if not order["checked"]:
-        grammar_limits.check = lambda text, field: None
+        limits.check = lambda text, field: None
     threads = ThreadPoolExecutor(1)
     try:
         threads.submit(GrammarCompiler(tokenizer).compile, Grammar(order["text"], "f")).result(60)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from common import grammar as grammars
+from common.grammar import compiler as grammars
 
 Json = dict[str, Any]
 Link = Callable[[str], Any]
@@ -307,7 +307,7 @@ def ambiguous(count: int) -> str:
     return "\n".join([*lines, *(f"r{i}: a r{(i + 1) % count} | /[a-z]+/" for i in range(count)), ""])
 
 
-#: Grammars within the limits of grammar_limits.py that take seconds or gigabytes: form and value of a GrammarSource.
+#: Grammars within common/grammar/limits.py that take seconds or gigabytes: form and value of a GrammarSource.
 COSTLY: dict[str, Callable[[], tuple[str, Any]]] = {
     "nested references": lambda: ("json", with_siblings(22)),
     "optional properties": lambda: ("json", at_least_one(1000)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from common.grammar import GrammarCompiler, GrammarTokenizer
+from common.grammar.compiler import GrammarCompiler, GrammarTokenizer
 from common.types import Grammar
 from gateway.text.tools.harmony import HarmonyFormat
 from tests.rigs.gateway.gateway_rig import Rig

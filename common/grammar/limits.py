@@ -1,6 +1,7 @@
 """Limits of a grammar's shape, checked before llguidance reads its text.
 
-llguidance compiles by recursion on the native stack, whose overflow ends the process. `check` measures it in levels:
+llguidance compiles by recursion on the native stack. An overflow of this stack ends the process. `check` measures it in
+levels:
 
     JSON schema   a reference counts as many levels as arrays and objects are nested in its target
     Lark          a rule or terminal counts one level, and one for each bracket inside another

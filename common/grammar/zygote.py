@@ -8,10 +8,10 @@ socket ends, or its parent's pid changes. Children end with this process (PR_SET
 
 A frame in either direction is a length (4 bytes, big-endian) and that many bytes of JSON. Orders have `id`, `form`,
 `value` and `wall_s`. Answers have `id` and `verdict`: "proven" with `text`, `cpu_s` and `memory`; "refused" with
-`message`, in which FIELD stands for the name of the field; "costly" with `reason`; "busy" where the time ran out before
-the child had a good part of it on a processor; "failed" with `cause` where the proof itself failed.
+`message`, in which FIELD stands for the name of the field; "costly" with `reason`; "busy" if the time ran out
+before the child had BUSY_SHARE of it on a processor; "failed" with `cause` if the proof itself failed.
 
-Run as `python -m common.grammar_zygote FD PARENT_PID MODEL_DIR VOCAB_SIZE [EOS_ID ...]`.
+Run as `python -m common.grammar.zygote FD PARENT_PID MODEL_DIR VOCAB_SIZE [EOS_ID ...]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import InvalidRequest
-from common.grammar import FORMS, JSON_OBJECT, MASK_LIMIT_S, CompiledGrammar, GrammarTokenizer, compile_grammar
+from common.grammar.compiler import FORMS, JSON_OBJECT, MASK_LIMIT_S, CompiledGrammar, GrammarTokenizer, compile_grammar
 from common.process.tether import die_with_parent
 
 FIELD = "\x1ffield\x1f"  #: Stands for the field's name in messages, so that a verdict does not depend on it.
@@ -43,8 +43,8 @@ FIELD = "\x1ffield\x1f"  #: Stands for the field's name in messages, so that a v
 MEMORY = 512 << 20
 CPU_S = 2  #: Processor seconds of a child, a whole number for the kernel; the wall limit usually ends it before.
 BUSY_SHARE = 0.6  #: Share of its time that a child must have had on a processor to be called costly.
-NICE = 10  #: Of a child at its start.
-LATE_NICE, LATE_S = 15, 0.15  #: Of a child that has run for LATE_S seconds, so that short proofs overtake long ones.
+NICE = 10  #: Nice value of a child at its start.
+LATE_NICE, LATE_S = 15, 0.15  #: Nice value of a child after LATE_S seconds, so that short proofs overtake long ones.
 WALKS, WALK_TOKENS = 4, 12  #: Random answers of a proof, and the max tokens of each.
 WALK_S = 0.4  #: Processor seconds after which no further token is tried.
 

@@ -1,7 +1,7 @@
-"""Has grammars proven in a child process before this process compiles them (grammar_zygote.py is that process).
+"""Lets a child process prove grammars before this process compiles them. zygote.py is the program of the child.
 
 A grammar may overflow the native stack, take gigabytes or run for minutes. A proof that does so ends only its child.
-The verdict is kept by the grammar's digest, so that a retry or n samples need one proof.
+Verdicts are kept by the digest of the grammar, so a retry or n samples need one proof.
 
 Measured with SmolLM2's 49k tokens on two cores: an ordinary schema is proven in 10 ms (8 ms of processor time) when
 the process is warm, and 900 definitions in 150 ms. The process starts in 0.6 s, by `start` or the first grammar.
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable
-from common.grammar import MASK_LIMIT_S, GrammarSource
-from common.grammar_zygote import FIELD, MEMORY
+from common.grammar.compiler import MASK_LIMIT_S, GrammarSource
+from common.grammar.zygote import FIELD, MEMORY
 from common.types import Grammar
 
 WALL_S = 1.4  #: Seconds after which a proof is ended. A flat schema of 100 kB of optional properties takes up to 1 s.
@@ -36,11 +36,11 @@ PATIENCE_S = 1.8  #: Seconds from `submit` to the verdict or to an error, unless
 POD_PATIENCE_S = 8.0  #: The same in a pod, where a gateway has proven the grammar.
 LEAST_S = 0.2  #: A proof does not start with less time than this.
 MAX_PROOFS = 8  #: Proofs at the same time.
-MAX_CLIENT_PROOFS = 2  #: Those of one API key, or of one client address without a key.
+MAX_CLIENT_PROOFS = 2  #: Proofs at the same time of one API key, or of one client address without a key.
 MAX_WAITING = 64  #: Proofs that wait for their turn.
 MAX_KEPT, MAX_KEPT_CHARS = 4096, 16 << 20  #: Max verdicts that are kept, and max characters of their grammars.
 COSTLY_KEPT_S = 60.0  #: Seconds for which "too costly" is kept; the machine may have been busy.
-_STUCK_S = 30.0  #: A process that owes an answer for so long is replaced.
+_STUCK_S = 30.0  #: A process that has not answered for this time is replaced.
 
 _TOO_COSTLY = {
     "time": f"compiling it takes too long; the limit is {WALL_S} s",
@@ -146,7 +146,7 @@ class GrammarProver:
         return result
 
     def _next(self) -> None:
-        """Sends the proofs that may run: of the clients with the fewest proofs first. Under the lock."""
+        """Sends the proofs that may run, first those of the clients with the fewest running proofs. Under the lock."""
         waiting = Counter(proof.client for proof in self._waiting)
         [(greediest, _)] = waiting.most_common(1) or [(None, 0)]
         last = next((proof for proof in reversed(self._waiting) if proof.client == greediest), None)
@@ -182,7 +182,7 @@ class GrammarProver:
         if self._socket is not None:
             return self._socket
         mine, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "common.grammar_zygote", str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "common.grammar.zygote", str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
                 [*command, *self._args],
@@ -254,7 +254,7 @@ class GrammarProver:
             self._kept_chars -= len(dropped.get("text") or "")
 
     def _finish(self, proof: _Proof, outcome: dict[str, Any] | BatonError) -> None:
-        """Tells the callers. Under the lock, so their callbacks must not use this prover."""
+        """Gives the outcome to the callers. The lock is held, so their callbacks must not use this prover."""
         self._open.pop((proof.key, proof.client), None)
         if isinstance(outcome, BatonError):
             proof.result.set_exception(outcome)

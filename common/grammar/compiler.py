@@ -1,13 +1,13 @@
-"""Grammars: made of what clients send, and compiled by llguidance. The gateway refuses bad ones, pods obey them.
+"""Makes grammars from the schemas, expressions and texts of clients, and compiles them with llguidance.
 
 Compiling takes from under a millisecond to a second, without the GIL: call it in a thread. A constraint that cannot be
 enforced is refused, so an answer that ended by itself always matches. Some texts that a schema allows are never
 generated: other white space than json.dumps writes (unless the client asks for it), runs of white space over MAX_SPACE,
 properties in another order, numbers of more digits than engine/sampling/digit_limits.py allows.
 
-A grammar beyond the limits of grammar_limits.py is refused: llguidance would overflow its native stack, which ends the
-process. Each compilation runs in a thread with a stack that fits those limits. The gateway and pods have each grammar
-proven by another process first (grammar_prover.py).
+A grammar beyond the limits in limits.py is refused: llguidance would overflow its native stack, which ends the process.
+Each compilation runs in a thread with a stack that fits those limits. In gateways and pods another process proves each
+grammar first (prover.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from common import grammar_limits
 from common.errors import BatonError, InvalidRequest
-from common.grammar_limits import refused
-from common.grammar_matcher import Matcher, MatcherState, MatcherTokenizer
+from common.grammar import limits
+from common.grammar.limits import refused
+from common.grammar.matcher import Matcher, MatcherState, MatcherTokenizer
 from common.json_schema.adapted import adapted
 from common.json_schema.places import endless_reference, pointer
 from common.json_schema.refusals import in_words
@@ -42,9 +42,9 @@ MAX_SPACE = 40  #: Max characters of white space in a row, so that a model that 
 #: Processor seconds that one token may take. A request beyond it fails. A token takes 0.05 ms as a rule, and 0.7 s at
 #: most in an object that may follow 1,000 schemas. Other sequences do not wait for it (engine/sampling/mask_jobs.py).
 MASK_LIMIT_S = 1.5
-#: Of llguidance, by measurement: the ordinary grammars of the tests need 13,500 items in a row, 60,000 for a mask, fuel
-#: of 400,000, 1,000 states and a size of 50,000. They do not bound the time, which grows by the square of the items of
-#: a row, and a row is completed before it is counted.
+#: Limits of llguidance. By measurement the ordinary grammars of the tests need 13,500 items in a row, 60,000 for a
+#: mask, fuel of 400,000, 1,000 states and a size of 50,000. These limits do not bound the time: it grows by the square
+#: of the items of a row, and llguidance counts a row when it is complete.
 _LIMITS = {
     "max_items_in_row": 16_000,
     "step_max_items": 100_000,
@@ -54,7 +54,7 @@ _LIMITS = {
     "verbose_errors": False,
 }
 
-#: White space as json.dumps writes it, which models have seen. A model that may write more writes it up to its limit.
+#: White space as json.dumps writes it. Models have seen it; a model that may write more often writes up to the limit.
 PLAIN_SPACE: dict[str, Any] = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ANY_SPACE: dict[str, Any] = {
     "item_separator": ",",
@@ -98,7 +98,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str, any_
     except UnicodeEncodeError:
         raise refused(field, "has half a surrogate pair, which is no valid Unicode") from None
     except (ValueError, RecursionError) as error:
-        grammar_limits.check_schema(parsed, field)  # its error names the limit if the schema is nested too deeply
+        limits.check_schema(parsed, field)  # its error names the limit if the schema is nested too deeply
         raise refused(field, f"is not a usable JSON schema: {error}") from None
     return _grammar(text, field)
 
@@ -213,7 +213,7 @@ class CompiledGrammar:
     tokenizer: LLTokenizer
     prototype: Matcher
     start: MatcherState  #: The state before the first token.
-    with_json: bool  #: Numbers in its texts may be numbers of JSON.
+    with_json: bool  #: Its texts may contain numbers of JSON.
     too_slow: bool = False  #: A token took more than MASK_LIMIT_S: no sequence may use the grammar any more.
     _copying: threading.Lock = field(default_factory=threading.Lock)
 
@@ -224,7 +224,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles, and keeps what was used last. Any thread; the same grammar is compiled once at a time."""
+    """Compiles grammars and caches those used last. Any thread; one grammar is compiled once at a time."""
 
     def __init__(self, tokenizer: GrammarTokenizer, *, max_cached: int = MAX_CACHED) -> None:
         self.tokenizer = tokenizer
@@ -278,7 +278,7 @@ def compile_grammar(tokenizer: GrammarTokenizer, grammar: Grammar, *, proven: bo
     """Compiles a grammar like GrammarCompiler.compile, without a cache."""
     if not proven:
         _require_short(grammar.text, grammar.field)
-        grammar_limits.check(grammar.text, grammar.field)
+        limits.check(grammar.text, grammar.field)
     if "\0" in grammar.text:  # would end the text for llguidance
         raise refused(grammar.field, "has a NUL character")
     try:
@@ -310,7 +310,7 @@ def _on_large_stack(work: Callable[[], _T]) -> _T:
 
     thread = threading.Thread(target=run, name="grammar-compiler")
     with _STACK_SIZE:
-        usual = threading.stack_size(grammar_limits.COMPILE_STACK)
+        usual = threading.stack_size(limits.COMPILE_STACK)
         try:
             thread.start()
         finally:
@@ -326,7 +326,7 @@ def _refusal(grammar: Grammar, reason: str) -> str:
 
 
 def _schema_of(text: str) -> object:
-    """Returns the JSON schema that a grammar consists of, None if it is another kind of grammar."""
+    """Returns the JSON schema that is the whole grammar; None for another kind of grammar."""
     if not text.lstrip().startswith("{"):
         return None
     grammars = json.loads(text).get("grammars")

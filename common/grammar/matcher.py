@@ -2,8 +2,8 @@
 
 llguidance's Python classes hold the lock while a matcher takes a token, which takes up to a second, and their copies
 share a lexer behind a mutex. The C API has no such limits. The wheel exports it, and tests/unit/test_private_names.py
-names its functions. Calls may be made by any thread, but by one at a time for each matcher; only `cancel` may be called
-beside them.
+names its functions. Any thread may call a matcher, but only one at a time. Only `cancel` may be called while another
+call runs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, ...]] = {
     "llg_matcher_rollback": (c_int32, c_void_p, c_size_t),
     "llg_matcher_is_accepting": (c_bool, c_void_p),
 }
-#: Those that only read a field. They keep the interpreter lock, because to get it back takes longer.
+#: Functions that only read a field. They keep the interpreter lock, because taking it again takes longer.
 _GETTERS: Mapping[str, tuple[Any, ...]] = {
     "llg_cancel": (None, c_void_p),
     "llg_matcher_is_error": (c_bool, c_void_p),
@@ -108,7 +108,7 @@ class MatcherTokenizer:
         #: The tokens' bytes, one after the other, and the number of bytes of each.
         self.texts = b"".join(texts)
         self.lengths = tuple(map(len, texts))
-        self._tokenize = _tokenize_with(tokens)  # referred to by the native object
+        self._tokenize = _tokenize_with(tokens)  # kept, because the native object refers to it
         first, *more = tokens.eos_tokens or [tokens.eos_token]
         self.eos = [token for token in (first, *more) if token < tokens.vocab_size]
         init = _TokenizerInit(
@@ -193,7 +193,7 @@ class Matcher:
         return self._tokenizer
 
     def cancel(self) -> None:
-        """Lets the call that runs, and all later ones, fail soon. Any thread."""
+        """Makes the running call and all later calls fail soon. Any thread."""
         _getters.llg_cancel(self._cancellation)
 
     def compute_bitmask(self) -> bytes:
@@ -205,11 +205,11 @@ class Matcher:
         return buffer.raw
 
     def look(self) -> MatcherState:
-        """Returns what may follow."""
+        """Returns the current state: the tokens that may follow."""
         mask = None if self.is_stopped() else self.compute_bitmask()
         if self.is_error():
             return MatcherState(None, False, self.get_error())
-        # A text that may end allows the end's tokens.
+        # In a state where the text may end, the mask allows the end-of-sequence tokens.
         may_end = mask is None or any(mask[token >> 3] >> (token & 7) & 1 for token in self._tokenizer.eos)
         return MatcherState(mask, may_end and self.is_accepting())
 
