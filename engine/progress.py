@@ -42,7 +42,7 @@ class Progress:
             self.log("now")
 
     def log(self, phase: str = "done") -> None:
-        """Logs the state of the work. `phase` is what `baton up` shows of it, see common/process/lifecycle.py."""
+        """Logs the state of the work. `phase` is the phase that `baton up` shows, see common/process/lifecycle.py."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
         scale, unit = (1e3, "MB") if self.unit == "GB" and self.total < SMALL_GB else (1, self.unit)
         done, total, rate = self.done * scale, self.total * scale, self.done * scale / seconds

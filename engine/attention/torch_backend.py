@@ -72,7 +72,7 @@ class TorchAttention:
         quantised = layers[0].scales is not None
         self._device, self._mask_dtype = kv.device, torch.float32 if quantised else kv.dtype
         # A block of one layer is a run of rows, one per (K or V, head). If the block stride is a multiple of the row
-        # size, the pool is a matrix of such rows, and one index_select reads blocks in the order that attention needs.
+        # size, the pool is a matrix of these rows, and one index_select reads blocks in the order that attention needs.
         row_size = self._block_size * self._head_dim
         is_matrix = kv.stride(0) % row_size == 0 and not quantised
         self._rows_per_block = kv.stride(0) // row_size if is_matrix else None

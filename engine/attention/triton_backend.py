@@ -1,6 +1,6 @@
 """Paged attention on the GPU. `TritonAttention` selects the kernel for each row of a step:
 
-    up to 8 new tokens                 `paged_decode` (split KV), one launch for the first span of such rows
+    up to 8 new tokens                 `paged_decode` (split KV), one launch for the first span of these rows
     new tokens x keys >= 2**20         `cudnn_prefill` for the first n // 1024 * 1024 tokens, if the prefix is a
                                        multiple of 1024 too; `dense_prefill` over gathered keys for the other tokens
     other rows, windows, head dims     `paged_prefill`
@@ -45,7 +45,7 @@ class RowSpan:
     cu_q: Tensor  # int32 [rows + 1], the first token of each row, counted from first_token.
     seq_lens: Tensor  # int32 [rows], the keys of each row, new tokens included.
     tables: Tensor  # int32 [rows, n], the physical blocks of each row.
-    tiles: Tensor | None = None  # The list of tiles of the paged prefill kernel. None: the host knows the lengths.
+    tiles: Tensor | None = None  # The list of tiles of the paged prefill kernel; None if the host knows the lengths.
     # The fields below are for rows over contiguous keys: one row, or several rows of one shape in one cuDNN call.
     start: int = 0  # Cached tokens before the new ones; 0 if count > 1.
     cudnn_tokens: int = 0  # Leading new tokens of a row that cuDNN computes; all if count > 1.
@@ -58,7 +58,7 @@ class RowSpan:
 
 
 class DecodeRows(NamedTuple):
-    """The rows of a captured step for the split-KV kernel. The other rows of the step follow without tokens."""
+    """The rows of a captured step that the split-KV kernel computes. Rows without tokens fill the rest."""
 
     cu_q: Tensor  # int32 [B + 1], the first token of each row.
     seq_lens: Tensor  # int32 [B], the keys of each row with the new tokens, 0 for a row without tokens.

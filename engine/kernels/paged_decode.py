@@ -50,9 +50,17 @@ def softcap_args(scale: float, softcap: float) -> tuple[float, float]:
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _plan_kernel(
-    cu_q, seq_lens, cum, first_seq, num_seqs, num_programs, window,
-    HEADS: tl.constexpr, BN: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+    cu_q,
+    seq_lens,
+    cum,
+    first_seq,
+    num_seqs,
+    num_programs,
+    window,
+    HEADS: tl.constexpr,
+    BN: tl.constexpr,
+    B: tl.constexpr,
+):
     """Computes the plan: the running sum of tiles per sequence (cum), and each program's first sequence."""
     b = tl.arange(0, B)
     live = b < num_seqs
@@ -380,9 +388,18 @@ def plan_decode(
     cum = torch.empty(num_seqs + 1, dtype=torch.int32, device=seq_lens.device)
     first_seq = torch.empty(programs, dtype=torch.int32, device=seq_lens.device)
     _plan_kernel[(programs,)](
-        cu_q, seq_lens, cum, first_seq, num_seqs, programs, window,
-        HEADS=num_kv_heads, BN=block_n, B=triton.next_power_of_2(num_seqs), num_warps=4,
-    )  # fmt: skip
+        cu_q,
+        seq_lens,
+        cum,
+        first_seq,
+        num_seqs,
+        programs,
+        window,
+        HEADS=num_kv_heads,
+        BN=block_n,
+        B=triton.next_power_of_2(num_seqs),
+        num_warps=4,
+    )
     return DecodePlan(cum, first_seq, window, block_n, stages)
 
 

@@ -20,7 +20,7 @@ from engine.kernels.pool import decode, key_scale, pool_args, value_scale
 from engine.kv.kv_pool import LayerKV
 
 SMALL_TILE_ROWS = 2048  # Steps of up to this many query rows per kv head get small tiles.
-EXTRA_PROGRAMS = 8  # Programs of a list of tiles beside those that one row would need.
+EXTRA_PROGRAMS = 8  # Programs of a list of tiles, beyond those that one row with all tokens needs.
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def listed_prefill(
     softcap: float = 0.0,
     out: Tensor,
 ) -> Tensor:
-    """Computes the attention of `paged_prefill` for the tiles of a list on the device, which may change in a graph.
+    """Computes the attention of `paged_prefill` for a list of tiles on the device. The list may change between replays.
 
     Arguments are those of `paged_prefill`, and:
 

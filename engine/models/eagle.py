@@ -11,12 +11,6 @@ target's LM head. `fc` joins embedding and state. No norm precedes attention. Th
 EAGLE-3 (Li et al. 2025, Scaling up inference acceleration via training-time test): `fc` makes the state from three
 residual streams of the target. Embedding and state have a norm each and enter attention side by side. The LM head is
 the head's own, with a norm and a vocabulary of its own: its token i is the target's token i + d2t[i].
-
-EAGLE-2 has EAGLE's checkpoint format. A config is EAGLE-3 if it has `draft_vocab_size`, or "eagle3" in the name of its
-architecture. The layer is a Llama layer, or a Qwen2 layer (with biases). The `speculators` library nests its
-configuration. Tensors have the names in the authors' code (`layers.0.` for EAGLE, `midlayer.`
-for EAGLE-3), with or without the prefix `model.`. An EAGLE checkpoint has a copy of the target's embedding, which is
-not read. An EAGLE-3 checkpoint may have this copy or an embedding of its own.
 """
 
 from __future__ import annotations
@@ -89,7 +83,11 @@ def load_eagle_spec(model_dir: Path) -> EagleSpec:
 
 
 def parse_eagle_spec(config: Mapping[str, Any]) -> EagleSpec:
-    """Reads a parsed config.json. Raises ConfigError if it does not describe an EAGLE head."""
+    """Reads a parsed config.json. Raises ConfigError if it does not describe an EAGLE head.
+
+    A config is EAGLE-3 if it has `draft_vocab_size`, or "eagle3" in the name of its architecture; EAGLE-2 has EAGLE's
+    format. The layer is a Llama layer, or a Qwen2 layer (with biases). The library `speculators` nests its config.
+    """
     nested = config.get("transformer_layer_config") or config.get("model")
     config = {**(nested if isinstance(nested, Mapping) else {}), **config}
     name = str((config.get("architectures") or [""])[0])
@@ -286,7 +284,12 @@ def _file(model_dir: Path) -> Path:
 
 
 def _read(model_dir: Path) -> dict[str, Tensor]:
-    """Returns the checkpoint's tensors by their names in `EagleHead`, without unused tensors."""
+    """Returns the checkpoint's tensors by their names in `EagleHead`, without unused tensors.
+
+    The checkpoint has the names of the authors' code (`layers.0.` for EAGLE, `midlayer.` for EAGLE-3), with or without
+    the prefix `model.`. An EAGLE checkpoint has a copy of the target's embedding, which is not read. An EAGLE-3
+    checkpoint may have this copy or an embedding of its own.
+    """
     path = _file(model_dir)
     try:
         tensors: Mapping[str, Tensor]

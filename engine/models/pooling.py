@@ -1,6 +1,6 @@
 """Pooling: how the states of a prompt's tokens after the final norm become one vector.
 
-The kind is a setting, or that of sentence-transformers' files in the model directory: modules.json lists the modules,
+The setting names the kind, or sentence-transformers' files in the model directory do: modules.json lists the modules,
 and the directory of the Pooling module has a config.json
 (https://sbert.net/docs/package_reference/sentence_transformer/models.html#sentence_transformers.models.Pooling).
 """
@@ -17,7 +17,7 @@ from common.errors import ConfigError
 
 
 class PoolingKind(StrEnum):
-    """Which states a vector is made of."""
+    """The states from which a vector is made."""
 
     LAST = "last"  # The state of the last token
     MEAN = "mean"  # The mean of all states
@@ -33,7 +33,7 @@ class Pooling:
     refusal: str = ""  # Why the model serves no embeddings; empty if it does
 
     def tokens(self, prompt_len: int) -> range:
-        """Returns the positions of the tokens with the states that are pooled."""
+        """Returns the positions of the tokens that are pooled."""
         match self.kind:
             case PoolingKind.LAST:
                 return range(prompt_len - 1, prompt_len)
@@ -43,7 +43,7 @@ class Pooling:
                 return range(1)
 
 
-#: The switches of a pooling config that are served, and their kinds.
+#: The switches of a pooling config that Baton serves, with their kinds.
 _SWITCHES = {
     "pooling_mode_lasttoken": PoolingKind.LAST,
     "pooling_mode_mean_tokens": PoolingKind.MEAN,

@@ -214,9 +214,7 @@ def _files(model_dir: Path) -> list[Path]:
         if missing is not None:
             raise ConfigError(f"{missing}, named by the index, does not exist", field="model")
         return files
-    raise ConfigError(
-        f"{model_dir} has neither model.safetensors nor an index of shards, nor .bin files", field="model"
-    )
+    raise ConfigError(f"{model_dir} has neither model.safetensors nor an index of shards nor .bin files", field="model")
 
 
 def only_pickled(model_dir: Path) -> bool:

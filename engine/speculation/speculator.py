@@ -26,7 +26,7 @@ from engine.speculation.proposer import DraftBatch, Proposer
 
 _log = logging.getLogger(__name__)
 
-MAX_DRAFT_LAG = 64  # Max tokens that a draft model may lag. Such blocks are published after the catch-up.
+MAX_DRAFT_LAG = 64  # Max tokens that a draft model may lag. Blocks that lag are published after the catch-up.
 OBSERVED_PER_STEP = 4  # Max sequences that the proposer reads during a step.
 NO_STATE = object()  # Proposer state of a sequence for which `Proposer.new_state` raised.
 USELESS_AFTER = 50  # A proposer is useless after this many verified proposals in a row without an accepted draft.

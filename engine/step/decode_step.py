@@ -27,7 +27,7 @@ from engine.sampling.device_sampler import DeviceSampler
 from engine.schedule.scheduler import ScheduledSequence
 from engine.speculation.acceptance import accepted_mask
 from engine.speculation.draft_model import DraftModel, EagleDraftModel, StateLinks, TargetModel
-from engine.step.slot_tables import SlotTables
+from engine.step.step_tensors import SlotTables
 
 
 class DecodeStep:

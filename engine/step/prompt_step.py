@@ -2,7 +2,7 @@
 
 Without a graph a step takes about ten launches per layer. Below about 1024 tokens a GPU computes them faster than the
 host queues them (8B shape: 14 to 34 ms for the host, 5 to 24 ms for the GPU). A step is padded to a captured number of
-tokens. `stage` copies one packed array to the device, and everything that depends on the rows is read there:
+tokens. `stage` copies one packed array to the device. The graph reads all facts about the rows from this array:
 
     tokens    [ decoding rows | chunk | chunk  | padding ]
     kernel      split KV        prefill tiles    none
@@ -10,8 +10,8 @@ tokens. `stage` copies one packed array to the device, and everything that depen
 There are two graphs for each number of tokens. Steps of few prompts use the one without decoding rows, because the
 kernels for these rows take time even if there are none.
 
-LM head and sampling are a graph of their own (`SampleStep`): their inputs depend on which rows sample. The layers of a
-draft model are inside.
+LM head and sampling have their own graph (`SampleStep`), because their inputs depend on the rows that sample. The
+layers of a draft model are part of the prompt graph.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from engine.models.base import ForwardContext, Model
 from engine.schedule.scheduler import ScheduledSequence
 from engine.speculation.draft_model import DraftModel, StateLinks, TargetModel
 from engine.step.sample_step import SampleStep
-from engine.step.slot_tables import SlotTables
-from engine.step.step_tensors import StepPlan
+from engine.step.step_tensors import SlotTables, StepPlan
 
 if TYPE_CHECKING:
     from engine.sampling.device_sampler import DeviceSampler
@@ -44,7 +43,7 @@ FEW_ROWS = 8  # Max rows of a step of few prompts, and max tokens with requested
 MAX_SCORES = (
     4 << 20
 )  # New tokens x keys of all chunks; above it the dense kernels save more time than the launches take
-MAX_NEW_ENTRIES = 1024  # New entries of block tables that travel with a step; more are copied before it
+MAX_NEW_ENTRIES = 1024  # New entries of block tables in the packed array; more are copied before the step
 
 
 class PromptBucket(NamedTuple):
@@ -73,7 +72,7 @@ class PromptStep:
         max_step_tokens: int,
         max_seq_drafts: int = 0,
         max_drafts: int = 0,  # Max drafts of a step
-        draft_model: DraftModel | None = None,  # A draft model, whose layers are computed in the same graph
+        draft_model: DraftModel | None = None,  # A draft model; its layers are in the same graph
     ) -> None:
         self._target, self._kv, self._draft = TargetModel(model, kv.layers(), backend), kv, draft_model
         self._draft_backend: TritonAttention | None = None  # The attention of a draft model that lags
@@ -188,15 +187,15 @@ class PromptStep:
     def run(self, bucket: PromptBucket) -> tuple[Tensor, Tensor | None]:
         """Queues the layers of the staged step. Returns two buffers that the next step overwrites.
 
-        These are the hidden states of the tokens `plan.hidden_indices`, and more rows; and the states of all tokens for
-        an EAGLE head, if there is one.
+        The first has the hidden states of the tokens `plan.hidden_indices`, then unused rows. The second has the states
+        of all tokens for an EAGLE head, None without one.
         """
         return self._graphs.run(bucket)
 
     def sample(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Queues LM head and sampling of the step that runs. The step must have no drafts.
 
-        Returns what `SampleStep.run` returns; a result that is not sampled has a meaningless token, or -1.
+        Returns the buffers of `SampleStep.run`. A result that is not sampled has a meaningless token, or -1.
         """
         return self.sample_step.run(len(plan.logits_indices))
 

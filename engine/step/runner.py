@@ -35,6 +35,7 @@ from engine.speculation.draft_model import DraftModel, EagleDraftModel, TargetMo
 from engine.step.step_sampler import StepSampler, mask_unknown
 from engine.step.step_tensors import (
     LaunchedStep,
+    SlotTables,
     StepInputs,
     StepPlan,
     StepRows,
@@ -98,7 +99,6 @@ class ModelRunner:
         if use_cuda_graphs:
             from engine.step.decode_step import DecodeStep
             from engine.step.prompt_step import PromptStep
-            from engine.step.slot_tables import SlotTables
 
             assert sampler is not None
             assert isinstance(backend, TritonAttention)
@@ -399,7 +399,7 @@ class ModelRunner:
     ) -> None:
         """Adds the states of the tokens in `ranges`, [tokens, hidden] range after range, to their sequences.
 
-        Each token is added once, also if its step is discarded later: the tokens before it were known and had KV.
+        Each token is added once, even if its step is discarded later: the tokens before it were known and had KV.
         """
         for index, first, end in ranges:
             seq = scheduled[index].seq
@@ -432,7 +432,7 @@ def _keep_logits(scheduled: Sequence[ScheduledSequence], plan: StepPlan, logits:
     """Keeps the logits that sequences ask for, before penalties and masks change them. `logits`: float32 [S, vocab]."""
     if not any(entry.seq.logit_ids for entry in scheduled):
         return
-    rows = np.cumsum(plan.samples) - 1  # of each result
+    rows = np.cumsum(plan.samples) - 1  # the row of each result
     for entry, end in zip(scheduled, np.cumsum(plan.num_results), strict=True):
         if entry.samples and entry.seq.logit_ids:
             (ids,) = upload([np.array(entry.seq.logit_ids)], logits.device)

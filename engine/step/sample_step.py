@@ -1,7 +1,7 @@
 """LM head and sampling in static buffers: from the hidden states of a step to its tokens in one launch of a CUDA graph.
 
-`DecodeStep` has both in its own graphs. `PromptStep` leaves them to this one, because its graphs depend on the tokens
-of a step, and this one depends on the rows that sample.
+`DecodeStep` has both in its own graphs. `PromptStep` uses this class, because its graphs are for a number of tokens and
+these graphs are for a number of sampling rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SampleStep:
     def run(self, rows: int) -> tuple[Tensor, Tensor]:
         """Samples after the first rows that `keep` has kept. Returns two buffers that the next step overwrites.
 
-        These are the tokens, int64 [rows], -1 where the logits were not finite, and the logits, float32 [rows, vocab].
+        These are the tokens, int64 [rows], with -1 where logits were not finite, and the logits, float32 [rows, vocab].
         """
         results, logits = self._graphs.run(next(size for size in reversed(self.shapes) if size >= rows))
         return results[:rows], logits[:rows]

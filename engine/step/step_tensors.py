@@ -1,4 +1,4 @@
-"""The tensors of a step: its inputs, and its results until the host has them.
+"""The tensors of steps: block tables of all slots, inputs, and results until the host has them.
 
     plan_step  ->  ModelRunner.launch  ->  LaunchedStep  ->  send_to_host  ->  collect  ->  RunnerOutputs
 
@@ -31,12 +31,30 @@ Logprobs = tuple[Tensor | None, ...]
 StepRows = Sequence[tuple[int, int]]  # Cached and new tokens of each row of a step
 
 
+class SlotTables:
+    """The device's copy of `BlockTables`; its last row is for padding and names no block of a sequence.
+
+    A step brings the blocks of its new tokens along. `num_on_device` says how many entries before them are current.
+    """
+
+    def __init__(self, tables: BlockTables, device: torch.device) -> None:
+        slots, self.width = tables.blocks.shape
+        self.tables = tables
+        self.device_tables = torch.zeros(slots + 1, self.width, dtype=torch.int32, device=device)  # [slots + 1, width]
+
+    def copy(self, slots: np.ndarray, width: int) -> None:
+        """Copies the first `width` entries of these slots to the device."""
+        rows = [self.tables.blocks[slots, :width], slots.astype(np.int32)]
+        entries, device_slots = upload(rows, self.device_tables.device)
+        self.device_tables[:, :width].index_copy_(0, device_slots.long(), entries)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step as host arrays, all int64 unless stated otherwise.
 
-    T tokens, R results, of which S are sampled, and H = R + prompt log-probabilities + pooled tokens. An inner chunk of
-    a prompt samples nothing; it has one result, that of its last token.
+    Sizes: T tokens; R results, S of them sampled; H = R + prompt log-probabilities + pooled tokens. An inner chunk of a
+    prompt samples nothing; its one result belongs to its last token.
     """
 
     shape: StepShape
@@ -46,7 +64,7 @@ class StepPlan:
     num_results: np.ndarray  # Number of results of each sequence
     logits_indices: np.ndarray  # [R], for each result, the index (in T) of the token before it
     samples: np.ndarray  # bool [R], the result is sampled
-    hidden_indices: np.ndarray  # [H]: `logits_indices`, then those that give `logprob_ranges` and `pooled_ranges`
+    hidden_indices: np.ndarray  # [H]: `logits_indices`, then the tokens of `logprob_ranges` and `pooled_ranges`
     prefill_rows: list[int]  # Indices of the sequences that do not decode
     logprob_ranges: list[tuple[int, int, int]]  # Prompt log-probabilities: index of the sequence, first position, end
     pooled_ranges: list[tuple[int, int, int]]  # Pooled tokens: index of the sequence, first position, end

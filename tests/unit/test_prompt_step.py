@@ -18,8 +18,7 @@ from engine.kv.kv_pool import KVPool
 from engine.models.base import ForwardContext
 from engine.schedule.sequence import BlockTables
 from engine.step.prompt_step import FEW_ROWS, MAX_NEW_ENTRIES, TOKEN_BUCKETS, PromptBucket, PromptStep
-from engine.step.slot_tables import SlotTables
-from engine.step.step_tensors import StepPlan, token_positions
+from engine.step.step_tensors import SlotTables, StepPlan, token_positions
 
 BLOCK, SLOTS, WIDTH, VOCAB = 4, 20, 3000, 50
 
