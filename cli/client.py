@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from common.errors import ConfigError, Unavailable
-from common.settings.configs import is_loopback
+from common.settings.kinds import is_loopback
 
 CONNECT_S = 5.0
 DATA, END = "data: ", "data: [DONE]"
@@ -54,7 +54,7 @@ class Server:
         any_certificate: bool = False,
         timeout_s: float = 120.0,
     ) -> None:
-        """`url` is HOST:PORT, http:// or https://, with or without /v1. timeout_s: longest silence of the server.
+        """`url` is HOST:PORT, http:// or https://, with or without /v1. timeout_s: max silence of the server.
 
         `ca_file` (PEM) names the authorities of an https server. Raises ConfigError.
         """
@@ -103,7 +103,7 @@ class Server:
         started, texts = time.monotonic(), list[str]()
         request_id, finish_reason, first_s, usage = "", "", 0.0, dict[str, int]()
         with self._request("POST", "/v1/chat/completions", json=content) as reply:
-            for line in reply.iter_lines():
+            for line in _lines(reply):
                 if line == END:
                     break
                 if not line.startswith(DATA):
@@ -150,6 +150,15 @@ class Server:
             raise Unavailable(f"{self.url} was silent for too long ({type(error).__name__})") from error
         except (httpx.HTTPError, httpx.StreamError, ValueError, KeyError) as error:
             raise Unavailable(f"{method} {path} at {self.url} failed: {error!r}") from error
+
+
+def _lines(reply: httpx.Response) -> Iterator[str]:
+    """Yields the lines of an event stream. `iter_lines` of httpx also ends a line at U+2028 and U+0085 in a text."""
+    rest = b""
+    for part in reply.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.decode("utf-8", "replace").removesuffix("\r") for line in lines)
+    yield rest.decode("utf-8", "replace")
 
 
 def server_url(url: str) -> httpx.URL:

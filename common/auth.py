@@ -7,8 +7,8 @@ The metadata entry `baton-call-bin` of a call holds
 The mac covers the rest of the entry, the method and the message as it is sent. So the receiver verifies a message
 before it parses it, and an unknown field does not change the outcome. A stream of requests is signed at its opening,
 without a message. A call is accepted once, by the receiver that it names, within MAX_SKEW_S of its timestamp and not
-from before the receiver's start. Nonces are remembered only of calls with a right mac, so unsigned traffic cannot fill
-the memory.
+from before the receiver's start. The receiver remembers the nonces of calls with a right mac only, so unsigned calls
+cannot fill its memory.
 
 Invariant for rolling upgrades: a new field of a message has the highest number in the message. The signature of a KV
 target covers its named fields, because a gateway parses and serializes the target on its way.
@@ -59,7 +59,7 @@ ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
 #: Methods and services that every process may call: they reveal the layout and the addresses of pods.
 OPEN_METHODS = ("/baton.v1.Transfer/Info", "/grpc.health.v1.Health/", "/grpc.reflection.")
 
-_OLD_KEY = "baton-auth-bin"  # Of versions that signed only the calls between pods
+_OLD_KEY = "baton-auth-bin"  # Entry of earlier versions, which signed only the calls between pods
 _VERSION = 2
 _HEAD = struct.Struct("<BQQ16s")  # Version, generation, timestamp in ms, nonce
 _MAC_BYTES, _NONCE_BYTES = 32, 16
@@ -69,7 +69,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class CallerIdentity:
     """The verified process behind a call."""
 
     role: str  # GATEWAY, or the value of a pod's Role
@@ -77,10 +77,10 @@ class Caller:
     generation: int
 
 
-_caller: ContextVar[Caller] = ContextVar("caller")
+_caller: ContextVar[CallerIdentity] = ContextVar("caller")
 
 
-def current_caller() -> Caller:
+def current_caller() -> CallerIdentity:
     """Returns the caller of the call that this task serves. Raises Unauthenticated on a server without a CallGuard."""
     caller = _caller.get(None)
     if caller is None:
@@ -95,8 +95,8 @@ class Signer:
         if not secret:
             raise ConfigError("the cluster's secret is empty", field="secret")
         self.name, self._generation = name, generation
-        self.refused = 0  # Calls without a right signature
-        # Keys of their own, so that one kind of signature never passes for the other.
+        self.refused = 0  # Number of calls without a right signature
+        # Each kind of signature has its own key, so that neither passes for the other.
         self._call_key, self._target_key = (hmac.digest(secret, use, "sha256") for use in (b"call", b"KV target"))
         self._sender = f"{role}\0{name}\0"
         self._seen: dict[int, set[bytes]] = {}  # Nonces of accepted calls, in buckets of MAX_SKEW_S by timestamp
@@ -111,7 +111,7 @@ class Signer:
 
     def verify(
         self, method: str, body: bytes, metadata: Iterable[MetadataItem] | None, now: float | None = None
-    ) -> Caller:
+    ) -> CallerIdentity:
         """Verifies the signature of a call to this process. Raises Unauthenticated.
 
         `now` is in seconds since the epoch; None: the current time.
@@ -122,7 +122,7 @@ class Signer:
             self.refused += 1
             raise
 
-    def _verify(self, method: str, body: bytes, metadata: Mapping[str, str | bytes], now: float) -> Caller:
+    def _verify(self, method: str, body: bytes, metadata: Mapping[str, str | bytes], now: float) -> CallerIdentity:
         value = metadata.get(SIGNATURE_KEY)
         if not isinstance(value, bytes) or len(value) <= _MAC_BYTES + _HEAD.size:
             older = " by this version's rules" if _OLD_KEY in metadata else ""
@@ -146,7 +146,7 @@ class Signer:
             allowed = " or ".join(sorted(ALLOWED_ROLES.get(method, ()))) or "no role"
             raise Unauthenticated(f"{method} was called by {name} in the role {role}, but only {allowed} may call it")
         self._remember(nonce, sent_ms / 1000, now, method)
-        return Caller(role, name, generation)
+        return CallerIdentity(role, name, generation)
 
     def _remember(self, nonce: bytes, sent: float, now: float, method: str) -> None:
         for bucket in [b for b in self._seen if (b + 1) * MAX_SKEW_S < now - MAX_SKEW_S]:
@@ -248,7 +248,7 @@ def sign_calls(channel: grpc.aio.Channel, signer: Signer, receiver: Callable[[],
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not subscriptable at run time
-    """Verifies every call of a server but the open ones, before its message is parsed. See current_caller.
+    """Verifies each call of a server, except OPEN_METHODS, before its message is parsed. See current_caller.
 
     Over TLS the role in the caller's certificate must be the signed one.
     """

@@ -140,7 +140,7 @@ def _server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
         given = now
         return configuration(now)
 
-    fetch: Any = changed  # the stub lacks that None means no change
+    fetch: Any = changed  # None means no change, which the type in the stub lacks
     return grpc.dynamic_ssl_server_credentials(configuration(given), fetch, given.ca is not None)
 
 

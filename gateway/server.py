@@ -30,8 +30,8 @@ from common.model.directory import default_served_name, resolve_model
 from common.pb import inference_pb2_grpc
 from common.process.lifecycle import Lifecycle, log_phase
 from common.rpc import RpcServer
-from common.settings.configs import GatewayConfig, is_loopback
-from common.settings.kinds import host_port
+from common.settings.configs import GatewayConfig
+from common.settings.kinds import host_port, is_loopback
 from common.tls import TlsFiles
 from common.tracing.tracer import Tracer
 from gateway.admission.client_limits import ClientLimits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import secrets
 import socket
@@ -36,7 +35,7 @@ class ServiceSettings(Settings, section="Process"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.secret == DEFAULT_SECRET and not is_loopback(self.host):
+        if self.secret == DEFAULT_SECRET and not kinds.is_loopback(self.host):
             raise setting_error("secret", f"listening on {self.host} needs a cluster secret (set BATON_SECRET)")
 
 
@@ -55,7 +54,7 @@ class TlsSettings(ServiceSettings, section="Process"):
         super().__post_init__()
         master = getattr(self, "tensor_parallel_master", None)
         for host, what in ((self.host, "listening on"), ((master or "").rpartition(":")[0], "a group of machines at")):
-            if host and self.tls_dir is None and not is_loopback(host):
+            if host and self.tls_dir is None and not kinds.is_loopback(host):
                 problem = f"missing: {what} {host} needs certificates (make them with `baton certs DIR`)"
                 raise setting_error("tls_dir", problem)
 
@@ -418,7 +417,7 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
     max_ttft_s: float = setting(
         kinds.seconds(0, 86400),
         60.0,
-        "Refuse requests whose first token is predicted later; 0: only the deadline counts",
+        "Refuse a request if its first token is predicted later; 0: only the deadline counts",
     )
     drain_delay_s: float = setting(
         kinds.seconds(0, 3600),
@@ -488,14 +487,6 @@ class UpConfig(
         per_process=True,
     )
     max_tokens: int = setting(kinds.integer(1, 1 << 24), 96, "Longest answer to --once, in tokens")
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only processes of this machine reach an address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _parse_name_value_pairs(setting: str, pairs: Sequence[str]) -> dict[str, str]:

@@ -96,7 +96,7 @@ def size(low: int) -> SettingKind:
     def parse(raw: object) -> int:
         if isinstance(raw, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", raw)
-            # Gb means gigabits to some and gigabytes to others, and a factor of eight is not to be guessed.
+            # Gb may mean gigabits or gigabytes, which differ by a factor of eight, so it is not guessed.
             if match is None or match[2].lower() not in _UNITS or re.fullmatch("[KMGT]b", match[2]):
                 raise ValueError
             raw = int(float(match[1]) * _UNITS[match[2].lower()])
@@ -244,6 +244,14 @@ def _parse_address(raw: str) -> str:
 def host_port(host: str, port: int | str) -> str:
     """Returns host:port as URLs and gRPC write it: an IPv6 address stands in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only processes of this machine reach an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 BOOL = SettingKind("true or false", _parse_bool, shape=bool, show=lambda _: "on")

@@ -4,7 +4,8 @@ All forms of a setting come from its field: the flag (--chunk-tokens), the varia
 (chunk_tokens), `--help`, docs/settings.md, and the flags that `baton up` gives to its processes.
 
 A setting has the value of its flag, else of the variable, else of the TOML file (flat keys), else the default. Unknown
-keys and unknown BATON_* variables are errors, so Kubernetes' service links, which inject such variables, must be off.
+keys and unknown BATON_* variables are errors, so Kubernetes' service links, which inject BATON_* variables, must be
+off.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common.settings.kinds import SettingKind, as_text, choice, optional
 
 ENV_PREFIX = "BATON_"
 ENV_NOT_SETTINGS = frozenset({"BATON_CACHE", "BATON_CONFIG"})  #: Variables that other code reads.
-LONG_NAME = 9  #: Letters of a name from which two wrong ones count as a misspelling.
+LONG_NAME = 9  #: A name of at least this many letters may be misspelt by two letters.
 FLAG, ENVIRONMENT, PYTHON = " on the command line", " in the environment", ""  #: Origins of a value, besides a file.
 
 _log = logging.getLogger(__name__)

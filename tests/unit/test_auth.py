@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.auth import ALLOWED_ROLES, GATEWAY, MAX_SKEW_S, OPEN_METHODS, SIGNATURE_KEY, Caller, Signer
+from common.auth import ALLOWED_ROLES, GATEWAY, MAX_SKEW_S, OPEN_METHODS, SIGNATURE_KEY, CallerIdentity, Signer
 from common.errors import ConfigError, Unauthenticated, UnknownTransfer
 from common.pb import (
     control_pb2,
@@ -37,7 +37,7 @@ def signed(receiver: str = "decode-0", method: str = METHOD, **of: Any) -> list[
 def test_the_caller_of_a_signed_call_is_known() -> None:
     receiver = signer()
     metadata = [("other", "x"), *signed(role="both", name="prefill-ü")]
-    assert receiver.verify(METHOD, BODY, metadata) == Caller("both", "prefill-ü", 41)
+    assert receiver.verify(METHOD, BODY, metadata) == CallerIdentity("both", "prefill-ü", 41)
 
 
 def test_a_wrong_secret_method_or_message_is_refused() -> None:
