@@ -2,7 +2,7 @@
 
     python benchmarks/first_hour.py --base DIR --out benchmarks/results/first_hour.json
 
-DIR is another checkout, whose gateway is compared with this one; without --base that part is left out. Two quiet cores
+DIR is another checkout. Its gateway is compared with this one; without --base this part is left out. Two quiet cores
 and a converted demo model (`make demo`) are needed.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pd_online import earlier, metrics_of, replay
+from benchmarks.online.disaggregated import earlier, metrics_of, replay
 
 ROOT = Path(__file__).parents[2]
 PD = {
@@ -58,7 +58,7 @@ def test_one_pair(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_online_and_a_later_run_that_adds(tmp_path: Path) -> None:
     out = tmp_path / "online.json"
-    result = run("pd_online.py", out, "--modes", "pd")
+    result = run("online/disaggregated.py", out, "--modes", "pd")
     assert result["metrics"].keys() == PD
     assert all(row["ttft"]["count"] == row["requests"] for row in result["rows"])
     assert not any(row["failed"] for row in result["rows"])

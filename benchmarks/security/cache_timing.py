@@ -1,6 +1,6 @@
 """Measures whether a tenant can find out by time that another tenant has sent a prompt.
 
-    .venv/bin/python benchmarks/tenants.py --out benchmarks/results/tenants.json
+    .venv/bin/python benchmarks/security/cache_timing.py --out benchmarks/results/tenants.json
 
 One prefill and one decode pod with SmolLM2 on this machine. In each of ROUNDS rounds tenant a sends a new prompt of
 PROMPT tokens. Then, in random order, a sends it again (own), tenant b sends it (other), and b sends a prompt that
@@ -8,7 +8,7 @@ is new to all (cold). `share` is the same with --share-cache.
 
 - ttft_ms: time to the first token at the client, the median.
 - earlier: share of the pairs of a request and a cold one in which the request's first token comes earlier. 0.5: the
-  times tell nothing. 1.0: every request is told from a cold one.
+  times show nothing. 1.0: every request is faster than its cold one.
 - cached: the mean of cached_tokens.
 """
 
@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import httpx
 

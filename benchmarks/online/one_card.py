@@ -5,7 +5,7 @@ occurs twice, and answers are greedy with ignore_eos. There are two setups on th
 pod with both roles (`both`), and one prefill with one decode pod (`pd`). Both have default settings. Each load runs for
 a short time first, which does not count.
 
-    python benchmarks/online.py --out benchmarks/results/online-h200.json
+    python benchmarks/online/one_card.py --out benchmarks/results/online-h200.json
 
 `--shape tiny` checks on a CPU that the script works.
 """
@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import local_stack, pd_stack, report
 from benchmarks.support.report import spread

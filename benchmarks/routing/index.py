@@ -1,6 +1,6 @@
 """Measures the prefix index in a real Valkey: ingest, memory, and look-up cost for growing numbers of pods.
 
-    python benchmarks/routing_index.py --out benchmarks/results/routing_index.json
+    python benchmarks/routing/index.py --out benchmarks/results/routing_index.json
 
 IndexPublisher objects of 8 to 1,024 pods publish a million blocks. All pods have a trunk (a system prompt); four have a
 conversation to different depths. Look-ups go through IndexReader, with prompts that it has not cached, in two ways:
@@ -24,7 +24,7 @@ from typing import Any
 
 import uvloop
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import report
 from benchmarks.support.local_stack import keep_index_entries, valkey

@@ -1,13 +1,13 @@
 """Attacks a stack of real processes, and fuzzes the code. Each attack is refused, harmless, or works ("open").
 
-    .venv/bin/python benchmarks/security.py --out benchmarks/results/security.json
+    .venv/bin/python benchmarks/security/attacks.py --out benchmarks/results/security.json
 
 refused:  the attacker gets an error before anything happened.
 harmless: the attacker gets no data of others, and other clients notice nothing.
 
 The stack is one of `baton up`: mutual TLS, API keys, a prefill and a decode pod with the demo's model on the CPU. The
 attackers are processes without a certificate, without the secret or in another role, and clients with a key. Rows of
-grammars have the time until the error, and the delay of somebody else's request beside it.
+grammars have the time until the error, and the delay of another client's request at that time.
 
 `open` is the number of attacks that work, `fuzz_inputs` and `crashes` are those of `make fuzz`.
 """
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import grpc
 import httpx

@@ -1,6 +1,6 @@
 """Measures online serving, disaggregated and aggregated: open-loop Poisson arrivals through the real gateway.
 
-    python benchmarks/pd_online.py --out benchmarks/results/pd_online-h100x2.json
+    python benchmarks/online/disaggregated.py --out benchmarks/results/pd_online-h100x2.json
 
 `pd` is one prefill and one decode pod; `agg` is two pods with both roles. Each pod has its own GPU. Both modes get the
 same arrivals (fixed seed) and unique prompts of the same lengths. Local prefill is off. Times are from the client.
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import pd_stack, report
 from benchmarks.support.pd_stack import FLAGS, StackClient, TimedAnswer, prompts, running, transport_of
@@ -60,7 +60,7 @@ SHORTEST_S = 5.0  # The shortest load.
 
 
 @dataclass(frozen=True, slots=True)
-class OnlineLoad:
+class LoadPoint:
     """A load point. It ends after `requests` requests or `seconds` seconds of arrivals."""
 
     name: str
@@ -78,12 +78,12 @@ class OnlineLoad:
 
 LOADS = {
     "llama-3.1-8b": (
-        *(OnlineLoad(f"r{rate}", float(rate), 4096, 128, 300, 300.0) for rate in (2, 5, 8)),
-        OnlineLoad("r07_15000", 0.7, 15000, 64, 300, 300.0),
+        *(LoadPoint(f"r{rate}", float(rate), 4096, 128, 300, 300.0) for rate in (2, 5, 8)),
+        LoadPoint("r07_15000", 0.7, 15000, 64, 300, 300.0),
     ),
     "tiny": (
-        *(OnlineLoad(f"r{rate}", float(rate), 60, 6, requests, 10.0) for rate, requests in ((2, 3), (5, 6), (8, 8))),
-        OnlineLoad("r07_15000", 0.7, 150, 4, 2, 10.0),
+        *(LoadPoint(f"r{rate}", float(rate), 60, 6, requests, 10.0) for rate, requests in ((2, 3), (5, 6), (8, 8))),
+        LoadPoint("r07_15000", 0.7, 150, 4, 2, 10.0),
     ),
 }
 #: Fields of a load's row that become metrics.
@@ -108,7 +108,7 @@ def replay(arrived: Sequence[float], services_s: Sequence[float], servers: int) 
     return ttfts
 
 
-async def idle(client: StackClient, shape: str, load: OnlineLoad) -> dict[str, Any]:
+async def idle(client: StackClient, shape: str, load: LoadPoint) -> dict[str, Any]:
     """Measures requests of this load's length one after another on idle pods. Warm-up requests do not count."""
     seed = f"{SEED}-{load.name}-idle"
     batch = prompts(shape, IDLE_WARM_UP + IDLE_REQUESTS, load.prompt, seed)
@@ -165,7 +165,7 @@ def parts(answers: Sequence[TimedAnswer], events_of: Sequence[Timeline]) -> dict
     return {name: spread(seconds) for name, seconds in times.items()}
 
 
-async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[float], list[TimedAnswer], int]:
+async def play(client: StackClient, shape: str, load: LoadPoint) -> tuple[list[float], list[TimedAnswer], int]:
     """Sends all requests when they are due. Returns arrivals and answers in order, and the number of errors."""
     due_s = load.arrivals()
     batch = prompts(shape, len(due_s), load.prompt, seed=f"{SEED}-{load.name}")
@@ -186,7 +186,7 @@ async def play(client: StackClient, shape: str, load: OnlineLoad) -> tuple[list[
 
 
 async def measure_load(
-    client: StackClient, shape: str, load: OnlineLoad, service_s: float, servers: int
+    client: StackClient, shape: str, load: LoadPoint, service_s: float, servers: int
 ) -> dict[str, Any]:
     """Plays a load and returns its row. service_s: the idle prefill time; servers: pods that prefill."""
     due_s, answers, failed = await play(client, shape, load)
