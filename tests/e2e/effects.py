@@ -336,5 +336,10 @@ ELSEWHERE = frozenset(
         "include_reasoning",
         "functions",
         "function_call",
+        # Without effect
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "extra_body",
     }
 )

@@ -177,7 +177,7 @@ def test_a_request_that_fails_says_so_in_its_trace(cluster: Cluster) -> None:
     assert refused.status_code == 400
     (span,) = wait_for(cluster, asked_by.trace_id, {"gateway.request"}.issubset)
     assert span.failed
-    assert span.facts["baton.outcome"] == "InvalidRequest"
+    assert span.facts["baton.outcome"] == "ContextOverflow"
 
 
 def test_the_log_has_a_line_for_each_request_with_its_trace(cluster: Cluster) -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -379,6 +380,9 @@ def test_baton_pull_and_a_start_without_the_network(hub: HubServer, repository: 
     elsewhere = tmp_path / "elsewhere"
     pulling = subprocess.Popen([sys.executable, "-m", "cli", "pull", NAME], env={**env, "HF_HOME": str(elsewhere)})
     assert stalled.wait(60)
+    while not list(elsewhere.rglob("*.incomplete")):  # the client opens it after the first bytes
+        assert pulling.poll() is None
+        time.sleep(0.01)
     pulling.send_signal(signal.SIGINT)
     assert pulling.wait(10) == 128 + signal.SIGINT
     assert list(elsewhere.rglob("*.incomplete")) == []

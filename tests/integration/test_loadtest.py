@@ -114,7 +114,7 @@ async def test_conversations_go_on_from_what_was_answered(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_refusals_are_counted_by_kind(gw: Rig, cluster: FakeCluster, protocol: str) -> None:
-    cluster.prefills[0].faults.prefill_error = Overloaded("full", retry_after_s=1.0)
+    cluster.decodes[0].faults.reserve_error = Overloaded("full", retry_after_s=1.0)
     document = build_document(await run(gw, protocol, rate="100", requests="4"), "1")
     assert document["requests"]["failed"] == 4
     (error,) = document["errors"]
@@ -203,7 +203,7 @@ async def test_the_command_fails_where_the_server_does(gw: Rig, cluster: FakeClu
     cluster.decodes[0].faults.token_delay_s = 0.05
     shared = ("--url", gw.url, "--rate", "50", "--requests", "3", "--output-tokens", "4", "--quiet")
     assert (await command(*shared, "--slo", "e2e=1ms", "--attainment", "0.5"))[0] == 1
-    cluster.prefills[0].faults.prefill_error = Overloaded("full", retry_after_s=1.0)
+    cluster.decodes[0].faults.reserve_error = Overloaded("full", retry_after_s=1.0)
     code, out, _ = await command(*shared)
     assert code == 1
     assert "3 x http 429" in out
