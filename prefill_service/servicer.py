@@ -38,6 +38,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._pod = pod
         self.requests: RequestRegistry[PrefillHandOff] = pod.requests
         self.requests.on_drained = self._on_drained
+        self._preparing: set[str] = set()  # Ids of requests whose grammar is being compiled, which may take seconds
         self._puller = PrefixPuller(pod)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -49,7 +50,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         """Implements Prefill of prefill.proto."""
         valid, pod = request_from_pb(request.request), self._pod
-        grammar = await pod.compile_grammar(valid)
+        self._preparing.add(valid.request_id)
+        try:
+            grammar = await pod.compile_grammar(valid)
+        finally:
+            self._preparing.discard(valid.request_id)
         hint = request.pull if request.HasField("pull") else None
         deadline_s = remaining_s(context, DEFAULT_DEADLINE_S)
         target = kv_target_from_pb(request.target) if request.HasField("target") else None
@@ -77,9 +82,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> prefill_pb2.SetTargetResponse:
         """Implements SetTarget of prefill.proto. Waits for the Prefill that it belongs to, which it may overtake."""
         target = kv_target_from_pb(request.target)
-        hand_off = await retry_while(lambda: self.requests.get(request.request_id), lambda found: found is None)
+        request_id, find = request.request_id, self.requests.get
+        await retry_while(lambda: request_id in self._preparing or request_id in self.requests, lambda known: not known)
+        hand_off = await retry_while(
+            lambda: find(request_id),
+            lambda found: found is None and request_id in self._preparing,
+            remaining_s(context, DEFAULT_DEADLINE_S),
+        )
         if hand_off is None:
-            raise Unavailable(f"request {request.request_id} is not known to this pod, or has ended")
+            raise Unavailable(f"request {request_id} is not known to this pod, or has ended")
         hand_off.set_target(target)
         return prefill_pb2.SetTargetResponse()
 

@@ -53,6 +53,7 @@ from gateway.telemetry.timeline import AttemptTrace, Timeline
 
 RESERVE_TIMEOUT_S = 5.0  #: A decode pod answers Reserve at once. One that takes longer is skipped.
 HAND_OFF_GRACE_S = 2.0  #: Wait when a prefill pod vanishes after the first token: decode may have all KV.
+TARGET_GRACE_S = 0.1  #: Wait when SetTarget fails: the Prefill call may have ended with an error that says more.
 MAX_PENDING_TOKENS = 8192  #: Tokens and alternatives that may wait for a client before its request is ended.
 DEADLINE_MESSAGE = "the request's time is over"  #: Error text after the deadline of a request.
 
@@ -315,6 +316,8 @@ class Attempt:
             with translate_rpc_errors():
                 await pod.prefill.SetTarget(message, timeout=timeout_s, metadata=self._trace.metadata)
         except BatonError as e:  # also if the deadline passed before the call was sent
+            # A Prefill call that has ended says why. Its end cancels this task.
+            await asyncio.sleep(TARGET_GRACE_S)
             self._prefill_failed(pod, e)
 
     def _pull_hint(self, placement: Placement) -> prefill_pb2.PullHint | None:

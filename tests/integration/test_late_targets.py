@@ -106,6 +106,34 @@ async def test_a_prompt_that_gets_no_target_releases_everything(
         await cluster.prefill.settled()
 
 
+async def test_set_target_waits_while_the_grammar_is_compiled(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "RETRY_LIMIT_S", 0.1)
+    async with Cluster.start(model_dir) as cluster:
+        refusal: InvalidRequest | None = None
+
+        async def compiles(_request: ValidRequest) -> None:
+            await asyncio.sleep(0.5)
+            if refusal is not None:
+                raise refusal
+
+        monkeypatch.setattr(cluster.prefill.runtime, "compile_grammar", compiles)
+        answer = await cluster.generate(request(PROMPT, 3), remote_only=True, late_s=0.0)
+        assert [token.id for token in answer.tokens] == oracle(model_dir).generate(
+            [PROMPT], request(PROMPT, 3).sampling
+        )[0].ids
+        refusal = InvalidRequest("the grammar is refused", field="guided")
+        asked, stub = request(PROMPT, 3), cluster.prefill.prefill
+        reply = await cluster.reserve(asked, remote_only=True)
+        call = stub.Prefill(prefill_pb2.PrefillRequest(request=request_to_pb(asked)))
+        set_target = prefill_pb2.SetTargetRequest(request_id=asked.request_id, target=reply.target)
+        with pytest.raises(Unavailable), translate_rpc_errors():
+            await stub.SetTarget(set_target)
+        with pytest.raises(InvalidRequest, match="the grammar is refused"), translate_rpc_errors():
+            async for _ in call:
+                pass
+        assert not cluster.prefill.service._preparing
+
+
 async def test_only_the_first_target_counts_and_it_has_to_fit(model_dir: Path) -> None:
     async with Cluster.start(model_dir) as cluster:
         stub = cluster.prefill.prefill
@@ -244,6 +272,22 @@ async def test_a_failed_set_target_leads_to_another_attempt(gw: Rig, late: FakeC
     assert len(prefill.seen.prefilled) == 3
     prefill.faults.target_error = None
     assert (await gw.complete()).status_code == 200
+    await settled(gw, late)
+
+
+async def test_the_error_of_the_prefill_hides_that_of_set_target(gw: Rig, late: FakeCluster) -> None:
+    (prefill,) = late.prefills
+    prefill.faults.target_error = Unavailable("the request is not known to this pod")
+    prefill.faults.prefill_error = InvalidRequest("the grammar is refused", field="guided_regex")
+
+    async def target_failed(asked: ValidRequest) -> None:
+        await until(lambda: asked.request_id in prefill.seen.late_targets)
+        await asyncio.sleep(0.02)  # the answer to SetTarget is first
+
+    prefill.faults.before_prefill = target_failed
+    response = await gw.complete()
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "the grammar is refused")
+    assert len(prefill.seen.prefilled) == 1
     await settled(gw, late)
 
 
