@@ -85,7 +85,7 @@ def _http_error(request: Request, error: Exception) -> Response:
     }
     kind = ObjectNotFound if error.status_code == 404 else InvalidRequest
     answer = kind(why.get(error.status_code, str(error.detail)))
-    errors, request_id = _errors_of(request.url.path), client_request_id(request.scope) or secrets.token_hex(12)
+    errors, request_id = _errors_of(path), client_request_id(request.scope) or secrets.token_hex(12)
     more = {**errors.headers(answer, request_id), "x-request-id": request_id}
     response = _json(errors.body(answer, request_id), error.status_code, more)
     for name, value in headers.items():

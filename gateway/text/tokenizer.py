@@ -76,6 +76,10 @@ class TextTokenizer:
         self._pieces: dict[int, bytes] = {}
         self.token_texts = _TokenTexts(self)  # text by token id, see _TokenTexts
 
+    def is_quick(self, texts: Sequence[str]) -> bool:
+        """Returns whether the texts may be tokenized in the event loop."""
+        return sum(map(len, texts)) + CALL_CHARS * len(texts) <= INLINE_CHARS
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of a text."""
         ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
@@ -92,8 +96,7 @@ class TextTokenizer:
         def each(encode: Callable[..., list[int]]) -> list[list[int]]:
             return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-        long = sum(map(len, texts)) + CALL_CHARS * len(texts) > INLINE_CHARS
-        return await asyncio.to_thread(each, self.encode_in_thread) if long else each(self.encode)
+        return each(self.encode) if self.is_quick(texts) else await asyncio.to_thread(each, self.encode_in_thread)
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Encodes one text, in a thread if it is long."""

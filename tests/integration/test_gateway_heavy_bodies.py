@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from common.errors import InvalidRequest, RequestTooLarge
 from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
 from common.types import ValidRequest
+from gateway.api.anthropic.requests import parse_message
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.endpoint import parse_json_body
 from gateway.api.http.json import MAX_DEPTH, deeper_than
 from gateway.api.openai.fields import MAX_IDS
 from gateway.api.openai.requests import parse_completion
+from gateway.api.openai.responses.request import parse_response
 from gateway.api.openai.tokenize import LONG_CHARS
 from gateway.serving.gateway import PROMPTS_PER_LOOP_TURN
 from gateway.serving.request import MAX_JSON_PARTS, to_valid_request
-from gateway.text.chat_format import INLINE_PARTS
+from gateway.text.chat_format import INLINE_PARTS, render_tools_as_text
 from gateway.text.tokenizer import INLINE_CHARS
+from gateway.text.tools.json_formats import HermesFormat
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig, texts
 from tests.rigs.pods.fake_pods import fake_cluster
 from tests.rigs.waiting import until
@@ -284,6 +288,32 @@ async def test_other_tasks_run_while_a_long_text_is_tokenized(smollm2_dir: Path)
     assert (len(prompt.literals), turns > 2) == (50_000, True)
     ids, turns = await turns_while(tokenizer.encode_chat(prompt))
     assert (len(ids) > 50_000, turns > 2) == (True, True)
+
+
+def test_countless_texts_of_one_message_are_joined_once() -> None:
+    """Each join of a text copies it: joined one by one, these texts would take a minute."""
+    line = "x" * 120
+    blocks = [{"type": "text", "text": line}] * 40_000
+    content: list[dict[str, Any]] = [{"role": "user", "content": blocks}]
+    runs = [{"role": "user", "content": [block] * 3} for block in blocks[:16_000]]
+    items = [{"role": "system", "content": line * 4}] * 16_000
+    tool: dict[str, Any] = {"role": "tool", "content": line * 4}
+    began = time.process_time()
+    for messages in (content, runs):
+        chat = parse_message({"model": MODEL, "max_tokens": 1, "messages": messages})
+        assert chat.messages[0]["content"].count(line) == sum(len(message["content"]) for message in messages)
+    said = parse_response({"model": MODEL, "input": [*items, MESSAGES[0]]}).chat().messages
+    assert said[0]["content"] == "\n\n".join([line * 4] * 16_000)
+    [merged, _] = render_tools_as_text([tool] * 16_000 + MESSAGES, (), HermesFormat())
+    assert merged["content"].count("<tool_response>") == 16_000
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_other_tasks_run_while_documents_are_cut(shared: Rig) -> None:
+    body = {"model": MODEL, "query": "Hi", "documents": ["Hello, world. " * 30_000], "max_tokens_per_doc": 4}
+    response, turns = await turns_while(shared.http.post("/v1/rerank", content=orjson.dumps(body)))
+    assert (response.status_code, turns > 500) == (200, True)
 
 
 async def test_other_tasks_run_between_the_prompts_of_one_request(

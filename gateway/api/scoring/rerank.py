@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -39,11 +41,13 @@ class RerankRequest(ModelRequest):
     return_documents: bool | None = param(
         "Whether results have the documents' texts.", words="true; false on /v2/rerank"
     )
-    instruction: str | None = param("What counts as relevant; only for models that judge pairs.", max_length=1 << 14)
+    instruction: str | None = param(
+        "Says which documents are relevant; only for models that judge pairs.", max_length=1 << 14
+    )
     max_tokens_per_doc: int | None = param(
         "Cuts longer documents after this many tokens.", words="no limit", ge=1, le=INT32_MAX
     )
-    rank_fields: Refused = param("Members of documents to compare; only text is.")
+    rank_fields: Refused = param("Members of documents to compare; always the member text.")
     truncate_prompt_tokens: Refused = param("The length of prompts; use max_tokens_per_doc.")
     max_chunks_per_doc: Ignored = param("A document is one prompt.")
     priority: Ignored = param("Order of waiting.")
@@ -64,7 +68,7 @@ class RerankHandler:
         texts = [document if isinstance(document, str) else document["text"] for document in r.documents]
         compared = texts
         if r.max_tokens_per_doc is not None:
-            compared = [_cut(model.tokenizer, text, r.max_tokens_per_doc) for text in texts]
+            compared = await _cut_all(model.tokenizer, texts, r.max_tokens_per_doc)
         pairs = TextPairs(
             queries=[r.query],
             documents=compared,
@@ -90,9 +94,17 @@ class RerankHandler:
         await response.send_json(200, {**answer, "usage": usage})
 
 
+async def _cut_all(tokenizer: TextTokenizer, texts: Sequence[str], max_tokens: int) -> list[str]:
+    """Returns each text up to the end of its first `max_tokens` tokens; long texts are cut in a thread."""
+
+    def cut() -> list[str]:
+        return [_cut(tokenizer, text, max_tokens) for text in texts]
+
+    return cut() if tokenizer.is_quick(texts) else await asyncio.to_thread(cut)
+
+
 def _cut(tokenizer: TextTokenizer, text: str, max_tokens: int) -> str:
-    """Returns the text up to the end of its first `max_tokens` tokens."""
     if len(text) <= max_tokens:  # no token is shorter than a character, except parts of one
         return text
-    offsets = tokenizer.raw.encode(text, add_special_tokens=False).offsets
+    offsets = tokenizer.raw.encode_batch([text], add_special_tokens=False)[0].offsets  # without the interpreter lock
     return text[: offsets[max_tokens - 1][1]] if len(offsets) > max_tokens else text

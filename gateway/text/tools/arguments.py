@@ -1,4 +1,4 @@
-"""How the arguments of a call are written: as a JSON object, or as tagged values without types.
+"""Two styles of the arguments of a call: a JSON object, and tagged values without types.
 
 A style reads arguments as they come (`reader`), defines them in a grammar (`rules`) and writes them (`write`).
 The third style, Python's keywords, is in pythonic.py.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from common.errors import InvalidRequest
@@ -26,7 +26,7 @@ class ArgumentReader(Protocol):
     """Reads the arguments of one call and passes them on as the text of a JSON object."""
 
     done: bool  #: The arguments are complete.
-    invalid: bool  #: The text is no arguments.
+    invalid: bool  #: The text cannot be arguments.
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
         """Reads text[at:]. Returns where it stopped, and more of the arguments.
@@ -35,7 +35,7 @@ class ArgumentReader(Protocol):
         """
 
     def pending(self, text: str) -> str:
-        """Returns what a cut text that ends with `text`, which `feed` left, adds to the arguments."""
+        """Returns the rest of the arguments if the answer is cut after `text`, which `feed` left."""
 
 
 class ArgumentStyle(Protocol):
@@ -48,7 +48,7 @@ class ArgumentStyle(Protocol):
         """Returns Lark lines that define `rule` as the arguments of a function."""
 
     def write(self, arguments: str) -> str:
-        """Returns arguments, given as a JSON object's text, as the model would have written them."""
+        """Returns arguments (the text of a JSON object) in this style."""
 
 
 class JsonObjectReader:
@@ -90,21 +90,36 @@ JSON_ARGUMENTS = JsonArguments()
 
 def string_regex(schema: Schema, function: Function) -> str:
     """Returns the regular expression of a string. Raises InvalidRequest for a keyword that it cannot enforce."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if not function.strict or (not least and most is None and "pattern" not in schema and "format" not in schema):
+    if not function.strict:
+        return r"(.|\n)*"
+    least, most = _length(schema, "minLength", function), _length(schema, "maxLength", function)
+    if not least and most is None and "pattern" not in schema and "format" not in schema:
         return r"(.|\n)*"
     for key in ("pattern", "format"):
         if key in schema:
             problem = f"{function.field}: {key} of a strict function is not supported with this model's tool format"
             raise InvalidRequest(problem, field=function.field)
-    return rf"(.|\n){{{int(least)},{'' if most is None else int(most)}}}"
+    return rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
+
+
+def _length(schema: Schema, keyword: str, function: Function) -> int | None:
+    """Returns a length in a schema, None without one. Another value is refused in a strict function."""
+    value = schema.get(keyword)
+    if type(value) in (int, float) and 0 <= value <= _MAX_LENGTH and value == int(value):
+        return int(value)
+    if value is not None:
+        _refuse(keyword, function)
+    return None
+
+
+_MAX_LENGTH = 1 << 31
 
 
 _ANY = r"/(.|\n)*/"
 _DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:([0-5][0-9]|60)(\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-#: Regular expressions of `format`, by RFC 3339, 4122, 5321, 2673 and 3986; generous where the RFC is.
+#: Regular expressions of `format`, by RFC 3339, 4122, 5321, 2673 and 3986; generous where the RFCs are.
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -129,9 +144,9 @@ def string_limits(schema: Schema, function: Function) -> list[str]:
     Raises InvalidRequest for a keyword of a strict function that they cannot enforce.
     """
     limits: list[str] = []
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    least, most = _length(schema, "minLength", function), _length(schema, "maxLength", function)
     if least or most is not None:
-        limits.append(rf"/(.|\n){{{int(least)},{'' if most is None else int(most)}}}/")
+        limits.append(rf"/(.|\n){{{least or 0},{'' if most is None else most}}}/")
     if isinstance(pattern := schema.get("pattern"), str):
         core = pattern.removeprefix("^")
         core = core[:-1] if core.endswith("$") and not core.endswith(r"\$") else core
@@ -142,7 +157,7 @@ def string_limits(schema: Schema, function: Function) -> list[str]:
             before, after = ("" if pattern.startswith("^") else r"(.|\n)*", "" if pattern.endswith("$") else r"(.|\n)*")
             limits.append("/" + before + "(" + re.sub(r"(?<!\\)/", r"\/", core) + ")" + after + "/")
     name = adapted({**schema}).get("format")  # a format that asserts nothing is left out
-    if name in _FORMATS:
+    if isinstance(name, str) and name in _FORMATS:
         limits.append(f"/{_FORMATS[name]}/")
     elif name is not None:
         _refuse("format", function)
@@ -158,12 +173,12 @@ def _refuse(keyword: str, function: Function) -> None:
 class TaggedArguments:
     """Arguments between tags, each with its key: <parameter=city>Oslo</parameter>.
 
-    A string stands there as it is, any other value as JSON. The schema says which of both a value is. Some templates
-    write True, None and {'a': 1} as Python does, so the reader accepts these too.
+    A string stands there as it is, any other value as JSON. The schema decides which of the two a value is. Some
+    templates write True, None and {'a': 1} as Python does, so the reader accepts these too.
     """
 
     def __init__(self, entry: str) -> None:
-        """`entry`: one argument with $key and $value, as models are trained on it, also the white space around it."""
+        """`entry`: one argument with $key and $value, and white space around it as in the model's training."""
         self.before_key, rest = entry.split("$key")
         self.after_key, self.after_value = rest.split("$value")
 
@@ -171,7 +186,7 @@ class TaggedArguments:
         return TaggedArgumentReader(self, schema, ends)
 
     def rules(self, rule: str, function: Function, literal: LarkLiteral) -> str:
-        """Properties come in their order. Those that are not required are optional, and there are no others."""
+        """Properties come in the order of the schema. Properties that are not required may be absent."""
         lines = [f"{rule}: {rule}_0"]
         properties = named_properties(function)
         for n, (key, schema, required) in enumerate(properties):
@@ -230,10 +245,10 @@ class TaggedArgumentReader:
         self._key = ""
         self._passed = 0  #: Number of texts of `_after_key` that were read.
         self._types: frozenset[str] | None = None
-        self._is_text = False  #: The value can only be a string, which is passed on as it comes.
+        self._is_text = False  #: The value can only be a string, so it is passed on as it comes.
         self._skip_newline = False
         self._value: list[str] = []
-        self._newline = ""  #: A line break that belongs to the value if more of it follows.
+        self._newline = ""  #: A held line break; it belongs to the value if more of the value follows.
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
         out: list[str] = []
@@ -325,16 +340,28 @@ def json_string(text: str) -> str:
     return json.dumps(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), ensure_ascii=False)
 
 
-def json_types(schema: Any, root: Any, depth: int = 16) -> frozenset[str] | None:
-    """Returns the JSON types that a schema allows, None if it allows all or does not say. `root` has its definitions.
+def json_types(schema: Any, root: Any) -> frozenset[str] | None:
+    """Returns the JSON types that a schema allows; None if it allows all or names none. `root` has its definitions.
 
     "integer" stands beside "number". Keywords that this function does not know allow all types.
     """
+    return _json_types(schema, root, 16, {})
+
+
+def _json_types(schema: Any, root: Any, depth: int, known: dict[int, frozenset[str] | None]) -> frozenset[str] | None:
+    """Implements json_types. `known` has the result by the id of each schema, so that references cost no time twice."""
     if not isinstance(schema, Mapping) or depth == 0:
         return None
+    if id(schema) not in known:
+        known[id(schema)] = None  # for references that lead back
+        known[id(schema)] = _types_in(schema, lambda part: _json_types(part, root, depth - 1, known), root)
+    return known[id(schema)]
+
+
+def _types_in(schema: Schema, types_of: Callable[[Any], frozenset[str] | None], root: Any) -> frozenset[str] | None:
     found: list[frozenset[str]] = []
     if isinstance(reference := schema.get("$ref"), str):
-        found += _known(json_types(resolve(reference, root), root, depth - 1))
+        found += _known(types_of(resolve(reference, root)))
     named = schema.get("type")
     if isinstance(named, str):
         found.append(frozenset((named,)))
@@ -346,12 +373,12 @@ def json_types(schema: Any, root: Any, depth: int = 16) -> frozenset[str] | None
         found.append(frozenset((_type_of(schema["const"]),)))
     for key in ("anyOf", "oneOf"):
         if isinstance(options := schema.get(key), list) and options:
-            each = [json_types(option, root, depth - 1) for option in options]
+            each = [types_of(option) for option in options]
             if None not in each:
                 found.append(frozenset[str]().union(*(types for types in each if types is not None)))
     if isinstance(parts := schema.get("allOf"), list):
         for part in parts:
-            found += _known(json_types(part, root, depth - 1))
+            found += _known(types_of(part))
     if not found:
         return None
     both = frozenset.intersection(*found)
@@ -400,10 +427,10 @@ def _enumerated(schema: Any) -> list[str] | None:
 
 
 def typed_value(text: str, types: frozenset[str] | None) -> str:
-    """Returns a value that was written without its type as JSON text. `types` are those that its schema allows.
+    """Returns the JSON text of a value that was written without its type. `types` are those that its schema allows.
 
-    What may be a string is one, unless it reads as a value of another type that the schema allows. A text that is
-    not of the expected type is a string too: the client checks its arguments.
+    If the schema allows a string, the value is a string unless it reads as a value of another allowed type. A text that
+    is of no allowed type is a string too: the client checks the arguments.
     """
     if types == ONLY_TEXT:
         return json_string(text)

@@ -23,17 +23,18 @@ from gateway.text.tools.arguments import (
 )
 from gateway.text.tools.format import Function, LarkLiteral, split_at_marker
 from gateway.text.tools.json_scanner import MAX_DEPTH, JsonScanner
-from gateway.text.tools.lark import lark_json, lark_string, parameters_schema
+from gateway.text.tools.lark import lark_json, lark_string, parameters_schema, properties_of, required_of
 
 _BARE_KEY = re.compile(r"[\w.$-]+")
 _BARE_END = re.compile(r"[,}\]]")
-MAX_BARE = 1 << 16  #: Characters of a value without marks, which is read whole.
+MAX_BARE = 1 << 16  #: Max characters of a value without marks; the reader waits for all of it.
+_MAX_RULES = 10_000  #: Rules of one function; llguidance refuses grammars of this size.
 _MAX_SCHEMA_DEPTH = 8  #: Levels of a schema that a grammar follows; a value below them may be any value.
-#: Values as templates write them that print Python's values.
+#: JSON values by Python's spelling, which some templates write.
 _PYTHON_NAMES = {"None": "null", "True": "true", "False": "false"}
 _SCALARS = frozenset({"number", "integer", "boolean", "null"})
 _OF_STRINGS = frozenset({"minLength", "maxLength", "pattern", "format"})  #: string_regex enforces or refuses them.
-#: Keywords of a schema that the rules enforce, or that say nothing about a value.
+#: Keywords of a schema that the rules enforce, and keywords that do not restrict a value.
 _ENFORCED = frozenset(("type", "properties", "required", "additionalProperties", "items", "enum", "const")) | {
     *("$ref", "$defs", "definitions", "title", "description", "default", "examples", "nullable"),
 }
@@ -50,7 +51,7 @@ class EscapedArguments:
         return EscapedReader(self.mark, schema)
 
     def rules(self, rule: str, function: Function, literal: LarkLiteral) -> str:
-        """Properties come in the order of the alphabet, as the templates write them; there are no others."""
+        """Properties come in the order of the alphabet, as the templates write them."""
         rules = _EscapedRules(self.mark, function, literal)
         rules.pairs(rule, parameters_schema(function), 0)
         return "\n".join(rules.lines)
@@ -66,7 +67,7 @@ class EscapedArguments:
         return key if _BARE_KEY.fullmatch(key) else f"{self.mark}{key}{self.mark}"
 
     def value(self, value: Any) -> str:
-        """Returns a JSON value as the model would have written it."""
+        """Returns a JSON value in this style."""
         match value:
             case str():
                 return f"{self.mark}{value}{self.mark}"
@@ -79,7 +80,7 @@ class EscapedArguments:
 
 
 class _Container:
-    """An object or array whose parts are read."""
+    """An object or array that is being read."""
 
     def __init__(self, close: str) -> None:
         self.close = close  # its closing bracket
@@ -100,7 +101,7 @@ class EscapedReader:
         self._schema = schema
         self._state = self._key
         self._stack = [_Container("}")]
-        self._argument = ""  #: The argument that is read.
+        self._argument = ""  #: The name of the argument that is being read.
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
         out: list[str] = []
@@ -123,7 +124,7 @@ class EscapedReader:
         return value if container.close == "}" or container.empty else f", {value}"
 
     def _waits(self, rest: str) -> bool:
-        """More text is needed to tell whether `rest` begins with the mark."""
+        """Whether more text must come to decide if `rest` begins with the mark."""
         return self._mark.startswith(rest) and rest != self._mark
 
     def _key(self, text: str, at: int, out: list[str]) -> int | None:
@@ -197,7 +198,7 @@ class EscapedReader:
         return json_types(properties.get(self._argument), self._schema)
 
     def _typed(self, text: str, at: int, out: list[str]) -> int | None:
-        """Reads a string in the place of another type: some templates write every value between marks."""
+        """Reads a string where another type is expected: some templates write every value between marks."""
         end = text.find(self._mark, at)
         if end < 0:
             return None
@@ -252,8 +253,8 @@ class _EscapedRules:
 
     def pairs(self, rule: str, schema: Schema, depth: int) -> None:
         """Defines `rule` as the pairs of an object."""
-        required = schema.get("required") or ()
-        properties = sorted((schema.get("properties") or {}).items(), key=lambda pair: str(pair[0]).lower())
+        required = required_of(schema)
+        properties = sorted(properties_of(schema).items(), key=lambda pair: pair[0].lower())
         self.lines.append(f"{rule}: {rule}_first_0")
         for n, (key, value) in enumerate(properties):
             skip = [""] * 2 if key in required else [f" | {rule}_{place}_{n + 1}" for place in ("first", "later")]
@@ -264,7 +265,10 @@ class _EscapedRules:
         self.lines += [f'{rule}_{place}_{len(properties)}: ""' for place in ("first", "later")]
 
     def _value(self, rule: str, schema: Any, depth: int) -> None:
-        """Defines `rule` as a value of a schema."""
+        """Defines `rule` as a value of a schema. Raises InvalidRequest if references lead to too many rules."""
+        if len(self.lines) > _MAX_RULES:
+            problem = f"{self._function.field} has too many parts with its references, more than {_MAX_RULES}"
+            raise InvalidRequest(problem, field=self._function.field)
         if depth <= _MAX_SCHEMA_DEPTH and isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
             schema = resolve(schema["$ref"], self._root)
         if depth > _MAX_SCHEMA_DEPTH or not isinstance(schema, Mapping):
@@ -286,7 +290,7 @@ class _EscapedRules:
                     options.append(self._text(f"{rule}_text", schema if types == ONLY_TEXT else {}))
                 case "array":
                     options.append(self._array(f"{rule}_item", schema, depth))
-                case "object" if schema.get("properties"):
+                case "object" if properties_of(schema):
                     self.pairs(f"{rule}_pairs", schema, depth)
                     options.append(f'"{{" {rule}_pairs "}}"')
                 case "object":
@@ -296,7 +300,7 @@ class _EscapedRules:
         self.lines.append(f"{rule}: {' | '.join(options)}")
 
     def _listed(self, schema: Schema) -> list[str] | None:
-        """Returns the values that a schema lists, None if it lists none or one that is no string or scalar."""
+        """Returns the values that a schema lists; None if it lists none, or an object or array."""
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(values, list) or not values or any(isinstance(value, list | dict) for value in values):
             return None
@@ -321,7 +325,7 @@ class _EscapedRules:
         return f'"[" ({item} ("," {item})*)? "]"'
 
     def _any_value(self) -> str:
-        """Returns the rule of any value, which it defines at the first call."""
+        """Returns the name of the rule of any value. The first call defines the rule."""
         if self._any is None:
             self._any = rule = f"{self.lines[0].partition(':')[0]}_any"
             text = self._text(f"{rule}_text", {})

@@ -57,9 +57,9 @@ class HarmonyParser(AnswerParser):
     ) -> None:
         super().__init__(function_names, max_calls, schemas)
         self._state = self._header
-        self._kind = _Kind.CONTENT  #: Of the message that is read, unless it is a call.
-        self._begun = dict.fromkeys(_Kind, False)  #: There was text of this kind.
-        self._gap = ""  #: Stands before the next text of this message.
+        self._kind = _Kind.CONTENT  #: The kind of the current message, unless it is a call.
+        self._begun = dict.fromkeys(_Kind, False)  #: Whether there was text of this kind.
+        self._gap = ""  #: Comes before the next text of this message.
         self._raw = ""  #: Text of the open call.
         self._scanner = JsonScanner()  # of the open call's arguments
 
@@ -82,13 +82,13 @@ class HarmonyParser(AnswerParser):
             self._builder.add_arguments(self._scanner.pending)
         elif self._state == self._call:
             self._builder.reject_call(self._raw + rest)
-        elif not (self._cut and rest.lstrip().startswith((START, CHANNEL))):  # a cut header says nothing
+        elif not (self._cut and rest.lstrip().startswith((START, CHANNEL))):  # a cut header has no content
             self._begin(_Kind.CONTENT)
             self._gap = ""
             self._add(rest)
 
     def _add(self, text: str) -> None:
-        """Adds text of the message that is read."""
+        """Adds text of the current message."""
         if not text:
             return
         if text.strip():
@@ -274,8 +274,14 @@ class HarmonyFormat:
 
 def _one_by_one(message: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns a message of several calls as one message for each call, with its answer behind it."""
-    by_id = {answer["tool_call_id"]: answer for answer in answers if answer.get("tool_call_id")}
-    others = [answer for answer in answers if not answer.get("tool_call_id")]
+    by_id: dict[str, Mapping[str, Any]] = {}
+    others: list[Mapping[str, Any]] = []
+    for answer in answers:
+        call_id = answer.get("tool_call_id")
+        if isinstance(call_id, str) and call_id and call_id not in by_id:
+            by_id[call_id] = answer
+        else:
+            others.append(answer)
     out: list[Mapping[str, Any]] = []
     for n, call in enumerate(message["tool_calls"]):
         out.append({**message, "thinking": "" if n else message["thinking"], "tool_calls": [call]})

@@ -226,7 +226,7 @@ _LABELS = {
 }
 
 
-#: A place of formats in other APIs. Ignoring it would answer without the format.
+#: A field in which other APIs have a format. To ignore it would give an answer without the format.
 FormatElsewhere = Annotated[Any, Only("", {}, hint="put a schema into text.format")]
 
 
@@ -313,7 +313,8 @@ def _messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[R
     items (reasoning, a message, calls), but one message. Raises InvalidRequest for too many messages or calls, or no
     message.
     """
-    messages: list[ResponseItem] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    system = [] if instructions is None else [instructions]
+    messages: list[ResponseItem] = []
     turn: ResponseItem | None = None  # the assistant's open turn, to which further items may belong
     for item in items:
         kind = item["type"]
@@ -322,8 +323,8 @@ def _messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[R
             turn = None
         elif kind == "message" and item["role"] != "assistant":
             role = "system" if item["role"] == "developer" else item["role"]
-            if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
-                messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{_text(item['content'])}"}
+            if role == "system" and not messages:
+                system.append(_text(item["content"]))
             else:
                 messages.append({"role": role, "content": _text(item["content"])})
             turn = None
@@ -333,7 +334,8 @@ def _messages(instructions: str | None, items: Sequence[ResponseItem]) -> list[R
                 turn = {"role": "assistant", "content": None}
                 messages.append(turn)
             _add(turn, item)
-    messages = [message for message in messages if not _is_empty_turn(message)]
+    opening = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    messages = [*opening, *(message for message in messages if not _is_empty_turn(message))]
     if not messages:
         raise InvalidRequest("input has no message", field="input")
     if len(messages) > MAX_MESSAGES or any(len(message.get("tool_calls", ())) > MAX_CALLS for message in messages):
