@@ -28,7 +28,7 @@ COMMANDS = {
 PROMPT = "> "
 MORE = "\\"  # At the end of a line: the message continues on the next one.
 HISTORY_LINES = 1000
-#: Control characters but tab and line feed: a model's answer must not steer the terminal.
+#: Control characters except tab and line feed: a model's answer must not control the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -49,7 +49,7 @@ class Chat:
     def ask(self, text: str) -> None:
         """Sends a message and prints its answer. Ctrl-C ends only the answer.
 
-        The conversation keeps the part of an answer that arrived. It is as before if the request failed.
+        The conversation keeps the part of an answer that arrived. A failed request does not change it.
         Raises Unavailable.
         """
         said = list[str]()
@@ -66,7 +66,7 @@ class Chat:
         self.messages += [question, {"role": "assistant", "content": "".join(said)}]
         self.console.out()
         if self.last is not None and self.last.finish_reason == "length":
-            self.note("(the answer ends at its longest length; --max-tokens N allows more)")
+            self.note("(the answer reached the token limit; --max-tokens N allows more)")
         if self.trace:
             self.show_trace()
 
@@ -114,8 +114,13 @@ class Chat:
         if not self.messages:
             self.note("there is no message yet")
             return
-        *self.messages, question, _answer = self.messages
-        self.ask(question["content"])
+        before = self.messages
+        *self.messages, question, _answer = before
+        try:
+            self.ask(question["content"])
+        except BatonError:
+            self.messages = before
+            raise
 
     def _use_model(self, name: str) -> None:
         names = self.server.models()
@@ -203,7 +208,7 @@ def _read_message() -> str:
 
 @contextlib.contextmanager
 def _line_editing() -> Iterator[None]:
-    """Editing and history of the lines that input() reads, if Python has readline. Only this user can read the file."""
+    """Line editing and history for input(), if Python has readline. Only this user can read the history file."""
     try:
         import readline
     except ImportError:
@@ -232,7 +237,7 @@ def _line_editing() -> Iterator[None]:
 
 
 def run(chat_of: Callable[[Console, Console], Chat], prompt: str | None) -> int:
-    """Talks in a terminal, or answers what comes through a pipe. Returns the exit code. Raises Unavailable."""
+    """Talks in a terminal, or answers the text of a pipe. Returns the exit code. Raises Unavailable."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and prompt is None
     chat = chat_of(Console(highlight=False), Console(highlight=False, stderr=not interactive))
     return talk(chat) if interactive else answer_input(chat, sys.stdin, prompt)

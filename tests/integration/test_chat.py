@@ -117,6 +117,18 @@ async def test_a_failed_request_leaves_the_conversation_as_it_was(gw: Rig) -> No
         with pytest.raises(Unavailable, match="answered 400 to POST /v1/chat/completions: temperature must be"):
             await asyncio.to_thread(chat.ask, "Again")
         assert chat.messages == before
+        with pytest.raises(Unavailable):
+            await asyncio.to_thread(chat.run, "/retry")
+        assert chat.messages == before
+
+
+async def test_line_separators_of_unicode_are_text(gw: Rig, cluster: FakeCluster) -> None:
+    text = "a\u2028b\u2029c\u0085d\x0be\nf"
+    ids = gw.gateway.tokenizer.encode(text, add_special_tokens=False)
+    cluster.script = lambda _request: ids
+    with chatting(gw, max_tokens=len(ids)) as chat:
+        await asyncio.to_thread(chat.ask, "Hello")
+        assert chat.messages[-1]["content"] == text
 
 
 async def test_a_terminal_gets_no_control_characters_of_an_answer(gw: Rig) -> None:
