@@ -1,7 +1,7 @@
 """API keys: their records, their check, and what a caller may do.
 
 A key is `sk-baton-<id>-<secret>`. The id finds the record, which holds only a salted BLAKE2b hash of the secret. A slow
-hash such as scrypt would protect secrets that can be guessed, and would cost each request about 50 ms of the event
+hash like scrypt would protect secrets that can be guessed, and would cost each request about 50 ms of the event
 loop. These secrets are 256 random bits, so a fast hash is enough. A comparison takes the same time for any difference,
 and an unknown id costs a comparison too.
 """
@@ -175,17 +175,17 @@ class Caller:
     weight: float = 1.0  # share of the tenant relative to the others
     priority: int | None = None  #: Highest priority of its requests, and their default; None allows any.
     models: tuple[str, ...] = ()  # names of the models that may be used; empty for all
-    isolated: bool = False  # the tenant shares its prefix cache with no other tenant, also with --share-cache
+    isolated: bool = False  # the tenant shares its prefix cache with no other tenant, even with --share-cache
     admin: bool = False  # administrative routes and the requests of all tenants may be used
     address: str = ""  # address of a client without a key
 
     @property
     def client(self) -> str:
-        """The API key, or the address of a client without one; grammars in proof are limited for each client."""
+        """The API key, or the address of a client without a key. Limits of grammars in proof count by it."""
         return self.key_id or self.address
 
     def at(self, address: str) -> Caller:
-        """Returns the caller with the client address if it has no key."""
+        """Returns this caller, with the client address if it has no key."""
         return self if self.key_id else replace(self, address=address)
 
     def may_use(self, *names: str) -> bool:
@@ -199,7 +199,7 @@ class Caller:
     def effective_salt(self, wanted: str, *, share_cache: bool = False) -> str:
         """Returns the cache salt of a request that asks for `wanted`.
 
-        No other tenant gets the salt of a tenant. With `share_cache`, tenants that are not isolated share their salts.
+        Different tenants get different salts. With `share_cache`, tenants that are not isolated share their salts.
         """
         if self.key_id and (self.isolated or not share_cache):
             return f"tenant:{self.tenant}:{wanted}"
@@ -207,5 +207,5 @@ class Caller:
 
 
 ANONYMOUS = Caller(admin=True)
-#: Senders of a key without a record. Its holders have the rights of callers at a gateway that needs no key.
+#: The caller with a key that has no record. It has the same rights as a caller of a gateway without keys.
 PLAIN_KEY = Caller(tenant="default", key_id="api-key", admin=True)

@@ -1,8 +1,8 @@
 """Bounds on what one client holds open while it sends: connections, and heads and bodies that arrive slowly.
 
-A request gets its permit when its body has arrived, so a slow client holds no permit. It holds a connection and memory.
-Both are bounded here, for each client address and for each API key, so that a client with a thousand unfinished
-requests takes nothing from other clients.
+A request gets its permit when its body has arrived, so a slow client holds no permit, but a connection and memory.
+Both are bounded here for each client address and each API key. So a client with a thousand unfinished requests takes
+nothing from other clients.
 """
 
 from __future__ import annotations

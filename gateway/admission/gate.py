@@ -38,7 +38,7 @@ TICK_S = (0.01, 0.25)  #: Shortest and longest pause between two looks at the po
 FORECAST_TOLERANCE = 1.05
 MAX_RETRY_S = 60.0
 AGING_TURNS = 4  #: Every so many turns of the queue, priorities are ignored.
-MAX_IDLE_TENANTS = 4096  #: Idle tenants whose counters are kept.
+MAX_IDLE_TENANTS = 4096  #: Max idle tenants with a counter.
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""One answer as typed blocks (text, reasoning, calls), streamed or whole; shared by the APIs that have such blocks."""
+"""One answer as typed blocks (text, reasoning, calls), streamed or whole, for the Responses and Messages APIs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Logprobs = Callable[[Sequence[ReportedToken]], list[Json]]
 
 
 def no_logprobs(_reported: Sequence[ReportedToken]) -> list[Json]:
-    """The Logprobs of an API that shows none."""
+    """The `Logprobs` function of an API without log-probabilities."""
     return []
 
 
@@ -35,7 +35,7 @@ class BlockWriter(Protocol):
         """Begins a call if there is a name, else adds arguments to the open call."""
 
     def invalid_call(self, text: str) -> bytes:
-        """Ends the open call, which turned out to be malformed; its text becomes text of the answer."""
+        """Ends the open call, which is malformed; its text becomes text of the answer."""
 
 
 async def stream_blocks(
@@ -47,7 +47,7 @@ async def stream_blocks(
 ) -> tuple[FinishReason, bytes]:
     """Sends the events of a choice as they come. Returns the finish reason and the events that were not sent yet.
 
-    `start` is sent when a decode pod has reserved, so that an earlier error has a status of its own.
+    `start` is sent when a decode pod has reserved, so an earlier error still sets the HTTP status.
     """
     await choice.reserve()
     await response.send_event(start)
@@ -116,7 +116,7 @@ def write_blocks(writer: BlockWriter, answer: CompleteAnswer, logprobs: Logprobs
 def _without_invalid_calls(
     answer: CompleteAnswer,
 ) -> list[ContentDelta | ReasoningDelta | ToolCallDelta | InvalidToolCall]:
-    """Returns the deltas without the calls that turned out to be malformed; their text stays."""
+    """Returns the deltas without malformed calls; the text of these calls stays."""
     deltas = answer.deltas or ()
     invalid = {delta.index for delta in deltas if isinstance(delta, InvalidToolCall)}
     return [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index in invalid)]

@@ -126,7 +126,7 @@ class Dispatch:
 
     @property
     def drafts(self) -> tuple[int, int]:
-        """Draft tokens verified in all attempts that gave a part of the answer, and those of them that were right."""
+        """Numbers of verified and of accepted draft tokens, over all attempts that gave a part of the answer."""
         parts = [(attempt.drafts_proposed, attempt.drafts_accepted) for attempt in self._answering_attempts]
         parts += [resumed.drafts for resumed in self.resumed_samples.values()]
         return sum(proposed for proposed, _ in parts), sum(accepted for _, accepted in parts)
@@ -180,7 +180,7 @@ class Dispatch:
                 self._waiting = True
                 _log.info("waiting up to %g s for pods: %s", self._pod_wait_s, error)
                 self._timeline.mark("waiting", error=str(error))
-            self._attempt_number -= 1  # no pod has tried
+            self._attempt_number -= 1  # no pod was asked, so the attempt does not count
             self._plan = None
             return POD_WAIT_PAUSE_S
         # A sample with all its tokens has lost only its finish reason, which no other pod can give.
@@ -253,7 +253,7 @@ class Dispatch:
             self._attempt.stop_sample(sample)
 
     def close(self) -> None:
-        """Releases everything, and aborts on the pods what has not ended there. Idempotent."""
+        """Releases everything, and aborts attempts that still run on the pods. Idempotent."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.close()

@@ -62,7 +62,7 @@ class DraftCounts:
     proposer: str
     chains: int  #: Proposals: one for each sequence and step.
     proposed: int  #: Tokens of the proposals.
-    accepted: int  #: Those of them that the model accepted.
+    accepted: int  #: Number of these drafts that the model accepted.
     useless: bool  #: No recent draft token was accepted.
 
 

@@ -84,19 +84,19 @@ def _newest(pods: Iterable[Pod]) -> list[Pod]:
     return list(by_name.values())
 
 
-#: States of pods in words for clients, where the words of Pod.state are not enough.
+#: Words for clients in place of states of Pod.state that only operators understand.
 _STATE_WORDS = {"gone": "without an answer", "connecting": "without a token stream", "refused": "refused"}
 
 
 class _Report:
-    """Says when a cause that stays is worth another log line."""
+    """Decides when a persistent cause is logged again."""
 
     def __init__(self) -> None:
         self._logged = ""  #: The cause that was logged last; "" if none is.
         self._logged_at = -math.inf
 
     def due(self, why: str) -> bool:
-        """Returns whether to log the cause `why` now; "" is none."""
+        """Returns whether to log the cause `why` now; "" means no cause."""
         since = time.monotonic() - self._logged_at
         if not why or since < (REPORT_PERIOD_S if why == self._logged else REPORT_PAUSE_S):
             return False
@@ -104,7 +104,7 @@ class _Report:
         return True
 
     def ended(self) -> bool:
-        """Returns whether a cause was logged that is over now, once."""
+        """Returns once, after a logged cause has ended, True; otherwise False."""
         logged, self._logged = self._logged, ""
         return bool(logged)
 

@@ -17,7 +17,7 @@ from common.types import PodLoad, Role
 # Assumed until the pod or its peers have measured.
 DEFAULT_PREFILL_RATE = 2000.0  #: Prompt tokens per second.
 DEFAULT_STEP_S, DEFAULT_STEP_SLOPE_S = 0.01, 0.0001  #: A decode step, and its growth per sequence.
-DEFAULT_TRANSFER_RATE = 20_000.0  #: Prompt tokens per second whose KV is moved.
+DEFAULT_TRANSFER_RATE = 20_000.0  #: Rate at which KV is moved, in prompt tokens per second.
 DEFAULT_HAND_OFF_S, DEFAULT_PULL_S = 0.005, 0.02  #: End of a hand-off, latency of a pull, without moving KV.
 
 HOST_SPEEDUP = 8.0  #: Loading KV from host memory is this much faster than computing it.

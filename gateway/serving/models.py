@@ -43,9 +43,9 @@ class TextProcessor:
         generation_config: str = "auto",
         reranker: str = "auto",
     ) -> Self:
-        """Loads all of it from a model directory, which needs no weights. Raises ConfigError.
+        """Loads all of it from a model directory; weights may be missing. Raises ConfigError.
 
-        `chat_template` is a file in place of the model's templates; the rest as the settings of these names.
+        `chat_template` is a file that replaces the model's templates. The others are the settings of these names.
         """
         tokenizer = TextTokenizer(model_dir)
         file = None if chat_template is None else Path(chat_template)

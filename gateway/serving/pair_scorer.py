@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: by the model's verdict if it is a reranker, else by the cosine of their embeddings."""
+"""Scores pairs of texts: by the verdict of a reranker, else by the cosine of their embeddings."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class TextPairs:
     queries: Sequence[str]
     documents: Sequence[str]
     pairs: Sequence[tuple[int, int]]  #: Indices of the query and the document of each pair.
-    query_field: Callable[[int], str]  #: Returns the field of a query by its index, for errors.
+    query_field: Callable[[int], str]  #: Returns the name of a query's field by its index, for errors.
     document_field: Callable[[int], str]
-    instruction: str | None = None  #: What counts as relevant; None for the model's own words.
+    instruction: str | None = None  #: Says which documents are relevant; None for the model's own instruction.
     cache_salt: str = ""
 
 

@@ -1,4 +1,4 @@
-"""Prompts that are computed without an answer: their embeddings, or logits after their last token.
+"""Computes prompts without an answer: their embeddings, or the logits after their last token.
 
 The prompts of a request are computed side by side, each on the prefill pod with the least queued work. If a pod fails,
 its prompt is tried on another pod.
@@ -28,7 +28,7 @@ from gateway.serving.request import CompletionBody, GenerationSpec, PromptInput,
 _log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_PROMPTS = 16  #: Prompts of one request that are computed at the same time.
-MAX_ATTEMPTS = 3  #: Pods that one prompt is tried on.
+MAX_ATTEMPTS = 3  #: Max pods on which one prompt is tried.
 
 
 @dataclass(frozen=True, slots=True)

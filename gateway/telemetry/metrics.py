@@ -51,7 +51,7 @@ class GatewayMetrics:
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")
         self.actual_hits = m.counter("prefix_hit_tokens_actual", "Cached prompt tokens that pods found")
-        self.lookup_tokens = m.counter("prefix_lookup_tokens", "Prompt tokens of requests whose hits are counted")
+        self.lookup_tokens = m.counter("prefix_lookup_tokens", "Prompt tokens of requests with counted hits")
         self.repeated = m.counter(
             "prefix_repeated_tokens",
             "Leading prompt tokens seen before by this gateway: the most a cache could hit",

@@ -3,8 +3,8 @@
     client's strings -> Placeholders.put -> chat template -> Placeholders.restore -> ChatPrompt -> ControlTokens.encode
 
 A control token is a token that the tokenizer flags special, like <|im_end|>. A placeholder is one private-use character
-that the request does not contain. The template sees it in place of each control token that a client's string spells.
-The beginning of a control token at the end of a string has a placeholder too, because the template may write the rest.
+that the request does not contain. It stands in place of a control token that a client's string spells, and in
+place of the beginning of one at the end of a string, because the template may write the rest.
 Chats that spell no control token take none of these steps.
 """
 
@@ -23,8 +23,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from common.errors import InvalidRequest
 
-MAX_BEGINNING = 64  #: Longest beginning of a control token that is looked for at the end of a string.
-#: A regular expression keeps the interpreter lock, up to 50 ns a character. Long texts are searched in such parts.
+MAX_BEGINNING = 64  #: Longest beginning of a control token that is found at the end of a string.
+#: Characters of a part in which long texts are searched: a regular expression keeps the interpreter lock for up to
+#: 50 ns a character.
 WINDOW = 1 << 16
 MAX_LITERALS = 1 << 16  #: Control tokens that one chat may spell; each takes some microseconds.
 _FIRST, _LAST = 0x100000, 0x10FFFD  # the private-use plane 16, for placeholders
@@ -49,7 +50,7 @@ class ControlTokens:
         self._special_ids = frozenset(i for i, t in raw.get_added_tokens_decoder().items() if t.special)
         self._tokens = {t.content: t for t in raw.get_added_tokens_decoder().values() if t.special and t.content}
         beginnings = {text[:size] for text in self._tokens for size in range(1, min(len(text), MAX_BEGINNING + 1))}
-        #: The tokenizer looks for no control token in normalized text, so it finds them as they are spelled.
+        #: The tokenizer finds control tokens only in text that is not normalized, so exactly as they are spelled.
         self._exact = raw.normalizer is None or not any(t.normalized for t in self._tokens.values())
         #: The normalizer maps other spellings to control tokens, for example in capitals.
         self._other_spellings = not self._exact and _changes_letters(raw.normalizer)
@@ -64,7 +65,7 @@ class ControlTokens:
         return self._other_spellings or next(_matches(self._in_json, body, 8 * self._longest), None) is not None
 
     def spelled(self, text: str) -> Iterator[tuple[int, int]]:
-        """Returns the ranges of control tokens that a text spells; the longest, from left to right."""
+        """Returns the ranges of control tokens in a text, from left to right; at each place the longest token."""
         if not self._other_spellings:
             return _matches(self._whole, text, self._longest)
         encoding = self._raw.encode(text, add_special_tokens=False)
@@ -99,15 +100,15 @@ class ControlTokens:
         return model.get("unk_token") or self._raw.id_to_token(model.get("unk_id") or 0) or ""
 
     def warm_up(self) -> None:
-        """Makes the second tokenizer of `encode`, which takes 0.2 s for 49,000 tokens."""
+        """Makes the second tokenizer of `encode`. That takes 0.2 s for 49,000 tokens."""
         self._aliased  # noqa: B018
 
     @functools.cached_property
     def _aliased(self) -> tuple[Any, dict[str, str], str, dict[int, int | None]]:
-        """A copy of the tokenizer that matches no control token, but a secret alias of each.
+        """A copy of the tokenizer that matches a secret alias of each control token instead of the token.
 
-        Returns it, the alias by control token, a gap between words, and by the ids of these the ids that they stand for
-        (None for the gap). In normalized text an alias would not match like its token. Then there are no aliases.
+        Returns the copy, the alias of each control token, a gap between words, and the map from the ids of aliases and
+        gap to the ids that they stand for (None for the gap). There are no aliases if tokens match in normalized text.
         """
         tokenizer: Any = Tokenizer.from_str(self._raw.to_str())
         tokenizer.encode_special_tokens = self._exact
@@ -126,7 +127,7 @@ class ControlTokens:
         return tokenizer, aliases, gap, ids | {tokenizer.token_to_id(gap): None}
 
     def _with_aliases(self, prompt: ChatPrompt, aliases: dict[str, str], gap: str) -> str:
-        """Returns the prompt with aliases of the template's control tokens; the gap is around literals' characters."""
+        """Returns the prompt with aliases of the template's control tokens, and gaps around literals' characters."""
         pieces: list[str] = []
         done = 0
         for start, end in (*prompt.literals, (len(prompt.text), len(prompt.text))):
@@ -143,7 +144,7 @@ class Placeholders:
     """The placeholders of one request."""
 
     def __init__(self, tokens: ControlTokens, body: bytes) -> None:
-        """`body` is the JSON text of everything that is put."""
+        """`body` is the JSON text with all values that `put` will get."""
         self._tokens = tokens
         taken = set(re.findall(rb"\xf4[\x80-\x8f]..", body, re.DOTALL))
         first = secrets.randbelow(_LAST - _FIRST) + _FIRST
@@ -153,7 +154,7 @@ class Placeholders:
         self._left = MAX_LITERALS
 
     def put(self, value: Any, kept: Collection[str] = ()) -> Any:
-        """Returns JSON with placeholders in its strings. The control tokens `kept` stay. Raises InvalidRequest."""
+        """Returns a value with placeholders in its strings. The control tokens `kept` stay. Raises InvalidRequest."""
         match value:
             case str():
                 return self._put(value, kept)
@@ -215,7 +216,7 @@ def json_text(value: Any) -> bytes:
     """Returns JSON in UTF-8."""
     try:
         return orjson.dumps(value)
-    except TypeError:  # numbers of more than 64 bits, and half characters
+    except TypeError:  # numbers of more than 64 bits, and half surrogate pairs
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 

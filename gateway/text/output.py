@@ -92,7 +92,7 @@ class OutputParser:
         return tuple(deltas), finish
 
     def _count_by_section(self, before: AnswerSection, count: int) -> None:
-        """Counts the tokens of a step by the section before and after it; the end of reasoning belongs to it."""
+        """Counts the tokens of a step by the sections before and after it. The end marker of reasoning is reasoning."""
         assert isinstance(self._tools, AnswerParser)
         match self._tools.section:
             case AnswerSection.REASONING:
@@ -214,7 +214,7 @@ class StopStringScanner:
         if self.found or not self._stops:
             return "" if self.found else text
         held, buffer = len(self._held), self._held + text
-        # A stop string must end in the new text: one in the held text was content when it was completed.
+        # A stop string must end in the new text. One that ended in the held text was content.
         places = ((buffer.find(stop, max(0, held - len(stop) + 1)), len(stop)) for stop in self._stops if may_end)
         matches = [(at, length) for at, length in places if at >= 0]
         if matches:

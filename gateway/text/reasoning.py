@@ -27,7 +27,7 @@ class ReasoningFormat:
     start: str
     end: str
     starts_inside: bool = False  # the model starts inside its section without a start marker
-    #: Tags around the answer behind a section, which are dropped.
+    #: Tags around the answer after a reasoning section. They are dropped.
     answer_start: str = ""
     answer_end: str = ""
 
@@ -55,7 +55,7 @@ REASONING_FORMATS = (
 )
 
 
-#: Of models that write <think> and </think> as ordinary text, which neither their template nor their tokens show.
+#: Models that write <think> and </think> as ordinary text. Neither their template nor their tokens show that.
 _THINKERS = r"minimax-?m1|deepseek-?r1|kimi-?k2-thinking"
 _THINKING_ARCHITECTURES = frozenset({"MiniMaxM1ForCausalLM", "minimax_m1"})
 
@@ -114,7 +114,7 @@ class ReasoningParser:
         self._trim = False  # drop white space until other text comes
         self._space = ""  #: White space that belongs to the section if more of it follows.
         self._buffer = ""
-        self._held = ""  #: Text of the answer that may be one of its tags.
+        self._held = ""  #: Held text of the answer that may be a tag.
         self._tag = ""  #: The tag of the answer that may come.
         self.chars_after_section = 0  #: Characters of the latest text after the section; all if there is none.
 
@@ -150,7 +150,7 @@ class ReasoningParser:
         return "", self._trimmed_start(held) + rest
 
     def _untagged(self, text: str) -> str:
-        """Returns text of the answer without the answer's tags; the end of the text is held back if it may be one."""
+        """Returns text of the answer without its tags. An end of the text that may begin a tag is held back."""
         if not self._tag:
             return text
         text, self._held = self._held + text, ""

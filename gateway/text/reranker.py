@@ -36,7 +36,7 @@ _QWEN3_JUDGE = (
 
 @dataclass(frozen=True, slots=True)
 class Reranker:
-    """How one model judges a pair."""
+    """The way in which one model judges a pair."""
 
     yes_id: int
     no_id: int | None  #: None: the logit of `yes_id` alone is the verdict.
@@ -44,7 +44,7 @@ class Reranker:
 
     @property
     def logit_ids(self) -> tuple[int, ...]:
-        """The tokens whose logits `score` needs."""
+        """The tokens of the logits that `score` needs."""
         return (self.yes_id,) if self.no_id is None else (self.yes_id, self.no_id)
 
     def score(self, logits: Sequence[float]) -> float:
@@ -78,7 +78,7 @@ def _qwen3_prompt(instruction: str, query: str, document: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextPrefixes:
-    """What an embedding model expects before queries and documents that are compared."""
+    """The texts that an embedding model expects before queries and before documents."""
 
     query: str = ""
     document: str = ""

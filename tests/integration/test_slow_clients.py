@@ -17,7 +17,7 @@ from common.pb import inference_pb2, inference_pb2_grpc
 from common.rpc import open_channel
 from gateway.admission.api_keys import create_key
 from gateway.admission.key_store import KeyFile
-from gateway.api.http import endpoint, protocol
+from gateway.api.http import protocol
 from tests.rigs.gateway.gateway_rig import MODEL, Rig, rig
 from tests.rigs.pods.fake_pods import FakeCluster, fake_cluster
 from tests.rigs.waiting import until
@@ -37,8 +37,7 @@ def _many_files() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """An input counts as slow at once."""
-    for module in (endpoint, protocol):
-        monkeypatch.setattr(module, "SLOW_S", 0.05)
+    monkeypatch.setattr(protocol, "SLOW_S", 0.05)
 
 
 class Client:

@@ -21,7 +21,7 @@ from common.errors import (
 )
 from gateway.api.http.json import ErrorFormat, Json, error_headers
 
-OVERLOADED = 529  #: Anthropic's status of a server without free capacity; 429 is a limit of the client's key.
+OVERLOADED = 529  #: Anthropic's status for a server without free capacity; 429 is for a limit of the client's key.
 #: The type of an error by its class; the first that fits counts.
 _TYPES: tuple[tuple[type[BatonError], str], ...] = (
     (InvalidApiKey, "authentication_error"),
@@ -56,7 +56,7 @@ class AnthropicErrors(ErrorFormat):
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
     def headers(self, error: BatonError, request_id: str) -> dict[str, str]:
-        """Returns further headers. `x-should-retry` keeps the SDK from trying again where that cannot help."""
+        """Returns further headers. `x-should-retry` stops the SDK from useless retries."""
         headers = {**error_headers(error), "request-id": request_id}
         if isinstance(error, QuotaExceeded):
             headers["x-should-retry"] = "false"

@@ -20,9 +20,9 @@ from gateway.api.anthropic.errors import AnthropicErrors
 from gateway.api.http.json import Json, encoded
 from gateway.serving.request import Usage
 
-#: The value of `signature` of thinking blocks, which clients send back. Nothing is signed, and nothing is checked.
+#: The `signature` of thinking blocks. Clients send it back; Baton signs and checks nothing.
 SIGNATURE = "unsigned"
-#: Says that a silent stream is alive; one comes after the start of the first block, as at Anthropic.
+#: Shows that a silent stream is alive. One follows the start of the first block, as at Anthropic.
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
@@ -43,7 +43,7 @@ class MessageWriter:
         self._request_id = request_id
         self._open: Json | None = None
         self._parts: list[str] = []  #: Deltas of the open block.
-        self._text_event = b""  #: The event of a text delta of the open block, up to the text.
+        self._text_event = b""  #: The bytes of a text delta of the open block before its text.
         self._pinged = False
 
     def start(self, usage: Usage) -> bytes:
@@ -89,7 +89,7 @@ class MessageWriter:
         return events + self._delta(arguments, type="input_json_delta", partial_json=arguments)
 
     def invalid_call(self, text: str) -> bytes:
-        """Ends the open call, which turned out to be malformed; its text becomes a block of text."""
+        """Ends the open call, which is malformed; its text becomes a block of text."""
         return self._close() + self.text(text)
 
     def _message(self, stop_reason: str | None, stop_sequence: str | None) -> Json:
@@ -144,7 +144,7 @@ def _event(kind: str, **members: Any) -> bytes:
 def call_input(arguments: str) -> Any:
     """Returns the `input` of a call: the object that the model wrote, or the beginning of one that was cut.
 
-    A complete object stays as it was written, because it may have numbers and half characters that orjson refuses.
+    A complete object stays as it was written, because orjson refuses long numbers and half surrogate pairs.
     """
     try:
         if isinstance(_parse_json(arguments), dict):

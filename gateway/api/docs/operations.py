@@ -23,7 +23,7 @@ class Operation:
     path: str
     summary: str
     answer: str  #: Name in schemas.SCHEMAS of the answer's schema, "" for plain text.
-    errors: tuple[int, ...] = ()  #: Statuses of its errors.
+    errors: tuple[int, ...] = ()  #: HTTP statuses of its errors.
     body: type[RequestModel] | None = None
     event: str = ""  #: Name of the schema of a stream's events, "" without a stream.
     query: tuple[tuple[str, Json], ...] = ()  #: Name and schema of each query parameter.

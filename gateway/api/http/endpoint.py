@@ -3,8 +3,8 @@
 - Authentication comes before anything else of a request is read. The caller is stored in the ASGI scope. The paths of
   health checks, the OpenAPI document and, by configuration, /metrics need no key.
 - A body is bounded while it is read, and parsed strictly. The request gets its permit when the body has arrived.
-- The head of a stream goes out when decode pods have reserved. An error before it has a status of its own; a later
-  error is an event, and [DONE] follows. While a prompt is computed, the stream gets a comment every few seconds.
+- The head of a stream goes out when decode pods have reserved. An earlier error sets the HTTP status; a later error is
+  an event, and [DONE] follows. While a prompt is computed, the stream gets a comment every few seconds.
 - A client that disconnects cancels the handler, which aborts the request on the pods.
 """
 
@@ -17,8 +17,8 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -32,15 +32,13 @@ from common.errors import (
     InvalidRequest,
     PermissionDenied,
     RequestTooLarge,
-    RequestTooSlow,
 )
 from common.logs import log_context
 from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.admission.api_keys import Caller, client_of
-from gateway.admission.client_limits import SLOW_S, SlowInput
 from gateway.admission.key_store import KeyRing
 from gateway.api.http.json import MAX_DEPTH, OPENAI_ERRORS, ErrorFormat, Json, deeper_than, encoded, error_body
-from gateway.api.http.protocol import BodyWriter, body_writer, client_limits
+from gateway.api.http.protocol import BodyWriter, body_writer, header, read_body
 from gateway.serving.gateway import Gateway
 from gateway.serving.request import MAX_JSON_PARTS, RequestContext
 
@@ -53,19 +51,12 @@ MAX_AFFINITY_CHARS = 256
 _IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
 _TURN_STRINGS = 500  #: Strings, or parts of long strings, that are scanned before other tasks run.
 _TURN_BYTES = 1 << 18  #: Bytes that are scanned before other tasks run.
-_MAX_DISCARD = 128 << 20  #: Bytes of a too large body that are read and dropped before the answer.
-_DISCARD_S = 10.0
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/openapi.json"})
 OPEN_FILES = "/dashboard/page/"  #: The files of the page at /. The data that the page shows does need a key.
 METRICS = "/metrics"
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 _CALLER = "baton.caller"
 _log = logging.getLogger(__name__)
-
-
-def header(scope: Scope, name: bytes) -> str | None:
-    """Returns a request header by its lower-case name, None if it is absent."""
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 def client_request_id(scope: Scope) -> str | None:
@@ -147,7 +138,7 @@ class AuthMiddleware:
 
 
 class RootPathMiddleware:
-    """Takes the path of a proxy from the paths of requests, if it is there: some proxies remove it, some do not."""
+    """Removes the path of a proxy from the paths of requests. Some proxies have removed it already."""
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
         """`root_path`: begins with a slash and does not end with one."""
@@ -188,57 +179,11 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float, key_id: str = "") -> bytes:
-    """Reads the body of a request, which has no permit yet.
-
-    Raises RequestTooLarge for more than `limit` bytes, Cancelled if the client disconnects, and RequestTooSlow after
-    `timeout_s`, or earlier if this is the oldest of too many slow bodies of the client address or of the key `key_id`.
-    """
-    loop = asyncio.get_running_loop()
-    latest = loop.time() + timeout_s
-
-    def end() -> None:
-        if not timeout.expired():
-            timeout.reschedule(loop.time())
-
-    try:
-        async with asyncio.timeout_at(latest) as timeout:
-            with _counted_if_slow(scope, key_id, end):
-                return await _read(scope, receive, limit)
-    except TimeoutError as e:
-        if (timeout.when() or latest) < latest:
-            raise RequestTooSlow("this client sends too many requests slowly, and this is the oldest of them") from e
-        raise RequestTooSlow(f"the request body did not arrive within {timeout_s:.3g} s") from e
-
-
-@contextmanager
-def _counted_if_slow(scope: Scope, key_id: str, end: Callable[[], None]) -> Iterator[None]:
-    """Counts the body as slow from SLOW_S until the block ends. ClientLimits calls `end` if it has to go."""
-    limits, writer = client_limits(scope), body_writer(scope)
-    if limits is None or (writer is not None and writer.request_arrived):  # almost every body arrives with its head
-        yield
-        return
-    counted: list[SlowInput] = []
-
-    def count() -> None:
-        host, _ = scope.get("client") or ("", 0)
-        counted.append(SlowInput((client_of(host), *([f"key {key_id}"] if key_id else [])), end))
-        limits.add_slow(counted[0])
-
-    timer = asyncio.get_running_loop().call_later(SLOW_S, count)
-    try:
-        yield
-    finally:
-        timer.cancel()
-        for slow in counted:
-            limits.remove_slow(slow)
-
-
 async def parse_json_body(scope: Scope, raw: bytes, max_parts: Callable[[], int]) -> Any:
-    """Parses a body.
+    """Parses a request body.
 
-    Raises RequestTooLarge for more arrays, objects, members and entries than MAX_JSON_PARTS and `max_parts()`, and
-    InvalidRequest if it is no JSON or deeper than MAX_DEPTH.
+    Raises RequestTooLarge if arrays, objects, members and entries are more than MAX_JSON_PARTS and `max_parts()`, and
+    InvalidRequest for a text that is not JSON or is deeper than MAX_DEPTH.
     """
     if (encoding := header(scope, b"content-encoding") or "identity").lower() != "identity":
         text = f"the request body has the content-encoding {encoding[:60]!r}, which is not supported; send plain JSON"
@@ -254,30 +199,6 @@ async def parse_json_body(scope: Scope, raw: bytes, max_parts: Callable[[], int]
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and deeper_than(body, MAX_DEPTH):
         raise InvalidRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
     return body
-
-
-async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Reads the body. A body that is too large is dropped while it is read."""
-    declared = header(scope, b"content-length")
-    if declared is not None and declared.isdecimal() and int(declared) > limit:
-        await _discard(receive)
-        raise _too_large(limit)
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Cancelled("the client disconnected")
-        part = message.get("body", b"")
-        more = message.get("more_body", False)
-        size += len(part)
-        if size > limit:
-            parts.clear()
-            if more:
-                await _discard(receive)
-            raise _too_large(limit)
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _count_parts(raw: bytes) -> int:
@@ -296,7 +217,7 @@ async def _require_max_parts(raw: bytes, max_parts: int) -> None:
     for step in itertools.count(1):
         if inside:
             match = _IN_STRING.match(raw, at)
-            assert match is not None, "it matches nothing as well"
+            assert match is not None, "the pattern also matches an empty text"
             inside = match.end() > at and raw[match.end() : match.end() + 1] != b'"'
             at = match.end() + (not inside)
         else:
@@ -312,21 +233,6 @@ async def _require_max_parts(raw: bytes, max_parts: int) -> None:
         if step % _TURN_STRINGS == 0 or at - turned > _TURN_BYTES:
             turned = at
             await asyncio.sleep(0)
-
-
-def _too_large(limit: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the request body is larger than {limit} bytes")
-
-
-async def _discard(receive: Receive) -> None:
-    """Reads and drops the rest of the body, bounded, so that the client sees the answer and not a connection reset."""
-    seen, more = 0, True
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_S):
-            while more and seen < _MAX_DISCARD:
-                message = await receive()
-                seen += len(message.get("body", b""))
-                more = message.get("more_body", False)  # a disconnect has none
 
 
 DONE = b"data: [DONE]\n\n"  #: The last event of OpenAI's streams.
@@ -359,7 +265,7 @@ class HttpResponse:
         self.headers: dict[str, str] = {}  #: Further headers of every answer.
         self.streaming = False  #: The head of an event stream was sent.
         self.done = False  #: The response is complete.
-        self.ping_event = PING  #: Says that a silent stream is alive.
+        self.ping_event = PING  #: Shows that a silent stream is alive.
         #: Encodes the error that ends a stream.
         self.error_event: Callable[[BatonError], bytes] = lambda error: sse_event(error_body(error)) + DONE
 
@@ -403,7 +309,7 @@ class HttpResponse:
             self._ping_timer.cancel()
 
     def _await_silence(self, writer: BodyWriter) -> None:
-        """Looks in `ping_s` whether nothing was sent until then. So an event costs no more than a count."""
+        """Starts a timer of `ping_s`; it sends a ping if nothing was sent meanwhile. So an event costs only a count."""
         count = self._num_sent, writer.num_written
 
         def ping() -> None:
@@ -472,10 +378,10 @@ class Endpoint:
                 response.request_id = client_id or context.id
                 trace_id = context.timeline.trace_id
                 with log_context(request_id=context.id, **({} if trace_id is None else {"trace_id": trace_id})):
-                    if error is not None:  # raised here, so that the request is counted and logged like any other
+                    if error is not None:  # raised here, so that the request is counted and logged like all others
                         raise error
                     body = await parse_json_body(scope, raw, self._gateway.max_json_parts)
-                    del raw  # up to max_body_bytes, while the answer is made
+                    del raw  # it has up to max_body_bytes, and the answer may take minutes
                     await self._admitted(body, receive, response, context)
         except BatonError as e:
             if e.http_status >= 500:
@@ -498,7 +404,7 @@ class Endpoint:
         """Returns the body, or the error of a body that is refused."""
         left = deadline - time.monotonic()
         try:
-            if left <= 0:  # a timeout while reading the body would blame the body
+            if left <= 0:  # otherwise the read would end with an error about a slow body
                 raise DeadlineExceeded("the request's time is over")
             limit = self._gateway.settings.max_body_bytes
             return await read_body(scope, receive, limit, min(BODY_TIMEOUT_S, left), caller.key_id), None

@@ -41,7 +41,7 @@ _CODES = {
 
 
 def encoded(value: Json) -> bytes:
-    """Returns a JSON text. Half a surrogate pair, which UTF-8 cannot express, becomes U+FFFD."""
+    """Returns a value as JSON. Half a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD."""
     try:
         return orjson.dumps(value)
     except TypeError:

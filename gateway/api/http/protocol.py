@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with bounds, and a fast way to write chunks of an answer.
+"""uvicorn's HTTP/1.1 protocol with bounds, bounded reading of bodies, and a fast way to write chunks of an answer.
 
 uvicorn accepts header lines of any length and number, for any time. Here a connection may send MAX_HEAD_BYTES without
 completing a head or a piece of a body, and may take HEAD_TIMEOUT_S for a head. `ClientLimits` bounds the connections
@@ -11,13 +11,15 @@ answer has a thousand chunks. The server's `WriteBatcher` writes the chunks to t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import orjson
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from common.errors import BatonError, InvalidRequest, Overloaded, RequestTooSlow
+from common.errors import BatonError, Cancelled, InvalidRequest, Overloaded, RequestTooLarge, RequestTooSlow
 from gateway.admission.api_keys import client_of
 from gateway.admission.client_limits import SLOW_S, ClientLimits, SlowInput
 from gateway.api.http.json import error_body
@@ -25,6 +27,8 @@ from gateway.api.http.json import error_body
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
 MAX_BATCHED_WRITES = 8
+_MAX_DISCARD = 128 << 20  #: Bytes of a too large body that are read and dropped before the answer.
+_DISCARD_S = 10.0
 _BODY = "baton.body"
 _LIMITS = "baton.client_limits"
 
@@ -65,7 +69,7 @@ class WriteBatcher:
 
 
 class _Http10Cycle(RequestResponseCycle):
-    """Sends an answer of unknown length to a client of HTTP/1.0, which knows no chunks: its end closes the connection.
+    """Answers a client of HTTP/1.0, which knows no chunks: an answer of unknown length ends with the connection.
 
     A client that asks for keep-alive gets it for an answer of known length.
     """
@@ -114,7 +118,7 @@ class BodyWriter:
         return not cycle.flow.write_paused
 
     def write_comment(self, comment: bytes) -> None:
-        """Writes an event between two others, now. Has no effect while the client reads too slowly."""
+        """Writes an event at once, between two others. Has no effect while the client reads too slowly."""
         cycle = self._cycle
         if cycle.disconnected or cycle.flow.write_paused or cycle.response_complete:
             return
@@ -143,6 +147,96 @@ def client_limits(scope: Scope) -> ClientLimits | None:
     limits = scope.get("state", {}).get(_LIMITS)
     assert limits is None or isinstance(limits, ClientLimits)
     return limits
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Returns a request header by its lower-case name, None if it is absent."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, timeout_s: float, key_id: str = "") -> bytes:
+    """Reads the body of a request, which has no permit yet.
+
+    Raises RequestTooLarge for more than `limit` bytes, Cancelled if the client disconnects, and RequestTooSlow after
+    `timeout_s`, or earlier if this is the oldest of too many slow bodies of the client address or the key `key_id`.
+    """
+    loop = asyncio.get_running_loop()
+    latest = loop.time() + timeout_s
+
+    def end() -> None:
+        if not timeout.expired():
+            timeout.reschedule(loop.time())
+
+    try:
+        async with asyncio.timeout_at(latest) as timeout:
+            with _counted_if_slow(scope, key_id, end):
+                return await _read(scope, receive, limit)
+    except TimeoutError as e:
+        if (timeout.when() or latest) < latest:
+            raise RequestTooSlow("this client sends too many requests slowly, and this is the oldest of them") from e
+        raise RequestTooSlow(f"the request body did not arrive within {timeout_s:.3g} s") from e
+
+
+@contextmanager
+def _counted_if_slow(scope: Scope, key_id: str, end: Callable[[], None]) -> Iterator[None]:
+    """Counts the body as slow from SLOW_S until the block ends. ClientLimits calls `end` to end the body early."""
+    limits, writer = client_limits(scope), body_writer(scope)
+    if limits is None or (writer is not None and writer.request_arrived):  # almost every body arrives with its head
+        yield
+        return
+    counted: list[SlowInput] = []
+
+    def count() -> None:
+        host, _ = scope.get("client") or ("", 0)
+        counted.append(SlowInput((client_of(host), *([f"key {key_id}"] if key_id else [])), end))
+        limits.add_slow(counted[0])
+
+    timer = asyncio.get_running_loop().call_later(SLOW_S, count)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for slow in counted:
+            limits.remove_slow(slow)
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Reads the body. A body that is too large is dropped while it is read."""
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdecimal() and int(declared) > limit:
+        await _discard(receive)
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client disconnected")
+        part = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(part)
+        if size > limit:
+            parts.clear()
+            if more:
+                await _discard(receive)
+            raise _too_large(limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the request body is larger than {limit} bytes")
+
+
+async def _discard(receive: Receive) -> None:
+    """Reads and drops the rest of the body, bounded, so that the client sees the answer and not a connection reset."""
+    seen, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while more and seen < _MAX_DISCARD:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                more = message.get("more_body", False)  # a disconnect has none
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

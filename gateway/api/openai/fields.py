@@ -107,7 +107,7 @@ TokenIds = Annotated[tuple[TokenId, ...], Strict(False), Field(fail_fast=True)]
 #: Checks a value and keeps it with the order of its members, which chat templates print.
 KEEP = WrapValidator(lambda value, check: (check(value), value)[1])
 
-#: Tags of the members of a union that is told apart by `BY_KIND`. Their brackets keep them out of errors.
+#: Tags of the members of a union that `BY_KIND` distinguishes. Their brackets keep them out of errors.
 STRING, ARRAY, OBJECT, BOOLEAN = Tag("<string>"), Tag("<array>"), Tag("<object>"), Tag("<boolean>")
 _TAGS = {str: "<string>", list: "<array>", dict: "<object>", bool: "<boolean>"}
 BY_KIND = Discriminator(lambda value: _TAGS.get(type(value), "<other>"))
@@ -197,7 +197,7 @@ _TYPES = {
     "dict_type": "an object",
     "model_type": "an object",
 }
-#: What is wrong, by pydantic's type of error.
+#: The problem in words, by pydantic's type of error.
 _PROBLEMS = {
     "missing": "is missing",
     "too_short": "is empty",
@@ -242,7 +242,7 @@ def _to_invalid_request(model: type[RequestModel], error: ErrorDetails) -> Inval
 
 
 def _problem(kind: str, value: Any, text: str, ctx: Json, metadata: Sequence[object]) -> str:
-    """Returns what is wrong with a value, from pydantic's error (type, message, details) and the field's bounds."""
+    """Returns the problem of a value, from pydantic's error (type, message, details) and the field's bounds."""
     if kind in _PROBLEMS:
         return _PROBLEMS[kind].format(**ctx)
     if kind in _TYPES:

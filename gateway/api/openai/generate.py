@@ -261,7 +261,7 @@ class CompletionEncoder(AnswerEncoder):
         }
 
     def _top(self, token: Token) -> dict[str, float]:
-        """Returns the alternatives by their texts. A further token of the same text is named by its id."""
+        """Returns the alternatives by their texts. A second token with the same text is named by its id."""
         found = {self._text(token.id): _number(token.logprob)}
         for top in token.top:
             if top.token != token.id:

@@ -27,8 +27,10 @@ class ScoreRequest(ModelRequest):
     """A body of /v1/score."""
 
     text_1: Texts = param("A text or texts; for a model that judges pairs, the queries.", ...)
-    text_2: Texts = param("As many texts as text_1, or texts that are all compared with its only one.", ...)
-    instruction: str | None = param("What counts as relevant; only for models that judge pairs.", max_length=1 << 14)
+    text_2: Texts = param("As many texts as text_1, or any number if text_1 is one text.", ...)
+    instruction: str | None = param(
+        "Says which documents are relevant; only for models that judge pairs.", max_length=1 << 14
+    )
     use_activation: Annotated[Any, Only(True)] = param("Scores between 0 and 1, for models that judge pairs.")
     truncate_prompt_tokens: Refused = param("The length of prompts.")
 

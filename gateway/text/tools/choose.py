@@ -1,7 +1,7 @@
 """Chooses a model's format of tool calls: by name, or by its chat template, tokens, architecture and name.
 
-Another package registers a format by an entry point of the group `baton.tool_formats`. Its name is the value of
---tool-parser, its object a ToolFormat, or a callable without arguments that returns one.
+Another package registers a format by an entry point of the group `baton.tool_formats`. Its name is a value of
+--tool-parser. Its object is a ToolFormat, or a callable without arguments that returns one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def all_formats(facts: ModelFacts) -> list[ToolFormat]:
 
 
 def recognise(facts: ModelFacts) -> ToolFormat | None:
-    """Returns the format of a model, None if no format has a sign in it.
+    """Returns the format of a model, None if no format has a sign that fits.
 
     A registered format goes before this package's formats. The template and the tokens decide first, then the
     architecture, then the name.
@@ -72,7 +72,7 @@ def _registered(name: str) -> ToolFormat:
         try:
             loaded = point.load()
             made = loaded if hasattr(loaded, "new_parser") and not isinstance(loaded, type) else loaded()
-        except Exception as error:  # a package of a third party may raise anything
+        except Exception as error:  # the package of a third party may raise any error
             problem = f"tool_parser: the format {name!r} of {point.value} does not load: {error}"
             raise ConfigError(problem, field="tool_parser") from error
         tool_format: ToolFormat = made

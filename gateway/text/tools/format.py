@@ -152,7 +152,7 @@ class ToolDeltaBuilder:
             self._out.append(ContentDelta(kept))
 
     def add_reasoning(self, text: str) -> None:
-        """Adds reasoning, in formats whose parser reads the whole answer."""
+        """Adds reasoning; only an AnswerParser calls it."""
         if text and not self._full:
             self._out.append(ReasoningDelta(text))
 
@@ -163,7 +163,7 @@ class ToolDeltaBuilder:
 
     @property
     def named(self) -> bool:
-        """The function of the open call, or of the last one, is known."""
+        """Whether the function of the open call, or of the last one, is known."""
         return self._named
 
     def set_function(self, name: str, call_id: str = "") -> None:
@@ -262,9 +262,9 @@ class ToolParser(ABC):
 
 
 class AnswerSection(Enum):
-    """A part of an answer with which an AnswerParser is busy."""
+    """The part of an answer that an AnswerParser is reading."""
 
-    HEADER = auto()  # markup, whose meaning is not known yet
+    HEADER = auto()  # markup with a meaning that is not known yet
     REASONING = auto()
     ANSWER = auto()  # content and calls
 
@@ -284,7 +284,7 @@ LarkLiteral = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a model directory and the served name say about a model's formats."""
+    """The facts about a model by which its formats are recognised."""
 
     template: str = ""  # the chat template's source
     tokens: Collection[str] = ()  # texts of the added tokens
@@ -294,16 +294,16 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """By what `auto` recognises the models of one format. The template decides first, the name last."""
+    """The signs by which `auto` recognises the models of one format. The template decides first, the name last."""
 
-    template: tuple[str, ...] = ()  #: Texts that the chat template has, all of them.
-    tokens: tuple[str, ...] = ()  #: Texts of which one is an added token or in the chat template.
-    absent: tuple[str, ...] = ()  #: Texts of other formats, none of which is in the chat template.
-    architectures: tuple[str, ...] = ()  #: Of which config.json has one as architecture or model_type.
-    name: str = ""  #: Regular expression that is searched in the model's names, without case.
+    template: tuple[str, ...] = ()  #: Texts that are all in the chat template.
+    tokens: tuple[str, ...] = ()  #: Texts; one is an added token or in the chat template.
+    absent: tuple[str, ...] = ()  #: Texts of other formats; none is in the chat template.
+    architectures: tuple[str, ...] = ()  #: Names; one is an architecture or the model_type in config.json.
+    name: str = ""  #: Regular expression that matches in a name of the model; case does not matter.
 
     def in_template(self, facts: ModelFacts) -> bool:
-        """The chat template or the tokens show the format."""
+        """Whether the chat template or the tokens show the format."""
         if any(text in facts.template for text in self.absent):
             return False
         if self.template and all(text in facts.template for text in self.template):
@@ -311,11 +311,11 @@ class Signs:
         return any(text in facts.tokens or text in facts.template for text in self.tokens)
 
     def in_architecture(self, facts: ModelFacts) -> bool:
-        """The format belongs to the architecture."""
+        """Whether the architecture shows the format."""
         return any(name in facts.architectures for name in self.architectures)
 
     def in_name(self, facts: ModelFacts) -> bool:
-        """The format belongs to models of this name."""
+        """Whether a name of the model shows the format."""
         return bool(self.name) and any(re.search(self.name, name, re.IGNORECASE) for name in facts.names)
 
 
@@ -331,7 +331,7 @@ class ToolFormat(Protocol):
 
     @property
     def signs(self) -> Signs:
-        """By what `auto` recognises the models of this format."""
+        """The signs by which `auto` recognises the models of this format."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -364,7 +364,7 @@ class ToolFormat(Protocol):
 
 @runtime_checkable
 class AnswerFormat(ToolFormat, Protocol):
-    """A tool format that also has its own form of reasoning and text: it is used for answers without tools too."""
+    """A tool format that also defines the form of reasoning and text. It reads answers without tools too."""
 
     def new_parser(
         self, function_names: frozenset[str], max_calls: int | None = None, schemas: Schemas | None = None
@@ -376,8 +376,8 @@ class AnswerFormat(ToolFormat, Protocol):
     ) -> str:
         """Returns the Lark rules of a whole answer, from `start` on.
 
-        The answer calls the functions, if there are some and `required`; else it may. Its text matches @text if
-        `text`, else it is any text.
+        With functions, the answer calls at least one of them if `required`, else it may call. Its text matches the
+        rule @text if `text`, else it is any text.
         """
 
     def declared(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -117,7 +117,7 @@ class JsonCallParser(ToolParser):
 
 
 HERMES_SIGNS = Signs(tokens=("<tool_call>",), absent=("<invoke name=", "<tool_calls>"), name=r"hermes-[23]")
-#: SmolLM 2, whose template has no tools: https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct#function-calling
+#: SmolLM 2. Its template has no tools: https://huggingface.co/HuggingFaceTB/SmolLM2-1.7B-Instruct#function-calling
 SMOLLM2_SIGNS = Signs(template=("named SmolLM",), absent=("tools",))
 
 

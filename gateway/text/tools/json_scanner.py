@@ -123,7 +123,7 @@ class JsonScanner:
 
     @property
     def pending(self) -> str:
-        """Text of a number or literal that is not complete yet. A cut text ends with it."""
+        """Text of a number or literal that is not complete yet. If the answer is cut, it ends with this text."""
         return self._atom if self.expected in (Expected.NUMBER, Expected.LITERAL) else ""
 
     def _string(self, text: str, at: int, out: list[str]) -> int:
@@ -193,7 +193,7 @@ class JsonScanner:
 
 
 def strict_json(text: str) -> str | None:
-    """Returns a text that is one JSON value as strict JSON without white space around it, None if it is none."""
+    """Returns one JSON value as strict JSON without white space around it; None if the text is no JSON value."""
     scanner = JsonScanner()
     at, clean = scanner.feed(text + "\n", 0)  # a number ends with the character after it
     return clean.strip() if scanner.done and not text[at:].strip() else None
@@ -247,7 +247,7 @@ class JsonCallScanner:
 
     @property
     def pending(self) -> str:
-        """Arguments that are not complete yet. A cut text ends with them."""
+        """Arguments that are not complete yet. If the answer is cut, it ends with them."""
         return self._scanner.pending if self._passing and self.name is not None else ""
 
     def _step(self, text: str, at: int) -> int:

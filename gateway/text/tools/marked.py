@@ -1,8 +1,7 @@
-"""Tool formats that one description defines: a text with placeholders for a call, and one for the section of calls.
+"""Tool formats that are described by two texts with placeholders: one for a call, one for the section of calls.
 
-From the description come the parser (MarkedParser), the grammar and the writer (MarkedFormat). The parser is generous
-with white space, which it skips between the parts of a call, and with the texts that end a call: a call is complete
-with its arguments.
+From the description come the parser (MarkedParser), the grammar and the writer (MarkedFormat). The parser skips
+white space between the parts of a call. A call is complete with its arguments, so the texts after them are optional.
 
     section     <tools>$calls</tools>              around all calls of an answer, or around nothing
     call        <call>$name$arguments</call>       $name, $arguments; $index, the call's number; or
@@ -47,7 +46,7 @@ _INDEX = re.compile(r"[0-9]+")
 
 
 class Part(Enum):
-    """A part of a call that is no fixed text."""
+    """A variable part of a call."""
 
     NAME = "$name"
     INDEX = "$index"
@@ -86,7 +85,7 @@ class MarkedFormat:
     also: str = ""  #: Another text that a call may begin with, if the model left out the texts before it.
     also_openings: tuple[str, ...] = ()  #: Other texts that a section may begin with.
     also_closing: str = ""  #: Text that may follow the end of a section.
-    marker: str = ""  #: The text that every call begins with, if it does not look like <x> or [X].
+    marker: str = ""  #: The text at the beginning of every call, if it does not look like <x> or [X].
     signs: Signs = NO_SIGNS
 
     @cached_property
@@ -114,7 +113,7 @@ class MarkedFormat:
 
     @cached_property
     def trigger(self) -> str:
-        """The marker that every call begins with; "" if calls stand at the beginning of an answer."""
+        """The marker at the beginning of every call; "" if calls stand at the beginning of an answer."""
         marker = re.match(MARKER, (self.opening or self.call).strip())
         return marker[0] if marker else self.marker
 
@@ -276,7 +275,7 @@ class MarkedParser(ToolParser):
         self._buffer = self._buffer[count:]
 
     def _expect(self, text: str) -> bool | None:
-        """Takes white space and this text. Returns False if another text follows, None if that is not known yet."""
+        """Takes white space and this text. Returns False if another text follows, None if more text must come."""
         rest = self._buffer.lstrip()
         if rest.startswith(text):
             self._take(len(self._buffer) - len(rest) + len(text))
@@ -372,7 +371,7 @@ class MarkedParser(ToolParser):
             self._index = word[0]
         if part is Part.INDEX or Part.INDEX not in self._script[self._at :]:
             call_id = self._format.call_id.replace("$name", self._name).replace("$index", self._index)
-            if call_id in self._ids:  # the model wrote the same number twice
+            if call_id in self._ids:  # the model wrote the same id twice
                 call_id = ""
             self._ids.add(call_id)
             self._builder.set_function(self._name, call_id)

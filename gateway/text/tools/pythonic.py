@@ -189,7 +189,7 @@ class PythonArgumentReader:
         return at + end + (rest[end] == ",")
 
     def pending(self, text: str) -> str:
-        """Returns what a cut text that ends with `text`, which `feed` left, adds to the arguments: half a string."""
+        """Returns the rest of the arguments if the answer is cut after `text`, which `feed` left: part of a string."""
         if self._key is None or not (quote := self._value.open_quote):
             return ""
         value = literal_to_json(text + quote)
