@@ -197,7 +197,7 @@ class TransferNode:
         return self.signer.sign_target(KvTarget(transfer_id, *where, self._fingerprint), request_id, valid_s)
 
     def release(self, transfer_id: TransferId) -> None:
-        """Tells the node that the request has ended on this pod. Any thread; idempotent; ignores unknown ids.
+        """Records that the request has ended on this pod. Any thread; idempotent; ignores unknown ids.
 
         Before READY this aborts the transfer: on_failed gets Cancelled, and the blocks stay quarantined while they may
         be written.

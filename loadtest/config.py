@@ -82,7 +82,7 @@ class LoadConfig:
     abort_share: float = 0.0  # Share of requests that the client aborts half-way.
     deadline_s: float | None = None
     warmup: int = 0  # Requests before the run, which do not count.
-    settle_s: float = 0.0  # Seconds at the start of the run whose requests do not count.
+    settle_s: float = 0.0  # Seconds at the start of the run; requests of this time do not count.
     seed: int = 0
     slo: Mapping[str, float] = dataclasses.field(default_factory=dict)  # Seconds by objective, see OBJECTIVES.
     attainment: float | None = None

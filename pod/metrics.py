@@ -87,7 +87,7 @@ class PodMetrics:
         gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", _one(lambda: load().queued_tokens))
         sequences = _by(load, lambda s: {"running": s.running, "waiting": s.waiting, "reserved": s.reserved})
         gauge(
-            "sequences", "Sequences that run, wait in the engine, or whose KV is still to come.", sequences, ["state"]
+            "sequences", "Sequences that run, wait in the engine, or wait for KV.", sequences, ["state"]
         )
         text = "Sequences that lost their KV because others needed the room."
         counter("preemptions", text, _one(lambda: stats().preemptions))

@@ -7,7 +7,7 @@ stop  -> leave
 
 Invariants: Only the background task talks to Redis, one command at a time, so no change is in flight while it compares
 set sizes. `_held` equals the pod's sets. `_posted` contains every sampled block that may have a posting under the
-pod's slot. A command of unknown outcome is followed by a registration and a snapshot, whose number makes a late batch
+pod's slot. A command of unknown outcome is followed by a registration and a snapshot; its number makes a late batch
 a duplicate. The engine's threads only use `_changes`. The pool calls stored() and evicted() under its own lock, so the
 lock of `_changes` is never held while the pool's lock is taken.
 """

@@ -210,7 +210,7 @@ class SimulatedDecodePod(_PodProcess):
         return DecodeSequence(lease, lease.cached_blocks, prompt_len, output_len - 1, on_end, block_hashes)
 
     def join(self, sequence: DecodeSequence) -> None:
-        """Queues a sequence whose KV has arrived. It decodes as soon as a slot is free."""
+        """Queues a sequence after its KV has arrived. It decodes as soon as a slot is free."""
         if not self.alive or sequence.lease.finished:
             return
         sequence.lease.publish(list(sequence.block_hashes[: sequence.context // self._shape.block_size]))

@@ -17,7 +17,7 @@ from loadtest.report.figures import PERCENTILES
 
 Z = 1.96
 TIMES = ("ttft", "ttft_intended", "itl", "tpot", "e2e", "e2e_intended")
-#: Latencies with one value per request: the columns of the records whose sum is the value.
+#: Latencies with one value per request: the columns of the records that add up to it.
 PER_REQUEST = {
     "ttft": ("ttft_ms",),
     "ttft_intended": ("ttft_ms", "lag_ms"),
