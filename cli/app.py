@@ -26,7 +26,7 @@ from common.settings.table import misspelt
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
-    add_completion=True,  # --install-completion and --show-completion
+    add_completion=True,  # the flags --install-completion and --show-completion
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's table cuts long flags and values on terminals with 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -52,7 +52,10 @@ def baton(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Serves large language models with prefill and decode on different machines."""
+    """Serves large language models with prefill and decode in different processes, on one machine or on many.
+
+    `baton serve Qwen/Qwen3-0.6B` starts a server; `baton chat` talks to it.
+    """
 
 
 for command in (up, chat, bench, pull, serve, worker, gateway, certs, batch, doctor, probe, plan, loadtest, version):
@@ -86,7 +89,7 @@ def _hint() -> str:
 
 
 def _without_wrong_advice(error: Any) -> str:
-    """The text of a parser's error. The parser suggests every flag that looks similar; only misspellings stay."""
+    """The text of a parser's error, with a suggestion only if the flag misspells a known one (see `misspelt`)."""
     flag, ctx = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if not hasattr(error, "possibilities") or flag is None or ctx is None:
         return str(error.format_message())

@@ -61,7 +61,7 @@ class Result:
 
     @property
     def may_pass(self) -> bool:
-        """A later try may be answered."""
+        """Whether a later try may get an answer."""
         return (self.status in TEMPORARY or not self.status) and self.code not in NO_RETRY_CODES
 
     @property
@@ -263,7 +263,7 @@ def _no_output(where: str) -> ConfigError:
 class Retry:
     """A further try of one request."""
 
-    number: int  # Of the try, 2 for the first retry.
+    number: int  # Number of the try; 2 for the first retry.
     tries: int  # Tries that the request has at most.
     pause_s: float  # Seconds until the try.
     reason: str  # Why the try before failed.
@@ -300,7 +300,7 @@ async def send_all(
     limits = httpx.Limits(max_connections=sending.concurrency, max_keepalive_connections=sending.concurrency)
     timeout = httpx.Timeout(sending.timeout_s + 10.0, connect=10.0)
     async with httpx.AsyncClient(base_url=base, headers=headers, limits=limits, timeout=timeout) as client:
-        reached = False  # A gateway has answered, so a later failure to connect may pass.
+        reached = False  # A gateway has answered before, so a later failure to connect may be temporary.
 
         async def work() -> None:
             nonlocal reached

@@ -144,7 +144,7 @@ class Chat:
         return show
 
     def note(self, text: str) -> None:
-        """Prints a line that is no answer."""
+        """Prints a line that is not part of an answer."""
         self.notes.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 

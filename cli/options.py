@@ -51,7 +51,7 @@ class SectionedCommand(typer.core.TyperCommand):
 
 
 def takes_settings(*classes: type[Settings], only: frozenset[str] | None = None) -> Callable[[Any], Any]:
-    """Gives a command an option per setting of the classes, or of `only` these, and hidden options for former names.
+    """Gives a command one option for each setting of the classes (or of `only`), and hidden ones for former names.
 
     The first class that has a setting declares its option.
     """
@@ -69,7 +69,7 @@ def takes_settings(*classes: type[Settings], only: frozenset[str] | None = None)
 
 
 def takes_text(sections: Mapping[str, Sequence[tuple[str, str, str]]]) -> Callable[[Any], Any]:
-    """Gives a command options whose text it parses itself: by section, the name, metavar and help of each option."""
+    """Gives a command options as text that it parses itself: by section, the name, metavar and help of each option."""
     rows = [(title, *row) for title, of_section in sections.items() for row in of_section]
     return _takes([_parameter(name, str, help, metavar, title) for title, name, metavar, help in rows])
 

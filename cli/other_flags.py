@@ -1,7 +1,7 @@
-"""Flags of vLLM that Baton's commands get from habit: what each one is here.
+"""Flags of vLLM that Baton does not have, each with the answer that a user gets.
 
-A flag with an equal meaning is another name of Baton's flag (`also=` in common/settings). This file has the others:
-flags that need no answer because Baton always does what they ask for, and flags that Baton answers with a sentence.
+A flag with an equal meaning is another name of Baton's flag (`also=` in common/settings). This file has the others.
+Harmless flags are dropped with a message; each other flag is an error with a hint.
 """
 
 from __future__ import annotations

@@ -28,6 +28,18 @@ async def redis_ready(host: str, port: int, password: str) -> bool:
         return False
 
 
+async def redis_trouble(url: str, timeout_s: float = 3.0) -> str | None:
+    """None if the servers of a Redis URL (common/redis/url.py) answer, otherwise the error. Raises ConfigError."""
+    from common.redis.client import REDIS_FAILURES, connect_redis
+
+    try:
+        async with connect_redis(url, timeout_s=timeout_s) as client:
+            await client.ping()
+    except REDIS_FAILURES as error:
+        return str(error)
+    return None
+
+
 async def trouble(url: str, timeout_s: float, tls: TlsFiles | None = None) -> str | None:
     """Checks the health of a server: None if it is well, otherwise the problem in a few words.
 

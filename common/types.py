@@ -220,7 +220,7 @@ class PodLoad:
         values = json.loads(raw)
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         if not all(isinstance(value, int | float) and abs(value) < 2**63 for value in known.values()):
-            raise ValueError(f"a value is no finite number: {known}")
+            raise ValueError(f"a value is not a finite number: {known}")
         return cls(**known)
 
 

@@ -48,7 +48,7 @@ class CacheEventRelay:
 async def require_free_name(redis: str, scope: str, name: str, address: str, tls: TlsFiles | None = None) -> None:
     """Raises ConfigError if a live pod with this name answers at another address than `address`, the caller's own.
 
-    The index entry of a dead pod is no obstacle: the address must answer as that pod and generation. If two pods start
+    The index entry of a dead pod does not matter: the address must answer as that pod and generation. If two pods start
     at the same moment, both pass; the index keeps the younger one, and the other logs that.
     """
     holder = await read_name_owner(redis, scope, name)

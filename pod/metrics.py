@@ -86,9 +86,7 @@ class PodMetrics:
         gauge("kv_blocks", "KV blocks by state.", _by(engine.pool.counts, asdict), ["state"])
         gauge("queued_prompt_tokens", "Prompt tokens that wait for computing.", _one(lambda: load().queued_tokens))
         sequences = _by(load, lambda s: {"running": s.running, "waiting": s.waiting, "reserved": s.reserved})
-        gauge(
-            "sequences", "Sequences that run, wait in the engine, or wait for KV.", sequences, ["state"]
-        )
+        gauge("sequences", "Sequences that run, wait in the engine, or wait for KV.", sequences, ["state"])
         text = "Sequences that lost their KV because others needed the room."
         counter("preemptions", text, _one(lambda: stats().preemptions))
         resumed = _by(stats, lambda s: {"resumed": s.fully_restored, "recomputed": s.partly_recomputed})

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # imported only when the command runs
     from loadtest.config import LoadConfig
 
 SENDING = 0.75  # Share of a stage in which requests are sent; the rest is for their answers.
-ENOUGH = 0.9  # Share of the highest throughput from which more users hardly help.
+ENOUGH = 0.9  # Share of the highest throughput; beyond it more users hardly help.
 COLUMNS = (
     *("users", "answers", "failed", "answers/s", "output tokens/s", "tokens/s per user"),
     *("first token p50 ms", "p99 ms", "between tokens p50 ms", "p99 ms", "answer p50 s"),

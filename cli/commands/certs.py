@@ -25,7 +25,7 @@ def certs(
     """Makes certificates for TLS between services.
 
     DIR/ca.pem and DIR/ca-key.pem are the authority, made once. DIR/NAME is the --tls-dir of one service. Run it again
-    to renew the certificates: services that run take them over.
+    to renew the certificates; running services read them.
     """
     if role is None and name is not None:
         raise ConfigError("--role: missing: --name needs the role of the service", field="role")

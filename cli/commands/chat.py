@@ -24,7 +24,7 @@ Url = Annotated[
 ]
 ApiKey = Annotated[str | None, opt("API key (default: $OPENAI_API_KEY).", metavar="KEY")]
 CaFile = Annotated[
-    str | None, opt("Certificates (PEM) that an https server is checked with; default: the system's.", metavar="FILE")
+    str | None, opt("Authorities (PEM) that verify an https server; default: the system's.", metavar="FILE")
 ]
 Insecure = Annotated[bool, opt("Accept any certificate of an https server.", "--insecure", "-k")]
 
@@ -58,7 +58,9 @@ def chat(
     api_key: ApiKey = None,
     ca_file: CaFile = None,
     insecure: Insecure = False,
-    timeout_s: Annotated[float, typer.Option(min=0.1, metavar="N", help="Longest silence of the server.")] = 600.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, metavar="N", help="Max seconds without a byte of the server.")
+    ] = 600.0,
 ) -> None:
     """Talks to a running server.
 

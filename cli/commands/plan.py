@@ -24,7 +24,7 @@ DEFAULT_REQUESTS = 1500
 BURSTS = 0.1  # Share of requests that arrive together with another one, above which a note is printed.
 STEADY_S = 60.0  # A shorter replay does not show a steady state: queues may still grow at its end.
 ROUNDS = 4  # Max replays with more and more requests, until one lasts STEADY_S.
-MARGIN = 1.1  # More requests than the last goodput asks for, because a longer replay has a lower one.
+MARGIN = 1.1  # Factor for the requests of the next replay, because a longer replay has a lower goodput.
 
 
 #: name, metavar and help of the options with text.
@@ -134,7 +134,7 @@ def _which(count: int, recorded: int) -> str:
     """The requests of a trace that were replayed."""
     if count <= recorded:
         return f"the first {count} of {recorded} requests"
-    return f"{count} requests, the {recorded} recorded ones again and again with prompts of their own each time"
+    return f"{count} requests: the {recorded} recorded ones, repeated with new prompts each time"
 
 
 def _show(plan: CapacityPlan, trace: WorkloadTrace, slo: Slo, gpus: int | None, notes: list[str]) -> None:

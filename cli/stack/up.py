@@ -28,10 +28,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.demo.model import prepared
+from cli.probes import redis_trouble
 from cli.stack.stack import Stack
 from cli.stack.supervisor import Service, State, Supervisor
 from common.model.directory import default_served_name, expected_model_path, pinned_model, resolve_eagle_head
 from common.model.hub import remove_partial_files
+from common.redis.url import RedisUrl
 from common.settings.configs import UpConfig
 
 READY_TIMEOUT_S = 600.0
@@ -151,6 +153,8 @@ async def run_stack(config: UpConfig, work: Work | None, *, browse: bool = False
     config = await asyncio.to_thread(_pinned, config)
     stack = Stack.plan(config, expected_model_path(config.model), log_dir, say=board.say)
     try:
+        if config.redis is not None:
+            await _report_missing_redis(config.redis, board.say)
         with _ending_at_once(stack):
             await asyncio.to_thread(_prepare, config, board.say)
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -167,6 +171,13 @@ async def run_stack(config: UpConfig, work: Work | None, *, browse: bool = False
         stack.close()
 
 
+async def _report_missing_redis(url: str, say: Callable[[str], None]) -> None:
+    """Says that a Redis does not answer: the stack waits for it, because the gateway finds its pods there."""
+    if (problem := await redis_trouble(url)) is not None:
+        away = f"{RedisUrl.parse(url)} does not answer ({problem.rstrip('.')})"
+        say(f"{away}: the stack waits for it. Without --redis a stack starts a Valkey of its own")
+
+
 def _pinned(config: UpConfig) -> UpConfig:
     """The settings with commits in the names of a hub's models, so that all processes use the same files."""
     draft = config.speculation_model
@@ -179,7 +190,7 @@ def _pinned(config: UpConfig) -> UpConfig:
 
 
 def _prepare(config: UpConfig, say: Callable[[str], None]) -> None:
-    """Converts or downloads what is missing of the models. Raises ConfigError."""
+    """Converts or downloads the missing files of the models. Raises ConfigError."""
     weights, draft = config.load_format == "auto", config.speculation_model
     prepared(config.model, weights=weights, say=say)
     if config.speculation == "draft_model":
@@ -190,7 +201,7 @@ def _prepare(config: UpConfig, say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def _ending_at_once(stack: Stack) -> Iterator[None]:
-    """SIGINT and SIGTERM end this process at once, without the threads of a download, which would end with a file."""
+    """SIGINT and SIGTERM end this process at once. A download thread would otherwise end only with its file."""
 
     def end(number: int, _frame: object) -> None:
         stack.close()
@@ -303,7 +314,7 @@ def _new_log_dir() -> Path:
 
 
 def _runs(log_dir: Path) -> bool:
-    """The process whose pid is in the directory's name is alive, or the pid was reused."""
+    """Whether the process with the pid in the directory's name is alive, or the pid was reused."""
     pid = log_dir.name.rpartition("-")[2]
     if not pid.isdecimal() or int(pid) == 0:
         return False

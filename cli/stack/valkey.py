@@ -83,7 +83,7 @@ class EmbeddedValkey:
         return url
 
     async def _wait_ready(self, url: str, log: Path) -> None:
-        import redis.asyncio as redis  # half a second, which `baton up` does not wait for
+        import redis.asyncio as redis  # imported here: it takes half a second, and `baton up` does not need it
 
         deadline = time.monotonic() + START_TIMEOUT_S
         client = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)

@@ -96,7 +96,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str, *, field: str, any_
         options = _STRICT | (_ANY_SPACE if any_space else PLAIN_SPACE)
         text = LLMatcher.grammar_from_json_schema(schema_text, overrides=options)  # type: ignore[arg-type]
     except UnicodeEncodeError:
-        raise refused(field, "has half a surrogate pair, which is no valid Unicode") from None
+        raise refused(field, "has half a surrogate pair, which is not valid Unicode") from None
     except (ValueError, RecursionError) as error:
         limits.check_schema(parsed, field)  # its error names the limit if the schema is nested too deeply
         raise refused(field, f"is not a usable JSON schema: {error}") from None

@@ -119,7 +119,7 @@ _RULES = (
     ),
     _Rule(
         "schema must be an object or boolean",
-        lambda m: "has a schema that is no object, true or false",
+        lambda m: "has a schema that is not an object, true or false",
         lambda m: _has_no_schema,
     ),
     _Rule(

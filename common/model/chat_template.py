@@ -27,7 +27,7 @@ MAX_ERROR = 500  #: Characters of a template's own error message that the client
 def load_templates(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the chat templates by name: "tool_use", if present, is for tools, "default" for the rest; or none.
 
-    Raises ConfigError for a file that is no text.
+    Raises ConfigError for a file that is not text.
     """
     path = model_dir / "chat_template.jinja"
     try:

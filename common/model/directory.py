@@ -82,7 +82,7 @@ def resolve_model(
     """Returns the directory of `model`: smollm2, a path, or a model of the hub; its missing files are downloaded.
 
     It must have tokenizer.json if `tokenizer` is true, and weights if `weights` is. `check` and `say` are as for
-    hub.fetch; an architecture that is no decoder is refused before weights are downloaded. Raises ConfigError (field
+    hub.fetch; an architecture that is not a decoder is refused before weights are downloaded. Raises ConfigError (field
     "model").
     """
     if (name := hub_name(model)) is not None:

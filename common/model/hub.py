@@ -98,7 +98,7 @@ def fetch(
 
     Args:
         check: Called with the directory before weights are downloaded; an error that it raises ends the download.
-        say: Called with a line when a download starts, and about its progress if stderr is no terminal.
+        say: Called with a line when a download starts, and about its progress if stderr is not a terminal.
 
     Raises ConfigError (field "model") with one line for each cause: no access, no such model, revision or file, no
     network, no space.
@@ -129,7 +129,7 @@ def weight_files(directory: Path, single: str, index: str) -> list[str]:
         names = sorted(set(json.loads((directory / index).read_text("utf-8"))["weight_map"].values()))
         if all(isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) for name in names):
             return names
-        problem = "a name is no file beside the index"
+        problem = "a name is not a file beside the index"
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         problem = repr(error)
     raise ConfigError(f"{directory / index} is not an index of weights: {problem}", field="model")
@@ -259,9 +259,9 @@ def _explanation(name: HubName, error: Exception) -> str:
         case errors.LocalEntryNotFoundError():
             return f"{here}, and {_not_cached(name, error)}"
         case errors.EntryNotFoundError():
-            return f"model {repo} has no config.json at {name.revision}, so it is no model that Baton loads: see {page}"
+            return f"model {repo} has no config.json at {name.revision}, so Baton cannot load it: see {page}"
         case errors.HFValidationError():
-            return f"{here}, and {repo!r} is no name of a model of the hub: {_first_line(error)}"
+            return f"{here}, and {repo!r} is not the name of a model of the hub: {_first_line(error)}"
         case errors.OfflineModeIsEnabled():
             return f"{here}, and {_not_cached(name, errors.LocalEntryNotFoundError(''))}"
     if status == 401:

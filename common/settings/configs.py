@@ -46,7 +46,7 @@ class TlsSettings(ServiceSettings, section="Process"):
     tls_dir: str | None = optional_setting(
         kinds.text("a directory", r".+", "DIR"),
         "Directory with ca.pem, cert.pem and key.pem of this service (`baton certs`), for mutual TLS between services; "
-        "needed if --host is no loopback address; default: no TLS",
+        "needed if --host is not a loopback address; default: no TLS",
         per_process=True,
     )
 
@@ -127,8 +127,7 @@ class EngineSettings(Settings, section="Engine"):
     )
     pooling: str = choice_setting(
         ("auto", "last", "mean", "cls"),
-        "States that an embedding is made of: those of the last token, the mean, the first token (cls), or auto: as "
-        "the model's sentence-transformers files say, else last",
+        "Pooling of embeddings: last token, mean, first token (cls), or auto: as in the model's files, else last",
     )
     tensor_parallel_size: int = setting(
         kinds.RANK_COUNT, 1, "Ranks of a pod: GPUs, or processes on a CPU, that compute the model together"
@@ -403,8 +402,7 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
     max_client_slow: int = setting(
         kinds.integer(0, 1 << 20),
         128,
-        "Max heads and bodies of one client address, or bodies of one key, that take over 1 s; the oldest beyond get "
-        "408; 0: no limit",
+        "Max heads and bodies over 1 s of one client address or key; beyond it the oldest gets 408; 0: no limit",
     )
     response_ttl_s: float = setting(
         kinds.seconds(0, 30 * 86400), 3600.0, "Seconds that /v1/responses stay in Redis; 0: not stored"

@@ -234,7 +234,7 @@ def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[Any, str]]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} cannot be read as safetensors: {error}", field="model") from error
         with opened as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield file, name
 
 
@@ -261,7 +261,7 @@ class _Pickled:
 
 
 class _PickledSlice:
-    """A tensor of a .bin file, of which a part is read."""
+    """A tensor of a .bin file; a caller reads a part of it."""
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self._tensor, self._device = tensor, device

@@ -6,8 +6,7 @@ With overlap, a step is launched before the result of the step before it is read
     device                 |        step 1          |          step 2           |        step 3 ...
 
 - At most two steps are launched at a time. Tokens that the host has not seen are read on the device.
-- After a decode step the next one is launched as late as the times of the last steps allow, so that it includes
-  requests that arrive meanwhile.
+- A step after a decode step is launched as late as the times of the last steps allow, to include new requests.
 - The launch of long prompts takes tens of milliseconds. If the step before ends during it, its result is reported
   between two layers of the launch (`LaunchCallback`).
 - A step with drafts, or after one, is planned after the result of the step before it. The callers get this result after

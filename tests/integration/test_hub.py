@@ -277,7 +277,7 @@ def test_missing_files(hub: HubServer, tiny: Path) -> None:
     files = {path.name: path.read_bytes() for path in tiny.iterdir()}
     shard = next(name for name in sorted(files) if name.endswith(".safetensors"))
     for lost, said in (
-        ("config.json", "has no config.json at main, so it is no model that Baton loads"),
+        ("config.json", "has no config.json at main, so Baton cannot load it"),
         ("tokenizer.json", "has no tokenizer.json"),
         (shard, f"model.safetensors.index.json names {shard}, which the repository lacks"),
     ):
@@ -334,7 +334,7 @@ def test_what_else_the_hub_may_answer(hub: HubServer, monkeypatch: pytest.Monkey
     for status in (403, 429, 500):
         hub.status = status
         assert f"{status}" in refusal(NAME)
-    assert "is no name of a model of the hub" in refusal("a/b--c")
+    assert "is not the name of a model of the hub" in refusal("a/b--c")
 
 
 def test_a_stack_of_a_model_in_the_cache(hub: HubServer, repository: Repository, tmp_path: Path) -> None:

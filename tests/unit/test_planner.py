@@ -274,7 +274,7 @@ def test_without_a_number_of_requests_the_replay_is_long_enough(
     said = json.loads(capsys.readouterr().out)
     assert said["best"]["at_goodput"]["requests"] / said["best"]["goodput_req_s"] >= 40
     assert not any("last only" in note for note in said["assumptions"])
-    assert any("recorded ones again and again" in note for note in said["assumptions"])
+    assert any("recorded ones, repeated with new prompts" in note for note in said["assumptions"])
 
 
 def test_the_command_prints_json(trace: WorkloadTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def _whole(value: Any) -> Any:
 
 
 class RequestModel(BaseModel):
-    """An object of a request body. null counts as absent, 1.0 as 1, a boolean is no number, and a text neither.
+    """An object of a request body. null counts as absent, 1.0 as 1, but booleans and texts never count as numbers.
 
     Unknown members are ignored.
     """

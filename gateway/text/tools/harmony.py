@@ -43,7 +43,7 @@ _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  #: Fields of a messa
 
 
 class _Kind(Enum):
-    """The meaning of a message that is no call."""
+    """The meaning of a message that is not a call."""
 
     CONTENT = auto()
     REASONING = auto()

@@ -112,13 +112,13 @@ def keyword_call_rules(rule: str, functions: Sequence[Function], lead: str = "")
 
 
 def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the properties of a schema; none if the client's value is no object."""
+    """Returns the properties of a schema; none if the client's value is not an object."""
     properties = schema.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of required properties; none if the client's value is no array."""
+    """Returns the names of required properties; none if the client's value is not an array."""
     required = schema.get("required")
     return frozenset(name for name in required if isinstance(name, str)) if isinstance(required, list) else frozenset()
 

@@ -157,7 +157,7 @@ class FunctionTool(FunctionType, FunctionSchema):
 
 
 class OtherTool(TypedDict):
-    """A tool that is no function, like web_search; the model does not see it."""
+    """A tool that is not a function, like web_search; the model does not see it."""
 
     type: Annotated[str, Field(json_schema_extra={"not": {"const": "function"}})]
 
