@@ -54,6 +54,9 @@ class RestClient:
         record = RequestRecord("", 0, 0, 0, 0, time.perf_counter())
         head = self._head("GET", "/v1/models", self._config.key_of(0), b"")
         exchange = await self._exchange(head, record, _WholeAnswer)
+        if record.error == "connect":
+            why = f"no server answers at {self._config.url} ({record.message})"
+            raise Unavailable(f"{why}; start one with `baton serve MODEL`")
         if record.error:
             raise Unavailable(f"{self._config.url}: {record.message or record.error}")
         try:

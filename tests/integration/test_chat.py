@@ -162,7 +162,7 @@ async def test_keys_and_unreachable_servers(cluster: FakeCluster, smollm2_dir: P
                 await asyncio.to_thread(chat.ask, "Hello")
     with (
         Server(f"127.0.0.1:{unused_tcp_port}") as server,
-        pytest.raises(Unavailable, match="start one with `baton up`"),
+        pytest.raises(Unavailable, match="start one with `baton serve MODEL`"),
     ):
         server.models()
     with pytest.raises(ConfigError, match="is not like http://HOST:PORT"):

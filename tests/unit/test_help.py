@@ -148,6 +148,8 @@ def test_serve_with_a_model_is_up(
     monkeypatch.delenv("BATON_ROLE")
     code, said = ended("serve my/model --no-cuda-graphs", monkeypatch, capsys)
     assert (code, said.startswith("baton: --cuda-graphs: is a flag of one pod: baton serve --role ROLE")) == (2, True)
+    code, said = ended("serve", monkeypatch, capsys)
+    assert (code, "`baton serve MODEL` serves a model" in said) == (2, True)
     code, said = ended("serve my/model --model other", monkeypatch, capsys)
     assert (code, "other and my/model are two models" in said) == (2, True)
 

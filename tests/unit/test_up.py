@@ -57,6 +57,15 @@ async def test_a_signal_is_answered_with_how_long_it_takes(
     assert granted[0] > config.drain_s + 15
 
 
+async def test_a_redis_that_does_not_answer_is_named_at_once() -> None:
+    said: list[str] = []
+    await up._report_missing_redis("redis://:secret@127.0.0.1:1", said.append)
+    (line,) = said
+    assert line.startswith("redis://127.0.0.1:1 does not answer (")
+    assert "): the stack waits for it. Without --redis" in line
+    assert "secret" not in line
+
+
 async def test_that_all_is_ready_is_said_before_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
     process = ChildProcess("gateway", ["/bin/true"], log=Path("/dev/null"))
     service = Service(ServiceSpec(process=process, role="gateway", address="127.0.0.1:8000", probe=AsyncMock()))
