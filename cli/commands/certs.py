@@ -33,9 +33,13 @@ def certs(
     if name is not None:
         name = Setting(kind=kinds.NAME, help="", name="name").parse(name, FLAG)
     from cli.stack.certificates import CA_KEY_FILE, Authority
+    from common.tls import CA_FILE
 
     if (directory / CA_KEY_FILE).exists():
         authority = Authority.load(directory)
+    elif (directory / CA_FILE).exists():
+        remedy = "bring the key back, or remove ca.pem to make a new authority"
+        raise ConfigError(f"certs: {directory} has {CA_FILE} without {CA_KEY_FILE}: {remedy}", field="directory")
     else:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         authority = Authority.create()

@@ -154,3 +154,12 @@ def test_the_command_refuses_what_makes_no_certificate(arguments: list[str], mes
     with pytest.raises(ConfigError, match=message):
         CliRunner().invoke(app, ["certs", str(tmp_path / "new"), *arguments], catch_exceptions=False)
     assert not (tmp_path / "new").exists()
+
+
+def test_the_command_keeps_an_authority_whose_key_is_elsewhere(tmp_path: Path) -> None:
+    CliRunner().invoke(app, ["certs", str(tmp_path)], catch_exceptions=False)
+    (tmp_path / "ca-key.pem").unlink()
+    before = (tmp_path / "ca.pem").read_bytes()
+    with pytest.raises(ConfigError, match=r"has ca\.pem without ca-key\.pem: bring the key back"):
+        CliRunner().invoke(app, ["certs", str(tmp_path)], catch_exceptions=False)
+    assert (tmp_path / "ca.pem").read_bytes() == before

@@ -44,6 +44,7 @@ from gateway.serving.request import MAX_JSON_PARTS, RequestContext
 
 BODY_TIMEOUT_S = 30.0
 SEND_GRACE_S = 5.0  #: Seconds beyond the request's deadline that sending the end of the answer may take.
+LOOKS_PER_PING = 4  #: How often a silent stream is looked at before a ping.
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
 SESSION_AFFINITY = b"x-session-affinity"
@@ -309,16 +310,25 @@ class HttpResponse:
             self._ping_timer.cancel()
 
     def _await_silence(self, writer: BodyWriter) -> None:
-        """Starts a timer of `ping_s`; it sends a ping if nothing was sent meanwhile. So an event costs only a count."""
-        count = self._num_sent, writer.num_written
+        """Starts a timer that sends a ping after `ping_s` of silence. It looks at counts, so an event costs one count.
 
-        def ping() -> None:
-            if not self.done:
-                if count == (self._num_sent, writer.num_written):
-                    writer.write_comment(self.ping_event)
-                self._await_silence(writer)
+        It looks LOOKS_PER_PING times in `ping_s`, so a ping is late by one of these parts at most.
+        """
+        pause_s, silent, seen = self._ping_s / LOOKS_PER_PING, 0, (self._num_sent, writer.num_written)
 
-        self._ping_timer = asyncio.get_running_loop().call_later(self._ping_s, ping)
+        def look() -> None:
+            nonlocal silent, seen
+            if self.done:
+                return
+            count = self._num_sent, writer.num_written
+            silent = silent + 1 if count == seen else 0
+            if silent == LOOKS_PER_PING:
+                writer.write_comment(self.ping_event)
+                silent, count = 0, (self._num_sent, writer.num_written)
+            seen = count
+            self._ping_timer = asyncio.get_running_loop().call_later(pause_s, look)
+
+        self._ping_timer = asyncio.get_running_loop().call_later(pause_s, look)
 
     async def send_error(self, error: BatonError) -> None:
         """Sends an error: as a status before the head was sent, as an event of the stream afterwards."""
