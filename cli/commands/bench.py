@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # imported only when the command runs
 
 SENDING = 0.75  # Share of a stage in which requests are sent; the rest is for their answers.
 ENOUGH = 0.9  # Share of the highest throughput; beyond it more users hardly help.
-COLUMNS = (
+ROWS = (
     *("users", "answers", "failed", "answers/s", "output tokens/s", "tokens/s per user"),
-    *("first token p50 ms", "p99 ms", "between tokens p50 ms", "p99 ms", "answer p50 s"),
+    *("first token p50 ms", "first token p99 ms", "between tokens p50 ms", "between tokens p99 ms", "answer p50 s"),
 )
 
 
@@ -124,11 +124,10 @@ def _figures(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(documents: Sequence[Mapping[str, Any]]) -> Table:
+    """A column per stage, so that each name fits a terminal with 80 columns."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    columns = list[list[str]]()
     for document in documents:
         row = _figures(document)
         e2e = row["e2e_ms_p50"]
@@ -139,7 +138,13 @@ def _table(documents: Sequence[Mapping[str, Any]]) -> Table:
             _number(row["tokens_per_s_and_user"]),
         ]
         times = [_number(row[f"{name}_ms_{share}"]) for name in ("ttft", "itl") for share in ("p50", "p99")]
-        table.add_row(*map(str, shown), *rates, *times, _number(None if e2e is None else e2e / 1e3))
+        columns.append([*map(str, shown), *rates, *times, _number(None if e2e is None else e2e / 1e3)])
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    for _ in columns:
+        table.add_column(justify="right", no_wrap=True, min_width=8)
+    for name, *values in zip(ROWS, *columns, strict=True):
+        table.add_row(name, *values)
     return table
 
 
@@ -152,7 +157,11 @@ def verdict(documents: Sequence[Mapping[str, Any]]) -> str:
     rows = [row for row in map(_figures, documents) if row["answered"]]
     if not rows:
         errors = [error for document in documents for error in document["errors"]]
-        why = f": {errors[0]['kind']}, {'; '.join(errors[0]['messages'])}" if errors else " in the time of its stage"
+        why = (
+            f": {errors[0]['kind']}, {'; '.join(errors[0]['messages'])}"
+            if errors
+            else " in the time of its stage; a larger --seconds helps"
+        )
         return f"Verdict: no request was answered{why}."
     most = max(rows, key=lambda row: row["output_tokens_per_s"])
     enough = next(r for r in rows if r["output_tokens_per_s"] >= ENOUGH * most["output_tokens_per_s"])
