@@ -105,7 +105,12 @@ def string_regex(schema: Schema, function: Function) -> str:
 def _length(schema: Schema, keyword: str, function: Function) -> int | None:
     """Returns a length in a schema, None without one. Another value is refused in a strict function."""
     value = schema.get(keyword)
-    if type(value) in (int, float) and 0 <= value <= _MAX_LENGTH and value == int(value):
+    if (
+        not isinstance(value, bool)
+        and isinstance(value, int | float)
+        and 0 <= value <= _MAX_LENGTH
+        and value == int(value)
+    ):
         return int(value)
     if value is not None:
         _refuse(keyword, function)

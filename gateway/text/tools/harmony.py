@@ -285,8 +285,9 @@ def _one_by_one(message: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
     out: list[Mapping[str, Any]] = []
     for n, call in enumerate(message["tool_calls"]):
         out.append({**message, "thinking": "" if n else message["thinking"], "tool_calls": [call]})
-        if (answer := by_id.pop(call.get("id"), None)) is not None:
-            out.append(answer)
+        call_id = call.get("id")
+        if call_id in by_id:
+            out.append(by_id.pop(call_id))
         elif others:
             out.append(others.pop(0))
     return [*out, *by_id.values(), *others]
