@@ -213,6 +213,8 @@ def _files(model_dir: Path) -> list[Path]:
             raise ConfigError(f"{index} is not an index of shards: {error!r}", field="model") from error
         if missing is not None:
             raise ConfigError(f"{missing}, named by the index, does not exist", field="model")
+        if not files:
+            raise ConfigError(f"{index} names no file", field="model")
         return files
     raise ConfigError(f"{model_dir} has neither model.safetensors nor an index of shards nor .bin files", field="model")
 

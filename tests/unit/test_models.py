@@ -335,3 +335,6 @@ def test_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="neither"):
         weights.weights_revision(parse_spec(*read_config(tmp_path)), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(ConfigError, match=r"index\.json names no file"):
+        weights.only_pickled(tmp_path)
