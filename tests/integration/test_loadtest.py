@@ -209,7 +209,7 @@ async def test_the_command_fails_where_the_server_does(gw: Rig, cluster: FakeClu
     assert "3 x http 429" in out
     code, _, err = await command("--url", "http://127.0.0.1:1", "--rate", "1")
     assert code == 1
-    assert err.startswith("baton: http://127.0.0.1:1: ")
+    assert err.startswith("baton: no server answers at http://127.0.0.1:1 ")
 
 
 async def test_an_interrupted_command_reports_the_finished_requests(gw: Rig, cluster: FakeCluster) -> None:
