@@ -106,7 +106,7 @@ class PendingRequest:
         body = {**self._body, "stream_options": {"include_usage": True}}
         async with self._client.stream("POST", "/completions", json=body) as response:
             async for line in response.aiter_lines():
-                if line and line != "data: [DONE]":
+                if line.startswith("data: {"):  # and not a comment
                     event = orjson.loads(line.removeprefix("data: "))
                     assert "error" not in event, event
                     self.seen += 1

@@ -37,7 +37,7 @@ async def one(http: httpx.AsyncClient, model: str, number: int) -> str:
             if response.status_code != 200:
                 return f"{response.status_code}: {(await response.aread())[:300]!r}"
             async for line in response.aiter_lines():
-                data = line.removeprefix("data: ")
+                data = "" if line.startswith(":") else line.removeprefix("data: ")
                 if data == "[DONE]":
                     done = True
                 elif data:
