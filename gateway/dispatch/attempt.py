@@ -389,7 +389,10 @@ class Attempt:
                 return
         tokens = self._tokens_from_pb(token_pbs)
         if tokens and tokens[0].index == len(self._request.output_ids) and self._placement is not None:
-            self._placement.on_first_token()  # of a local prefill; has no effect after a remote one
+            if self._prefill is None or not self._prefill.kv_target.done():
+                # The decode pod computed the prompt itself. Its answer to Reserve may come after the token.
+                self._placement.on_local_prefill()
+            self._placement.on_first_token()  # has no effect after a remote prefill, which was first
         if delta.cached_tokens:
             self.cached_tokens = delta.cached_tokens
         if self._wants_prompt_logprobs and delta.HasField("prompt_logprobs"):

@@ -122,7 +122,7 @@ class Placement:
         self.book()
 
     def on_local_prefill(self) -> None:
-        """The decode pod computes the prompt itself: moves the booking of the prompt there."""
+        """The decode pod computes the prompt itself: moves the booking of the prompt there. Idempotent."""
         if self.chosen_prefill is None:
             return
         prefill, self.chosen_prefill = self.chosen_prefill, None

@@ -53,6 +53,16 @@ def retries(gw: Rig) -> float:
     return sum(s.value for s in samples)
 
 
+async def test_tokens_may_come_before_the_answer_to_reserve(gw: Rig, cluster: FakeCluster) -> None:
+    """They come over another stream. No booking of a prompt that the decode pod computes itself may be left."""
+    expected = await right_text(gw)
+    for pod in cluster.decodes:
+        pod.faults.local_after_s = 0.1
+    for _ in range(4):
+        assert (await gw.complete()).json()["choices"][0]["text"] == expected
+        await gw.settled()
+
+
 async def test_a_full_decode_pod_sends_the_request_to_the_other(gw: Rig, cluster: FakeCluster) -> None:
     expected = await right_text(gw)
     for pod in cluster.decodes:

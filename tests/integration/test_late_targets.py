@@ -338,3 +338,13 @@ async def test_a_deadline_during_set_target_is_a_504(
     assert not late.prefills[0].seen.late_targets
     await settled(gw, late)
     assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
+
+
+async def test_tokens_of_a_local_prefill_may_come_before_its_answer(gw: Rig, late: FakeCluster) -> None:
+    expected = await text(gw)
+    for pod in late.decodes:
+        pod.faults.local_after_s = 0.1
+    for _ in range(4):
+        assert await text(gw) == expected
+        await settled(gw, late)
+    assert len(late.prefills[0].seen.prefilled) == 5  # each was sent before the answer, and cancelled with it

@@ -70,6 +70,8 @@ class Faults:
     reject: int = 0
     reserve_error: BatonError | None = None
     reserve_delay_s: float = 0.0
+    #: A decode pod computes prompts itself, and answers Reserve so much later than it starts them.
+    local_after_s: float | None = None
     abort_errors: int = 0
     prefill_delay_s: float = 0.0
     prefill_error: BatonError | None = None
@@ -290,9 +292,10 @@ class FakePod(
             return decode_pb2.ReserveResponse(rejected=decode_pb2.Rejected(reason="full", retry_after_s=2.5))
         self._running[valid.request_id] = (valid, request.gateway_id)
         self._children[valid.request_id] = set(valid.child_indices)
-        if self.role is Role.BOTH:
+        if self.role is Role.BOTH or self.faults.local_after_s is not None:
             for child in valid.child_indices:
                 self._spawn(valid.request_id, child, self._generate(valid.request_id, child, 0))
+            await asyncio.sleep(self.faults.local_after_s or 0.0)
             return decode_pb2.ReserveResponse(local=decode_pb2.LocalPrefill(), cached_tokens=self.cached_tokens)
         blocks = -(-valid.context_len // self.layout.block_size)
         target = types_pb2.KvTarget(
