@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -23,9 +24,9 @@ import grpc
 
 from common.auth import CallGuard, Signer
 from common.block_hash import hash_blocks, matchable_blocks
-from common.errors import BatonError, ConfigError, InternalError, Overloaded, Unavailable
+from common.errors import BatonError, ConfigError, InternalError, InvalidRequest, Overloaded, Unavailable
 from common.grammar.compiler import CompiledGrammar, GrammarSource
-from common.grammar.prover import prover_of
+from common.grammar.prover import GrammarProver, prover_of
 from common.model.directory import default_served_name, resolve_eagle_head, resolve_model
 from common.pb import control_pb2_grpc, embedding_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 from common.process.lifecycle import Lifecycle, LifecycleState, host_boot_id, log_phase
@@ -181,7 +182,8 @@ class PodRuntime:
         await self.transfer_node.start()
         log_phase("warms up")
         began = time.monotonic()
-        await asyncio.wrap_future(self.engine_loop.call(self._warm_up))
+        grammars = asyncio.to_thread(self._prepare_grammars)
+        await asyncio.gather(asyncio.wrap_future(self.engine_loop.call(self._warm_up)), grammars)
         log_phase(f"warm-up took {time.monotonic() - began:.1f} s", done=True)
         if self.config.metrics_port:
             self._metrics_server = self.metrics.metrics.start_metrics_server(self.config.metrics_port, self.config.host)
@@ -214,6 +216,20 @@ class PodRuntime:
         device, host = self.engine.pool.cached_hashes, self.engine.pool.host_hashes
         self._index = self._cache_events.index = IndexPublisher(redis, record, device, self.load, host_snapshot=host)
         await self._index.start()
+
+    def _prepare_grammars(self) -> None:
+        """Makes the tables of tokens, and starts the process that proves grammars, as the first grammar would need it.
+
+        Making the tables holds the interpreter lock for 0.5 s, which would delay the tokens of other requests.
+        """
+        with suppress(InvalidRequest):  # A model without a fitting tokenizer refuses grammars
+            self.engine.grammar_compiler.tokenizer.for_matchers()
+            self._prover.start()
+
+    @property
+    def _prover(self) -> GrammarProver:
+        tokens = self.engine.grammar_compiler.tokenizer
+        return prover_of(tokens.model_dir, tokens.eos_ids, tokens.vocab_size)
 
     def _warm_up(self) -> None:
         """Runs one short request on the engine thread, so that the first request does not pay for lazy set-up.
@@ -326,9 +342,7 @@ class PodRuntime:
             return None
         if (compiled := grammars.get_cached(grammar)) is not None:
             return compiled
-        tokens = grammars.tokenizer
-        prover = prover_of(tokens.model_dir, tokens.eos_ids, tokens.vocab_size)
-        await asyncio.wrap_future(prover.submit(GrammarSource("text", grammar.text, grammar.field)))
+        await asyncio.wrap_future(self._prover.submit(GrammarSource("text", grammar.text, grammar.field)))
         return await asyncio.to_thread(grammars.compile, grammar, proven=True)
 
     def prompt_hashes(self, request: ValidRequest, max_blocks: int = sys.maxsize) -> list[bytes]:

@@ -7,7 +7,8 @@ harmless: the attacker gets no data of others, and other clients notice nothing.
 
 The stack is one of `baton up`: mutual TLS, API keys, a prefill and a decode pod with the demo's model on the CPU. The
 attackers are processes without a certificate, without the secret or in another role, and clients with a key. Rows of
-grammars have the time until the error, and the delay of another client's request at that time.
+grammars have the time until the answer, and the delay of another client's request at that time. The delay beside an
+accepted grammar is counted beyond that beside an ordinary request.
 
 `open` is the number of attacks that work, `fuzz_inputs` and `crashes` are those of `make fuzz`.
 """
@@ -396,28 +397,33 @@ async def grammars(here: Attacked, rows: Rows) -> None:
             (await alice.post("/v1/completions", json=small)).raise_for_status()
             return time.perf_counter() - began
 
-        # The first grammar of a pod makes its tables of tokens, which takes half a second once.
-        ordinary = {
-            **small,
-            "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
-        }
-        (await alice.post("/v1/completions", json=ordinary)).raise_for_status()
-        usual = statistics.median([await short() for _ in range(10)])
-        for name, (form, value) in bombs().items():
-            body = json.dumps({**small, "structured_outputs": {form: value}}).encode()  # not in the time of others
+        async def beside(content: bytes) -> tuple[httpx.Response, float, float]:
+            """Sends mallory's request. Returns the answer, its seconds, and alice's longest request meanwhile."""
             began = time.perf_counter()
-            bomb = asyncio.ensure_future(mallory.post("/v1/completions", content=body))
-            beside = [await short()]
-            while not bomb.done():
-                beside.append(await short())
-            answer, taken = await bomb, time.perf_counter() - began
+            answer = asyncio.ensure_future(mallory.post("/v1/completions", content=content))
+            shorts = [await short()]
+            while not answer.done():
+                shorts.append(await short())
+            return await answer, time.perf_counter() - began, max(shorts)
+
+        def body(form: str, value: Any) -> bytes:
+            return json.dumps({**small, "structured_outputs": {form: value}}).encode()
+
+        usual = statistics.median([await short() for _ in range(10)])
+        # A request that is accepted takes its share of the pods, as any does.
+        plain = [await beside(body("json", {"type": "object", "title": f"{i}"})) for i in range(10)]
+        shared = statistics.median(longest for _, _, longest in plain)
+        for name, (form, value) in bombs().items():
+            answer, taken, longest = await beside(body(form, value))
+            accepted = answer.status_code == 200
             refused = answer.status_code in (400, 429) and taken < BOMB_S
             rows.add(
                 f"grammar: {name}",
-                REFUSED if refused else HARMLESS if answer.status_code == 200 else OPEN,
+                REFUSED if refused else HARMLESS if accepted else OPEN,
                 answer.text[:120].replace("\n", " "),
                 seconds=round(taken, 3),
-                delay_ms=round(1e3 * (max(beside) - usual), 1),
+                delay_ms=round(1e3 * (longest - (shared if accepted else usual)), 1),
+                **({"beside_any_request_ms": round(1e3 * (shared - usual), 1)} if accepted else {}),
             )
     request = request_of()
     request.grammar.text, request.grammar.field = shapes.chain(lambda ref: shapes.objects({"$ref": ref}))(1800), "f"
