@@ -19,9 +19,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 from common.errors import InvalidRequest
+from common.json_schema.places import resolve
 
 COMPILE_STACK = 64 << 20  #: Native stack in bytes of the thread that compiles, whatever `ulimit -s` says.
 MAX_CHAIN = 3_000  #: Levels of one chain, less than a quarter of what the stack lasts for.
@@ -34,8 +34,7 @@ MAX_PATTERNS = 128  #: patternProperties of one object: llguidance compares each
 _KEYS = frozenset({"$ref", "$id", "id", "$schema", "patternProperties"})  #: The walk through a schema looks at them.
 _DEFINITIONS = ("$defs", "definitions")
 _OLD_DRAFT = re.compile("draft-0[34]")  #: These drafts identify a part by `id`, later drafts by `$id`.
-#: Encoded characters that separate names or not, depending on when they are decoded.
-_ENCODED_SYNTAX = re.compile("%2f|%7e", re.IGNORECASE)
+_MISSING = object()  #: Stands for the target of a reference that has none.
 
 #: Lark's literals, in which brackets and names mean nothing: strings, regular expressions, comments, special tokens.
 _LITERAL = r"""
@@ -160,17 +159,9 @@ def _targets(walk: _Walk, references: Iterable[str]) -> dict[str, int | None] | 
     numbers = {id(node): number for number, node in enumerate(walk.nodes)}
     found: dict[str, int | None] = {}
     for reference in references:
-        if reference[:2] not in ("#", "#/") or _ENCODED_SYNTAX.search(reference):
+        node = resolve(walk.nodes[0], reference, _MISSING) if reference else _MISSING
+        if node is _MISSING:
             return None
-        node = walk.nodes[0]
-        for part in unquote(reference[1:]).split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, dict) and key in node:
-                node = node[key]
-            elif isinstance(node, list) and key.isascii() and key.isdecimal() and len(key) < 9 and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                return None
         found[reference] = numbers.get(id(node)) if isinstance(node, dict | list) else None
     return found
 

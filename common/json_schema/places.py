@@ -54,10 +54,10 @@ def all_schemas(root: Json) -> Iterator[tuple[Path, Json]]:
                 waiting.append((tuple(pointer_parts(reference)), target))
 
 
-def resolve(root: object, reference: str) -> object:
-    """Returns the target of a reference of the form `#/...`; None for another form or a missing target."""
+def resolve(root: object, reference: str, missing: object = None) -> object:
+    """Returns the target of a reference of the form `#/...`; `missing` for another form or without a target."""
     if reference[:2] not in ("", "#", "#/") or _ENCODED_SYNTAX.search(reference):
-        return None
+        return missing
     node = root
     for key in pointer_parts(reference):
         if isinstance(node, dict) and key in node:
@@ -65,7 +65,7 @@ def resolve(root: object, reference: str) -> object:
         elif isinstance(node, list) and key.isascii() and key.isdecimal() and len(key) < 9 and int(key) < len(node):
             node = node[int(key)]
         else:
-            return None
+            return missing
     return node
 
 

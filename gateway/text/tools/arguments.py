@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from common.errors import InvalidRequest
 from common.json_schema.adapted import adapted
+from common.json_schema.places import resolve
 from gateway.text.tools.format import Function, LarkLiteral, split_at_marker
 from gateway.text.tools.json_scanner import JsonScanner, strict_json
 from gateway.text.tools.lark import lark_json, lark_string, lark_text, named_properties, parameters_schema
@@ -229,15 +230,34 @@ class TaggedArguments:
         return "".join(written)
 
 
-class TaggedArgumentReader:
+class StateReader:
+    """A reader that is in one of several states."""
+
+    #: Reads text[at:] in the current state, and appends arguments to `out`. Returns where it stopped, None to wait.
+    _state: Callable[[str, int, list[str]], int | None]
+
+    def __init__(self) -> None:
+        self.done = False
+        self.invalid = False
+
+    def feed(self, text: str, at: int) -> tuple[int, str]:
+        out: list[str] = []
+        while not (self.done or self.invalid):
+            after = self._state(text, at, out)
+            if after is None:
+                break
+            at = after
+        return at, "".join(out)
+
+
+class TaggedArgumentReader(StateReader):
     """Reads tagged arguments: (before a key) -> key -> (between) -> value -> (before a key) ... -> an end.
 
     Strings are passed on as they come, other values when they are complete.
     """
 
     def __init__(self, style: TaggedArguments, schema: Schema, ends: Sequence[str]) -> None:
-        self.done = False
-        self.invalid = False
+        super().__init__()
         self._schema = schema
         self._ends = ends
         self._before_key = style.before_key.strip()
@@ -254,15 +274,6 @@ class TaggedArgumentReader:
         self._skip_newline = False
         self._value: list[str] = []
         self._newline = ""  #: A held line break; it belongs to the value if more of the value follows.
-
-    def feed(self, text: str, at: int) -> tuple[int, str]:
-        out: list[str] = []
-        while not (self.done or self.invalid):
-            after = self._state(text, at, out)
-            if after is None:
-                break
-            at = after
-        return at, "".join(out)
 
     def pending(self, text: str) -> str:
         if self._state != self._in_value or self._is_text:
@@ -366,7 +377,7 @@ def _json_types(schema: Any, root: Any, depth: int, known: dict[int, frozenset[s
 def _types_in(schema: Schema, types_of: Callable[[Any], frozenset[str] | None], root: Any) -> frozenset[str] | None:
     found: list[frozenset[str]] = []
     if isinstance(reference := schema.get("$ref"), str):
-        found += _known(types_of(resolve(reference, root)))
+        found += _known(types_of(resolve(root, reference)))
     named = schema.get("type")
     if isinstance(named, str):
         found.append(frozenset((named,)))
@@ -392,15 +403,6 @@ def _types_in(schema: Schema, types_of: Callable[[Any], frozenset[str] | None], 
 
 def _known(types: frozenset[str] | None) -> list[frozenset[str]]:
     return [] if types is None else [types]
-
-
-def resolve(reference: str, root: Any) -> Any:
-    """Returns the part of `root` that a local reference names, None if there is none."""
-    if not reference.startswith("#"):
-        return None
-    for part in reference[1:].split("/")[1:]:
-        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return root
 
 
 def _type_of(value: Any) -> str:

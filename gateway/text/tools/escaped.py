@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
+from common.json_schema.places import resolve
 from gateway.text.tools.arguments import (
     MAX_KEY,
     ONLY_TEXT,
     Schema,
+    StateReader,
     json_string,
     json_types,
-    resolve,
     string_regex,
     typed_value,
 )
@@ -88,29 +89,19 @@ class _Container:
         self.keys: set[str] = set()
 
 
-class EscapedReader:
+class EscapedReader(StateReader):
     """Reads pairs up to the bracket that closes them, which it leaves.
 
     States: key -> value -> (string, or the first key or value of a container) -> after -> key ...
     """
 
     def __init__(self, mark: str, schema: Schema) -> None:
-        self.done = False
-        self.invalid = False
+        super().__init__()
         self._mark = mark
         self._schema = schema
         self._state = self._key
         self._stack = [_Container("}")]
         self._argument = ""  #: The name of the argument that is being read.
-
-    def feed(self, text: str, at: int) -> tuple[int, str]:
-        out: list[str] = []
-        while not (self.done or self.invalid):
-            after = self._state(text, at, out)
-            if after is None:
-                break
-            at = after
-        return at, "".join(out)
 
     def pending(self, text: str) -> str:
         if self._state != self._value:
@@ -270,7 +261,7 @@ class _EscapedRules:
             problem = f"{self._function.field} has too many parts with its references, more than {_MAX_RULES}"
             raise InvalidRequest(problem, field=self._function.field)
         if depth <= _MAX_SCHEMA_DEPTH and isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
-            schema = resolve(schema["$ref"], self._root)
+            schema = resolve(self._root, schema["$ref"])
         if depth > _MAX_SCHEMA_DEPTH or not isinstance(schema, Mapping):
             schema = {}
         types = json_types(schema, self._root)
