@@ -187,13 +187,14 @@ def _child_main(tokenizer: GrammarTokenizer, sock: socket.socket, zygote: int, *
     for kind, limit in ((resource.RLIMIT_AS, size), (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (limit, limit))
     if warm:
-        _verdict(tokenizer, {"form": "json", "value": JSON_OBJECT})
+        verdict(tokenizer, {"form": "json", "value": JSON_OBJECT})
     order = json.loads(b"".join(iter(lambda: sock.recv(1 << 20), b"")))
     with sock:  # closed before the process ends, which takes some ms
-        sock.sendall(json.dumps(_verdict(tokenizer, order)).encode())
+        sock.sendall(json.dumps(verdict(tokenizer, order)).encode())
 
 
-def _verdict(tokenizer: GrammarTokenizer, order: dict[str, Any]) -> dict[str, Any]:
+def verdict(tokenizer: GrammarTokenizer, order: dict[str, Any]) -> dict[str, Any]:
+    """Does the work of a child: tries the grammar of an order. Returns the answer without `id`."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         grammar = FORMS[order["form"]](order["value"], field=FIELD)
