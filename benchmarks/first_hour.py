@@ -45,7 +45,14 @@ Metrics:
 """
 
 START_LIMIT_S = 120.0
-QUESTION = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0, "stream": True}
+MODEL = demo_model()
+QUESTION = {
+    "model": MODEL.name,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 8,
+    "temperature": 0,
+    "stream": True,
+}
 
 
 def main() -> None:
@@ -92,7 +99,7 @@ def start() -> dict[str, float]:
         lease.close()
         log = Path(folder) / "up.log"
         began = time.monotonic()
-        with up(log, "--port", str(port), "--model", str(demo_model()), "--log-dir", folder) as process:
+        with up(log, "--port", str(port), "--model", str(MODEL), "--log-dir", folder) as process:
             told_at = first_at = None
             while first_at is None:
                 if process.poll() is not None or time.monotonic() > began + START_LIMIT_S:
