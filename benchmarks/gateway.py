@@ -89,7 +89,7 @@ def stack(tmp: Path, *, decodes: int, step_ms: float, tls: bool, stall: bool = F
     flags: list[object] = ["--decodes", decodes, "--step-ms", step_ms, "--model", model, "--emitted", emitted]
     certs, authority = tmp / "certs", Authority.create()
     for role in ("gateway", "prefill", "decode"):
-        authority.issue(certs / role, role, role, days=1)
+        authority.issue(certs / role, role, role, days=30)
     flags += ["--stall"] * stall + ["--certs", certs] * tls
     with start_script("step_pods.py", *flags) as pods, PortLease() as lease:
         addresses = ",".join(said(pods))

@@ -36,7 +36,7 @@ class Progress:
         self.total -= skipped
         if self.bar is not None:
             rate = self.done / max(time.perf_counter() - self.began, 1e-9)
-            self.bar.update(self.bar.task_ids[0], completed=self.done, total=self.total, rate=f"{rate:,.3g}")
+            self.bar.update(self.bar.task_ids[0], completed=self.done, total=self.total, rate=_figure(rate))
         elif time.perf_counter() - self.logged_at >= LOG_EVERY_S:
             self.logged_at = time.perf_counter()
             self.log("now")
@@ -46,8 +46,13 @@ class Progress:
         seconds = max(time.perf_counter() - self.began, 1e-9)
         scale, unit = (1e3, "MB") if self.unit == "GB" and self.total < SMALL_GB else (1, self.unit)
         done, total, rate = self.done * scale, self.total * scale, self.done * scale / seconds
-        text = "%s: %.4g of %.4g %s in %.1f s, %.3g %s/s"
-        log.info(text, self.what, done, total, unit, seconds, rate, unit, extra={"phase": phase})
+        figures = (_figure(done), _figure(total), unit, seconds, _figure(rate), unit)
+        log.info("%s: %s of %s %s in %.1f s, %s %s/s", self.what, *figures, extra={"phase": phase})
+
+
+def _figure(value: float) -> str:
+    """Returns a number with four digits, or without decimals if it is larger, for humans."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 @contextmanager
