@@ -14,7 +14,8 @@ import re
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from common.grammar.compiler import from_lark
+from common.grammar.compiler import MAX_GRAMMAR_CHARS, from_lark
+from common.grammar.limits import refused
 from common.types import Grammar
 from gateway.text.reasoning import ReasoningFormat, ReasoningSection
 from gateway.text.tokenizer import TextTokenizer
@@ -51,6 +52,8 @@ class AnswerGrammarBuilder:
         `text` is the client's grammar. The answer may call `functions`, several times if `parallel`, and must if
         `required`.
         """
+        if required or text is not None or any(f.strict for f in functions):
+            _require_short(functions, field)
         if isinstance(self._tool_format, AnswerFormat):
             return self._whole(self._tool_format, text, functions, required=required, parallel=parallel, field=field)
         rules: list[str] = []
@@ -147,3 +150,9 @@ def _linked(lark: str, text: Grammar) -> str:
     if any(grammar.get("name") in ("answer", "text") for grammar in rest):
         raise InvalidRequest(f"{text.field}: a grammar must not be named answer or text", field=text.field)
     return json.dumps({"grammars": [{"name": "answer", "lark_grammar": lark}, {**first, "name": "text"}, *rest]})
+
+
+def _require_short(functions: Sequence[Function], field: str) -> None:
+    """Raises InvalidRequest for functions whose grammar would be too long, before the time to write it is spent."""
+    if sum(len(json.dumps(f.parameters)) for f in functions) > MAX_GRAMMAR_CHARS:
+        raise refused(field, f"has parameters that are longer than {MAX_GRAMMAR_CHARS} characters together")

@@ -389,3 +389,13 @@ def test_all_markers_of_a_description_may_be_special_tokens(
     assert matcher.is_accepting()
     letters = compiler.tokenizer.get().tokenize_str(text[:4])  # the same text, not the token
     assert not compiler.compile(grammar).matcher().consume_token(letters[0])
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.id)
+def test_functions_that_are_too_long_are_refused_before_their_rules_are_written(
+    row: FormatRow, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = Function("f", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(10_000)}})
+    monkeypatch.setattr(AnswerGrammarBuilder, "literal", None)  # rules cannot be written without it
+    with pytest.raises(InvalidRequest, match="tools has parameters that are longer than 262144 characters together"):
+        compose(tokenizer, row.format, functions=(long,))
