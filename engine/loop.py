@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-from common.errors import BatonError, InternalError, Unavailable
+from common.errors import BatonError, InternalError, Unavailable, describe
 from common.types import FinishReason
 from engine.device import make_current
 from engine.engine import Engine
@@ -82,7 +82,7 @@ class EngineLoop:
                 on_refused(error)
             except Exception as error:
                 log.exception("a sequence could not be added")
-                on_refused(InternalError(f"{type(error).__name__}: {error}"))
+                on_refused(InternalError(describe(error)))
 
         self._send(run, refuse)
 

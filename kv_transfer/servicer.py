@@ -119,7 +119,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
 
     async def Probe(self, request: transfer_pb2.ProbeRequest, context: Context) -> transfer_pb2.ProbeResponse:
         self._require_own_name(request.pod, request.generation)
-        self._expecting_until = self.clock() + EXPECT_WRITES_S
+        if not request.keep_alive:
+            self._expecting_until = self.clock() + EXPECT_WRITES_S
         block = await self._on_thread(lambda: self.memory.read_block(self.memory.probe_block), context)
         intact = block.startswith(request.nonce) and probe_digest(request.nonce, block) == request.digest
         return transfer_pb2.ProbeResponse(intact=intact)

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
-from common.errors import TransferFailed
+from common.errors import TransferFailed, describe
 from kv_transfer.backend.interface import Backend, Notification, WriteState
 from kv_transfer.memory import MemoryKind, PoolMemory
 
@@ -184,7 +184,7 @@ class TransferThread:
                 error = self.backend.error(handle) if state is WriteState.FAILED else None
             except Exception as e:
                 _log.exception("the backend could not poll a write")
-                state, error = WriteState.FAILED, f"{type(e).__name__}: {e}"
+                state, error = WriteState.FAILED, describe(e)
             if state is not WriteState.PENDING:
                 ended[handle] = error
         callbacks = [(handle, self._pending.pop(handle), error) for handle, error in ended.items()]

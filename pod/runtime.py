@@ -109,6 +109,7 @@ class PodRuntime:
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
             tls=tls,
+            pair_probe_s=config.pair_probe_s,
         )
         self.metrics = PodMetrics(engine, self.transfer_node, self.load, self.computed_tokens)
         self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from common.errors import BatonError, ConfigError, InternalError, Unavailable
+from common.errors import BatonError, ConfigError, InternalError, Unavailable, describe
 from common.process.lifecycle import PHASE
 from common.process.tether import tether_command
 
@@ -364,7 +364,7 @@ class Supervisor:
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(InternalError(f"supervising {task.get_name()} failed: {error!r}"))
+            self._fail(InternalError(f"supervising {task.get_name()} failed: {describe(error)}"))
 
     def _fail(self, error: BatonError) -> None:
         if self._fatal is not None and not self._fatal.done():

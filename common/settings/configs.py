@@ -228,6 +228,9 @@ class HandOffSettings(Settings, section="Hand-off between pods"):
         was_values={"read": "push"},
     )
     allow_tcp: bool = setting(kinds.BOOL, False, "Allow TCP, or an unknown transport, for KV in GPU memory")
+    pair_probe_s: float = setting(
+        kinds.seconds(0.1, 3600), 10.0, "Seconds without KV to a peer after which a pod sends it a test block"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import InternalError
+from common.errors import InternalError, describe
 from common.kv_layout import KVLayout
 from engine.config import EngineConfig
 from engine.kv.blocks import BlockCopy
@@ -67,7 +67,7 @@ class MirroredModel:
             self._collectives.broadcast(torch.cat(ids))
             return self._local.forward(tokens, positions, context, rows)
         except Exception as error:
-            raise self._rank_group.fail(f"a step failed on rank 0: {error}") from error
+            raise self._rank_group.fail(f"a step failed on rank 0: {describe(error)}") from error
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
         raise InternalError("a tensor-parallel engine supports no draft model")

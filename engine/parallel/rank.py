@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import BatonError, ConfigError, Unavailable
+from common.errors import ConfigError, Unavailable, describe
 from common.kv_layout import KVLayout
 from common.process.rank_channel import RankChannel, RankMessage
 from common.tls import TlsFiles
@@ -70,8 +70,7 @@ class Rank:
             try:
                 answered[message.kind](message)
             except Exception as error:
-                text = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-                self._channel.send("failed", error=text)
+                self._channel.send("failed", error=describe(error))
                 self._channel.wait_readable(STOP_S)  # rank 0 reads the message, then closes
                 raise
             self._channel.send("done")

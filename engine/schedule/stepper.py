@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from common.errors import BatonError, InternalError
+from common.errors import BatonError, InternalError, describe
 from common.grammar.compiler import MASK_LIMIT_S
 from common.types import FinishReason, PromptLogprobs, Token
 from engine.kv.blocks import BlockPool, Lease, StepFence
@@ -354,7 +354,7 @@ class Stepper(Generic[L]):
         except Exception as error:
             if not isinstance(error, BatonError):
                 log.exception("accounting for request %s failed", seq.request_id)
-                error = InternalError(f"the engine step failed: {error}")
+                error = InternalError(f"the engine step failed: {describe(error)}")
             failed = [seq, *(self._scheduler.sequences_of(seq.request_id) if result.child_tokens else ())]
             return [self._fail(child, error) for child in dict.fromkeys(failed)]
 
@@ -419,7 +419,7 @@ class Stepper(Generic[L]):
     def _fail_all(self, cause: Exception) -> list[SequenceOutput]:
         """Ends all sequences: the state of the scheduler is unreliable."""
         log.error("the scheduler failed", exc_info=cause)
-        error = InternalError(f"the scheduler failed: {cause}")
+        error = InternalError(f"the scheduler failed: {describe(cause)}")
         seqs = [seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.sequences_of(request_id)]
         return [self._fail(seq, error) for seq in seqs]
 
@@ -428,7 +428,7 @@ class Stepper(Generic[L]):
         # torch's error is recognised by its name: this module and the simulator do not import torch.
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             self.counters.out_of_memory += 1
-        return InternalError(f"the engine step failed: {error}")
+        return InternalError(f"the engine step failed: {describe(error)}")
 
     def _count(self, kept: list[ScheduledSequence], outputs: list[SequenceOutput], seconds: float) -> StepResult:
         """Makes the result of a step, and adds it to the counters."""

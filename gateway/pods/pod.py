@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import grpc
 
 from common import rpc
 from common.auth import Signer, sign_calls
-from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable
+from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable, describe
 from common.pb import (
     control_pb2_grpc,
     decode_pb2,
@@ -127,6 +127,16 @@ class Pod:
         return "ready" if self.token_stream_up or info.role is Role.PREFILL else "connecting"
 
     @property
+    def _pair_troubles(self) -> Mapping[str, tuple[int, str]]:
+        return {} if self.view is None else self.view.pair_troubles
+
+    def trouble_to(self, receiver: Pod) -> str:
+        """Returns why this pod cannot send KV to `receiver`; "" if it can, as far as is known."""
+        info = receiver.info
+        generation, why = self._pair_troubles.get(receiver.name, (0, ""))
+        return why if info is None or generation in (0, info.generation) else ""
+
+    @property
     def can_decode(self) -> bool:
         """Reserve may be called."""
         return self.serving and self.token_stream_up
@@ -186,7 +196,7 @@ class Pod:
                 await self.decode.Abort(message, timeout=ABORT_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as e:
-                _log.info("abort of %s on %s failed: %s", request_id, self.name, e.details())
+                _log.info("abort of %s on %s failed: %s", request_id, self.name, describe(e, limit_s=ABORT_TIMEOUT_S))
                 self.recheck()
             await asyncio.sleep(backoff)
             backoff = min(_BACKOFF_S[1], 2 * backoff)
@@ -211,7 +221,7 @@ class Pod:
                 await asyncio.sleep(RECHECK_DELAY_S)
 
     async def _call_info(self) -> None:
-        before = (self.alive, self.info)
+        before = (self.alive, self.info, self._pair_troubles)
         try:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
             self._require_compatible(pb)
@@ -221,7 +231,8 @@ class Pod:
             timed_out = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if not (timed_out and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
                 if self.alive:
-                    _log.warning("pod %s at %s does not answer: %s", self.name, self.address, e.details())
+                    cause = describe(e, limit_s=INFO_TIMEOUT_S)
+                    _log.warning("pod %s at %s does not answer: %s", self.name, self.address, cause)
                 if (hint := rpc.connection_hint(e.details() or "")) and self.refusal != hint:
                     _log.warning("pod at %s is not used: %s", self.address, hint)
                 self.alive, self.refusal = False, hint or self.refusal
@@ -231,7 +242,7 @@ class Pod:
             self.alive, self.refusal = False, str(e)
         streams = self.alive and self.info is not None and self.info.role is not Role.PREFILL
         (self._can_stream.set if streams else self._can_stream.clear)()
-        if before != (self.alive, self.info):
+        if before != (self.alive, self.info, self._pair_troubles):
             if self.alive and self.info is not None and (before[1] is None or not before[0]):
                 _log.info("pod %s at %s: %s, up", self.name, self.address, self.info.role)
             self._on_change()
@@ -252,6 +263,7 @@ class Pod:
         self._reports_load = pb.HasField("load")
         self.view.pulls, self.view.late_targets, self.view.processor = pb.pulls, pb.late_targets, pb.processor
         self.view.pair_rates = {pair.pod: pair.gb_s * 1e9 for pair in pb.pairs if pair.gb_s > 0}
+        self.view.pair_troubles = {pair.pod: (pair.generation, pair.trouble) for pair in pb.pairs if pair.trouble}
         if self._reports_load:
             self.view.apply_report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
 
@@ -278,7 +290,7 @@ class Pod:
                 await self._run_stream()
                 why = "ended"
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
-                why = (e.details() if isinstance(e, grpc.aio.AioRpcError) else None) or "broke"
+                why = describe(e)
             was_up, self.token_stream_up = self.token_stream_up, False
             self._streams_ended += 1
             self._fail_all(Unavailable(f"the token stream of decode pod {self.name} ended"))

@@ -327,7 +327,9 @@ class TransferSender:
             self.sent_blocks += moved
             if error is not None:
                 connection.broken = True
-            transfer.written_at = self.clock()
+            transfer.written_at = now = self.clock()
+            if error is None:
+                connection.block_at = now
             self._apply(transfer, transfer.machine.write_ended(write.number, error, transfer.written_at))
 
         connection.in_flight += 1

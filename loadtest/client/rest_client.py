@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from common.errors import ConfigError, Unavailable
+from common.errors import ConfigError, Unavailable, describe
 from loadtest.client.base import (
     ABORT_WAIT_S,
     CACHED_PIECES,
@@ -110,7 +110,7 @@ class RestClient:
             try:
                 connection = self._take_idle() or await self._connect()
             except (OSError, TimeoutError) as e:
-                record.fail("connect", str(e) or f"no connection within {CONNECT_S:g} s", time.perf_counter())
+                record.fail("connect", describe(e, limit_s=CONNECT_S), time.perf_counter())
                 return exchange
             stale = connection.reused
             await exchange.run(connection, request, self._timeout_s - (time.perf_counter() - record.sent_s))
