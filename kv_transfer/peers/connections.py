@@ -7,8 +7,8 @@ one generation of a pod. It breaks when a write fails, when the peer's process e
 the next transfer then repeats the handshake. The agent of a broken connection is forgotten once no write to it is
 pending. `pair_prober.py` sends a block over each connection that had no traffic for a while.
 
-A failed attempt is remembered as the trouble of its pair until an attempt succeeds. Info shows troubles, and gateways do
-not use a pair that has one.
+A failed attempt is remembered as the trouble of its pair until an attempt succeeds. Info shows troubles, and gateways
+do not use a pair that has one.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import MemoryKind, PoolMemory, host_pool
 from kv_transfer.messages import Commit
 from kv_transfer.node import TransferNode
+from kv_transfer.peers.pair_prober import PAIR_PROBE_S
 from tests.rigs.transfer.faulty_backend import FaultyBackend, WriteFaultPlan
 from tests.rigs.waiting import Clock, until
 
@@ -145,6 +146,7 @@ class Cluster:
         self.fabric = LoopbackFabric()
         self.pods: list[Pod] = []
         self.generation = time.time_ns() // 1_000_000
+        self.pair_probe_s = PAIR_PROBE_S  # Of pods that are started from now on
 
     def backend(self) -> Backend:
         return LoopbackBackend(self.fabric) if self.kind == "loopback" else NixlBackend()
@@ -186,6 +188,7 @@ class Cluster:
             lend=lambda hashes, first: pod.lend(hashes, first),
             checksums=checksums,
             allow_tcp=allow_tcp,
+            pair_probe_s=self.pair_probe_s,
         )
         pod = Pod(name, generation, node, server, memory, backend, layout, f"{role.value}-{name}-{generation}", clock)
         server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
