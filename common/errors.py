@@ -175,7 +175,7 @@ def describe(error: BaseException, *, limit_s: float | None = None) -> str:
     functions for the exceptions of their libraries (common/redis/client.py, common/rpc.py).
     """
     text, name = first_line(error), public_name(error)
-    if "Timeout" in name:  # httpx, and others without a common base class
+    if any("Timeout" in cls.__name__ for cls in type(error).__mro__):  # httpx's have no common base class with ours
         return timed_out(limit_s)
     if not text:
         return f"{name} without a text" if error.__cause__ is None else describe(error.__cause__, limit_s=limit_s)
