@@ -24,6 +24,7 @@ from functools import partial
 from common.auth import Signer
 from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
+from common.process.watchdog import Heartbeat
 from common.tls import TlsFiles
 from common.types import KvTarget, TransferId
 from kv_transfer.backend.interface import Backend, Notification
@@ -95,6 +96,11 @@ class TransferNode:
         )
         sides = (self._incoming, self._outgoing, self.lend)
         self.servicer = TransferServicer(thread, *sides, self._pairs, memory, info, self.signer, self._dropped, clock)
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The sign of life of the transfer thread."""
+        return self._thread.heartbeat
 
     @property
     def alive(self) -> bool:

@@ -61,7 +61,8 @@ class MirroredModel:
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         packed = pack_step(context.metadata.step, context.cache[0].block_size)
-        self._rank_group.send("step", packed, tokens=len(tokens), rows=None if rows is None else len(rows))
+        sizes = {"tokens": len(tokens), "rows": None if rows is None else len(rows)}
+        self._rank_group.send("step", packed, **sizes, bound_s=self._rank_group.step_bound_s)
         try:
             ids = [tokens, positions] if rows is None else [tokens, positions, rows]
             self._collectives.broadcast(torch.cat(ids))

@@ -58,6 +58,7 @@ class RankGroup:
     def __init__(self, size: int, kinds: Sequence[str]) -> None:
         self.size = size
         self.failure: str | None = None  # Why the group has failed; None while it works.
+        self.step_bound_s = 0.0  # Seconds after which a rank that computes one step ends itself; 0 for no bound.
         #: Function that is called once, on the watching thread or the engine thread, when the group has failed.
         self.on_failure: Callable[[], object] = lambda: None
         self._channels: dict[str, dict[int, RankChannel]] = {kind: {} for kind in kinds}

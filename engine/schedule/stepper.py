@@ -127,6 +127,8 @@ class Stepper(Generic[L]):
     ) -> None:
         self.counters = EngineCounters()
         self.speculator = speculator
+        #: The scheduled sequences of each step that has not ended, oldest first. Any thread may read it.
+        self.under_way: tuple[list[ScheduledSequence], ...] = ()
         self._scheduler, self._pool, self._runner = scheduler, pool, runner
         self._max_model_len, self._overlap, self._draft_model_lags = max_model_len, overlap, draft_model_lags
         self._in_flight: InFlightStep[L] | None = None
@@ -154,6 +156,7 @@ class Stepper(Generic[L]):
                 self._sample_deferred(self._in_flight)
             if self._launches_late and not any(o.ended or o.chunk_done for o in result.outputs):
                 self._in_flight = self._launch()  # a launch may preempt, and no caller needs the leases now
+            self.under_way = () if self._in_flight is None else (self._in_flight.scheduled,)
             if current.early_error is not None:
                 raise current.early_error
             if result.outputs:
@@ -167,6 +170,7 @@ class Stepper(Generic[L]):
         current, self._in_flight = self._in_flight, None
         if current is not None:
             self._notify(self._collect(current), on_step)
+            self.under_way = ()
 
     # -- launch -------------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,7 @@ class Stepper(Generic[L]):
         failed += [self._fail(seq, error) for seq, error in self._scheduler.take_failed()]
         if not scheduled and not failed:
             return None
+        self.under_way = (scheduled,) if current is None else (current.scheduled, scheduled)
         fence = self._pool.begin_step()
         launched: L | InternalError = InternalError("nothing was launched")
         if scheduled:

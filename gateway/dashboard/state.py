@@ -89,7 +89,7 @@ def _pod_json(pod: Pod, model: str, window: MetricsWindow) -> Json:
         "model": model,
         "role": _role(pod),
         "state": pod.state,
-        "reason": pod.refusal or None,
+        "reason": pod.trouble or None,
         "generation": None if info is None else info.generation,
         "heard_s": time.monotonic() - pod.last_answer_at,
         "block_size": None if info is None else info.block_size,

@@ -131,7 +131,9 @@ class PodTable:
         model: str,
         only_model: bool = True,
         tls: TlsFiles | None = None,
+        stuck_s: float = 0.0,
     ) -> None:
+        """`stuck_s`: least time without progress after which a request on a pod is stalled; 0 for never."""
         self.index = index  #: None if Redis is not configured.
         self.index_up = False  #: The index answered the last poll.
         self._index_error = ""  #: Error of the last poll; "" if it was answered, and before the first.
@@ -142,7 +144,13 @@ class PodTable:
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
         self._model = model
         self._new_pod = partial(
-            Pod, signer=signer, model=model, only_model=only_model, on_change=self.notify_changed, tls=tls
+            Pod,
+            signer=signer,
+            model=model,
+            only_model=only_model,
+            on_change=self.notify_changed,
+            tls=tls,
+            stuck_s=stuck_s,
         )
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()
@@ -209,8 +217,8 @@ class PodTable:
             for role, found in states.items()
             if found or role != "other pods"
         ]
-        refusals = sorted({pod.refusal for pod in self.pods.values() if pod.refusal})
-        return "; ".join(filter(None, (away, *pods, *refusals[:MAX_NAMED_PODS])))
+        troubles = sorted({pod.trouble for pod in self.pods.values() if pod.trouble})
+        return "; ".join(filter(None, (away, *pods, *troubles[:MAX_NAMED_PODS])))
 
     def limits(self) -> ModelLimits:
         """Returns the limits of the usable pair that takes the longest requests. Raises Unavailable without a pair."""
