@@ -248,7 +248,7 @@ class _WholeAnswer(_RestExchange):
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             self.record.finish = choice["finish_reason"]
         except (ValueError, KeyError, IndexError, TypeError) as e:
-            self.record.fail("protocol", f"not a completion object: {e!r}", at)
+            self.record.fail("protocol", f"not a completion object: {describe(e)}", at)
             return
         self.record.answer = ModelAnswer(text or "")
         self.usage(answer.get("usage") or {})
@@ -270,7 +270,7 @@ class _StreamedAnswer(_RestExchange):
             for event in self._events.feed(data):
                 self._read(event, at)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-            self.record.fail("protocol", f"not an event of a completion: {e!r}", at)
+            self.record.fail("protocol", f"not an event of a completion: {describe(e)}", at)
             self._close()
 
     def answered(self, at: float) -> None:

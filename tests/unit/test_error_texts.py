@@ -151,14 +151,24 @@ def caught(kinds: ast.expr | None) -> Iterator[str]:
             yield ast.unparse(kinds)
 
 
+def exceptions_of(tree: ast.AST) -> Iterator[tuple[str | None, list[ast.stmt]]]:
+    """The names of such exceptions, with the code in which they have them: of handlers, and the results of tasks."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and WITHOUT_WORDS.intersection(caught(node.type)):
+            yield node.name, node.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for inner in ast.walk(node):
+                match inner:
+                    case ast.NamedExpr(target=ast.Name(id=name), value=ast.Call(func=ast.Attribute(attr="exception"))):
+                        yield name, node.body
+
+
 def own_words(tree: ast.AST) -> Iterator[int]:
-    """Lines in which a handler of such an exception makes a text of it without `describe`."""
+    """Lines that make a text of such an exception without `describe`."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for handler in ast.walk(tree):
-        if not isinstance(handler, ast.ExceptHandler) or not WITHOUT_WORDS.intersection(caught(handler.type)):
-            continue
-        for node in (node for part in handler.body for node in ast.walk(part)):
-            if not isinstance(node, ast.Name) or node.id != handler.name:
+    for name, body in exceptions_of(tree):
+        for node in (node for part in body for node in ast.walk(part)):
+            if not isinstance(node, ast.Name) or node.id != name:
                 continue
             parent = parents[node]
             if isinstance(parent, ast.FormattedValue):
@@ -192,5 +202,6 @@ def test_the_check_finds_each_form() -> None:
     forms = ('log.info("x %s", e)', 'f"{e}"', "repr(e)", "str(e)", 'f"{type(e).__name__}"')
     for form in forms:
         assert list(own_words(ast.parse(f"try:\n  pass\nexcept OSError as e:\n  {form}\n"))) == [4], form
+    assert list(own_words(ast.parse("def f(t):\n  if e := t.exception():\n    log.info('%s', e)\n"))) == [3]
     assert not list(own_words(ast.parse("try:\n  pass\nexcept OSError as e:\n  log.info('%s', describe(e))\n")))
     assert not list(own_words(ast.parse("try:\n  pass\nexcept ConfigError as e:\n  log.info('%s', e)\n")))
