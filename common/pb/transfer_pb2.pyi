@@ -495,7 +495,9 @@ class Pair(_message.Message):
     address: _builtins.str
     """host:port."""
     transport: _builtins.str
-    """Transport of the bytes (cma, tcp, shm, cuda_ipc, rdma, loopback); empty while not connected."""
+    """Transport of the bytes (cma, tcp, shm, cuda_ipc, rdma, loopback; staged_shm or staged_tcp through host memory); empty
+    while not connected.
+    """
     transport_source: _builtins.str
     """Source of `transport`: reported or derived."""
     gb_s: _builtins.float
@@ -624,8 +626,11 @@ class HandshakeRequest(_message.Message):
 
     INFO_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """NIXL agent metadata."""
+    staging: _builtins.bytes
+    """The initiator cannot write directly and asks to write through host memory: a description of its staging area."""
     @_builtins.property
     def info(self) -> Global___InfoResponse:
         """The initiator."""
@@ -635,10 +640,11 @@ class HandshakeRequest(_message.Message):
         *,
         info: Global___InfoResponse | None = ...,
         agent_metadata: _builtins.bytes = ...,
+        staging: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "staging", b"staging"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -657,6 +663,7 @@ class HandshakeResponse(_message.Message):
     POOL_MEMORY_FIELD_NUMBER: _builtins.int
     PROBE_BLOCK_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """NIXL agent metadata."""
     pool_base: _builtins.int
@@ -671,6 +678,8 @@ class HandshakeResponse(_message.Message):
     """The responder accepts commits as NIXL notifications too, and acknowledges them by a notification. If it polls
     often, that is faster than the Commit call, which follows without an acknowledgement.
     """
+    staging: _builtins.bytes
+    """The answer to `staging`: a description of the responder's area; empty if it does not offer one."""
     @_builtins.property
     def info(self) -> Global___InfoResponse:
         """The responder."""
@@ -685,10 +694,11 @@ class HandshakeResponse(_message.Message):
         pool_memory: _builtins.str = ...,
         probe_block: _builtins.int = ...,
         notes: _builtins.bool = ...,
+        staging: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "notes", b"notes", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "notes", b"notes", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block", "staging", b"staging"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -176,6 +176,15 @@ class NixlBackend:
         if agent.notified_peers.pop(peer, None) is not None and peer not in agent.peers:
             self._unload(peer)
 
+    def staging_metadata(self) -> bytes:
+        return b""
+
+    def connect_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
+    def accept_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         agent, number = self._started, next(self._numbers)
         write = self._writes[number] = _NixlTransfer(None)

@@ -257,8 +257,7 @@ class PeerConnector:
         if (error := task.exception()) is None:
             self.troubles.pop(pod, None)
         else:
-            why = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-            self.record_trouble(address, pod, generation, why)
+            self.record_trouble(address, pod, generation, describe(error))
 
     def record_trouble(self, address: str, pod: str, generation: int, why: str) -> None:
         """Records why `pod` cannot be reached. Logs a new cause."""
@@ -287,7 +286,11 @@ class PeerConnector:
         connection = await asyncio.to_thread(_describe, address, answer)
         try:
             await self._attach(connection)
-            await self.probe(connection)
+            try:
+                await self.probe(connection)
+            except (TransferFailed, Unavailable) as error:
+                await self._stage(connection, mine, error)
+                await self.probe(connection)
         except BaseException:
             self.thread.submit(lambda: self._discard(connection))
             raise
@@ -314,6 +317,24 @@ class PeerConnector:
                 if self.clock() >= until:
                     raise
                 await asyncio.sleep(0.1)
+
+    async def _stage(
+        self, connection: PeerConnection, mine: transfer_pb2.InfoResponse, error: TransferFailed | Unavailable
+    ) -> None:
+        """Makes writes over the connection go through host memory. Raises `error`, of direct writes, if it cannot."""
+        found = await self.rpc.info(connection.address, HANDSHAKE_S)  # before memory is allocated for a dead peer
+        alive = (found.pod, found.generation) == (connection.pod, connection.generation)
+        staging = await self.thread.run(self.thread.backend.staging_metadata) if alive else b""
+        if not staging:
+            raise error
+        metadata = await self.thread.run(self.thread.backend.metadata)
+        request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata, staging=staging)
+        to, response = (connection.address, connection.pod), transfer_pb2.HandshakeResponse
+        answer = await self.rpc.call(*to, "Handshake", request, response, HANDSHAKE_S)
+        if not answer.staging or answer.info.generation != connection.generation:
+            raise error
+        _log.info("KV to %s goes through host memory: %s", connection.pod, error.message)
+        await self.thread.run(partial(self.thread.backend.connect_staged, connection.agent, answer.staging))
 
     async def _attach(self, connection: PeerConnection) -> None:
         """Connects the backend to the new agent, after the former connection to this address is marked as broken."""

@@ -1,4 +1,4 @@
-"""Idle pairs are probed with a real block, show their trouble, and heal by themselves. Loopback and NIXL."""
+"""Idle pairs are probed with a real block, show their trouble, and heal by themselves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pair_of(pod: Pod) -> transfer_pb2.Pair:
     return pair
 
 
-@pytest.mark.parametrize("cluster", ["loopback", "nixl"], indirect=True)
+@pytest.mark.parametrize("cluster", ["loopback", "nixl", "staged-nixl"], indirect=True)
 async def test_an_idle_pair_gets_a_block_from_time_to_time(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     await prefill.node.connect(decode.address, decode.name)
