@@ -236,6 +236,6 @@ def _(error: EOFError, *, limit_s: float | None = None) -> str:
     return first_line(error) or "the other side ended the connection"
 
 
-@describe.register
-def _(error: BaseExceptionGroup, *, limit_s: float | None = None) -> str:
+@describe.register(BaseExceptionGroup)
+def _(error: BaseExceptionGroup[BaseException], *, limit_s: float | None = None) -> str:
     return "; ".join(dict.fromkeys(describe(each, limit_s=limit_s) for each in error.exceptions))

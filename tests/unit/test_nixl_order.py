@@ -87,7 +87,7 @@ def test_a_dead_peer_is_forgotten_without_loading_its_metadata(
         lambda: backend.add_peer("peer", b"peer 1"),
         lambda: backend.connect("peer", b"peer 1", MEMORY),
     ]
-    for act in connect if notified_first else reversed(connect):
+    for act in connect if notified_first else connect[::-1]:
         act()
     nixl.dead.add("peer")
     for step in forget:
