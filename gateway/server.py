@@ -144,6 +144,7 @@ class GatewayServer:
         self._tls: TlsFiles | None = None
         if config.tls_cert is not None and config.tls_key is not None:
             self._tls = TlsFiles(Path(config.tls_cert), Path(config.tls_key), setting="tls_cert")
+            gateway.metrics.base.certificates["clients"] = self._tls.expires_at
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
             ttl_s, most = config.response_ttl_s, config.response_memory

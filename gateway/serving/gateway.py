@@ -94,6 +94,8 @@ class Gateway:
         )
 
         tls = TlsFiles.of_directory(settings.tls_dir, "gateway")
+        if tls is not None:
+            self.metrics.base.certificates["cluster"] = tls.expires_at
 
         def served_model(text: TextProcessor) -> ServedModel:
             only_model = len(processors) == 1
