@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -127,7 +128,7 @@ def main() -> None:
     rng = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="baton-restarts-") as tmp:
         model = tiny_model(demo_model(), Path(tmp) / "tiny")
-        settings = {"load_format": "dummy", "local_prefill": "off", "kv_memory": "64M"}
+        settings: dict[str, Any] = {"load_format": "dummy", "local_prefill": "off", "kv_memory": "64M"}
         with Cluster(model, Path(tmp) / "logs", env=env, **settings) as cluster:
             first_answer(cluster, rng)
             rows = list(restarts(cluster, args.kill.split(","), args.restarts, rng))

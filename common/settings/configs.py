@@ -240,7 +240,7 @@ class HandOffSettings(Settings, section="Hand-off between pods"):
         "KV through host memory: auto (from GPUs, where neither NVLink nor RDMA connects two pods), on (always) or off",
     )
     staging_memory: int = setting(
-        kinds.size(1 << 20), 512 << 20, "Host memory that a pod uses for staging, once it is needed; default: 512MiB"
+        kinds.size(1 << 20), 512 << 20, "Host memory that a pod uses for staging, once it is needed"
     )
     staging_dir: str = setting(
         kinds.text("an absolute path", r"/.+", "DIR"),
