@@ -571,10 +571,10 @@ def security(objects: list[Object]) -> Problems:
                 yield f"{where}/{container['name']}: may gain privileges or write to its image"
             if capabilities.get("drop") != ["ALL"] or not set(capabilities.get("add", [])) <= {"IPC_LOCK"}:
                 yield f"{where}/{container['name']}: has capabilities"
-            paths = {volume["hostPath"].get("path") for volume in spec.get("volumes", []) if "hostPath" in volume}
-            staging = settings.staging_dir if isinstance(settings, PodConfig) else None
-            if not paths <= {"/dev/shm"} or (paths and staging not in mounted(container, spec, "hostPath")):
-                yield f"{where}: mounts a path of the host"
+        paths = {volume["hostPath"].get("path") for volume in spec.get("volumes", []) if "hostPath" in volume}
+        staging = settings.staging_dir if isinstance(settings, PodConfig) else None
+        if not paths <= {"/dev/shm"} or (paths and staging not in mounted(main_container(workload), spec, "hostPath")):
+            yield f"{where}: mounts a path of the host"
         mounts = {mount["mountPath"] for mount in main_container(workload).get("volumeMounts", [])}
         if settings is not None and "/tmp" not in mounts:
             yield f"{where}: cannot write anywhere"
