@@ -1,6 +1,6 @@
 """KV through host memory: chosen where the direct way does not pass, with the same rules for aborts and dead peers.
 
-test_transfer_node.py and test_transfer_pairs.py run on staged backends too, tests/netns between containers.
+test_transfer_node.py and test_transfer_pairs.py run on staged backends too.
 """
 
 from __future__ import annotations
