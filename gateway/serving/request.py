@@ -268,6 +268,7 @@ class RequestContext:
     response_headers: dict[str, str] = field(default_factory=dict)  # rate limit headers of the answer
     reservation: LimitReservation | None = None  #: Of the caller's key; None for a key without limits.
     admitted: tuple[ServedModel, QueueEntry] | None = None  #: Its place in the gate; None before it passes.
+    stage: str = "arrival"  #: Where a refusal meets it: at arrival, waiting (in the gate) or at the pods.
     abort_error: BatonError | None = None  #: The error of the first `abort`, None while the request was not aborted.
     identity: AnswerIdentity | None = None  #: From the idempotency key; None for a request without one.
     client_ids: Collection[str] = ()  #: Ids that clients gave to further requests which read the same answer.
