@@ -41,7 +41,10 @@ def main() -> int:
         rows.append(
             {"name": name, "bounds": dataclasses.asdict(bounds)} | figures | {"seconds": round(result.seconds, 1)}
         )
-        print(f"{name:<40}{result.states:>9} states{result.transitions:>10} transitions{result.seconds:>7.1f} s")
+        print(
+            f"{name:<40}{result.states:>9} states{result.transitions:>10} transitions{result.seconds:>7.1f} s",
+            flush=True,
+        )
         if result.violation is not None:
             print(result.violation)
     found = dict.fromkeys(SEEDED_BUGS | MORE_BUGS, False)
@@ -49,7 +52,9 @@ def main() -> int:
         result = bug.explore()
         violation, found[name] = result.violation, bug.is_found(result)
         steps = 0 if violation is None else len(violation.schedule)
-        print(f"{name:<40}{'found' if found[name] else 'NOT FOUND'} after {steps} steps: {bug.removal.line}")
+        print(
+            f"{name:<40}{'found' if found[name] else 'NOT FOUND'} after {steps} steps: {bug.removal.line}", flush=True
+        )
         if args.schedules or (violation is not None and not found[name]):
             print(violation)
     metrics = {
