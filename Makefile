@@ -17,7 +17,7 @@ What did the student find?
 INSTALLED := .venv/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 pin = $(shell sed -n 's/^\($(1)==[^ ]*\).*/\1/p' constraints.txt)
 
-.PHONY: help install lint test test-long pytest fuzz docs dashboard-test kubectl k8s-check image-env-test e2e-netns clients soak demo up proto lock clean
+.PHONY: help install lint test test-long pytest fuzz docs dashboard-test kubectl k8s-check image-env-test e2e-netns clients chaos soak demo up proto lock clean
 .DEFAULT_GOAL := help
 
 help: ## Lists the targets.
@@ -88,6 +88,9 @@ e2e-netns: $(INSTALLED) kubectl ## Runs the overlay cpu-dev on simulated hosts: 
 
 image-env-test: $(INSTALLED) ## Builds each image's Python environment with the Dockerfile's commands and starts its service.
 	IMAGE_ENVS=1 .venv/bin/pytest tests/k8s/test_images.py -n 0 --timeout 1800 $(ARGS)
+
+chaos: $(INSTALLED) ## Kills, freezes and cuts off processes by seeded schedules; SEEDS=1-20 adds to chaos.json, ARGS='--seconds 60'.
+	$(PY) -m tests.chaos --seeds '$(or $(SEEDS),1-5)' --out benchmarks/results/chaos.json $(ARGS)
 
 soak: $(INSTALLED) ## Runs five minutes of mixed load with clients that disconnect.
 	SOAK_SECONDS=300 .venv/bin/pytest tests/chaos/test_soak.py -s

@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 import orjson
 
-from common.errors import BatonError, ConfigError, Unavailable
+from common.errors import BatonError, ConfigError, Unavailable, describe
 from common.process.atomic_file import write_file_atomically
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -349,8 +349,8 @@ async def _try(client: httpx.AsyncClient, request: Request) -> tuple[Result, flo
     try:
         answer = await client.post(request.url, content=request.body)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        detail, connected = f": {e}" if str(e) else "", not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
-        error = f"no answer from {client.base_url}: {type(e).__name__}{detail}"
+        connected = not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
+        error = f"no answer from {client.base_url}: {describe(e)}"
         return Result(error=error, connected=connected), 0.0
     try:
         body = orjson.loads(answer.content)

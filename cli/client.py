@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from common.errors import ConfigError, Unavailable
+from common.errors import ConfigError, Unavailable, describe
 from common.settings.kinds import is_loopback
 
 CONNECT_S = 5.0
@@ -146,12 +146,12 @@ class Server:
                 yield reply
         except httpx.ConnectError as error:
             raise Unavailable(
-                f"no server answers at {self.url} ({error}); start one with `baton serve MODEL`"
+                f"no server answers at {self.url} ({describe(error)}); start one with `baton serve MODEL`"
             ) from error
         except httpx.TimeoutException as error:
-            raise Unavailable(f"{self.url} was silent for too long ({type(error).__name__})") from error
+            raise Unavailable(f"{self.url} was silent for too long ({describe(error)})") from error
         except (httpx.HTTPError, httpx.StreamError, ValueError, KeyError) as error:
-            raise Unavailable(f"{method} {path} at {self.url} failed: {error!r}") from error
+            raise Unavailable(f"{method} {path} at {self.url} failed: {describe(error)}") from error
 
 
 def _lines(reply: httpx.Response) -> Iterator[str]:
@@ -179,7 +179,9 @@ def _certificates(ca_file: str | None, any_certificate: bool) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:  # ssl.SSLError too
-        raise ConfigError(f"--ca-file: cannot read certificates in {ca_file}: {error}", field="ca_file") from error
+        raise ConfigError(
+            f"--ca-file: cannot read certificates in {ca_file}: {describe(error)}", field="ca_file"
+        ) from error
     if any_certificate:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

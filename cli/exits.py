@@ -1,7 +1,8 @@
 """Exit codes of `baton`.
 
 0 success; 1 a failure, or something is missing; 2 wrong usage or configuration (one error line on stderr); 3 blocks of
-a pod's KV pool stay quarantined; 4 a thread of a pod died (pod/health.py). After 3 and 4 a restart helps.
+a pod's KV pool stay quarantined; 4 a thread of a pod died (pod/health.py); 6 a loop of the process is stuck
+(common/process/watchdog.py). After 3, 4 and 6 a restart helps.
 """
 
 from __future__ import annotations

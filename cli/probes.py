@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import ssl
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from common.errors import describe
 from common.settings.kinds import host_port
 
 if TYPE_CHECKING:  # only imported when gRPC is probed
@@ -36,7 +36,7 @@ async def redis_trouble(url: str, timeout_s: float = 3.0) -> str | None:
         async with connect_redis(url, timeout_s=timeout_s) as client:
             await client.ping()
     except REDIS_FAILURES as error:
-        return str(error)
+        return describe(error, limit_s=timeout_s)
     return None
 
 
@@ -70,7 +70,7 @@ async def _http_trouble(host: str, port: int, path: str, secure: bool = False) -
     try:
         status = await _exchange(host, port, request, secure)
     except OSError as e:
-        return os.strerror(e.errno) if e.errno else str(e)  # asyncio's text repeats the address
+        return describe(e).partition(" (")[0]  # without the address, which the caller names
     if not status.startswith(b"HTTP/1."):
         return "the answer is not HTTP"
     _version, _, status_text = status.partition(b" ")

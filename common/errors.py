@@ -1,10 +1,15 @@
 """The tree of errors. Each class has a gRPC code (by name), an HTTP status and says whether a retry may help.
 
 Any other exception that reaches an RPC or HTTP boundary is logged with its traceback and reported as InternalError.
+`describe` says in words what any exception means; its text may be empty or name private classes otherwise.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+from functools import singledispatch
 from typing import ClassVar
 
 
@@ -73,6 +78,10 @@ class InvalidApiKey(InvalidRequest, grpc="UNAUTHENTICATED", http=401):
 
 class PermissionDenied(InvalidRequest, grpc="PERMISSION_DENIED", http=403):
     """The client's API key is valid but does not allow the request."""
+
+
+class IdempotencyConflict(InvalidRequest, grpc="ALREADY_EXISTS", http=409):
+    """The client's idempotency key belongs to a request with another body; a new key is needed."""
 
 
 class NotServed(InvalidRequest, grpc="UNIMPLEMENTED", http=501):
@@ -150,3 +159,83 @@ _BY_CODE: dict[str, type[BatonError]] = {
 def error_from_grpc_status(code: str, message: str) -> BatonError:
     """Returns the error for a gRPC status without an error kind in its details (another implementation)."""
     return _BY_CODE.get(code, InternalError)(message)
+
+
+MAX_TEXT_CHARS = 300  #: Of a foreign exception's text in `describe`.
+_SAYS_NOTHING = ("Exception", "RuntimeError", "ValueError", "UnicodeDecodeError", "JSONDecodeError", "HTTPError")
+_ERRNO = re.compile(r"\[Errno (-?\d+)\]")
+_ADDRESS = re.compile(r"\('([^']+)', (\d+)[^)]*\)")
+
+
+@singledispatch
+def describe(error: BaseException, *, limit_s: float | None = None) -> str:
+    """Returns in words what failed, for logs and errors. It is never empty and never a whole traceback.
+
+    `limit_s` is the time limit in seconds that the call had; the text for a time-out names it. Packages register
+    functions for the exceptions of their libraries (common/redis/client.py, common/rpc.py).
+    """
+    text, name = first_line(error), public_name(error)
+    if any("Timeout" in cls.__name__ for cls in type(error).__mro__):  # httpx's have no common base class with ours
+        return timed_out(limit_s)
+    if not text:
+        return f"{name} without a text" if error.__cause__ is None else describe(error.__cause__, limit_s=limit_s)
+    if number := _ERRNO.search(text):
+        return os.strerror(int(number[1])).lower()
+    # The texts of our private classes are sentences, and these names say nothing.
+    return text if name in _SAYS_NOTHING or type(error).__name__.startswith("_") else f"{name}: {text}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's text that is not empty, cut; "" without text."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line[:MAX_TEXT_CHARS] for line in lines if line), "")
+
+
+def public_name(error: BaseException) -> str:
+    """Returns the name of the exception's class, or of its first base class with a public name."""
+    return next(cls.__name__ for cls in type(error).__mro__ if not cls.__name__.startswith("_"))
+
+
+def timed_out(limit_s: float | None = None) -> str:
+    """Returns the words for a time-out."""
+    return "timed out" if limit_s is None else f"timed out after {limit_s:g} s"
+
+
+@describe.register
+def _(error: BatonError, *, limit_s: float | None = None) -> str:
+    return error.message or f"{error.kind} without a text"
+
+
+@describe.register
+def _(error: OSError, *, limit_s: float | None = None) -> str:
+    """Names the address or the file if the exception knows it. asyncio's text of a refused connection has both."""
+    text = str(error)
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return timed_out(limit_s)
+    numbers = [error.errno] if error.errno is not None else [int(number) for number in _ERRNO.findall(text)]
+    addresses = [f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in _ADDRESS.findall(text)]
+    if not numbers or numbers[0] not in errno.errorcode:  # of getaddrinfo, ssl, or a text alone
+        return (error.strerror if isinstance(error.strerror, str) else "") or first_line(error) or public_name(error)
+    words = os.strerror(numbers[0])
+    where = ", ".join(dict.fromkeys(addresses)) or ("" if error.filename is None else str(error.filename))
+    return f"{words[:1].lower()}{words[1:]}{f' ({where})' if where else ''}"
+
+
+@describe.register
+def _(error: KeyError, *, limit_s: float | None = None) -> str:
+    return f"{error.args[0]!r} is missing" if error.args else "a key is missing"
+
+
+@describe.register
+def _(error: MemoryError, *, limit_s: float | None = None) -> str:
+    return f"out of memory{f': {text}' if (text := first_line(error)) else ''}"
+
+
+@describe.register
+def _(error: EOFError, *, limit_s: float | None = None) -> str:
+    return first_line(error) or "the other side ended the connection"
+
+
+@describe.register(BaseExceptionGroup)
+def _(error: BaseExceptionGroup[BaseException], *, limit_s: float | None = None) -> str:
+    return "; ".join(dict.fromkeys(describe(each, limit_s=limit_s) for each in error.exceptions))

@@ -1,5 +1,9 @@
 """Structured logs on stderr: JSON lines, or a readable console when stderr is a terminal.
 
+gRPC's core writes lines of its own format to stderr, so it is told to write none: what it knows about a failed call is
+in the call's status, which is logged. GRPC_VERBOSITY in the environment overrides that. The log of UCX:
+kv_transfer/backend/ucx_log.py.
+
 structlog formats the lines of standard loggers. Values of `log_context` are on every line logged in the context, also
 by tasks started in it.
 """
@@ -7,6 +11,7 @@ by tasks started in it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -19,7 +24,11 @@ _QUIET_LOGGERS = ("grpc", "httpx", "httpcore", "asyncio", "uvicorn.access")
 
 
 def setup_logs(level: str = "info", format: str = "auto") -> None:
-    """Sends all logs of this process to stderr, as json, text, or auto: text on a terminal, otherwise json."""
+    """Sends all logs of this process to stderr, as json, text, or auto: text on a terminal, otherwise json.
+
+    Call it before the first channel or server of gRPC, which reads its setting then.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -22,7 +23,18 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.errors import BatonError, ConfigError, DeadlineExceeded, InternalError, Unavailable, error_from_grpc_status
+from common.errors import (
+    MAX_TEXT_CHARS,
+    BatonError,
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    Unavailable,
+    describe,
+    error_from_grpc_status,
+    public_name,
+    timed_out,
+)
 from common.pb import types_pb2
 from common.settings.kinds import host_port
 from common.tls import SERVER_NAME, Pems, TlsFiles
@@ -184,10 +196,13 @@ def timeout_until(deadline: float) -> float:
     return left
 
 
+def _trailer(error: grpc.aio.AioRpcError) -> Iterable[tuple[str, str | bytes]]:
+    return cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
+
+
 def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
     """Returns the BatonError in the trailers of a failed call; without one, an error by the gRPC status code."""
-    trailer = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
-    for key, value in trailer:
+    for key, value in _trailer(error):
         if key == ERROR_KEY and isinstance(value, bytes):
             return error_from_pb(types_pb2.Error.FromString(value))
     code, details = error.code().name, error.details() or error.code().name
@@ -196,6 +211,21 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> BatonError:
     if code == "CANCELLED":  # by the peer: a local cancel raises CancelledError
         return Unavailable(f"the peer ended the call: {details}")
     return error_from_grpc_status(code, details)
+
+
+_CONNECT_CAUSE = re.compile(
+    r"failed to connect to all addresses.*?(?:connect|recvmsg): ?([A-Z][a-z ]+?) \(\d+\)", re.DOTALL
+)
+
+
+@describe.register
+def _(error: grpc.aio.AioRpcError, *, limit_s: float | None = None) -> str:
+    """Returns the error that the peer reported, or why it could not be reached."""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not any(k == ERROR_KEY for k, _ in _trailer(error)):
+        return timed_out(limit_s)
+    if refused := _CONNECT_CAUSE.search(error.details() or ""):
+        return refused[1].lower()
+    return " ".join(error_from_rpc(error).message.split())[:MAX_TEXT_CHARS]
 
 
 @contextmanager
@@ -334,7 +364,7 @@ async def _fail(error: Exception, context: Any, method: str) -> NoReturn:
         raise asyncio.CancelledError from error
     if not isinstance(error, BatonError):
         _log.error("unexpected error in %s", method, exc_info=error)
-        error = InternalError(f"unexpected {type(error).__name__} in {method}")
+        error = InternalError(f"unexpected {public_name(error)} in {method}")
     pb = error_to_pb(error)
     pb.message = pb.message[:_MAX_ERROR_CHARS]
     code = grpc.StatusCode[error.grpc_code]

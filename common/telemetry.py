@@ -61,6 +61,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.declarations: list[MetricDeclaration] = []
+        #: Certificates of this process by use: each returns the POSIX time at which its certificate expires.
+        self.certificates: dict[str, Callable[[], float]] = {}
 
     def counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         """Creates a count that only grows; its name gets the suffix `_total`."""
@@ -115,6 +117,18 @@ class Metrics:
         self.sampled_gauge("host_memory_used_bytes", used, lambda: [((), memory_usage().used)])
         limit = "Memory that this process's container, or the machine, has."
         self.sampled_gauge("host_memory_limit_bytes", limit, lambda: [((), memory_usage().limit)])
+        expiry = "When this process's certificates expire, in seconds since 1970, by their use."
+        self.sampled_gauge("certificate_expiry_timestamp_seconds", expiry, self._expiries, ["use"])
+
+    def add_stuck_loops(self, loops: Iterable[str]) -> Counter:
+        """Adds and returns the counter of loops that got stuck (common/process/watchdog.py), by the loop's name."""
+        counter = self.counter("stuck_loops", "Times that a loop of this process made no progress.", ["loop"])
+        for loop in loops:
+            counter.labels(loop)
+        return counter
+
+    def _expiries(self) -> list[MetricSample]:
+        return [((use,), expires_at()) for use, expires_at in self.certificates.items()]
 
     def exposition(self, accept: str = "") -> bytes:
         """Returns all metrics: OpenMetrics (with exemplars) if the Accept header allows it, else Prometheus text."""

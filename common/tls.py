@@ -112,6 +112,11 @@ class TlsFiles:
         usable = len(uris) == 1 and SERVER_NAME in names.get_values_for_type(x509.DNSName)
         return parse_identity(uris[0]) if usable else None
 
+    def expires_at(self) -> float:
+        """Returns the POSIX time at which the certificate expires that is used now."""
+        self.pems()
+        return self._expires.timestamp()
+
     def pems(self) -> Pems:
         """Returns the current contents of the files."""
         now = time.monotonic()

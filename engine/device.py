@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 
 log = logging.getLogger(__name__)
 START_LOCK_S = 600.0  # Longest wait for other engines that start on the same GPU
@@ -62,7 +62,7 @@ def file_lock(path: Path, limit_s: float) -> Iterator[None]:
                     break
                 time.sleep(LOCK_POLL_S)
         except OSError as error:  # another user's file, a missing directory, or a file system without locks
-            log.warning("starting on this GPU without a lock: %s", error)
+            log.warning("starting on this GPU without a lock: %s", describe(error))
         yield
 
 

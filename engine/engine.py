@@ -42,7 +42,7 @@ from engine.parallel.leader import EngineBuilder, TensorParallelBuilder
 from engine.parallel.rank_group import RankGroup
 from engine.sampling.constraint import Constraint, needs_constraint
 from engine.schedule.outputs import Inbox, OnStep, StepResult
-from engine.schedule.scheduler import Scheduler, SchedulerConfig
+from engine.schedule.scheduler import ScheduledSequence, Scheduler, SchedulerConfig
 from engine.schedule.sequence import Sequence
 from engine.schedule.stepper import Stepper
 from engine.speculation.controller import DraftController
@@ -225,6 +225,11 @@ class Engine:
             controller = controller or DraftController(drafts, pads_steps=pads_steps, has_model=has_model)
             self.speculator = Speculator(proposer, controller, max_seqs=self._max_drafts // drafts)
         self._stepper.speculator = self.speculator
+
+    @property
+    def steps_under_way(self) -> tuple[list[ScheduledSequence], ...]:
+        """The scheduled sequences of each step that has not ended, oldest first. Any thread may read it."""
+        return self._stepper.under_way
 
     @property
     def has_work(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import BatonError, ConfigError, InternalError, InvalidRequest
+from common.errors import BatonError, ConfigError, InternalError, InvalidRequest, describe
 from common.model.chat_template import ChatTemplate
 from common.model.directory import resolve_model
 from common.model.generation import generation_defaults
@@ -94,7 +94,7 @@ class LLM:
         try:
             return Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{path} is not a valid tokenizer: {error}", field="model") from error
+            raise ConfigError(f"{path} is not a valid tokenizer: {describe(error)}", field="model") from error
 
     @functools.cached_property
     def template(self) -> ChatTemplate:

@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-from common.errors import BatonError, InternalError, Unavailable
+from common.errors import BatonError, InternalError, Unavailable, describe
+from common.process.watchdog import Heartbeat
 from common.types import FinishReason
 from engine.device import make_current
 from engine.engine import Engine
@@ -36,6 +37,7 @@ class EngineLoop:
     """Runs `engine` on a thread of its own, and calls on_step there after each step and each abort."""
 
     def __init__(self, engine: Engine, on_step: OnStep) -> None:
+        self.heartbeat = Heartbeat()  # Beats once per step; idle without work
         self._engine, self._on_step = engine, on_step
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._wake = threading.Event()
@@ -82,7 +84,7 @@ class EngineLoop:
                 on_refused(error)
             except Exception as error:
                 log.exception("a sequence could not be added")
-                on_refused(InternalError(f"{type(error).__name__}: {error}"))
+                on_refused(InternalError(describe(error)))
 
         self._send(run, refuse)
 
@@ -131,17 +133,22 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             make_current(self._engine.device)
+            self.heartbeat.begin()
             while not self._stopping:
+                self.heartbeat.beats += 1
                 self._wake.clear()
                 self._run_messages()
                 if not self._engine.has_work:
+                    self.heartbeat.idle = True
                     self._wake.wait(IDLE_S)
+                    self.heartbeat.idle = False
                 elif not self._step():
                     self._wake.wait(NO_BLOCKS_SLEEP_S)
         except Exception:
             log.exception("the engine's thread ends")
         finally:
             self._close()
+            self.heartbeat.idle = True
 
     def _read_inbox(self, until: float) -> bool:
         """Runs messages until a time of `time.perf_counter()` or until `stop`. Returns whether there were any."""

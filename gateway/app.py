@@ -32,6 +32,7 @@ from gateway.api.http.endpoint import (
     known_caller,
 )
 from gateway.api.http.json import OPENAI_ERRORS, ErrorFormat, error_body, error_headers
+from gateway.api.http.keyed import REPLAYED, serve_keyed
 from gateway.api.openai.embeddings import EmbeddingsHandler
 from gateway.api.openai.generate import GenerateHandler
 from gateway.api.openai.responses.endpoint import ResponsesHandler
@@ -95,7 +96,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 #: Headers of answers that a web page of another origin may read.
 EXPOSED_HEADERS = (
-    *("x-request-id", "request-id", "retry-after"),
+    *("x-request-id", "request-id", "retry-after", REPLAYED),
     *(f"x-ratelimit-{what}-{name}" for name in ("requests", "tokens") for what in ("limit", "remaining", "reset")),
 )
 
@@ -116,8 +117,9 @@ def _cors(origins: Sequence[str]) -> Middleware:
 def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | None = None) -> Starlette:
     """Returns the HTTP application. The caller starts and stops `gateway`. Without `store` no response is kept."""
 
-    def post(path: str, name: str, serve: RequestHandler) -> Route:
-        return Route(path, Endpoint(gateway, name, serve, _errors_of(path)), methods=["POST"])
+    def post(path: str, name: str, serve: RequestHandler, *, keyed: bool = False) -> Route:
+        serve_key = serve_keyed if keyed and gateway.answer_keys.on else None
+        return Route(path, Endpoint(gateway, name, serve, _errors_of(path), serve_keyed=serve_key), methods=["POST"])
 
     def route(path: str, answer: Callable[[Request], Awaitable[Any]], *methods: str) -> Route:
         """Returns a route that answers with a JSON value, or with the error that `answer` raises."""
@@ -192,17 +194,17 @@ def build_app(gateway: Gateway, history: MetricsHistory, store: ResponseStore | 
     scorer = PairScorer(prompts)
     rerank, score = RerankHandler(gateway, scorer, return_documents=True), ScoreHandler(gateway, scorer)
     routes = [
-        post("/v1/completions", "completions", GenerateHandler(gateway, chat=False).serve),
-        post("/v1/chat/completions", "chat", GenerateHandler(gateway, chat=True).serve),
+        post("/v1/completions", "completions", GenerateHandler(gateway, chat=False).serve, keyed=True),
+        post("/v1/chat/completions", "chat", GenerateHandler(gateway, chat=True).serve, keyed=True),
         post("/v1/embeddings", "embeddings", EmbeddingsHandler(prompts).serve),
         *(post(path, "rerank", rerank.serve) for path in ("/v1/rerank", "/rerank")),
         post("/v2/rerank", "rerank", RerankHandler(gateway, scorer, return_documents=False).serve),
         *(post(path, "score", score.serve) for path in ("/v1/score", "/score")),
-        post("/v1/responses", "responses", responses.create),
+        post("/v1/responses", "responses", responses.create, keyed=True),
         route("/v1/responses/{response_id}", responses.read, "GET"),
         route("/v1/responses/{response_id}", responses.delete, "DELETE"),
         route("/v1/responses/{response_id}/input_items", responses.input_items),
-        post(MESSAGES, "messages", messages.create),
+        post(MESSAGES, "messages", messages.create, keyed=True),
         post(f"{MESSAGES}/count_tokens", "count_tokens", messages.count),
         post("/tokenize", "tokenize", tokenize.tokenize),
         post("/detokenize", "detokenize", tokenize.detokenize),

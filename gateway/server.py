@@ -29,12 +29,13 @@ from common.logs import setup_logs
 from common.model.directory import default_served_name, resolve_model
 from common.pb import inference_pb2_grpc
 from common.process.lifecycle import Lifecycle, log_phase
+from common.process.watchdog import Watchdog
 from common.rpc import RpcServer
 from common.settings.configs import GatewayConfig
 from common.settings.kinds import host_port, is_loopback
 from common.tls import TlsFiles
 from common.tracing.tracer import Tracer
-from gateway.admission.client_limits import ClientLimits
+from gateway.admission.client_limits import MAX_ALL_SLOW, ClientLimits
 from gateway.admission.key_store import KeyRing
 from gateway.api.grpc.servicer import InferenceServicer
 from gateway.api.http.protocol import BoundedHttpProtocol, WriteBatcher
@@ -144,6 +145,7 @@ class GatewayServer:
         self._tls: TlsFiles | None = None
         if config.tls_cert is not None and config.tls_key is not None:
             self._tls = TlsFiles(Path(config.tls_cert), Path(config.tls_key), setting="tls_cert")
+            gateway.metrics.base.certificates["clients"] = self._tls.expires_at
         self._responses: ResponseStore | None = None
         if config.redis is not None and config.response_ttl_s and config.response_memory:
             ttl_s, most = config.response_ttl_s, config.response_memory
@@ -206,7 +208,7 @@ class GatewayServer:
             connections=self._config.max_client_connections,
             slow=self._config.max_client_slow,
             all_connections=max(files - RESERVED_FILES, files // 2),
-            all_slow=self._config.max_inflight,
+            all_slow=min(MAX_ALL_SLOW, self._config.max_inflight),
         )
 
     def _on_change(self) -> None:
@@ -288,10 +290,15 @@ async def serve(config: GatewayConfig) -> None:
     server = GatewayServer(config, make_gateway(config))
     lifecycle = Lifecycle(server.drain, drain_s=config.drain_s)
     lifecycle.install_signals()
+    stuck_loops = server.gateway.metrics.stuck_loops
+    watchdog = Watchdog(config.stuck_step_s, on_stuck=lambda loop: stuck_loops.labels(loop).inc())
     try:
         await server.start()
         _tune_gc()
+        watchdog.watch_event_loop()
+        watchdog.start()
         lifecycle.ready()
         await lifecycle.wait_stopped()
     finally:
+        watchdog.stop()
         await server.stop()

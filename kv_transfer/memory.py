@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class PoolMemory(PeerMemory):
     #: Copy one whole block out of the pool or into it. The transfer thread may call both.
     read_block: Callable[[int], bytes]
     write_block: Callable[[int, bytes], None]
+    #: The pool as a tensor, uint8 [total_blocks, block_bytes]; None: the address is enough for copies in host memory
+    tensor: Any = None
 
 
 def host_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
@@ -98,4 +100,5 @@ def device_pool(num_blocks: int, block_bytes: int) -> PoolMemory:
         pool[block].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         torch.cuda.synchronize()
 
-    return PoolMemory(pool.data_ptr(), block_bytes, num_blocks + 1, 0, "VRAM", num_blocks, read_block, write_block)
+    where = (pool.data_ptr(), block_bytes, num_blocks + 1, 0)
+    return PoolMemory(*where, "VRAM", num_blocks, read_block, write_block, pool)

@@ -88,7 +88,7 @@ class PullResult:
 
 @dataclass(frozen=True, slots=True)
 class PeerStats:
-    """A connection that passed its probe."""
+    """A connection that passed its probe, or (without a transport) a pair in trouble."""
 
     pod: str
     generation: int
@@ -96,6 +96,8 @@ class PeerStats:
     transport: str
     transport_source: str  # "reported" or "derived", see backend.interface.Transport
     gb_s: float  # Rate of the probe, a warm write of many blocks, in 1e9 bytes per second
+    block_age_s: float | None = None  # Seconds since a block last went through; None without a connection
+    trouble: str = ""  # Why no KV can be sent to the pod now; "" if it can
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from functools import partial
 from common.auth import Signer
 from common.errors import BatonError, TransferFailed, Unavailable
 from common.pb import transfer_pb2
+from common.process.watchdog import Heartbeat
 from common.tls import TlsFiles
 from common.types import KvTarget, TransferId
 from kv_transfer.backend.interface import Backend, Notification
@@ -40,6 +41,7 @@ from kv_transfer.messages import (
     parse_notification,
 )
 from kv_transfer.peers.connections import PeerConnector, agent_name
+from kv_transfer.peers.pair_prober import PAIR_PROBE_S, PairProber
 from kv_transfer.peers.rpc_client import PeerRpcClient
 from kv_transfer.peers.traffic import PairTrafficTable
 from kv_transfer.receiver.state_machine import ReceiverMachine
@@ -71,6 +73,7 @@ class TransferNode:
     #: Commits go as notifications to receivers that poll often. False is for benchmarks.
     commit_notifications: bool = True
     tls: TlsFiles | None = None  # This pod's certificates for calls to other pods. None: plain calls
+    pair_probe_s: float = PAIR_PROBE_S  # A connection without traffic for this long is probed
 
     def __post_init__(self) -> None:
         memory, info, clock = self.memory, self.info, time.monotonic
@@ -82,6 +85,7 @@ class TransferNode:
         self._rpc = PeerRpcClient(self.signer, info, self.address, self.tls)
         self._thread = thread = TransferThread(self.backend, clock)
         self._connector = PeerConnector(thread, self._rpc, memory, info, clock, self.allow_tcp)
+        self._prober = PairProber(self._connector, clock, self.pair_probe_s)
         self._incoming = TransferReceiver(thread, self._rpc, memory, clock, self._dropped)
         self._outgoing = TransferSender(
             *(thread, self._connector, self._rpc, memory, clock, self._pairs),
@@ -92,6 +96,11 @@ class TransferNode:
         )
         sides = (self._incoming, self._outgoing, self.lend)
         self.servicer = TransferServicer(thread, *sides, self._pairs, memory, info, self.signer, self._dropped, clock)
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """The sign of life of the transfer thread."""
+        return self._thread.heartbeat
 
     @property
     def alive(self) -> bool:
@@ -109,6 +118,7 @@ class TransferNode:
         except TimeoutError as e:
             self._thread.stop()
             raise TransferFailed(f"the transfer agent did not start within {START_S:.0f} s") from e
+        self._prober.start()
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Refuses new transfers, waits at most grace_s seconds for outgoing ones, and fails the rest. Idempotent.
@@ -119,6 +129,7 @@ class TransferNode:
             return
         self._closing = True
         self.servicer.leaving = True
+        await self._prober.stop()
         until = self._clock() + grace_s
         if self._thread.running:  # after this every transfer that was started is in the table
             await asyncio.wait({asyncio.wrap_future(self._thread.call(lambda: None))}, timeout=grace_s)
@@ -156,7 +167,7 @@ class TransferNode:
         self, address: str, pod: str, generation: int | None = None, timeout_s: float = 30.0
     ) -> PeerStats:
         """Connects to and probes `pod` at `address` (None: any generation). Returns at once if connected."""
-        return (await self._connector.connect(address, pod, timeout_s, generation)).stats
+        return (await self._connector.connect(address, pod, timeout_s, generation)).stats(self._clock())
 
     # -- receiving ----------------------------------------------------------------------------------------------------
     def expect_transfer(
@@ -238,8 +249,8 @@ class TransferNode:
         )
 
     def pair_stats(self) -> tuple[transfer_pb2.Pair, ...]:
-        """Returns this pod's traffic with every other pod. Any thread; cheap."""
-        return self._pairs.stats(self._connector.stats())
+        """Returns this pod's pairs: traffic, connection and trouble. Any thread; cheap."""
+        return self._pairs.stats(self._connector.pair_stats())
 
     def _require_running(self) -> None:
         if self._closing or not self._thread.running:

@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from common.errors import BatonError, TransferFailed
+from common.errors import BatonError, TransferFailed, describe
 from kv_transfer.backend.interface import WriteState
 from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.memory import PeerMemory, PoolMemory, device_pool, host_pool
@@ -81,7 +81,7 @@ def _pool(where: str) -> PoolMemory:
     try:
         return device_pool(NUM_BLOCKS, 2 * BLOCK_BYTES)
     except (ImportError, RuntimeError) as e:
-        raise TransferFailed(f"GPU {where} has no memory for the test: {e}") from e
+        raise TransferFailed(f"GPU {where} has no memory for the test: {describe(e)}") from e
 
 
 def receive(where: str = HOST) -> None:

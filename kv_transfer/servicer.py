@@ -25,6 +25,7 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
     UnknownTransfer,
+    describe,
 )
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import remaining_s
@@ -100,13 +101,15 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             gone.append(self._writers.pop(next(iter(self._writers))))
         self._expecting_until = self.clock() + EXPECT_WRITES_S
 
-        def add_peer() -> tuple[bytes, bool]:
+        def add_peer() -> tuple[bytes, bool, bytes]:
             for writer in gone:
                 self.incoming.forget_writer(agent_name(writer))
-            added = self.incoming.add_peer(agent_name(request.info), request.agent_metadata)
-            return self.thread.backend.metadata(), added
+            agent = agent_name(request.info)
+            added = self.incoming.add_peer(agent, request.agent_metadata)
+            staging = self.incoming.accept_staged(agent, request.staging) if added and request.staging else b""
+            return self.thread.backend.metadata(), added, staging
 
-        metadata, accepts_notifications = await self._on_thread(add_peer, context)
+        metadata, accepts_notifications, staging = await self._on_thread(add_peer, context)
         return transfer_pb2.HandshakeResponse(
             info=mine,
             agent_metadata=metadata,
@@ -115,11 +118,13 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
             pool_memory=self.memory.kind,
             probe_block=self.memory.probe_block,
             notes=accepts_notifications,
+            staging=staging,
         )
 
     async def Probe(self, request: transfer_pb2.ProbeRequest, context: Context) -> transfer_pb2.ProbeResponse:
         self._require_own_name(request.pod, request.generation)
-        self._expecting_until = self.clock() + EXPECT_WRITES_S
+        if not request.keep_alive:
+            self._expecting_until = self.clock() + EXPECT_WRITES_S
         block = await self._on_thread(lambda: self.memory.read_block(self.memory.probe_block), context)
         intact = block.startswith(request.nonce) and probe_digest(request.nonce, block) == request.digest
         return transfer_pb2.ProbeResponse(intact=intact)
@@ -203,7 +208,8 @@ class TransferServicer(transfer_pb2_grpc.TransferServicer):
         """Handles the end of a loan. Transfer thread."""
         self.loans.discard(loan)
         if error := outcome.exception():
-            _log.info("the loan to %s failed: %s", loan.target.pod, error, extra={"request_id": loan.request_id})
+            extra = {"request_id": loan.request_id}
+            _log.info("the loan to %s failed: %s", loan.target.pod, describe(error), extra=extra)
 
     def _require_own_name(self, pod: str, generation: int) -> None:
         """Raises Unauthenticated unless the message names its caller."""

@@ -23,7 +23,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
-from common.errors import TransferFailed
+from common.errors import TransferFailed, describe
+from common.process.watchdog import Heartbeat
 from kv_transfer.backend.interface import Backend, Notification, WriteState
 from kv_transfer.memory import MemoryKind, PoolMemory
 
@@ -66,6 +67,7 @@ class TransferThread:
 
     def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self.backend = backend
+        self.heartbeat = Heartbeat()  # Beats once per iteration
         self._clock = clock
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Event()
@@ -142,7 +144,9 @@ class TransferThread:
         started.set_result(None)
         reduce_timer_slack()
         wait, poll, hot = _FIRST_WAIT_S, FAST_POLL_S[memory.kind], HOT_POLL_S[memory.kind]
+        self.heartbeat.begin()
         while not self._stopping:
+            self.heartbeat.beats += 1
             if self._guard(partial(self._iterate, work)):
                 wait = _FIRST_WAIT_S
                 continue
@@ -156,6 +160,7 @@ class TransferThread:
             self._wake.wait(wait)
             self._wake.clear()
             wait = min(wait * 2, limit)
+        self.heartbeat.idle = True
         while self._commands:
             self._guard(self._commands.popleft())
         self._guard(self.backend.close)
@@ -184,7 +189,7 @@ class TransferThread:
                 error = self.backend.error(handle) if state is WriteState.FAILED else None
             except Exception as e:
                 _log.exception("the backend could not poll a write")
-                state, error = WriteState.FAILED, f"{type(e).__name__}: {e}"
+                state, error = WriteState.FAILED, describe(e)
             if state is not WriteState.PENDING:
                 ended[handle] = error
         callbacks = [(handle, self._pending.pop(handle), error) for handle, error in ended.items()]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.process.lifecycle import host_boot_id
 from common.settings.configs import PodConfig
 from common.telemetry import Metrics, MetricSample
@@ -66,7 +66,7 @@ class GpuMonitor:
                     self._kept, self._failing = self._read(), False
                 except Exception as error:
                     if not self._failing:
-                        _log.warning("the GPU's driver does not answer: %s", error)
+                        _log.warning("the GPU's driver does not answer: %s", describe(error))
                     self._kept, self._failing = None, True
                 self._at = self._clock()
             return self._kept
@@ -94,7 +94,7 @@ def gpu_monitor(device: torch.device) -> GpuMonitor | None:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(_gpu_uuid(device))
     except pynvml.NVMLError as error:
-        _log.info("NVML does not know the GPU; torch reports its memory only: %s", error)
+        _log.info("NVML does not know the GPU; torch reports its memory only: %s", describe(error))
         return by_torch
     return GpuMonitor(lambda: _by_nvml(pynvml, handle))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, describe
 from common.pb import transfer_pb2, transfer_pb2_grpc
 from common.rpc import open_channel
 from common.tls import TlsFiles
@@ -59,7 +59,12 @@ async def require_free_name(redis: str, scope: str, name: str, address: str, tls
             stub = transfer_pb2_grpc.TransferStub(peer)
             info = await stub.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
     except grpc.aio.AioRpcError as e:
-        _log.info("taking over the name %s: %s does not answer (%s)", name, holder.address, e.code().name)
+        _log.info(
+            "taking over the name %s: %s does not answer (%s)",
+            name,
+            holder.address,
+            describe(e, limit_s=INFO_TIMEOUT_S),
+        )
         return
     if (info.pod, info.generation) == (name, holder.generation):
         raise ConfigError(f"name: {name} is held by {holder.address}; give --name", field="name")

@@ -20,6 +20,7 @@ from engine.speculation.speculator import SpeculationStats
 from kv_transfer.messages import TransferReport
 from kv_transfer.node import TransferNode
 from pod.gpu import GpuReading
+from pod.watch import LOOPS
 
 #: Seconds. KV is pushed during the prefill, so the wait at its end is a few milliseconds.
 HAND_OFF_BUCKETS = tuple(
@@ -38,6 +39,7 @@ class PodMetrics:
     ) -> None:
         m = self.metrics = Metrics()
         m.add_process_metrics()
+        self.stuck_loops = m.add_stuck_loops(LOOPS)
         self.generated_tokens = 0
         self._engine = engine
         self._step_seconds = m.histogram("step_seconds", "Seconds of one engine step.", ["kind"])
@@ -69,6 +71,9 @@ class PodMetrics:
         m.sampled_counter("generated_tokens", "Tokens sampled on this pod.", _one(lambda: self.generated_tokens))
         computed = _by(lambda: computed_tokens, dict)
         m.sampled_counter("prompt_tokens_computed", "Prompt tokens computed, by reason.", computed, ["reason"])
+        self.index_registered: Callable[[], bool | None] = lambda: None  #: None without a prefix index.
+        text = "1 while the prefix index has this pod and all of its blocks."
+        m.sampled_gauge("index_registered", text, _one(lambda: self.index_registered()))  # noqa: PLW0108 - it is set later
         self._add_work_metrics(load)
         self._add_speculation_metrics()
         self._add_host_tier_metrics(lambda: node.stats().damaged_transfers)
@@ -113,6 +118,8 @@ class PodMetrics:
         counter = self.metrics.sampled_counter
         blocks = _by(host, lambda stats: {"used": stats.used, "free": stats.host_blocks - stats.used})
         self.metrics.sampled_gauge("host_blocks", "KV blocks in host memory, and room for more.", blocks, ["state"])
+        tier, text = self._engine.pool.host_tier, "1 while blocks are copied to host memory, 0 after a failure."
+        self.metrics.sampled_gauge("host_tier_working", text, _one(lambda: None if tier is None else not tier.closed))
         moved = _by(host, lambda stats: {"to_host": stats.saved * size, "to_device": stats.loaded * size})
         counter("host_moved_bytes", "KV bytes copied to host memory and back.", moved, ["direction"])
         dropped = _one(lambda: None if (stats := host()) is None else stats.dropped)
@@ -157,6 +164,18 @@ class PodMetrics:
         for name, help_text, value in counters:
             counter(name, help_text, pairs(value), ["peer"])
         gauge(
+            "pair_usable",
+            "1 while KV can be sent to another pod, 0 while a test block does not arrive.",
+            lambda: [((p.pod,), not p.trouble) for p in node.pair_stats() if p.transport or p.trouble],
+            ["peer"],
+        )
+        gauge(
+            "pair_block_age_seconds",
+            "Seconds since a block last went to another pod, in a transfer or a test.",
+            lambda: [((p.pod,), p.block_age_s) for p in node.pair_stats() if p.HasField("block_age_s")],
+            ["peer"],
+        )
+        gauge(
             "pair_bytes_per_second",
             "Rate of KV written to another pod, lately; before any, of the probe.",
             lambda: [((p.pod, p.transport), p.gb_s * 1e9) for p in node.pair_stats()],
@@ -200,6 +219,7 @@ class PodMetrics:
         activity = transfer_pb2.Activity(
             generated_tokens=self.generated_tokens,
             preemptions=self._engine.scheduler.stats().preemptions,
+            steps=self._engine.counters.steps,
             gpu=None if gpu is None else transfer_pb2.Gpu(**asdict(gpu)),
         )
         if (stats := self.speculation()) is not None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.errors import InternalError, Unavailable
+from common.errors import ConfigError, InternalError, Unavailable
 from common.logs import setup_logs
 from common.process.rank_channel import MEMBER_ROLES, RankChannel
 from common.settings.configs import PodConfig, WorkerConfig
@@ -29,6 +29,8 @@ from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.nixl import NixlBackend
 from kv_transfer.backend.sharded import RankBackendClient, RankBackendServer, ShardedBackend
+from kv_transfer.backend.staged import StagedBackend, StagingOptions
+from kv_transfer.backend.staging_area import make_copier
 from kv_transfer.memory import PoolMemory
 
 _log = logging.getLogger(__name__)
@@ -74,9 +76,20 @@ def pod_backend(config: PodConfig, members: RankGroup | None) -> Backend:
     """Returns the backend of a pod: this process's agent and the other ranks' agents."""
     own = make_backend(config.transport, config.net_devices)
     if members is None:
-        return own
+        return _staged(own, config)
+    if config.staging == "on":
+        why = "each rank has its own part of a block"
+        raise ConfigError(f"staging on cannot be combined with several ranks: {why}", field="staging")
     channels = enumerate(members.channels(TRANSFER_CHANNEL), 1)
     return ShardedBackend(own, [RankBackendClient(rank, channel) for rank, channel in channels])
+
+
+def _staged(direct: Backend, config: PodConfig) -> Backend:
+    """Adds writes through host memory for peers that the direct backend cannot reach."""
+    if config.staging == "off" or config.transport != "nixl":
+        return direct
+    options = StagingOptions(config.staging_memory, config.staging_dir, always=config.staging == "on")
+    return StagedBackend(direct, lambda: NixlBackend(config.net_devices), make_copier, options)
 
 
 def pool_memory(kv: KVPool) -> PoolMemory:
@@ -90,6 +103,7 @@ def pool_memory(kv: KVPool) -> PoolMemory:
         probe_block=kv.probe_block,
         read_block=kv.read_block,
         write_block=kv.write_block,
+        tensor=kv.data if kv.data.device.type == "cuda" else None,
     )
 
 

@@ -113,6 +113,16 @@ class PodRates:
         rate, base = self.prefill_fit()
         return base + tokens / rate if rate else 0.0
 
+    def predicted_step_s(self, prompt_tokens: int, decodes: int) -> float | None:
+        """Returns the seconds of a step of this size; None if steps of a part of it were never measured."""
+        seconds = 0.0
+        for rate, count, fixed in ((self._prefill, prompt_tokens, 0.0), (self._decode, decodes, DECODE_FIXED_SHARE)):
+            if count and not rate.known:
+                return None
+            base, slope = rate.fit(fixed)
+            seconds += base + slope * count if count else 0.0
+        return seconds
+
     def decode_fit(self) -> tuple[float, float]:
         """Returns the seconds of a decode step, the fixed part and the part per sequence; zeros while unknown."""
         return self._decode.fit(DECODE_FIXED_SHARE)

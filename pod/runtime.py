@@ -55,6 +55,7 @@ from pod.rank import BackendFactory, pod_backend, pool_memory, start_ranks
 from pod.rates import PodRates
 from pod.requests import RequestRegistry
 from pod.services import ControlServicer, Embedder
+from pod.watch import PodWatch
 from prefix_index.publisher import IndexPublisher, mint_generation
 from prefix_index.reader import IndexReader
 from prefix_index.store import CacheTier, PodRecord
@@ -110,8 +111,11 @@ class PodRuntime:
             checksums=config.checksums,
             allow_tcp=config.allow_tcp,
             tls=tls,
+            pair_probe_s=config.pair_probe_s,
         )
         self.metrics = PodMetrics(engine, self.transfer_node, self.load, self.computed_tokens)
+        if tls is not None:
+            self.metrics.metrics.certificates["cluster"] = tls.expires_at
         self.metrics.set_pod_info(config.role.value, self.served_name, metadata.version("baton-serving"))
         self._gpu = gpu_monitor(engine.device)
         if self._gpu is not None:
@@ -130,6 +134,12 @@ class PodRuntime:
             leave=self._drain_and_exit,
         )
         self.rates = PodRates(engine.scheduler.config.chunk_tokens)
+        self._aio = asyncio.get_running_loop()
+        self.watch = PodWatch(
+            *(config.stuck_step_s, engine, self.engine_loop, self.transfer_node, self.rates),
+            on_stuck=lambda loop: self.metrics.stuck_loops.labels(loop).inc(),
+            on_change=lambda: self._aio.call_soon_threadsafe(self._update_serving),
+        )
         self.exit_code = 0
         self.tracer = Tracer.open(config.traces, service=config.role.value, instance=self.name)
 
@@ -215,6 +225,7 @@ class PodRuntime:
         )
         device, host = self.engine.pool.cached_hashes, self.engine.pool.host_hashes
         self._index = self._cache_events.index = IndexPublisher(redis, record, device, self.load, host_snapshot=host)
+        self.metrics.index_registered = lambda: None if self._index is None else self._index.registered
         await self._index.start()
 
     def _prepare_grammars(self) -> None:
@@ -240,21 +251,26 @@ class PodRuntime:
         request = ValidRequest("warm-up", self.served_name, (0, 0), SamplingParams(temperature=0.0, max_tokens=2))
         self.engine.add(self.engine.new_sequence(request))
         while self.engine.has_work:
-            if error := next((output.error for output in self.engine.step().outputs if output.error), None):
+            result = self.engine.step()
+            self.watch.warm_up_s = max(self.watch.warm_up_s, result.seconds)
+            if error := next((output.error for output in result.outputs if output.error), None):
                 raise error
 
     async def run(self, service: PodService) -> None:
         """Starts the pod, serves until a signal, drains and stops.
 
         Ends without a signal, with SystemExit, if a quarantine lasts too long (3) or a thread of the pod has ended (4).
+        The watchdog ends the process at once, with code 6, if a loop stays stuck.
         """
         self.lifecycle.install_signals()
         if self.engine.device.type == "cuda":
             sys.setswitchinterval(GIL_SWITCH_INTERVAL_S)
         try:
             await self.start(service)
+            self.watch.start()
             await self.lifecycle.wait_stopped()
         finally:
+            self.watch.stop()
             await self.stop()
             _log.info("pod %s has stopped", self.name)
         if self.exit_code:
@@ -263,6 +279,14 @@ class PodRuntime:
     def _on_pool_inconsistent(self) -> None:
         self.metrics.intact.set(0)
         self._server.set_serving(False)
+
+    @property
+    def _takes_work(self) -> bool:
+        return self.lifecycle.state is LifecycleState.READY and self._health.intact and not self.watch.stuck
+
+    def _update_serving(self) -> None:
+        """Called when a loop got stuck, or runs again."""
+        self._server.set_serving(self._takes_work)
 
     def _drain_and_exit(self, exit_code: int, reason: str) -> None:
         """Drains and ends this process, because only a new one can help. No effect while draining."""
@@ -320,6 +344,8 @@ class PodRuntime:
             raise Unavailable(f"pod {self.name} is {self.lifecycle.state.name.lower()}")
         if not self._health.intact:
             raise Unavailable(f"pod {self.name} found its KV pool inconsistent")
+        if self.watch.stuck:
+            raise Unavailable(f"{self.watch.stuck} on pod {self.name}")
 
     def _check_embedding(self, request: ValidRequest, queued_tokens: int, deadline_s: float) -> None:
         self.require_ready()
@@ -367,7 +393,9 @@ class PodRuntime:
             pid=os.getpid(),
             boot_id=host_boot_id(),
             processor=processor_id(self.engine.device),
-            ready=state is LifecycleState.READY and self._health.intact,
+            ready=self._takes_work,
+            stuck=self.watch.stuck,
+            step_bound_s=self.watch.step_bound_s(),
             draining=state is LifecycleState.DRAINING,
             version=metadata.version("baton-serving"),
             blocks=pool_counts_to_pb(self.engine.pool.counts()),

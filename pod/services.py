@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import torch.nn.functional as F
 
-from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError, InvalidRequest, NotServed
+from common.errors import BatonError, Cancelled, DeadlineExceeded, InternalError, InvalidRequest, NotServed, describe
 from common.pb import control_pb2, control_pb2_grpc, embedding_pb2, embedding_pb2_grpc
 from common.rpc import remaining_s
 from common.types import ValidRequest
@@ -130,7 +130,7 @@ def _result_of(output: SequenceOutput) -> list[float] | BatonError:
             result = F.normalize(result, dim=0) if seq.pooling.normalize else result
         vector: list[float] = result.tolist()
     except Exception as error:  # must not end the step's other sequences
-        return InternalError(f"{type(error).__name__}: {error}")
+        return InternalError(describe(error))
     return vector
 
 

@@ -15,6 +15,7 @@ import os
 from common.errors import ConfigError
 from common.process.lifecycle import Lifecycle
 from common.process.tether import tether_command
+from common.process.watchdog import Watchdog
 from common.rpc import RpcServer
 from common.settings.configs import WorkerConfig
 from common.tls import TlsFiles
@@ -36,11 +37,14 @@ class Worker:
         self._server = RpcServer(config.host, config.port, tls=TlsFiles.of_directory(config.tls_dir, "worker"))
         self._lifecycle = Lifecycle(self._wait_for_pod, drain_s=config.drain_s)
         self._over = asyncio.Event()
+        self._watchdog = Watchdog(config.stuck_step_s)
 
     async def run(self) -> None:
         """Runs until a rank has ended. Raises SystemExit if it ended without a signal to this process."""
         self._lifecycle.install_signals()
         await self._server.start()
+        self._watchdog.watch_event_loop()
+        self._watchdog.start()
         ranks = [await self._start(rank) for rank in self._config.ranks]
         fds = [fd for _, fd in ranks]
         ready = asyncio.create_task(self._ready(fds))
@@ -62,6 +66,7 @@ class Worker:
                     process.kill()
             await asyncio.gather(ready, *ends, return_exceptions=True)
             self._over.set()
+            self._watchdog.stop()
             await self._server.stop(0)
         if not self._lifecycle.draining and any(process.returncode for process, _ in ranks):
             raise SystemExit(EXIT_BROKEN)

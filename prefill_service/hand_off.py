@@ -32,6 +32,7 @@ from common.errors import (
     InvalidRequest,
     LayoutMismatch,
     Unavailable,
+    describe,
 )
 from common.pb import prefill_pb2
 from common.tracing.tracer import TraceContext
@@ -201,7 +202,7 @@ class PrefillHandOff:
             _log.exception("the output of a step could not be handled", extra={"request_id": output.seq.request_id})
             if output.ended:
                 self._on_engine_released()
-            self._aio.call_soon_threadsafe(self.fail, InternalError(f"{type(error).__name__}: {error}"))
+            self._aio.call_soon_threadsafe(self.fail, InternalError(describe(error)))
 
     def _take_output(self, output: SequenceOutput, seconds: float) -> None:
         now = time.monotonic()

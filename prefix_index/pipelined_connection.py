@@ -24,7 +24,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError, InvalidResponse, ResponseError
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
 from prefix_index.store import IndexKeys
 
@@ -79,7 +79,7 @@ class _PipelineProtocol(asyncio.Protocol):
             waiting.set_result(answer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.end(ConnectionError(f"the connection ended: {exc or 'by the server'}"))
+        self.end(ConnectionError("connection closed by server" if exc is None else describe(exc)))
         self._before.connection_lost(exc)  # redis-py's close waits for it
 
     def end(self, error: Exception) -> None:
@@ -139,7 +139,7 @@ class PipelinedConnection:
             protocol = self._protocol = _PipelineProtocol(writer.transport)  # type: ignore[arg-type]
             await protocol.closed
         except (*REDIS_FAILURES, ConfigError) as e:
-            _log.info("the pipelined connection to the prefix index ended: %s: %s", type(e).__name__, e)
+            _log.info("the pipelined connection to the prefix index ended: %s", describe(e, limit_s=CONNECT_S))
         finally:
             self._protocol = None
             if protocol is not None:

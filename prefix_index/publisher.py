@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import islice
 
+from common.errors import describe
 from common.redis.client import REDIS_FAILURES, LuaScript, RedisArg, connect_redis
 from common.types import PodLoad
 from prefix_index.store import (
@@ -70,7 +71,7 @@ async def read_name_owner(url: str, scope: str, pod: str) -> PodRecord | None:
         record = PodRecord.from_fields(info) if lease else None
         return record if record is not None and lease == str(record.generation).encode() else None
     except (*REDIS_FAILURES, KeyError, ValueError) as e:
-        _log.warning("cannot read the owner of the pod name %s: %r", pod, e)
+        _log.warning("cannot read the owner of the pod name %s: %s", pod, describe(e, limit_s=_NAME_TIMEOUT_S))
         return None
 
 
@@ -85,7 +86,8 @@ async def mint_generation(url: str | None, scope: str, pod: str) -> int:
             names = (keys.pods, keys.generation(pod))
             return int(await LuaScript("mint", directory=LUA_DIR).run(client, names, (pod, now_ms, PODS_TTL_S)))
     except REDIS_FAILURES as e:
-        _log.warning("the prefix index does not answer, the generation comes from the clock alone: %r", e)
+        cause = describe(e, limit_s=_NAME_TIMEOUT_S)
+        _log.warning("the prefix index does not answer, the generation comes from the clock alone: %s", cause)
         return now_ms
 
 
@@ -245,7 +247,7 @@ class IndexPublisher:
             async with asyncio.timeout(_LEAVE_S):
                 await self._leave()
         except REDIS_FAILURES as e:
-            _log.warning("could not leave the prefix index, the lease will expire: %r", e)
+            _log.warning("could not leave the prefix index, the lease will expire: %s", describe(e, limit_s=_LEAVE_S))
         finally:
             await self._client.aclose()
 
@@ -260,7 +262,7 @@ class IndexPublisher:
                 await self._publish()
             except (_RegistrationLost, *REDIS_FAILURES) as e:
                 if self.registered or backoff == _MIN_BACKOFF_S:
-                    _log.warning("not registered in the prefix index, retrying: %s: %s", type(e).__name__, e)
+                    _log.warning("not registered in the prefix index, retrying: %s", describe(e, limit_s=_COMMAND_S))
             except Exception:
                 _log.exception("prefix index: unexpected error, retrying")
             self.registered = self._sending = False

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import NoScriptError
 
-from common.errors import IndexUnavailable
+from common.errors import IndexUnavailable, describe
 from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, RedisArg, RedisClient, connect_redis
 from common.types import PodLoad
 from prefix_index.lookup_cache import LookupCache
@@ -254,14 +254,16 @@ class IndexReader:
         # breaker ends the wait.
         async with self._call_limit:
             if not self._breaker.allow_call():
-                raise IndexUnavailable("the prefix index did not answer the last calls")
+                raise IndexUnavailable(f"the prefix index did not answer the last calls: {self._breaker.cause}")
+            limit_s = max(self._timeout_s, min_timeout_s)
             try:
-                async with asyncio.timeout(max(self._timeout_s, min_timeout_s)):
+                async with asyncio.timeout(limit_s):
                     answer = await call(self._client)
             except REDIS_FAILURES as e:
-                self._breaker.record_failure()
+                cause = describe(e, limit_s=limit_s)
+                self._breaker.record_failure(cause)
                 self._connections.close_all()
-                raise IndexUnavailable(f"the prefix index does not answer: {type(e).__name__}: {e}") from e
+                raise IndexUnavailable(f"the prefix index does not answer: {cause}") from e
             self._breaker.record_success()
             return answer
 
@@ -272,7 +274,7 @@ def _record(pod: str, generation: int, info: Sequence[bytes]) -> PodRecord | Non
         values = [part.decode() for part in info]
         return PodRecord.from_fields(dict(zip(values[::2], values[1::2], strict=True)))
     except (KeyError, ValueError) as e:
-        _log.warning("pod %s of generation %d left out: its record is unreadable: %r", pod, generation, e)
+        _log.warning("pod %s of generation %d left out: its record is unreadable: %s", pod, generation, describe(e))
         return None
 
 
@@ -280,5 +282,5 @@ def _load(pod: str, generation: int, load: bytes) -> PodLoad:
     try:
         return PodLoad.from_json(load.decode()) if load else PodLoad()
     except (ValueError, TypeError, RecursionError) as e:
-        _log.warning("pod %s of generation %d counts as idle: its load is unreadable: %r", pod, generation, e)
+        _log.warning("pod %s of generation %d counts as idle: its load is unreadable: %s", pod, generation, describe(e))
         return PodLoad()

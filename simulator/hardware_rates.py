@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 
 Points = tuple[tuple[float, float], ...]
 
@@ -118,7 +118,7 @@ def load_rates(named: str) -> HardwareRates:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise _error(f"{path} is not readable JSON: {e}") from e
+        raise _error(f"{path} is not readable JSON: {describe(e)}") from e
     if not isinstance(raw, dict):
         raise _error(f"{path} must hold a JSON object")
     if isinstance(metrics := raw.get("metrics"), dict):

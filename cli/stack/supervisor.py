@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from common.errors import BatonError, ConfigError, InternalError, Unavailable
+from common.errors import BatonError, ConfigError, InternalError, Unavailable, describe
 from common.process.lifecycle import PHASE
 from common.process.tether import tether_command
 
@@ -223,7 +223,8 @@ class Service:
 
     spec: ServiceSpec
     state: State = State.STOPPED
-    started_at: float = 0.0  # monotonic
+    started_at: float = 0.0  # monotonic; of the current process
+    unready_since: float = 0.0  # monotonic; set when the state becomes UNREADY
     ready_after_s: float | None = None  # of the current process
     phase: str = ""  # Its current phase before it is ready.
     ever_ready: bool = False
@@ -326,7 +327,8 @@ class Supervisor:
                 backoff = BACKOFF_S[0]
             service.state = State.WAITING
             how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-            self._on_event(f"{name} ended ({how}), restarting in {backoff:.1f} s{_quote(service)}")
+            ran = f"pid {process.pid} ran for {time.monotonic() - service.started_at:.1f} s"
+            self._on_event(f"{name} ended ({how}), restarting in {backoff:.1f} s ({ran}){_quote(service)}")
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, BACKOFF_S[1])
             service.restarts += 1
@@ -345,12 +347,14 @@ class Supervisor:
                     again = service.state is State.UNREADY
                     service.ready_after_s = service.ready_after_s or time.monotonic() - service.started_at
                     if again or service.restarts:
-                        after = "" if again else f", {service.ready_after_s:.1f} s after its restart"
-                        self._on_event(f"{service.spec.name} is ready again{after}")
+                        after = f", {service.ready_after_s:.1f} s after its restart"
+                        if again:
+                            after = f" after {time.monotonic() - service.unready_since:.1f} s"
+                        self._on_event(f"{service.spec.name} is ready again{after} (pid {service.spec.process.pid})")
                     service.state, service.ever_ready = State.READY, True
                 elif not ready and service.state is State.READY:
-                    service.state = State.UNREADY
-                    self._on_event(f"{service.spec.name} is not ready")
+                    service.state, service.unready_since = State.UNREADY, time.monotonic()
+                    self._on_event(f"{service.spec.name} is not ready (pid {service.spec.process.pid})")
                 next_probe = time.monotonic() + PROBE_EVERY_S[ready]
             if service.state is State.STARTING:
                 self._read_phases(service)
@@ -364,7 +368,7 @@ class Supervisor:
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(InternalError(f"supervising {task.get_name()} failed: {error!r}"))
+            self._fail(InternalError(f"supervising {task.get_name()} failed: {describe(error)}"))
 
     def _fail(self, error: BatonError) -> None:
         if self._fatal is not None and not self._fatal.done():

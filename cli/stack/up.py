@@ -76,9 +76,12 @@ class Board:
             now = (service.state, service.spec.process.pid)
             if seen.get(service.spec.name) == now or (service.state is State.STOPPED and service.spec.name not in seen):
                 continue
+            started = service.state is State.READY and seen.get(service.spec.name, now)[0] is not State.UNREADY
             seen[service.spec.name] = now
-            took = f" after {service.ready_after_s:.1f} s" if service.state is State.READY else ""
-            self.say(f"{service.spec.name:<10} {service.state.value}{took} ({service.spec.address}, pid {now[1]})")
+            took = f" after {service.ready_after_s:.1f} s" if started else ""
+            again = f", restart {service.restarts}" if service.restarts else ""
+            place = f"{service.spec.address}, pid {now[1]}{again}"
+            self.say(f"{service.spec.name:<10} {service.state.value}{took} ({place})")
 
     @contextlib.asynccontextmanager
     async def _ticking(self, draw: Callable[[], None]) -> AsyncIterator[None]:

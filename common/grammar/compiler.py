@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from common.errors import BatonError, InvalidRequest
+from common.errors import BatonError, InvalidRequest, describe
 from common.grammar import limits
 from common.grammar.limits import refused
 from common.grammar.matcher import Matcher, MatcherState, MatcherTokenizer
@@ -201,7 +201,7 @@ class GrammarTokenizer:
                     built = LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
                 self._built = built, MatcherTokenizer(built)
             except (OSError, ValueError) as error:
-                raise InvalidRequest(f"this model cannot follow a grammar: {error}", field=None) from error
+                raise InvalidRequest(f"this model cannot follow a grammar: {describe(error)}", field=None) from error
             return self._built
 
 

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable
+from common.errors import BatonError, InvalidRequest, Overloaded, RateLimited, Unavailable, describe
 from common.grammar.compiler import MASK_LIMIT_S, GrammarSource
 from common.grammar.zygote import FIELD, MEMORY
 from common.types import Grammar
@@ -171,7 +171,7 @@ class GrammarProver:
         try:
             self._start().sendall(len(body).to_bytes(4, "big") + body)
         except OSError as error:
-            _log.warning("the process that proves grammars cannot be reached: %s", error)
+            _log.warning("the process that proves grammars cannot be reached: %s", describe(error))
             if self._process is not None:
                 self._process.kill()  # it may have a part of the order
             del self._proving[self._number]

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, describe, public_name
 from common.grammar.compiler import FORMS, JSON_OBJECT, MASK_LIMIT_S, CompiledGrammar, GrammarTokenizer, compile_grammar
 from common.process.tether import die_with_parent
 
@@ -113,7 +113,9 @@ class _Zygote:
             sock.sendall(json.dumps(order).encode())
             sock.shutdown(socket.SHUT_WR)
         except OSError as error:
-            self._send({"id": order["id"], "verdict": "failed", "cause": f"no child could be started: {error}"})
+            self._send(
+                {"id": order["id"], "verdict": "failed", "cause": f"no child could be started: {describe(error)}"}
+            )
             return
         now = time.monotonic()
         self._children[sock.fileno()] = _Child(pid, sock, order["id"], now, now + order["wall_s"])
@@ -207,7 +209,7 @@ def verdict(tokenizer: GrammarTokenizer, order: dict[str, Any]) -> dict[str, Any
         return {"verdict": "costly", "reason": "memory"}
     except Exception as error:  # its text may have parts of the grammar, which do not belong in a log
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return {"verdict": "failed", "cause": f"{type(error).__name__} in {last.name}, {last.filename}:{last.lineno}"}
+        return {"verdict": "failed", "cause": f"{public_name(error)} in {last.name}, {last.filename}:{last.lineno}"}
     if slowest > MASK_LIMIT_S:
         return {"verdict": "costly", "reason": "mask"}
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
-from common.errors import ConfigError, InvalidRequest
+from common.errors import ConfigError, InvalidRequest, describe
 from common.model.generation import special_token_text
 from common.model.template_environment import TemplateEnvironment
 
@@ -85,7 +85,7 @@ class ChatTemplate:
             self.supports_tools = "tools" in meta.find_undeclared_variables(env.parse(self.source))
         except Exception as e:  # constants are computed here, so that any error of an expression is possible
             line = f" (line {e.lineno})" if isinstance(e, jinja2.TemplateSyntaxError) else ""
-            text = f"{field}: the chat template does not compile: {type(e).__name__}: {e}{line}"
+            text = f"{field}: the chat template does not compile: {describe(e)}{line}"
             raise ConfigError(text, field=field) from e
 
     def render(
@@ -114,12 +114,12 @@ class ChatTemplate:
         try:
             return _whole_characters(env.concat(parts))
         except jinja2.TemplateError as e:
-            cause = str(e) if type(e) is jinja2.TemplateError else f"{type(e).__name__}: {e}"
+            cause = str(e) if type(e) is jinja2.TemplateError and str(e) else describe(e)
             place = _place(template, parts, e.__traceback__)
             text = f"the model's chat template refuses these messages{place}: {cause[:MAX_ERROR]}"
             raise InvalidRequest(text, field="messages") from e
         except Exception as e:  # a template is a program, which may divide by zero or call itself
-            place, cause = _place(template, parts, e.__traceback__), f"{type(e).__name__}: {e}"
+            place, cause = _place(template, parts, e.__traceback__), describe(e)
             text = f"the model's chat template cannot render these messages{place}: {cause[:MAX_ERROR]}"
             raise InvalidRequest(text, field="messages") from e
 

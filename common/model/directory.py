@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.model.hub import fetch, hub_name, pin, snapshot_dir, snapshot_name
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,9 @@ def check_model_dir(path: Path, *, tokenizer: bool = True, weights: bool = True)
         except FileNotFoundError:
             raise ConfigError(f"model directory {path} has no {name}", field="model") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"model directory {path}: {name} is not readable: {error}", field="model") from error
+            raise ConfigError(
+                f"model directory {path}: {name} is not readable: {describe(error)}", field="model"
+            ) from error
     if weights and not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise ConfigError(f"model directory {path} has no *.safetensors, and no pytorch_model*.bin", field="model")
     config = found["config.json"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.types import SamplingParams
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"model: {path.name} is not valid JSON: {e}", field="model") from e
+        raise ConfigError(f"model: {path.name} is not valid JSON: {describe(e)}", field="model") from e
     if not isinstance(value, dict):
         raise ConfigError(f"model: {path.name} is not a JSON object", field="model")
     return value
@@ -100,7 +100,7 @@ def _token_id(path: Path, token: str) -> int | None:
             return None if found is None else int(found)
         return next((i for i, entry in enumerate(vocab) if entry[0] == token), None)  # Unigram: pairs with a score
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
-        raise ConfigError(f"model: {path} is not a tokenizer: {e!r}", field="model") from e
+        raise ConfigError(f"model: {path} is not a tokenizer: {describe(e)}", field="model") from e
 
 
 @dataclass(frozen=True, slots=True)

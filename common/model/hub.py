@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, describe, first_line
 
 #: Configuration, tokenizer, chat templates and pooling of a model; patterns of `fnmatch`.
 FILES = (
@@ -131,7 +131,7 @@ def weight_files(directory: Path, single: str, index: str) -> list[str]:
             return names
         problem = "a name is not a file beside the index"
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        problem = repr(error)
+        problem = describe(error)
     raise ConfigError(f"{directory / index} is not an index of weights: {problem}", field="model")
 
 
@@ -261,7 +261,7 @@ def _explanation(name: HubName, error: Exception) -> str:
         case errors.EntryNotFoundError():
             return f"model {repo} has no config.json at {name.revision}, so Baton cannot load it: see {page}"
         case errors.HFValidationError():
-            return f"{here}, and {repo!r} is not the name of a model of the hub: {_first_line(error)}"
+            return f"{here}, and {repo!r} is not the name of a model of the hub: {first_line(error)}"
         case errors.OfflineModeIsEnabled():
             return f"{here}, and {_not_cached(name, errors.LocalEntryNotFoundError(''))}"
     if status == 401:
@@ -276,7 +276,7 @@ def _explanation(name: HubName, error: Exception) -> str:
         return f"no space is left in {constants.HF_HUB_CACHE} for model {repo}: make room, or set HF_HOME elsewhere"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"the cache {constants.HF_HUB_CACHE} cannot be written ({error.strerror}): set HF_HOME elsewhere"
-    broken = f"the download of model {repo} from {hub} broke off: {type(error).__name__}: {_first_line(error)}"
+    broken = f"the download of model {repo} from {hub} broke off: {describe(error)}"
     return f"{broken}; the next start, or `baton pull {repo}`, continues after the files that are complete"
 
 
@@ -288,8 +288,4 @@ def _not_cached(name: HubName, error: Exception) -> str:
     if constants.HF_HUB_OFFLINE:
         return f"{missing}, and HF_HUB_OFFLINE is set: run `baton pull {name.repo}` with a network first"
     cause = error.__cause__ or error
-    return f"{missing}, and {constants.ENDPOINT} cannot be reached: {type(cause).__name__}: {_first_line(cause)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]
+    return f"{missing}, and {constants.ENDPOINT} cannot be reached: {describe(cause)}"

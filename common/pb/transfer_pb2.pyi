@@ -183,6 +183,8 @@ class InfoResponse(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     LATE_TARGETS_FIELD_NUMBER: _builtins.int
     PROCESSOR_FIELD_NUMBER: _builtins.int
+    STUCK_FIELD_NUMBER: _builtins.int
+    STEP_BOUND_S_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; a pod serves peers whose major version equals its own."""
     pod: _builtins.str
@@ -219,6 +221,10 @@ class InfoResponse(_message.Message):
     """The processor that computes this pod's steps: the UUID of its GPU, or the boot id of its machine for a CPU. Pods of
     one processor share its time.
     """
+    stuck: _builtins.str
+    """Which loop of the pod makes no progress, in words; then the pod accepts no requests. Empty while all loops run."""
+    step_bound_s: _builtins.float
+    """Seconds after which the engine's present step counts as stuck; 0: unknown, or the pod does not watch its loops."""
     @_builtins.property
     def layout(self) -> Global___Layout:
         """Layout."""
@@ -269,10 +275,12 @@ class InfoResponse(_message.Message):
         activity: Global___Activity | None = ...,
         late_targets: _builtins.bool = ...,
         processor: _builtins.str = ...,
+        stuck: _builtins.str = ...,
+        step_bound_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "computed", b"computed", "layout", b"layout", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "blocks", b"blocks", "boot_id", b"boot_id", "computed", b"computed", "draining", b"draining", "fingerprint", b"fingerprint", "generation", b"generation", "late_targets", b"late_targets", "layout", b"layout", "load", b"load", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "pairs", b"pairs", "pid", b"pid", "pod", b"pod", "processor", b"processor", "protocol_version", b"protocol_version", "pulls", b"pulls", "ready", b"ready", "role", b"role", "served_name", b"served_name", "step_bound_s", b"step_bound_s", "stuck", b"stuck", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,10 +296,13 @@ class Activity(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     generated_tokens: _builtins.int
     """Tokens sampled."""
     preemptions: _builtins.int
     """Preempted sequences: their blocks were freed for others."""
+    steps: _builtins.int
+    """Steps of the engine that have ended; absent from older pods."""
     @_builtins.property
     def drafts(self) -> Global___Drafts:
         """Speculative decoding; absent without it."""
@@ -307,12 +318,15 @@ class Activity(_message.Message):
         preemptions: _builtins.int = ...,
         drafts: Global___Drafts | None = ...,
         gpu: Global___Gpu | None = ...,
+        steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "gpu", b"gpu"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "drafts", b"drafts", "gpu", b"gpu", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "generated_tokens", b"generated_tokens", "gpu", b"gpu", "preemptions", b"preemptions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steps", b"_steps", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "gpu", b"gpu", "preemptions", b"preemptions", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__steps: _TypeAlias = _typing.Literal["steps"]  # noqa: Y015
+    _WhichOneofArgType__steps: _TypeAlias = _typing.Literal["_steps", b"_steps"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steps) -> _WhichOneofReturnType__steps | None: ...
 
 Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
@@ -472,6 +486,8 @@ class Pair(_message.Message):
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     FAILURES_FIELD_NUMBER: _builtins.int
     PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_AGE_S_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     pod: _builtins.str
     """The other pod's name."""
     generation: _builtins.int
@@ -479,7 +495,9 @@ class Pair(_message.Message):
     address: _builtins.str
     """host:port."""
     transport: _builtins.str
-    """Transport of the bytes (cma, tcp, shm, cuda_ipc, rdma, loopback); empty while not connected."""
+    """Transport of the bytes (cma, tcp, shm, cuda_ipc, rdma, loopback; staged_shm or staged_tcp through host memory); empty
+    while not connected.
+    """
     transport_source: _builtins.str
     """Source of `transport`: reported or derived."""
     gb_s: _builtins.float
@@ -500,6 +518,12 @@ class Pair(_message.Message):
     """Failed transfers, without aborted ones."""
     pulled_blocks: _builtins.int
     """Blocks moved by pulls."""
+    block_age_s: _builtins.float
+    """Seconds since a block last went to the other pod, in a transfer or a probe; absent while not connected."""
+    trouble: _builtins.str
+    """Why no KV can be sent to this generation of the other pod now; empty if it can. Gateways do not use such a pair.
+    Generation 0 stands for any.
+    """
     def __init__(
         self,
         *,
@@ -517,12 +541,16 @@ class Pair(_message.Message):
         exposed_s: _builtins.float = ...,
         failures: _builtins.int = ...,
         pulled_blocks: _builtins.int = ...,
+        block_age_s: _builtins.float | None = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_age_s", b"_block_age_s", "block_age_s", b"block_age_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulled_blocks", b"pulled_blocks", "pulls", b"pulls", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_age_s", b"_block_age_s", "address", b"address", "block_age_s", b"block_age_s", "blocks", b"blocks", "busy_s", b"busy_s", "bytes", b"bytes", "exposed_s", b"exposed_s", "failures", b"failures", "gb_s", b"gb_s", "generation", b"generation", "pod", b"pod", "pulled_blocks", b"pulled_blocks", "pulls", b"pulls", "transfers", b"transfers", "transport", b"transport", "transport_source", b"transport_source", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__block_age_s: _TypeAlias = _typing.Literal["block_age_s"]  # noqa: Y015
+    _WhichOneofArgType__block_age_s: _TypeAlias = _typing.Literal["_block_age_s", b"_block_age_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__block_age_s) -> _WhichOneofReturnType__block_age_s | None: ...
 
 Global___Pair: _TypeAlias = Pair  # noqa: Y015
 
@@ -598,8 +626,11 @@ class HandshakeRequest(_message.Message):
 
     INFO_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """NIXL agent metadata."""
+    staging: _builtins.bytes
+    """The initiator cannot write directly and asks to write through host memory: a description of its staging area."""
     @_builtins.property
     def info(self) -> Global___InfoResponse:
         """The initiator."""
@@ -609,10 +640,11 @@ class HandshakeRequest(_message.Message):
         *,
         info: Global___InfoResponse | None = ...,
         agent_metadata: _builtins.bytes = ...,
+        staging: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "staging", b"staging"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -631,6 +663,7 @@ class HandshakeResponse(_message.Message):
     POOL_MEMORY_FIELD_NUMBER: _builtins.int
     PROBE_BLOCK_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     agent_metadata: _builtins.bytes
     """NIXL agent metadata."""
     pool_base: _builtins.int
@@ -645,6 +678,8 @@ class HandshakeResponse(_message.Message):
     """The responder accepts commits as NIXL notifications too, and acknowledges them by a notification. If it polls
     often, that is faster than the Commit call, which follows without an acknowledgement.
     """
+    staging: _builtins.bytes
+    """The answer to `staging`: a description of the responder's area; empty if it does not offer one."""
     @_builtins.property
     def info(self) -> Global___InfoResponse:
         """The responder."""
@@ -659,10 +694,11 @@ class HandshakeResponse(_message.Message):
         pool_memory: _builtins.str = ...,
         probe_block: _builtins.int = ...,
         notes: _builtins.bool = ...,
+        staging: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "notes", b"notes", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "info", b"info", "notes", b"notes", "pool_base", b"pool_base", "pool_device", b"pool_device", "pool_memory", b"pool_memory", "probe_block", b"probe_block", "staging", b"staging"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -678,6 +714,7 @@ class ProbeRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    KEEP_ALIVE_FIELD_NUMBER: _builtins.int
     pod: _builtins.str
     """The initiator's name."""
     generation: _builtins.int
@@ -686,6 +723,8 @@ class ProbeRequest(_message.Message):
     """Random bytes at the start of the probe block, written by the initiator; also the key of the digest."""
     digest: _builtins.bytes
     """BLAKE2b-128 of the whole probe block."""
+    keep_alive: _builtins.bool
+    """The connection passed a probe before: this one only keeps it proven, and no writes are about to follow."""
     def __init__(
         self,
         *,
@@ -693,10 +732,11 @@ class ProbeRequest(_message.Message):
         generation: _builtins.int = ...,
         nonce: _builtins.bytes = ...,
         digest: _builtins.bytes = ...,
+        keep_alive: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "nonce", b"nonce", "pod", b"pod"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "keep_alive", b"keep_alive", "nonce", b"nonce", "pod", b"pod"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

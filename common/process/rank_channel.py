@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from common.errors import Unauthenticated, Unavailable
+from common.errors import Unauthenticated, Unavailable, describe
 from common.tls import SERVER_NAME, TlsFiles, socket_identity
 
 SEND_S = 30.0  #: A peer that receives nothing for this time, or stops inside a message, counts as gone.
@@ -90,7 +90,9 @@ class RankChannel:
         try:
             channel = cls(socket.create_connection((host, port), timeout=SEND_S), name)
         except OSError as error:
-            raise Unavailable(f"{name} at {host}:{port} cannot be reached: {error}") from error
+            raise Unavailable(
+                f"{name} at {host}:{port} cannot be reached: {describe(error, limit_s=SEND_S)}"
+            ) from error
         try:
             if tls is not None:
                 wrap = tls.client_context().wrap_socket
@@ -113,7 +115,7 @@ class RankChannel:
         try:
             self._sock = secured = wrap(self._sock)
         except OSError as error:
-            reason = getattr(error, "reason", None) or error
+            reason = getattr(error, "reason", None) or describe(error, limit_s=HELLO_S)
             hint = "does it have certificates of the same authority (tls_dir)?"
             raise Unauthenticated(f"{self.name} did not complete the TLS handshake: {reason}; {hint}") from error
         self._sock.settimeout(SEND_S)
@@ -132,7 +134,7 @@ class RankChannel:
         try:
             self._sock.sendall(b"".join((_HEAD.pack(len(header), len(payload)), header, payload)))
         except OSError as error:
-            raise Unavailable(f"{self.name} is gone: {error}") from error
+            raise Unavailable(f"{self.name} is gone: {describe(error, limit_s=SEND_S)}") from error
 
     def wait_readable(self, timeout_s: float | None = 0.0) -> bool:
         """Waits until a message, or the end of the stream, can be received; False after timeout_s (None: no limit)."""
@@ -141,7 +143,7 @@ class RankChannel:
         try:
             return bool(_poll(self._sock, select.POLLIN, timeout_s))
         except (OSError, ValueError) as error:  # closed
-            raise Unavailable(f"{self.name} is gone: {error}") from error
+            raise Unavailable(f"{self.name} is gone: {describe(error, limit_s=SEND_S)}") from error
 
     def receive(self, timeout_s: float | None = None, *, max_bytes: int | None = None) -> RankMessage:
         """Returns the next message. Raises Unavailable if the peer is gone, silent for timeout_s, or over max_bytes."""
@@ -174,7 +176,7 @@ class RankChannel:
             try:
                 part = self._sock.recv(min(count, 1 << 20))
             except OSError as error:
-                raise Unavailable(f"{self.name} is gone: {error}") from error
+                raise Unavailable(f"{self.name} is gone: {describe(error, limit_s=SEND_S)}") from error
             if not part:
                 raise Unavailable(f"{self.name} is gone")
             parts.append(part)

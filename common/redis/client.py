@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,9 +19,9 @@ from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError, NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import ConnectionError, NoScriptError, RedisClusterException, RedisError, TimeoutError
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe, first_line, timed_out
 from common.redis.url import RedisUrl, TlsOptions
 
 #: Errors of a server that is down or misbehaves. asyncio's TimeoutError is included: it is an OSError.
@@ -26,6 +29,52 @@ REDIS_FAILURES = (RedisError, RedisClusterException, OSError)
 
 RedisArg = str | bytes | int
 RedisClient = redis.Redis | RedisCluster
+
+
+#: Marks in the answers and errors of a server, and what they mean. redis-py drops some of the first words (NOAUTH,
+#: LOADING) and keeps the text behind them. The first mark that occurs counts.
+_SERVER_ERRORS = (
+    ("wrongpass|invalid username", "wrong password or user"),
+    ("noauth|authentication required", "password missing"),
+    ("without any password configured", "password given, but the server has none"),
+    ("noperm|no permissions", "no permission for this command"),
+    ("loading the dataset|^loading", "loading its data"),
+    ("readonly|read only replica", "read-only replica"),
+    ("masterdown|link with master", "replica without its primary"),
+    ("clusterdown|cluster is down", "cluster down"),
+    ("no master found|no slave found", "no primary known to the sentinels"),
+    ("misconf|unable to persist", "no writes, because saving to disk fails"),
+    ("^oom|maxmemory", "memory full"),
+    ("^busy|busy running a script", "busy with a script"),
+    ("max number of clients", "too many clients"),
+    ("certificate_verify_failed", "TLS: certificate not trusted"),
+    ("wrong_version_number|record layer failure", "TLS: the server does not use TLS"),
+    (r"\[ssl|ssl:", "TLS failed"),
+)
+#: redis-py's text of a failed connection: "Error 111 connecting to 127.0.0.1:6379. Connect call failed ...".
+_CONNECTING = re.compile(r"Error (?P<what>.*?) connecting to (?P<where>\S+?)\.(?:\s|$)")
+_NUMBER = re.compile(r"^(\d+)$|\[Errno (\d+)\]|\((\d+), '")
+
+
+@describe.register(RedisError)
+@describe.register(RedisClusterException)
+def _(error: RedisError | RedisClusterException, *, limit_s: float | None = None) -> str:
+    text = first_line(error)
+    if isinstance(error, TimeoutError):
+        return timed_out(limit_s)
+    lower = text.lower()
+    for marks, words in _SERVER_ERRORS:
+        if re.search(marks, lower):
+            return f"{words} ({text.rstrip('.')})"
+    connecting = _CONNECTING.search(text)
+    where = f" ({connecting['where']})" if connecting else ""
+    if number := _NUMBER.search(connecting["what"] if connecting else text):
+        code = int(next(filter(None, number.groups())))
+        if code in errno.errorcode:
+            return f"{os.strerror(code).lower()}{where}"
+    if "closed by server" in lower:
+        return "connection closed by the server"
+    return text or "connection failed"
 
 
 class CircuitBreaker:
@@ -37,6 +86,7 @@ class CircuitBreaker:
     def __init__(self, *, failures: int = 3, probe_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._probe_s, self._clock = failures, probe_s, clock
         self._failures, self._next_probe = 0, 0.0
+        self.cause = ""  #: Why the last call failed, in words; "" if it succeeded.
 
     @property
     def open(self) -> bool:
@@ -54,11 +104,12 @@ class CircuitBreaker:
 
     def record_success(self) -> None:
         """Reports that a call succeeded."""
-        self._failures = 0
+        self._failures, self.cause = 0, ""
 
-    def record_failure(self) -> None:
-        """Reports that a call failed."""
+    def record_failure(self, cause: str) -> None:
+        """Reports that a call failed, and why."""
         self._failures += 1
+        self.cause = cause
         if self._failures == self._limit:
             self._next_probe = self._clock() + self._probe_s
 

@@ -30,6 +30,12 @@ class ServiceSettings(Settings, section="Process"):
     )
     secret: str = setting(kinds.SECRET, DEFAULT_SECRET, "Cluster secret, equal on all pods and gateways", flag=False)
     drain_s: float = setting(kinds.seconds(0, 3600), 30.0, "Max seconds for running requests to end after SIGTERM")
+    stuck_step_s: float = setting(
+        kinds.seconds(0, 3600),
+        10.0,
+        "Seconds without progress after which an engine step (at least 20 times its predicted time), a loop of a "
+        "process or a pod's token stream counts as stuck; after twice this time the process ends; 0: never",
+    )
     log_level: str = setting(kinds.choice("debug", "info", "warning", "error"), "info", "debug, info, warning or error")
     log_format: str = choice_setting(("auto", "json", "text"), "json, text, or auto: text on a terminal")
 
@@ -228,6 +234,22 @@ class HandOffSettings(Settings, section="Hand-off between pods"):
         was_values={"read": "push"},
     )
     allow_tcp: bool = setting(kinds.BOOL, False, "Allow TCP, or an unknown transport, for KV in GPU memory")
+    staging: str = setting(
+        kinds.choice("auto", "on", "off"),
+        "auto",
+        "KV through host memory: auto (from GPUs, where neither NVLink nor RDMA connects two pods), on (always) or off",
+    )
+    staging_memory: int = setting(
+        kinds.size(1 << 20), 512 << 20, "Host memory that a pod uses for staging, once it is needed"
+    )
+    staging_dir: str = setting(
+        kinds.text("an absolute path", r"/.+", "DIR"),
+        "/dev/shm",
+        "Directory in memory that pods of one machine share for staging",
+    )
+    pair_probe_s: float = setting(
+        kinds.seconds(0.1, 3600), 10.0, "Seconds without KV to a peer after which a pod sends it a test block"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,7 +417,7 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
     open_metrics: bool = setting(kinds.BOOL, True, "/metrics needs no API key")
     max_body_bytes: int = setting(kinds.size(1024), 8 << 20, "Largest request body; larger ones get 413")
     request_timeout_s: float = setting(kinds.seconds(0.1, 86400), 600.0, "Deadline of requests that set none")
-    max_inflight: int = setting(kinds.integer(1, 1 << 20), 1024, "Max requests at once; more get 429")
+    max_inflight: int = setting(kinds.integer(1, 1 << 20), 4096, "Max requests at once; more get 429")
     max_client_connections: int = setting(
         kinds.integer(0, 1 << 20), 4096, "Max connections of one client address; 0: three quarters of all"
     )
@@ -408,14 +430,24 @@ class GatewayConfig(ApiSettings, TlsSettings, command="gateway", section="Gatewa
         kinds.seconds(0, 30 * 86400), 3600.0, "Seconds that /v1/responses stay in Redis; 0: not stored"
     )
     response_memory: int = setting(kinds.size(0), 64 << 20, "Memory of one tenant's stored responses")
+    idempotency_ttl_s: float = setting(
+        kinds.seconds(0, 7 * 86400),
+        600.0,
+        "Seconds that an idempotency key is known after its answer; 0: keys are ignored",
+    )
+    idempotency_memory: int = setting(
+        kinds.size(0), 64 << 20, "Memory of answers with idempotency keys, which retries get without computing"
+    )
     max_running: int = setting(
         kinds.integer(0, 1 << 20), 0, "Max requests at the pods at once; others wait in fair order; default: no limit"
     )
-    max_queue: int = setting(kinds.integer(0, 1 << 20), 512, "Max requests that wait for --max-running, per model")
+    max_queue: int = setting(
+        kinds.integer(0, 1 << 20), 2048, "Max requests that wait, per model; it bounds memory, --max-ttft-s the time"
+    )
     max_ttft_s: float = setting(
         kinds.seconds(0, 86400),
         60.0,
-        "Refuse a request if its first token is predicted later; 0: only the deadline counts",
+        "Refuse a request if its first token is predicted or comes later; 0: only the deadline counts",
     )
     drain_delay_s: float = setting(
         kinds.seconds(0, 3600),

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from common.errors import BlockDamaged, ConfigError, InternalError
+from common.errors import BlockDamaged, ConfigError, InternalError, describe
 from engine.device import make_current
 from engine.kv.host_tier import HostCopy, HostTier
 from engine.kv.kv_pool import KVPool
@@ -47,7 +47,7 @@ class HostCopier:
                 self._host_tier.finish_copy(copy, self._copy(copy))
         except Exception as error:
             log.exception("the host tier failed; the pool continues without it")
-            reason = f"the host tier failed: {error}"
+            reason = f"the host tier failed: {describe(error)}"
         self._host_tier.close(InternalError(reason))
         self._memory.close()
 

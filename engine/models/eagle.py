@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder, make_ops
@@ -298,7 +298,7 @@ def _read(model_dir: Path) -> dict[str, Tensor]:
         else:
             tensors = load_file(path)
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise draft_error(f"{path} cannot be read: {error}") from error
+        raise draft_error(f"{path} cannot be read: {describe(error)}") from error
     if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise draft_error(f"{path} cannot be read: expected a mapping of names to tensors")
     return {_PREFIX.sub("", name): tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}

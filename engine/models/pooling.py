@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 
 
 class PoolingKind(StrEnum):
@@ -88,4 +88,4 @@ def _read(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: {path} is not readable: {error}", field="model") from error
+        raise ConfigError(f"model: {path} is not readable: {describe(error)}", field="model") from error

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.model.directory import decoder_architecture
 from common.model.generation import eos_ids_of
 from engine.models.base import ModelShape
@@ -230,7 +230,7 @@ def read_json(path: Path, *, required: bool) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
+        raise ConfigError(f"{path} cannot be read: {describe(error)}", field="model") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", field="model")
     return value

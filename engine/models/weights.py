@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.model.directory import directory_name
 from common.model.hub import WEIGHTS
 from engine.models.base import ModelShape
@@ -210,7 +210,7 @@ def _files(model_dir: Path) -> list[Path]:
             files = [model_dir / name for name in names]
             missing = next((file for file in files if not file.is_file()), None)
         except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
-            raise ConfigError(f"{index} is not an index of shards: {error!r}", field="model") from error
+            raise ConfigError(f"{index} is not an index of shards: {describe(error)}", field="model") from error
         if missing is not None:
             raise ConfigError(f"{missing}, named by the index, does not exist", field="model")
         if not files:
@@ -234,7 +234,7 @@ def _tensors(model_dir: Path, device: torch.device) -> Iterator[tuple[Any, str]]
         try:
             opened: Any = _Pickled(path, device) if path.suffix == ".bin" else safe_open(path, "pt", device=str(device))
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read as safetensors: {error}", field="model") from error
+            raise ConfigError(f"{path} cannot be read as safetensors: {describe(error)}", field="model") from error
         with opened as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 yield file, name
@@ -284,8 +284,8 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
             tensors = torch.load(path, **options)
     except Exception as error:  # a damaged archive or pickle raises anything
-        first = str(error).strip().split("\n")[0][:200]
-        raise ConfigError(f"{path} cannot be read by torch.load(weights_only=True): {first}", field="model") from error
+        problem = f"{path} cannot be read by torch.load(weights_only=True): {describe(error)}"
+        raise ConfigError(problem, field="model") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ConfigError(f"{path} is not a dictionary of tensors", field="model")
     return tensors

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import InternalError
+from common.errors import InternalError, describe
 from common.kv_layout import KVLayout
 from engine.config import EngineConfig
 from engine.kv.blocks import BlockCopy
@@ -61,13 +61,14 @@ class MirroredModel:
 
     def forward(self, tokens: Tensor, positions: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
         packed = pack_step(context.metadata.step, context.cache[0].block_size)
-        self._rank_group.send("step", packed, tokens=len(tokens), rows=None if rows is None else len(rows))
+        sizes = {"tokens": len(tokens), "rows": None if rows is None else len(rows)}
+        self._rank_group.send("step", packed, **sizes, bound_s=self._rank_group.step_bound_s)
         try:
             ids = [tokens, positions] if rows is None else [tokens, positions, rows]
             self._collectives.broadcast(torch.cat(ids))
             return self._local.forward(tokens, positions, context, rows)
         except Exception as error:
-            raise self._rank_group.fail(f"a step failed on rank 0: {error}") from error
+            raise self._rank_group.fail(f"a step failed on rank 0: {describe(error)}") from error
 
     def write_kv(self, tokens: Tensor, positions: Tensor, context: ForwardContext) -> None:
         raise InternalError("a tensor-parallel engine supports no draft model")

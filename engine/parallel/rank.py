@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.errors import BatonError, ConfigError, Unavailable
+from common.errors import ConfigError, Unavailable, describe
 from common.kv_layout import KVLayout
 from common.process.rank_channel import RankChannel, RankMessage
+from common.process.watchdog import PERIOD_S, Heartbeat, Watchdog
 from common.tls import TlsFiles
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_backend import TorchAttention
@@ -47,6 +48,8 @@ class Rank:
     """One rank other than rank 0, which `channel` leads to. `on_pool` is called with each new KV pool."""
 
     def __init__(self, rank: int, channel: RankChannel, on_pool: Callable[[KVPool], None] = lambda _: None) -> None:
+        self.heartbeat = Heartbeat()  # Beats once per message; idle while no message has come
+        self.step_bound_s = 0.0  # Longest time of a step, from rank 0; 0 while it does not watch
         self._rank, self._channel, self._on_pool = rank, channel, on_pool
         self._source: ModelSource | None = None
         self._model: Decoder | None = None
@@ -63,18 +66,26 @@ class Rank:
         """
         answered = {"open": self._open, "load": self._load, "pool": self._create_pool}
         unanswered = {"step": self._step, "zero": self._zero, "copy": self._copy}
-        while (message := self._channel.receive()).kind != "stop":
+        self.heartbeat.begin()
+        while (message := self._receive()).kind != "stop":
             if message.kind in unanswered:
                 unanswered[message.kind](message)
                 continue
             try:
                 answered[message.kind](message)
             except Exception as error:
-                text = error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
-                self._channel.send("failed", error=text)
+                self._channel.send("failed", error=describe(error))
                 self._channel.wait_readable(STOP_S)  # rank 0 reads the message, then closes
                 raise
             self._channel.send("done")
+
+    def _receive(self) -> RankMessage:
+        self.heartbeat.idle = True
+        message = self._channel.receive()
+        self.heartbeat.beats += 1
+        self.step_bound_s = message.fields.get("bound_s", self.step_bound_s)
+        self.heartbeat.idle = False
+        return message
 
     def _open(self, message: RankMessage) -> None:
         """Opens device and model, so that an error of this rank shows before the ranks wait for each other."""
@@ -167,7 +178,10 @@ def exit_with(channel: RankChannel) -> None:
 
 
 def serve(rank: Rank) -> int:
-    """Runs the rank. Returns the exit code."""
+    """Runs the rank, and ends this process if a step is stuck. Returns the exit code."""
+    watchdog = Watchdog(10 * PERIOD_S)  # samples once per PERIOD_S
+    watchdog.watch("rank", rank.heartbeat, lambda: rank.step_bound_s)
+    watchdog.start()
     try:
         rank.run()
     except Unavailable as error:
@@ -176,6 +190,8 @@ def serve(rank: Rank) -> int:
     except Exception:
         _log.exception("this rank failed")
         return EXIT_FAILED
+    finally:
+        watchdog.stop()
     return 0
 
 

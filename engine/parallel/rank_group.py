@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from common.errors import ConfigError, InternalError, Unauthenticated, Unavailable
+from common.errors import ConfigError, InternalError, Unauthenticated, Unavailable, describe
 from common.process.rank_channel import RankChannel, RankMessage
 from common.process.tether import tether_command
 from common.settings.kinds import host_port
@@ -58,6 +58,7 @@ class RankGroup:
     def __init__(self, size: int, kinds: Sequence[str]) -> None:
         self.size = size
         self.failure: str | None = None  # Why the group has failed; None while it works.
+        self.step_bound_s = 0.0  # Seconds after which a rank that computes one step ends itself; 0 for no bound.
         #: Function that is called once, on the watching thread or the engine thread, when the group has failed.
         self.on_failure: Callable[[], object] = lambda: None
         self._channels: dict[str, dict[int, RankChannel]] = {kind: {} for kind in kinds}
@@ -95,7 +96,9 @@ class RankGroup:
         try:
             listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
-            text = f"tensor_parallel_master: cannot listen on {host_port(host, port)} of this machine: {error}"
+            text = (
+                f"tensor_parallel_master: cannot listen on {host_port(host, port)} of this machine: {describe(error)}"
+            )
             raise ConfigError(text, field="tensor_parallel_master") from error
         group = cls(config.tensor_parallel_size, kinds)
         group_secret = secret or secrets.token_hex(16)
@@ -229,7 +232,7 @@ class RankGroup:
         self._started.wait(JOIN_S)
         if self._start_error is not None:
             self.close()
-            raise InternalError(f"a tensor-parallel rank cannot be started: {self._start_error}")
+            raise InternalError(f"a tensor-parallel rank cannot be started: {describe(self._start_error)}")
 
     def _find_failed(self, wait_s: float) -> str | None:
         """Returns a text about a rank that has ended or ends within `wait_s`, or None if there is none."""

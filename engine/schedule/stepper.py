@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from common.errors import BatonError, InternalError
+from common.errors import BatonError, InternalError, describe
 from common.grammar.compiler import MASK_LIMIT_S
 from common.types import FinishReason, PromptLogprobs, Token
 from engine.kv.blocks import BlockPool, Lease, StepFence
@@ -127,6 +127,8 @@ class Stepper(Generic[L]):
     ) -> None:
         self.counters = EngineCounters()
         self.speculator = speculator
+        #: The scheduled sequences of each step that has not ended, oldest first. Any thread may read it.
+        self.under_way: tuple[list[ScheduledSequence], ...] = ()
         self._scheduler, self._pool, self._runner = scheduler, pool, runner
         self._max_model_len, self._overlap, self._draft_model_lags = max_model_len, overlap, draft_model_lags
         self._in_flight: InFlightStep[L] | None = None
@@ -154,6 +156,7 @@ class Stepper(Generic[L]):
                 self._sample_deferred(self._in_flight)
             if self._launches_late and not any(o.ended or o.chunk_done for o in result.outputs):
                 self._in_flight = self._launch()  # a launch may preempt, and no caller needs the leases now
+            self.under_way = () if self._in_flight is None else (self._in_flight.scheduled,)
             if current.early_error is not None:
                 raise current.early_error
             if result.outputs:
@@ -167,6 +170,7 @@ class Stepper(Generic[L]):
         current, self._in_flight = self._in_flight, None
         if current is not None:
             self._notify(self._collect(current), on_step)
+            self.under_way = ()
 
     # -- launch -------------------------------------------------------------------------------------------------------
 
@@ -185,6 +189,7 @@ class Stepper(Generic[L]):
         failed += [self._fail(seq, error) for seq, error in self._scheduler.take_failed()]
         if not scheduled and not failed:
             return None
+        self.under_way = (scheduled,) if current is None else (current.scheduled, scheduled)
         fence = self._pool.begin_step()
         launched: L | InternalError = InternalError("nothing was launched")
         if scheduled:
@@ -354,7 +359,7 @@ class Stepper(Generic[L]):
         except Exception as error:
             if not isinstance(error, BatonError):
                 log.exception("accounting for request %s failed", seq.request_id)
-                error = InternalError(f"the engine step failed: {error}")
+                error = InternalError(f"the engine step failed: {describe(error)}")
             failed = [seq, *(self._scheduler.sequences_of(seq.request_id) if result.child_tokens else ())]
             return [self._fail(child, error) for child in dict.fromkeys(failed)]
 
@@ -419,7 +424,7 @@ class Stepper(Generic[L]):
     def _fail_all(self, cause: Exception) -> list[SequenceOutput]:
         """Ends all sequences: the state of the scheduler is unreliable."""
         log.error("the scheduler failed", exc_info=cause)
-        error = InternalError(f"the scheduler failed: {cause}")
+        error = InternalError(f"the scheduler failed: {describe(cause)}")
         seqs = [seq for request_id in self._scheduler.request_ids() for seq in self._scheduler.sequences_of(request_id)]
         return [self._fail(seq, error) for seq in seqs]
 
@@ -428,7 +433,7 @@ class Stepper(Generic[L]):
         # torch's error is recognised by its name: this module and the simulator do not import torch.
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             self.counters.out_of_memory += 1
-        return InternalError(f"the engine step failed: {error}")
+        return InternalError(f"the engine step failed: {describe(error)}")
 
     def _count(self, kept: list[ScheduledSequence], outputs: list[SequenceOutput], seconds: float) -> StepResult:
         """Makes the result of a step, and adds it to the counters."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from gateway.telemetry.metrics import GatewayMetrics
 
 SLOW_S = 1.0  #: Seconds after which the unfinished head or body of a request counts as slow.
+MAX_ALL_SLOW = 1024  #: Slow inputs of all clients together; each holds up to one body in memory.
 SHARE_OF_CLIENT = 0.75  #: Largest share of all connections for one client, so that others can always connect.
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import BatonError, ConfigError, Unavailable
+from common.errors import BatonError, ConfigError, Unavailable, describe
 from common.process.atomic_file import write_file_atomically
 from common.redis.client import REDIS_FAILURES, RedisClient, connect_redis
 from gateway.admission.api_keys import ApiKey, KeySet
@@ -141,7 +141,7 @@ def _redis() -> Iterator[None]:
     try:
         yield
     except REDIS_FAILURES as e:
-        raise Unavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
+        raise Unavailable(f"Redis does not answer: {describe(e, limit_s=REDIS_TIMEOUT_S)}") from e
 
 
 def _text(value: Any) -> str:

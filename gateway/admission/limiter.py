@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited
+from common.errors import IndexUnavailable, InvalidRequest, QuotaExceeded, RateLimited, describe
 from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, RedisClient, connect_redis
 from gateway.admission.api_keys import Caller, KeyLimits
 from gateway.telemetry.metrics import GatewayMetrics
@@ -249,13 +249,13 @@ class Limiter:
             raise IndexUnavailable("there is no Redis")
         async with self._slots:
             if not self._breaker.allow_call():
-                raise IndexUnavailable("Redis is away")
+                raise IndexUnavailable(f"Redis did not answer the last calls: {self._breaker.cause}")
             try:
                 async with asyncio.timeout(self._timeout_s):
                     answer = await script.run(self._client, keys, args)
             except REDIS_FAILURES as e:
-                self._breaker.record_failure()
-                raise IndexUnavailable(f"Redis does not answer: {type(e).__name__}: {e}") from e
+                self._breaker.record_failure(cause := describe(e, limit_s=self._timeout_s))
+                raise IndexUnavailable(f"Redis does not answer: {cause}") from e
             self._breaker.record_success()
             return answer
 

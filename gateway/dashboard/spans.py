@@ -14,6 +14,10 @@ _TRANSPORTS = {
     "cuda": "CUDA copies",
     "rdma": "RDMA",
     "tcp": "TCP",
+    "staged_shm": "host memory, shared (staged_shm)",
+    "staged_cma": "host memory (staged_cma)",
+    "staged_rdma": "host memory and RDMA (staged_rdma)",
+    "staged_tcp": "host memory and TCP (staged_tcp)",
     "loopback": "loopback (no network)",
     "unknown": "a transport that UCX chose",
 }

@@ -89,7 +89,7 @@ def _pod_json(pod: Pod, model: str, window: MetricsWindow) -> Json:
         "model": model,
         "role": _role(pod),
         "state": pod.state,
-        "reason": pod.refusal or None,
+        "reason": pod.trouble or None,
         "generation": None if info is None else info.generation,
         "heard_s": time.monotonic() - pod.last_answer_at,
         "block_size": None if info is None else info.block_size,
@@ -97,6 +97,7 @@ def _pod_json(pod: Pod, model: str, window: MetricsWindow) -> Json:
         "kv_used": None if activity is None else _used(activity.blocks),
     }
     out |= {name: getattr(load, name, None) for name in _LOAD}
+    out["bookings"] = 0 if pod.view is None else len(pod.view.prefill_bookings) + len(pod.view.decode_bookings)
     out |= {"prefill_tokens_per_s": None, "generated_tokens_per_s": None, "preemptions": None}
     out |= {"speculation": None, "gpu": None}
     if info is None or activity is None or not pod.alive:

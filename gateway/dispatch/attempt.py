@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -47,6 +48,7 @@ from common.wire import (
 )
 from gateway.dispatch.token_queue import TokenQueue
 from gateway.pods.pod import Pod
+from gateway.pods.stalls import Suspicion
 from gateway.routing.placement import Placement
 from gateway.routing.router import RoutingPlan
 from gateway.telemetry.timeline import AttemptTrace, Timeline
@@ -69,8 +71,17 @@ class _Prefill:
     prefill_pod: Pod
     kv_target: asyncio.Future[types_pb2.KvTarget]  #: Blocks for the KV. Cancelled if Reserve gave none.
     task: asyncio.Task[None] = dataclasses.field(init=False)
+    on_stalled: Callable[[BatonError], None] = dataclasses.field(init=False)  # the prefill pod makes no progress
+    num_events: int = 0
     first_token_received: bool = False
     handed_off: bool = False  # the prefill pod reported that the decode pod has all KV
+
+    def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:
+        """See StallSink. The end of the hand-off needs no step, and a prompt in the pod's queue is not stalled."""
+        waits = self.first_token_received or (queued and not self.num_events)
+        if self.handed_off or (waits and suspicion is Suspicion.NO_STEP):
+            return None
+        return self.num_events
 
 
 class Attempt:
@@ -115,6 +126,7 @@ class Attempt:
         self._placement: Placement | None = None  #: The pods and bookings of the reservation; None if released.
         self._decode: Pod | None = None  #: The decode pod that was asked; None if released.
         self._prefill: _Prefill | None = None
+        self._local_prefill = False  #: The decode pod computes the prompt.
         self._hand_off_failed = False  #: Prefill ended without a confirmed hand-off, and decode sent nothing.
         self._decode_responded = False  # the decode pod has sent something for this request, so it has the KV
         self._computing_since = timeline.start  # when the prefill pod began to compute the prompt; time.monotonic()
@@ -214,6 +226,7 @@ class Attempt:
         reserved = {"pod": pod.name, "outcome": outcome, "cached_tokens": answer.cached_tokens}
         if outcome == "local":
             self._timeline.mark("reserved", **reserved)
+            self._local_prefill = True
             placement.on_local_prefill()
             self._on_cached_tokens(placement, answer.cached_tokens)
         elif outcome != "target":
@@ -233,6 +246,7 @@ class Attempt:
         assert placement.prefill is not None
         kv_target = asyncio.get_running_loop().create_future()
         prefill = _Prefill(self._request, placement, placement.prefill, kv_target)
+        prefill.on_stalled = functools.partial(self._on_prefill_stalled, prefill)
         prefill.task = self._plan.router.spawn(self._run_prefill(prefill))
         self._prefill = prefill
         return prefill
@@ -258,9 +272,11 @@ class Attempt:
             return
         call = pod.prefill.Prefill(message, timeout=timeout_s, metadata=self._trace.metadata)
         target_task = self._plan.router.spawn(self._send_kv_target(prefill)) if early else None
+        pod.watch_prefill(prefill)
         try:
             error = await self._handle_prefill_events(prefill, call)
         finally:
+            pod.unwatch_prefill(prefill)
             call.cancel()  # without effect on a call that has ended
             if target_task is not None:
                 target_task.cancel()
@@ -279,6 +295,7 @@ class Attempt:
         pod, error = prefill.prefill_pod, None
         try:
             async for event in call:
+                prefill.num_events += 1
                 kind = event.WhichOneof("event")
                 if kind == "progress":
                     chunk = event.progress
@@ -373,6 +390,14 @@ class Attempt:
             self._blame_decode()
         self.token_queue.fail(error)
 
+    def _on_prefill_stalled(self, prefill: _Prefill, error: BatonError) -> None:
+        """The prefill pod makes no progress. The answer may be complete already; then only the call ends."""
+        if self.token_queue.complete:
+            prefill.task.cancel()
+        elif prefill.kv_target.done() and not prefill.kv_target.cancelled():
+            self._metrics.stalled.labels("prefill").inc()
+            self._prefill_failed(prefill.prefill_pod, error)
+
     # -- the decode pod's token stream (gateway.pods.pod.TokenSink)
 
     def on_delta(self, delta: decode_pb2.SequenceDelta) -> None:
@@ -413,6 +438,19 @@ class Attempt:
         """Fails the attempt: the decode pod will send no more tokens."""
         self._blame_decode()
         self.token_queue.fail(error)
+
+    def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:
+        """See StallSink. A request without KV on the decode pod, or in its queue, takes part in no step."""
+        runs = self._decode_responded or (self._prefill is not None and self._prefill.handed_off)
+        runs = runs or (self._local_prefill and not queued)
+        if self.token_queue.finish_known or (suspicion is Suspicion.NO_STEP and not runs):
+            return None
+        return self.token_queue.num_received
+
+    def on_stalled(self, error: BatonError) -> None:
+        """Fails the attempt: the decode pod makes no progress."""
+        self._metrics.stalled.labels("decode").inc()
+        self.on_stream_lost(error)
 
     # -- both pods
 

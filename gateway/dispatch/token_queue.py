@@ -128,6 +128,16 @@ class TokenQueue:
     # -- what a later attempt needs to know
 
     @property
+    def finish_known(self) -> bool:
+        """Nothing more comes from the pods: each sample was stopped, or has its finish reason."""
+        return all(order.finish_known or i in self.stopped_samples for i, order in enumerate(self._orders))
+
+    @property
+    def num_received(self) -> int:
+        """Tokens of all samples that have arrived, each once, from earlier attempts too."""
+        return sum(order.num_received for order in self._orders)
+
+    @property
     def has_tokens(self) -> bool:
         """At least one token is in order, from this attempt or from an earlier one."""
         return any(order.ids for order in self._orders)
@@ -194,6 +204,11 @@ class TokenOrder:
         self._early: dict[int, Token] = {}  # by index; a token before them is missing
         self._end: int | None = None  # number of tokens of the whole sequence
         self._finish: FinishReason | None = None
+
+    @property
+    def num_received(self) -> int:
+        """Tokens that arrived, each once."""
+        return len(self.ids) + len(self._early)
 
     @property
     def num_pending(self) -> int:

@@ -26,7 +26,7 @@ from typing import Any, Self
 import httpx
 from pydantic import AliasPath, BaseModel, Field
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 
 PORT_NAME = "grpc"  #: Name of the Service port that the pods' RPC servers use.
 SERVICE_LABEL = "kubernetes.io/service-name"
@@ -174,10 +174,10 @@ class EndpointSliceWatcher:
             except _VersionExpired:
                 _log.info("endpoint slices: the API server forgot the version, listing again")
             except (httpx.HTTPError, OSError, ValueError, _WatchRefused) as e:
-                self._set_up(False, f"{type(e).__name__}: {e}")
+                self._set_up(False, describe(e))
             except Exception as e:
                 _log.exception("endpoint slices: unexpected error, trying again")
-                self._set_up(False, repr(e))
+                self._set_up(False, describe(e))
             self._version = ""  # the next connection may reach another server, with other versions
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(high, 2 * backoff)

@@ -27,6 +27,7 @@ class PodInfo:
     vocab_size: int
     ready: bool
     draining: bool
+    stuck: str = ""  #: Which loop of the pod makes no progress, in words; then it is not ready. "" while all run.
 
     @classmethod
     def from_pb(cls, pb: transfer_pb2.InfoResponse, address: str) -> PodInfo:
@@ -47,6 +48,7 @@ class PodInfo:
             vocab_size=pb.vocab_size,
             ready=pb.ready,
             draining=pb.draining,
+            stuck=pb.stuck,
         )
 
     @property
@@ -96,6 +98,8 @@ class PodActivity:
     drafts: DraftCounts | None = None
     links: tuple[PeerTraffic, ...] = ()
     gpu: GpuUsage | None = None
+    steps: int | None = None  #: Engine steps; None from older pods.
+    step_bound_s: float = 0.0  #: Seconds after which the pod calls its present step stuck.
 
     @classmethod
     def from_pb(cls, pb: transfer_pb2.InfoResponse) -> PodActivity:
@@ -112,6 +116,8 @@ class PodActivity:
             else None,
             links=tuple(PeerTraffic(p.pod, p.transport, p.bytes, p.busy_s, p.gb_s) for p in pb.pairs),
             gpu=GpuUsage(utilization, g.memory_used, g.memory_total) if did.HasField("gpu") else None,
+            steps=did.steps if did.HasField("steps") else None,
+            step_bound_s=pb.step_bound_s,
         )
 
 

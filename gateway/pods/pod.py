@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import grpc
 
 from common import rpc
 from common.auth import Signer, sign_calls
-from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable
+from common.errors import BatonError, LayoutMismatch, ModelNotFound, Unavailable, describe
 from common.pb import (
     control_pb2_grpc,
     decode_pb2,
@@ -33,6 +33,7 @@ from common.tls import TlsFiles
 from common.types import PodLoad, Role
 from common.wire import PROTOCOL_VERSION, load_from_pb
 from gateway.pods.info import PodActivity, PodInfo
+from gateway.pods.stalls import StallFinder, StallSink, stall_bound_s
 from gateway.pods.view import PodView
 
 INFO_PERIOD_S = 0.5
@@ -49,7 +50,7 @@ _BACKOFF_S = (0.05, 1.0)  # first and longest pause
 _log = logging.getLogger(__name__)
 
 
-class TokenSink(Protocol):
+class TokenSink(StallSink, Protocol):
     """Receives the messages of a decode pod for one request. The methods must not block."""
 
     def on_delta(self, delta: decode_pb2.SequenceDelta) -> None:
@@ -72,7 +73,9 @@ class Pod:
         on_change: Callable[[], None],
         only_model: bool = True,
         tls: TlsFiles | None = None,
+        stuck_s: float = 0.0,
     ) -> None:
+        """`stuck_s`: least time without progress after which a request is stalled; 0 for never."""
         self.address = address
         self.static = static  #: The address is configured, so the pod is never forgotten.
         self.info: PodInfo | None = None  #: Facts from the last answer to Info; None before the first.
@@ -80,6 +83,7 @@ class Pod:
         self.view: PodView | None = None  #: The current process as routing sees it; one per generation.
         self.alive = False  #: The pod answers Info, and can be used.
         self.refusal = ""  #: Why a pod that answers cannot be used; "" if it can.
+        self.stalled = ""  #: Why the pod makes no progress, although requests waited for it; "" while it does.
         self.last_answer_at = time.monotonic()  #: When the pod last answered Info; time.monotonic().
         self.token_stream_up = False
         self.index_draining = False  #: The index says that the pod leaves.
@@ -96,6 +100,9 @@ class Pod:
         self.embedding = embedding_pb2_grpc.EmbeddingStub(self._channel)
         self._transfer = transfer_pb2_grpc.TransferStub(self._channel)
         self._sinks: dict[str, TokenSink] = {}  # by request id
+        self._prefills: set[StallSink] = set()  #: Prefill calls in progress.
+        self._stuck_s = stuck_s
+        self._stalls = StallFinder(INFO_PERIOD_S + INFO_TIMEOUT_S)
         self._streams_ended = 0
         self._recheck_event = asyncio.Event()  #: Set to call Info now.
         self._can_stream = asyncio.Event()  #: Set while the pod is alive and its role decodes.
@@ -112,19 +119,36 @@ class Pod:
         """The pod takes new requests, as far as is known."""
         info = self.info
         stays = info is not None and info.ready and not (info.draining or self.index_draining or self.terminating)
-        return self.alive and stays
+        return self.alive and stays and not self.stalled
+
+    @property
+    def trouble(self) -> str:
+        """Why the pod is not used although it runs, for clients; "" if there is no reason."""
+        return self.refusal or (self.info.stuck if self.info is not None else "") or self.stalled
 
     @property
     def state(self) -> str:
-        """ready, starting, connecting (no token stream yet), draining, gone or refused; for humans."""
+        """ready, starting, connecting (no token stream yet), stuck, draining, gone or refused; for humans."""
         info = self.info
         if not self.alive or info is None:
             return "refused" if self.refusal else "gone"
         if info.draining or self.index_draining or self.terminating:
             return "draining"
+        if info.stuck or self.stalled:
+            return "stuck"
         if not info.ready:
             return "starting"
         return "ready" if self.token_stream_up or info.role is Role.PREFILL else "connecting"
+
+    @property
+    def _pair_troubles(self) -> Mapping[str, tuple[int, str]]:
+        return {} if self.view is None else self.view.pair_troubles
+
+    def trouble_to(self, receiver: Pod) -> str:
+        """Returns why this pod cannot send KV to `receiver`; "" if it can, as far as is known."""
+        info = receiver.info
+        generation, why = self._pair_troubles.get(receiver.name, (0, ""))
+        return why if info is None or generation in (0, info.generation) else ""
 
     @property
     def can_decode(self) -> bool:
@@ -166,6 +190,14 @@ class Pod:
         """Drops the request's tokens from now on."""
         self._sinks.pop(request_id, None)
 
+    def watch_prefill(self, prefill: StallSink) -> None:
+        """Tells the call if the pod makes no progress, until `unwatch_prefill`."""
+        self._prefills.add(prefill)
+
+    def unwatch_prefill(self, prefill: StallSink) -> None:
+        """The call has ended."""
+        self._prefills.discard(prefill)
+
     def abort(self, request_id: str, until: float = 0.0, *, child: int | None = None) -> None:
         """Aborts a request on the decode pod, or only its sequence `child`, in the background.
 
@@ -186,7 +218,7 @@ class Pod:
                 await self.decode.Abort(message, timeout=ABORT_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as e:
-                _log.info("abort of %s on %s failed: %s", request_id, self.name, e.details())
+                _log.info("abort of %s on %s failed: %s", request_id, self.name, describe(e, limit_s=ABORT_TIMEOUT_S))
                 self.recheck()
             await asyncio.sleep(backoff)
             backoff = min(_BACKOFF_S[1], 2 * backoff)
@@ -203,25 +235,50 @@ class Pod:
     async def _watch(self) -> None:
         while True:
             self._recheck_event.clear()
-            await self._call_info()
+            self._find_stalls(answered=await self._call_info())
             with suppress(TimeoutError):
                 # asyncio.wait_for can swallow a cancellation before Python 3.12, and then `stop` would wait forever.
                 async with asyncio.timeout(INFO_PERIOD_S):
                     await self._recheck_event.wait()
                 await asyncio.sleep(RECHECK_DELAY_S)
 
-    async def _call_info(self) -> None:
-        before = (self.alive, self.info)
+    def _find_stalls(self, *, answered: bool) -> None:
+        """Fails the requests for which the pod makes no progress, so that they continue on other pods."""
+        load = None if self.view is None else self.view.load
+        bound_s = stall_bound_s(self._stuck_s, self.view, self.activity)
+        suspicion = self._stalls.suspect(self.info, self.activity, load, answered=answered)
+        found = self._stalls.tick(
+            time.monotonic(),
+            suspicion,
+            bound_s,
+            lambda: (*self._sinks.values(), *self._prefills),
+            queued=load is not None and load.waiting > 0,
+        )
+        before = self.stalled
+        if suspicion is None:
+            self.stalled = ""
+        elif found:
+            self.stalled = suspicion.value
+            _log.warning("pod %s makes no progress (%s): %d requests move", self.name, suspicion.value, len(found))
+        if before != self.stalled:
+            self._on_change()
+        for sink in found:
+            sink.on_stalled(Unavailable(f"pod {self.name} made no progress for {bound_s:.0f} s: {self.stalled}"))
+
+    async def _call_info(self) -> bool:
+        """Calls Info once. Returns whether the pod answered."""
+        before, answered = (self.alive, self.info, self._pair_troubles), True
         try:
             pb = await self._transfer.Info(transfer_pb2.InfoRequest(), timeout=INFO_TIMEOUT_S)
             self._require_compatible(pb)
             self._apply_info(pb)
             self.alive, self.last_answer_at, self.refusal = True, time.monotonic(), ""
         except grpc.aio.AioRpcError as e:
-            timed_out = e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            answered, timed_out = False, e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if not (timed_out and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
                 if self.alive:
-                    _log.warning("pod %s at %s does not answer: %s", self.name, self.address, e.details())
+                    cause = describe(e, limit_s=INFO_TIMEOUT_S)
+                    _log.warning("pod %s at %s does not answer: %s", self.name, self.address, cause)
                 if (hint := rpc.connection_hint(e.details() or "")) and self.refusal != hint:
                     _log.warning("pod at %s is not used: %s", self.address, hint)
                 self.alive, self.refusal = False, hint or self.refusal
@@ -231,10 +288,11 @@ class Pod:
             self.alive, self.refusal = False, str(e)
         streams = self.alive and self.info is not None and self.info.role is not Role.PREFILL
         (self._can_stream.set if streams else self._can_stream.clear)()
-        if before != (self.alive, self.info):
+        if before != (self.alive, self.info, self._pair_troubles):
             if self.alive and self.info is not None and (before[1] is None or not before[0]):
                 _log.info("pod %s at %s: %s, up", self.name, self.address, self.info.role)
             self._on_change()
+        return answered
 
     def _apply_info(self, pb: transfer_pb2.InfoResponse) -> None:
         """Takes over the facts and the load. A new generation gets a new view."""
@@ -252,6 +310,7 @@ class Pod:
         self._reports_load = pb.HasField("load")
         self.view.pulls, self.view.late_targets, self.view.processor = pb.pulls, pb.late_targets, pb.processor
         self.view.pair_rates = {pair.pod: pair.gb_s * 1e9 for pair in pb.pairs if pair.gb_s > 0}
+        self.view.pair_troubles = {pair.pod: (pair.generation, pair.trouble) for pair in pb.pairs if pair.trouble}
         if self._reports_load:
             self.view.apply_report(load_from_pb(pb.load, draining=pb.draining), time.monotonic())
 
@@ -278,7 +337,7 @@ class Pod:
                 await self._run_stream()
                 why = "ended"
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
-                why = (e.details() if isinstance(e, grpc.aio.AioRpcError) else None) or "broke"
+                why = describe(e)
             was_up, self.token_stream_up = self.token_stream_up, False
             self._streams_ended += 1
             self._fail_all(Unavailable(f"the token stream of decode pod {self.name} ended"))

@@ -19,7 +19,7 @@ from functools import partial
 import grpc
 
 from common.auth import Signer
-from common.errors import IndexUnavailable, Unavailable
+from common.errors import IndexUnavailable, Unavailable, describe
 from common.pb import control_pb2
 from common.tls import TlsFiles
 from common.types import Role
@@ -45,10 +45,10 @@ class _UsablePods:
         serving = [pod for pod in pods if pod.serving]
         self.prefills = _by_layout(_newest(pod for pod in serving if pod.can_prefill))  #: By layout fingerprint.
         can_decode = _newest(pod for pod in serving if pod.can_decode)
-        #: Pods of role both, and decode pods that have a prefill pod of their layout.
-        self.decodes = [
-            p for p in can_decode if p.info and (p.info.role is Role.BOTH or p.info.fingerprint in self.prefills)
-        ]
+        #: "PREFILL -> DECODE: cause" of the pairs that cannot exchange KV now.
+        self.troubled_pairs = list[str]()
+        #: Pods of role both, and decode pods to which a prefill pod of their layout can send KV.
+        self.decodes = [pod for pod in can_decode if self._has_source(pod)]
         self.layouts = _by_layout(self.decodes)  #: Both kinds by fingerprint, without prefills alone.
         for fingerprint, prefills in self.prefills.items():
             if fingerprint in self.layouts:
@@ -56,6 +56,16 @@ class _UsablePods:
         pairs = [self._pair_limits(pod.info) for pod in self.decodes if pod.info]
         #: The limits of the pair that takes the longest requests; None without a pair.
         self.limits = max(pairs, key=lambda pair: pair.max_model_len, default=None)
+
+    def _has_source(self, decode: Pod) -> bool:
+        """Returns whether the pod can get the KV of prompts, and notes the pairs that are in trouble."""
+        assert decode.info is not None
+        if decode.info.role is Role.BOTH:
+            return True
+        prefills = self.prefills.get(decode.info.fingerprint, [])
+        troubled = [(prefill.name, why) for prefill in prefills if (why := prefill.trouble_to(decode))]
+        self.troubled_pairs += [f"{prefill} -> {decode.name}: {why}" for prefill, why in troubled]
+        return len(troubled) < len(prefills)
 
     def _pair_limits(self, info: PodInfo) -> ModelLimits:
         """Returns the limits of a decode pod with the prefill pod that takes the longest requests."""
@@ -121,7 +131,9 @@ class PodTable:
         model: str,
         only_model: bool = True,
         tls: TlsFiles | None = None,
+        stuck_s: float = 0.0,
     ) -> None:
+        """`stuck_s`: least time without progress after which a request on a pod is stalled; 0 for never."""
         self.index = index  #: None if Redis is not configured.
         self.index_up = False  #: The index answered the last poll.
         self._index_error = ""  #: Error of the last poll; "" if it was answered, and before the first.
@@ -132,7 +144,13 @@ class PodTable:
         self._endpoints: Mapping[str, bool] = {}  #: Addresses in Kubernetes, and whether terminating.
         self._model = model
         self._new_pod = partial(
-            Pod, signer=signer, model=model, only_model=only_model, on_change=self.notify_changed, tls=tls
+            Pod,
+            signer=signer,
+            model=model,
+            only_model=only_model,
+            on_change=self.notify_changed,
+            tls=tls,
+            stuck_s=stuck_s,
         )
         self._on_change: set[Callable[[], None]] = set()
         self._on_forget: set[Callable[[str], None]] = set()
@@ -191,14 +209,16 @@ class PodTable:
             role = "other pods" if pod.info is None or pod.info.role is Role.BOTH else pod.info.role.value
             states[role][_STATE_WORDS.get(pod.state, pod.state)] += 1
         if states["prefill"]["ready"] and states["decode"]["ready"]:
+            if self._usable().troubled_pairs:
+                return "KV cannot be sent from the prefill pods to the decode pods"
             return "the prefill and decode pods that are ready have different KV layouts"
         pods = [
             f"{role}: {', '.join(f'{number} {state}' for state, number in found.items()) or 'none'}"
             for role, found in states.items()
             if found or role != "other pods"
         ]
-        refusals = sorted({pod.refusal for pod in self.pods.values() if pod.refusal})
-        return "; ".join(filter(None, (away, *pods, *refusals[:MAX_NAMED_PODS])))
+        troubles = sorted({pod.trouble for pod in self.pods.values() if pod.trouble})
+        return "; ".join(filter(None, (away, *pods, *troubles[:MAX_NAMED_PODS])))
 
     def limits(self) -> ModelLimits:
         """Returns the limits of the usable pair that takes the longest requests. Raises Unavailable without a pair."""
@@ -250,14 +270,15 @@ class PodTable:
                 self._set_index_up(False, str(e))
             except Exception as e:
                 _log.exception("prefix index: cannot be read")
-                self._set_index_up(False, repr(e))
+                self._set_index_up(False, describe(e))
             self._usable_cache = None  # draining pods and the mean rates of peers may have changed
             await asyncio.sleep(POLL_PERIOD_S)
             self._log_state()
 
     def _set_index_up(self, up: bool, why: str = "") -> None:
         self._index_error = why
-        if self._index_report.due("away" if why else ""):  # the text of the error changes while it is away
+        # The cause follows the colon. The words before it change: a call failed, or the circuit breaker made none.
+        if self._index_report.due(why.partition(": ")[2] or why):
             _log.warning("prefix index: away (%s)", why)
         if up != self.index_up:
             if up:
@@ -271,6 +292,7 @@ class PodTable:
         why = self.why_unready()
         if self._report.due(why):
             named = [f"{pod.name} at {pod.address} is {pod.state}" for pod in self.pods.values()]
+            named = [*self._usable().troubled_pairs, *named]
             more = [f"and {len(named) - MAX_NAMED_PODS} others"] if len(named) > MAX_NAMED_PODS else []
             text = "model %s cannot be served: no prefill and decode pods are ready (%s)"
             _log.warning(text, self._model, "; ".join([why, *named[:MAX_NAMED_PODS], *more]))

@@ -106,6 +106,8 @@ class PodView:
     pulls: bool = False  #: The pod pulls prefixes from other pods.
     pull_s: float = DEFAULT_PULL_S  #: Latency of a pull beyond moving the KV.
     pair_rates: Mapping[str, float] = field(default_factory=dict)  #: Bytes/s written, by receiver.
+    #: Why the pod cannot send KV to other pods: by receiver, its generation (0: any) and the cause.
+    pair_troubles: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     processor: str = ""  #: The processor that computes the pod's steps; empty while unknown.
     late_targets: bool = False  #: The pod computes a prompt before SetTarget says where the KV goes.
 

@@ -355,7 +355,7 @@ def _best_offer(
     for holder in holders:
         tokens = device_hits[holder.name]
         missing = tokens - used
-        if holder is puller or missing <= 0:
+        if holder is puller or missing <= 0 or puller.name in holder.pair_troubles:
             continue
         known_rate = holder.pair_rates.get(puller.name) or puller.pair_rates.get(holder.name)
         rate, connect_s = (known_rate, 0.0) if known_rate else (mean_rate, CONNECT_S)

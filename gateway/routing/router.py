@@ -317,7 +317,24 @@ class RoutingPlan:
             offers = self._offer_pulls(fingerprint, prompt, request.expected_hits(), prefill_views)
             request = replace(request, pull_offers=offers) if offers else request
         prefills = self.policy.rank_prefill_pods(request, prefill_views, now)
-        return ([option for option in decodes if option.view.role is Role.DECODE] if prefills else []), prefills
+        decodes = [option for option in decodes if option.view.role is Role.DECODE] if prefills else []
+        if any(option.view.pair_troubles for option in prefills):
+            return self._without_troubled_pairs(decodes, prefills)
+        return decodes, prefills
+
+    def _without_troubled_pairs(
+        self, decodes: list[PodOption], prefills: list[PodOption]
+    ) -> tuple[list[PodOption], list[PodOption]]:
+        """Returns options of which each prefill pod can send KV to each decode pod: all, or those of one decode pod."""
+        pods = self.table.pods
+        reachable = [
+            [p for p in prefills if not pods[p.view.address].trouble_to(pods[decode.view.address])]
+            for decode in decodes
+        ]
+        if all(len(senders) == len(prefills) for senders in reachable):
+            return decodes, prefills
+        usable = ((decode, senders) for decode, senders in zip(decodes, reachable, strict=True) if senders)
+        return next((([decode], senders) for decode, senders in usable), ([], prefills))
 
     def _offer_pulls(
         self, fingerprint: str, prompt: HashedPrompt, expected_hits: Mapping[str, int], pullers: Sequence[PodView]

@@ -199,6 +199,7 @@ class Choice:
             parser_config=self.parser_config,
             include_stop=self.spec.include_stop,
             min_tokens=self.spec.sampling.min_tokens,
+            id_source=self.context.id_source(),
         )
 
     def _piece(self, tokens: Sequence[Token], finish: FinishReason | None) -> OutputPiece:

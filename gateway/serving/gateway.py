@@ -44,6 +44,7 @@ from gateway.pods.pod import Pod
 from gateway.pods.table import CacheResetResult, PodTable, reset_prefix_caches
 from gateway.routing.local_index import ANY_POD
 from gateway.routing.router import Router
+from gateway.serving.answer_keys import AnswerKeys
 from gateway.serving.choice import Choice
 from gateway.serving.models import ModelRegistry, ServedModel, TextProcessor
 from gateway.serving.request import (
@@ -94,6 +95,8 @@ class Gateway:
         )
 
         tls = TlsFiles.of_directory(settings.tls_dir, "gateway")
+        if tls is not None:
+            self.metrics.base.certificates["cluster"] = tls.expires_at
 
         def served_model(text: TextProcessor) -> ServedModel:
             only_model = len(processors) == 1
@@ -117,6 +120,14 @@ class Gateway:
         self.metrics.watch_ready(lambda: self.ready)
         self.metrics.watch_pods(self._pods_by_state)
         self._limiter = Limiter(settings.redis, self.metrics, timeout_s=limits_timeout_s)
+        self.answer_keys = AnswerKeys(
+            settings.redis,
+            self.metrics,
+            ttl_s=settings.idempotency_ttl_s,
+            max_bytes=settings.idempotency_memory,
+            limit_s=settings.request_timeout_s,
+            timeout_s=limits_timeout_s,
+        )
         self.leaving = False  # the gateway is no longer ready, but serves the requests that arrive
         self.draining = False  #: The gateway refuses new requests.
         self._index = index
@@ -143,6 +154,7 @@ class Gateway:
         """Refuses new requests and waits for the running ones."""
         self.leaving = self.draining = True
         await self._idle.wait()
+        await self.answer_keys.drained()
 
     def abort_requests(self) -> None:
         """Aborts the running requests with an error that their clients receive, and refuses new ones."""
@@ -158,6 +170,7 @@ class Gateway:
             await model.router.stop()
             await model.pod_table.stop()
             model.gate.stop()
+        await self.answer_keys.stop()
         await self._limiter.stop()
         await self.keys.stop()
         if self._index is not None:
@@ -245,6 +258,8 @@ class Gateway:
             self._release(context, used.prompt if answered else 0, used.completion)
             if context.choices:
                 timeline.set_facts(output_tokens=used.completion)
+            if context.identity is not None:
+                timeline.set_facts(answer_id=context.answer_id)
             timeline.end(outcome)
             _log_request(timeline)
             del self._requests[context.id]
@@ -277,12 +292,12 @@ class Gateway:
         return Timeline(secrets.token_hex(12), client_id, endpoint, caller.tenant, trace=trace, trace_id=trace_id)
 
     def abort(self, request_id: str, caller: Caller) -> bool:
-        """Aborts running requests of the caller's tenant: the one with our id, or all with this client id.
+        """Aborts running requests of the caller's tenant: the one with our id, or all that a client calls so.
 
         Returns False if there are none. An administrator may abort requests of every tenant.
         """
         ours = self._requests.get(request_id)
-        named = [t for t in self._requests.values() if t.timeline.client_id == request_id] if ours is None else [ours]
+        named = [t for t in self._requests.values() if t.has_id(request_id)] if ours is None else [ours]
         contexts = [context for context in named if caller.admin or caller.tenant == context.caller.tenant]
         for context in contexts:
             context.abort(Cancelled("the request was aborted"))
@@ -373,6 +388,8 @@ class Gateway:
         for number, ids in enumerate(prompts):
             if number % PROMPTS_PER_LOOP_TURN == PROMPTS_PER_LOOP_TURN - 1:
                 await asyncio.sleep(0)
+            if context.identity is not None and spec.seed is None:
+                effective = replace(effective, seed=context.identity.seed(number))
             request = to_valid_request(
                 effective,
                 ids,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 from common.errors import BatonError, ContextOverflow, InvalidRequest
@@ -231,6 +234,27 @@ class OpenChoice(Protocol):
         """Ends the choice; idempotent."""
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerIdentity:
+    """The parts of an answer that come from its idempotency key, so that every gateway gives the same answer."""
+
+    scope: bytes  #: Digest of the tenant and the key.
+    answer_id: str  #: The id in the answer, without a prefix.
+    created: int  #: Time of the first request with the key, in seconds since the epoch.
+
+    def seed(self, number: int) -> int:
+        """Returns the seed of prompt `number` of a request without a seed."""
+        return self._derived(b"seed", number) >> 1  # as secrets.randbits(63)
+
+    def id_source(self, number: int) -> random.Random:
+        """Returns the source of the ids inside the answer, like those of tool calls; each part has a number."""
+        return random.Random(self._derived(b"ids", number))
+
+    def _derived(self, purpose: bytes, number: int) -> int:
+        text = blake2b(b"%b%d" % (self.scope, number), digest_size=8, person=b"baton-" + purpose).digest()
+        return int.from_bytes(text)
+
+
 @dataclass(eq=False, slots=True)
 class RequestContext:
     """One client request in progress, from its arrival to its end, for all protocols."""
@@ -244,13 +268,38 @@ class RequestContext:
     response_headers: dict[str, str] = field(default_factory=dict)  # rate limit headers of the answer
     reservation: LimitReservation | None = None  #: Of the caller's key; None for a key without limits.
     admitted: tuple[ServedModel, QueueEntry] | None = None  #: Its place in the gate; None before it passes.
+    stage: str = "arrival"  #: Where a refusal meets it: at arrival, waiting (in the gate) or at the pods.
     abort_error: BatonError | None = None  #: The error of the first `abort`, None while the request was not aborted.
+    identity: AnswerIdentity | None = None  #: From the idempotency key; None for a request without one.
+    client_ids: Collection[str] = ()  #: Ids that clients gave to further requests which read the same answer.
     _task: asyncio.Task[Any] | None = None
+    _num_id_sources: int = 0
 
     @property
     def id(self) -> str:
         """Our id of the request."""
         return self.timeline.request_id
+
+    @property
+    def answer_id(self) -> str:
+        """The id that the answer shows, without its prefix."""
+        return self.timeline.request_id if self.identity is None else self.identity.answer_id
+
+    @property
+    def created(self) -> int:
+        """The time that the answer shows, in seconds since the epoch."""
+        return int(time.time()) if self.identity is None else self.identity.created
+
+    def id_source(self) -> random.Random | None:
+        """Returns the source of the ids inside the next part of the answer, None for ids from the system."""
+        if self.identity is None:
+            return None
+        self._num_id_sources += 1
+        return self.identity.id_source(self._num_id_sources)
+
+    def has_id(self, name: str) -> bool:
+        """Returns whether a client may call the request so: the id in the answer, or the client's own id."""
+        return name in (self.timeline.client_id, self.answer_id) or name in self.client_ids
 
     def set_task(self, task: asyncio.Task[Any]) -> None:
         """Sets the task that `abort` cancels. An abort that came earlier cancels it now."""

@@ -17,6 +17,8 @@ from common.telemetry import LATENCY_BUCKETS, Metrics, UnlabeledHistogram
 
 _FAST_US = (50, 100, 150, 200, 300, 400, 500, 600, 800, 1000, 1200, 1500, 2000, 2500, 5000, 10_000, 25_000, 50_000)
 FAST_BUCKETS = (*(us / 1e6 for us in _FAST_US), 0.1, 1.0)
+_REFUSAL_MS = (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60, 75, 100, 150, 250, 500)
+REFUSAL_BUCKETS = (*(ms / 1e3 for ms in _REFUSAL_MS), 1.0, 5.0, 15.0, 60.0)
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 INTERNAL_OUTCOME = "internal"  #: Outcome of a request that an unexpected exception ended.
@@ -42,11 +44,26 @@ class GatewayMetrics:
         self.resumptions = m.counter(
             "resumed_sequences", "Answers that had begun when their attempt failed, by what came of them", ["outcome"]
         )
+        for outcome in ("resumed", "failed"):  # an alert must see the first failure: a new series has no increase
+            self.resumptions.labels(outcome)
+        self.stalled = m.counter(
+            "stalled_attempts", "Attempts that were given up because a pod made no progress", ["role"]
+        )
+        for role in ("prefill", "decode"):
+            self.stalled.labels(role)
+        self.stuck_loops = m.add_stuck_loops(["event_loop"])
         self.rejections = m.counter("rejections", "Requests refused for load or by a limit", ["by"])
+        self.refusal = m.histogram(
+            "refusal_seconds", "Head of a request to its sent refusal (429, 503)", ["stage"], REFUSAL_BUCKETS
+        )
         self.admission_wait = m.histogram("admission_wait_seconds", "Time in the gateway's queue, of those that waited")
         self.limits_without_redis = m.counter(
             "limits_without_redis", "Requests checked against this gateway's own counts"
         )
+        self.keyed_requests = m.counter(
+            "keyed_requests", "Requests with an idempotency key, by where their answer came from", ["outcome"]
+        )
+        self.local_keys = m.counter("local_idempotency_keys", "Idempotency keys that Redis did not check")
         self.tenant_tokens = m.counter("tenant_tokens", "Tokens of requests with an API key", ["tenant", "kind"])
         self.routing = m.histogram("routing_seconds", "What routing adds to a request", ["step"], FAST_BUCKETS)
         self.predicted_hits = m.counter("prefix_hit_tokens_predicted", "Cached prompt tokens that routing expected")

@@ -90,7 +90,9 @@ class RecentTimelines:
         bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
         if bare in self._by_id:
             return self._by_id[bare]
-        return next((t for t in reversed(self._by_id.values()) if t.client_id == request_id), None)
+        names = (bare, request_id)
+        found = (t for t in reversed(self._by_id.values()) if t.facts.get("answer_id") == bare or t.client_id in names)
+        return next(found, None)
 
 
 class AttemptTrace:

@@ -12,6 +12,7 @@ decodes a window per token.
 from __future__ import annotations
 
 import codecs
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,13 +50,16 @@ class OutputParserConfig:
 class OutputParser:
     """Splits the text of one choice into reasoning, tool calls and content."""
 
-    def __init__(self, config: OutputParserConfig) -> None:
+    def __init__(self, config: OutputParserConfig, id_source: random.Random | None = None) -> None:
+        """`id_source` gives the ids of calls; None: the system does."""
         self._config = config
         reasoning, tools = config.reasoning_format, config.tool_format
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning, config.initial_section)
         self._tools = (
             None if tools is None else tools.new_parser(config.function_names, config.max_calls, config.schemas)
         )
+        if self._tools is not None and id_source is not None:
+            self._tools.draw_ids_from(id_source)
         self.reasoning_tokens = 0  # tokens of the reasoning section, its markers included
         self._header_tokens = 0  #: Tokens of a message's header in an AnswerFormat, until its channel is known.
 
@@ -273,15 +277,16 @@ class ChoiceOutput:
         parser_config: OutputParserConfig | None = None,
         include_stop: bool = False,
         min_tokens: int = 0,
+        id_source: random.Random | None = None,
     ) -> None:
         """`parser_config` None: all text is content. `include_stop`: a stop string is part of the text.
 
-        A stop string that is completed before `min_tokens` tokens is content.
+        A stop string that is completed before `min_tokens` tokens is content. `id_source` gives the ids of calls.
         """
         self._min_tokens = min_tokens
         kept_ids = parser_config.kept_special_ids if parser_config else frozenset[int]()
         self._detokenizer = make_detokenizer(tokenizer, kept_ids)
-        self._parser = OutputParser(parser_config) if parser_config else None
+        self._parser = OutputParser(parser_config, id_source) if parser_config else None
         self._scanner = StopStringScanner(stops, include=include_stop)
         self._logprobs = logprobs
         #: Pieces hold text and nothing else: no stop strings, no log-probabilities and no parser.

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.model.generation import end_token_ids, read_json
 from gateway.text.control_tokens import ChatPrompt, ControlTokens
 
@@ -59,7 +59,7 @@ class TextTokenizer:
         try:
             raw: Any = Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises nothing narrower
-            raise ConfigError(f"model: {path} is not a tokenizer: {e}", field="model") from e
+            raise ConfigError(f"model: {path} is not a tokenizer: {describe(e)}", field="model") from e
         raw.no_truncation()
         raw.no_padding()
         self.raw = raw  # the tokenizer of the `tokenizers` library

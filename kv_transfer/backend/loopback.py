@@ -177,6 +177,15 @@ class LoopbackBackend:
     def remove_peer(self, peer: str) -> None:
         self._notified_peers.discard(peer)
 
+    def staging_metadata(self) -> bytes:
+        return b""
+
+    def connect_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
+    def accept_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
     def _require(self, peer: str, metadata: bytes) -> None:
         if metadata != peer.encode():
             raise TransferFailed(f"the metadata belongs to {metadata!r}, not to {peer}")

@@ -19,42 +19,35 @@ import importlib.util
 import itertools
 import logging
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from common.errors import TransferFailed
+from common.errors import TransferFailed, describe, first_line
 from kv_transfer.backend.interface import Notification, Transport, WriteState
-from kv_transfer.memory import MemoryKind, PeerMemory, PoolMemory
+from kv_transfer.backend.ucx_log import UcxLog
+from kv_transfer.memory import PeerMemory, PoolMemory
 
 _log = logging.getLogger(__name__)
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
-_STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
-NAME_CHARS = 31  # UCX cuts the agent's name to this length
-LAST_CONNECTIONS_S = 0.05  # a connection takes some milliseconds
-
-_LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
-_HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
-#: "remote memory write by ucp_put* from host memory to cuda": the local memory comes first.
-_WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w+)")
-_ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
-_WARNING = re.compile(r"\b(?:ERROR|WARN|FATAL)\b")
-_UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: Transport -> marks in a configuration; the first mark counts.
-_MARKS = {
-    "cuda_ipc": ("cuda_ipc",),
-    "cuda": ("gdr_copy", "cuda_copy"),
-    "cma": ("cma/",),
-    "shm": ("xpmem/", "posix/", "sysv/", "knem/"),
-    "rdma": ("rc_", "dc_", "ud_", "srd/"),
-    "tcp": ("tcp/",),
+_STATUS_WORDS = {
+    "NIXL_ERR_REMOTE_DISCONNECT": "the peer ended the connection",
+    "NIXL_ERR_BACKEND": "the transport failed",
+    "NIXL_ERR_CANCELED": "the transport was cancelled",
+    "NIXL_ERR_NOT_FOUND": "NIXL does not know the peer",
+    "NIXL_ERR_NOT_ALLOWED": "NIXL does not allow it",
+    "NIXL_ERR_INVALID_PARAM": "NIXL refuses the arguments",
+    "NIXL_ERR_MISMATCH": "the memory is not registered",
 }
+_STATES = {"DONE": WriteState.DONE, "PROC": WriteState.PENDING}
+LAST_CONNECTIONS_S = 0.05  # a connection takes some milliseconds
+#: A TCP connection ends when the peer's kernel acknowledges nothing for this long. Linux waits 15 minutes for data on a
+#: connection that a firewall dropped, and a connection cannot be made again while a write to the peer is pending.
+TCP_SILENCE_S = 10
 
 
 @dataclass(slots=True)
@@ -74,6 +67,7 @@ class _NixlAgent:
     blocks: Any
     peers: dict[str, Any] = field(default_factory=dict)  # Block lists of connected peers
     notified_peers: dict[str, bytes] = field(default_factory=dict)  # Peers of add_peer, with their metadata
+    loaded: dict[str, bytes] = field(default_factory=dict)  # Peers that NIXL knows, with the metadata it got
 
 
 class NixlBackend:
@@ -88,12 +82,22 @@ class NixlBackend:
         self._ucx_log: UcxLog | None = None
 
     def start(self, name: str, memory: PoolMemory) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # it writes text to stderr; its failures are exceptions here
         if self._net_devices is not None:
             os.environ["UCX_NET_DEVICES"] = self._net_devices
         if memory.kind == "VRAM":
             set_primary_context(memory.device)
+        os.environ.setdefault("UCX_TCP_USER_TIMEOUT", f"{TCP_SILENCE_S}s")
         self._ucx_log = UcxLog.open()
+        try:
+            nixl, registered, blocks = self._make_agent(name, memory)
+        except TransferFailed:
+            self._close_log()
+            raise
+        self._name, self._agent = name, _NixlAgent(nixl, memory, registered, blocks)
+
+    def _make_agent(self, name: str, memory: PoolMemory) -> tuple[Any, Any, Any]:
+        """Returns an agent, its registered pool and the list of its blocks. Raises TransferFailed."""
         api = nixl_api()
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
         config = api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync, backends=["UCX"])
@@ -103,37 +107,52 @@ class NixlBackend:
             registered = nixl.register_memory([(memory.base, size, memory.device, "")], memory.kind)
             blocks = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", _descriptor_row(memory), memory.kind)
         except Exception as e:  # NIXL's exceptions have no common base class
-            raise TransferFailed(f"NIXL agent {name} cannot start: {e}") from e
-        self._name, self._agent = name, _NixlAgent(nixl, memory, registered, blocks)
+            more = "; NIXL says more with NIXL_LOG_LEVEL=WARN"
+            raise TransferFailed(f"NIXL agent {name} cannot start: {_reason(e)}{more}") from e
+        return nixl, registered, blocks
 
     def metadata(self) -> bytes:
         return bytes(self._started.nixl.get_agent_metadata())
 
     def connect(self, peer: str, metadata: bytes, memory: PeerMemory) -> None:
         agent = self._started
-        if (known := agent.notified_peers.get(peer)) != metadata:  # NIXL accepts an agent only once
-            self.remove_peer(peer)
-            self._load(peer, metadata)
-            if known is not None:
-                agent.notified_peers[peer] = metadata
+        self._load(peer, metadata)
+        if peer in agent.notified_peers:
+            agent.notified_peers[peer] = metadata
         try:
             agent.peers[peer] = agent.nixl.prep_xfer_dlist(peer, _descriptor_row(memory), memory.kind)
         except Exception as e:
             if peer not in agent.notified_peers:
-                agent.nixl.remove_remote_agent(peer)
-            raise TransferFailed(f"the pool of {peer} is not in its metadata: {e}") from e
+                self._unload(peer)
+            raise TransferFailed(f"the pool of {peer} is not in its metadata: {_reason(e)}") from e
 
     def _load(self, peer: str, metadata: bytes) -> None:
-        nixl = self._started.nixl
+        """Makes NIXL know the peer. NIXL accepts an agent only once, so other metadata replaces the former."""
+        agent = self._started
+        if agent.loaded.get(peer) == metadata:
+            return
+        self._unload(peer)
         try:
-            loaded = nixl.add_remote_agent(metadata)
+            loaded = agent.nixl.add_remote_agent(metadata)
         except Exception as e:
-            raise TransferFailed(f"NIXL refused the metadata of {peer}: {e}") from e
+            self._log_warnings()
+            raise TransferFailed(f"NIXL refused the metadata of {peer}: {_reason(e)}") from e
         name = loaded.decode() if isinstance(loaded, bytes) else loaded
         if name != peer:
-            if name not in self._started.peers and name not in self._started.notified_peers:
-                nixl.remove_remote_agent(name)
+            if name not in agent.loaded:
+                agent.nixl.remove_remote_agent(name)
             raise TransferFailed(f"the metadata belongs to {name}, not to {peer}")
+        agent.loaded[peer] = metadata
+
+    def _unload(self, peer: str) -> None:
+        """Makes NIXL forget the peer, with its connection."""
+        agent = self._started
+        if agent.loaded.pop(peer, None) is None:
+            return
+        try:
+            agent.nixl.remove_remote_agent(peer)
+        except Exception as e:
+            _log.warning("agent %s could not be removed: %s", peer, _reason(e))
 
     def disconnect(self, peer: str) -> None:
         agent = self._started
@@ -142,28 +161,29 @@ class NixlBackend:
             return
         try:
             connected.release()
-            agent.nixl.remove_remote_agent(peer)
-            if peer in agent.notified_peers:  # remove_remote_agent ended notifications too
-                self._load(peer, agent.notified_peers[peer])
         except Exception as e:
-            agent.notified_peers.pop(peer, None)
-            _log.warning("agent %s could not be removed: %s", peer, e)
+            _log.warning("the blocks of agent %s could not be released: %s", peer, _reason(e))
+        self._unload(peer)  # `notify` loads it again: the peer may be dead, and NIXL reports a dead peer's metadata
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
         agent = self._started
-        if peer not in agent.peers and agent.notified_peers.get(peer) != metadata:
-            self.remove_peer(peer)
+        if peer not in agent.peers:
             self._load(peer, metadata)
         agent.notified_peers[peer] = metadata
 
     def remove_peer(self, peer: str) -> None:
         agent = self._started
-        if agent.notified_peers.pop(peer, None) is None or peer in agent.peers:
-            return
-        try:
-            agent.nixl.remove_remote_agent(peer)
-        except Exception as e:
-            _log.warning("agent %s could not be removed: %s", peer, e)
+        if agent.notified_peers.pop(peer, None) is not None and peer not in agent.peers:
+            self._unload(peer)
+
+    def staging_metadata(self) -> bytes:
+        return b""
+
+    def connect_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
+    def accept_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
 
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         agent, number = self._started, next(self._numbers)
@@ -181,12 +201,15 @@ class NixlBackend:
         return number
 
     def notify(self, peer: str, payload: bytes) -> None:
-        if peer not in self._started.peers and peer not in self._started.notified_peers:
+        agent = self._started
+        if peer in agent.notified_peers and peer not in agent.peers:
+            self._load(peer, agent.notified_peers[peer])
+        if peer not in agent.loaded:
             raise TransferFailed(f"agent {peer} is not connected")
         try:
-            self._started.nixl.send_notif(peer, payload)
+            agent.nixl.send_notif(peer, payload)
         except Exception as e:
-            raise TransferFailed(f"{type(e).__name__}: {e}") from e
+            raise TransferFailed(_reason(e)) from e
 
     def poll(self, handle: int) -> WriteState:
         write = self._writes[handle]
@@ -207,7 +230,7 @@ class NixlBackend:
             try:
                 write.handle.release()
             except Exception as e:
-                _log.warning("a terminal handle could not be released: %s", e)
+                _log.warning("a terminal handle could not be released: %s", _reason(e))
 
     def notifications(self) -> list[Notification]:
         arrived = self._started.nixl.get_new_notifs()
@@ -233,6 +256,12 @@ class NixlBackend:
         agent, self._agent = self._agent, None
         if agent is None:
             return
+        try:
+            self._close_agent(agent)
+        finally:
+            self._close_log()
+
+    def _close_agent(self, agent: _NixlAgent) -> None:
         if any(write.state is WriteState.PENDING for write in self._writes.values()):
             # An active handle must not be released, and its agent and buffers must outlive it: leak them on purpose.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((agent, self._writes)))
@@ -242,7 +271,7 @@ class NixlBackend:
         _let_peers_connect(agent.nixl)
         for blocks in agent.peers.values():
             blocks.release()
-        for peer in {*agent.peers, *agent.notified_peers}:
+        for peer in agent.loaded:
             agent.nixl.remove_remote_agent(peer)
         agent.blocks.release()
         agent.nixl.deregister_memory(agent.registered)
@@ -257,9 +286,17 @@ class NixlBackend:
         write.error = "" if state in _STATES else f"NIXL reports {state}"
 
     def _set_failed(self, write: _NixlTransfer, error: Exception) -> None:
-        write.state, write.error = WriteState.FAILED, f"{type(error).__name__}: {error}"
-        for line in self._ucx_log.new_warnings() if self._ucx_log is not None else ():
-            _log.warning("UCX: %s", line)
+        write.state, write.error = WriteState.FAILED, _reason(error)
+        self._log_warnings()
+
+    def _log_warnings(self) -> None:
+        if self._ucx_log is not None:
+            self._ucx_log.report()
+
+    def _close_log(self) -> None:
+        ucx_log, self._ucx_log = self._ucx_log, None
+        if ucx_log is not None:
+            ucx_log.close()
 
 
 def _let_peers_connect(nixl: Any) -> None:
@@ -283,8 +320,15 @@ def nixl_api() -> Any:
             try:
                 return importlib.import_module(module)
             except ImportError as e:
-                _log.warning("%s is installed but does not load: %s", module, e)
+                _log.warning("%s is installed but does not load: %s", module, describe(e))
     raise TransferFailed("NIXL is not installed; install nixl-cu13")
+
+
+def _reason(error: Exception) -> str:
+    """Returns why NIXL failed, in words, with its status."""
+    text = first_line(error)
+    words = next((words for status, words in _STATUS_WORDS.items() if status in text), "")
+    return f"{words} ({text})" if words else f"NIXL reports {text}" if text else describe(error)
 
 
 def _descriptor_row(memory: PoolMemory | PeerMemory) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -298,7 +342,7 @@ def set_primary_context(device: int) -> None:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as e:
-        raise TransferFailed(f"the KV pool is on a GPU, but the CUDA driver does not load: {e}") from e
+        raise TransferFailed(f"the KV pool is on a GPU, but the CUDA driver does not load: {describe(e)}") from e
     number, context = ctypes.c_int(), ctypes.c_void_p()
     calls: dict[str, tuple[Any, ...]] = {
         "cuInit": (0,),
@@ -309,93 +353,3 @@ def set_primary_context(device: int) -> None:
     for name, arguments in calls.items():
         if (result := getattr(cuda, name)(*arguments)) != 0:
             raise TransferFailed(f"{name} of GPU {device} failed with CUDA error {result}")
-
-
-class UcxLog:
-    """The UCX log of this process as a readable file: the transport that UCX chose.
-
-    With UCX_PROTO_INFO=y UCX prints a table per endpoint configuration. The head has the first NAME_CHARS characters of
-    the agent's name and the purpose of the table, beside or below it. Tables of writes from host memory occur even
-    where all our writes are from a GPU. UCX reads both settings when the library loads, so open() must run before the
-    first agent of the process. A foreign UCX_LOG_FILE or UCX_PROTO_INFO is kept, and then nothing is known.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-
-    @classmethod
-    def open(cls) -> Self | None:
-        """Sends the UCX log of this process to an anonymous file. None if the environment has other settings."""
-        mine = f"/proc/{os.getpid()}/fd/"
-        path = os.environ.get("UCX_LOG_FILE", "")
-        if path.startswith(mine):
-            return cls(Path(path))
-        if path and not path.startswith("/proc/"):
-            return None
-        if os.environ.setdefault("UCX_PROTO_INFO", "y") != "y":
-            return None
-        path = f"{mine}{os.memfd_create('ucx-log')}"  # never closed: UCX writes to it until the process ends
-        os.environ["UCX_LOG_FILE"] = path
-        return cls(Path(path))
-
-    def transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
-        """Returns the transport of `agent`'s writes of block_bytes bytes from this kind of memory.
-
-        same_host: to peers on this host, else on other hosts. None unless all their configurations name the same one.
-        """
-        _flush()
-        log = self._path.read_text(errors="replace")
-        names = parse_transports(log, agent, block_bytes, kind, same_host=same_host)
-        if len(names) == 1:
-            return names.pop()
-        found = (names or "nothing", kind, agent, log[-4000:])
-        _log.warning("UCX names %s for writes of %s memory by %s; its tables: %s", *found)
-        return None
-
-    def new_warnings(self) -> list[str]:
-        """Returns the warnings and errors since the last call. They are only in the file."""
-        _flush()
-        with self._path.open(errors="replace") as log:
-            log.seek(self._read)
-            lines = log.readlines()
-            self._read = log.tell()
-        return [line.strip() for line in lines if _WARNING.search(line)]
-
-
-def _flush() -> None:
-    """Flushes the buffers of the C library, through which UCX writes."""
-    ctypes.CDLL(None).fflush(None)
-
-
-def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:
-    """Returns the transports in the tables of `log` for `agent`'s writes of block_bytes bytes from this kind of memory.
-
-    Tables for peers on this host (or other hosts) count first, then those for any peer, then those for the agent.
-    """
-    memory = "host" if kind == "DRAM" else "cuda"
-    peer_place = "intra-node" if same_host else "inter-node"
-    tables: list[tuple[str, str]] = []  # place of the peer, transport for this size
-    where, inside = "", False
-    for raw in log.splitlines():
-        line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()
-        if head := _HEAD.match(line):
-            where, inside = (head["where"] if head["agent"] == agent[:NAME_CHARS] else ""), False
-            line = head["rest"]
-        if write := _WRITE.match(line):
-            inside = bool(where) and write["own"] == memory
-            if inside:
-                tables.append((where, ""))
-        elif inside and (row := _ROW.match(line)) and int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
-            tables[-1] = (where, _name(row["config"]))
-    named = [(where, name) for where, name in tables if name]
-    return (
-        {name for where, name in named if where == peer_place}
-        or {name for where, name in named if where != "self"}
-        or {name for _, name in named}
-    )
-
-
-def _name(config: str) -> str:
-    found = (name for name, marks in _MARKS.items() if any(mark in config for mark in marks))
-    return next(found, config.partition("/")[0])

@@ -282,6 +282,15 @@ class ShardedBackend:
     def remove_peer(self, peer: str) -> None:
         self._own.remove_peer(peer)
 
+    def staging_metadata(self) -> bytes:
+        return b""
+
+    def connect_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
+    def accept_staged(self, peer: str, metadata: bytes) -> None:
+        raise TransferFailed("this pod does not stage KV in host memory")
+
     def _on_all_ranks(self, act: Callable[[], None]) -> list[RankMessage]:
         """Runs `act` for rank 0 and returns the responses of the other ranks to the request sent before.
 

@@ -5,7 +5,10 @@
 Connections are made on first use, one attempt per address at a time, and kept until they break. A connection belongs to
 one generation of a pod. It breaks when a write fails, when the peer's process ends or when another generation answers;
 the next transfer then repeats the handshake. The agent of a broken connection is forgotten once no write to it is
-pending.
+pending. `pair_prober.py` sends a block over each connection that had no traffic for a while.
+
+A failed attempt is remembered as the trouble of its pair until an attempt succeeds. Info shows troubles, and gateways
+do not use a pair that has one.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from common.errors import BatonError, DeadlineExceeded, InvalidRequest, LayoutMismatch, TransferFailed, Unavailable
+from common.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    TransferFailed,
+    Unavailable,
+    describe,
+)
 from common.pb import transfer_pb2
 from common.process.lifecycle import host_boot_id
 from common.wire import layout_from_pb, role_from_pb
@@ -39,12 +50,16 @@ HANDSHAKE_S = 10.0
 LAST_ATTEMPTS_S = 0.5  # of a pod that stops
 UNREACHABLE_S = 3.0
 PROBE_WRITE_S = 10.0  # UCX connects lazily: the first write can take seconds
+PROBE_CALL_S = 5.0  # of a connection that passed before
 PROBE_TRIES = 8
 #: Max bytes of the write that measures the rate. On a GPU it takes long enough that the time between polls is little.
 PROBE_BURST_BYTES: dict[MemoryKind, int] = {"DRAM": 8 << 20, "VRAM": 256 << 20}
 PROBE_BURST_BLOCKS = 128
 NONCE_BYTES = 16
+RANDOM_BYTES = 64 << 10  # A probe block repeats so many random bytes
 PROCESS_CHECK_S = 0.1
+MAX_TROUBLES = 1024
+PAIR_RETRY_S = 1.0  # Wait before a pair in trouble is tried again
 _LISTEN = "0A"  # State of a socket in /proc/net/tcp
 T = TypeVar("T")
 
@@ -130,6 +145,11 @@ class PeerConnection:
     transport: str = ""
     transport_source: str = ""
     gb_s: float = 0.0  # Rate of the probe in 1e9 bytes per second
+    #: The last block went through at this time of the connector's clock. Any thread sets it.
+    block_at: float = 0.0
+    #: Why the last probe has not passed; "" if it has. The event loop sets it, any thread reads it.
+    trouble: str = ""
+    probe_at: float = 0.0  # The next probe is not before this time
     # The transfer thread owns the fields below.
     broken: bool = False  # No new transfer may use the connection
     process_ended: bool = False  # The peer's process is proven to have ended. The sender ends its transfers then.
@@ -137,13 +157,31 @@ class PeerConnection:
     missed_acks: int = 0  # Commit notifications in a row that were not acknowledged in time
     notifications_resume_at: float = 0.0  # No commit notification is sent before this time
 
-    @property
-    def stats(self) -> PeerStats:
-        return PeerStats(self.pod, self.generation, self.address, self.transport, self.transport_source, self.gb_s)
+    def stats(self, now: float) -> PeerStats:
+        who = (self.pod, self.generation, self.address)
+        age_s = max(0.0, now - self.block_at)
+        return PeerStats(*who, self.transport, self.transport_source, self.gb_s, age_s, self.trouble)
 
     def close_watch(self) -> None:
         if self.watch is not None:
             self.watch.close()
+
+
+@dataclass(slots=True)
+class PairTrouble:
+    """Why this pod has no connection to a peer."""
+
+    pod: str
+    generation: int  # Generation that was wanted; 0 for any
+    address: str
+    why: str
+    since: float
+    retry_at: float  # The prober tries again at this time
+    tries: int = 0
+
+    @property
+    def stats(self) -> PeerStats:
+        return PeerStats(self.pod, self.generation, self.address, "", "", 0.0, None, self.why)
 
 
 @dataclass(eq=False)
@@ -163,14 +201,25 @@ class PeerConnector:
         self._attached: list[PeerConnection] = []  # Connections that the backend knows. Owned by the transfer thread.
         self._probe_lock = asyncio.Lock()  # Guards this pod's probe block
         self._next_process_check = 0.0
+        self.troubles: dict[str, PairTrouble] = {}  # By pod: the pairs whose last attempt failed
 
     @property
     def connecting(self) -> bool:
         """A handshake or probe is under way."""
         return bool(self._attempts)
 
+    def live(self) -> list[PeerConnection]:
+        """Returns the connections that new transfers may use. Any thread."""
+        return [connection for connection in list(self._connections.values()) if not connection.broken]
+
     def stats(self) -> tuple[PeerStats, ...]:
-        return tuple(c.stats for c in list(self._connections.values()) if not c.broken)
+        """Returns the live connections. Any thread."""
+        now = self.clock()
+        return tuple(connection.stats(now) for connection in self.live())
+
+    def pair_stats(self) -> tuple[PeerStats, ...]:
+        """Returns the live connections and the pairs in trouble, which come last. Any thread."""
+        return (*self.stats(), *(trouble.stats for trouble in list(self.troubles.values())))
 
     async def connect(self, address: str, pod: str, timeout_s: float, generation: int | None = None) -> PeerConnection:
         """Returns a connection to `pod` that passed its probe, to `generation` if given.
@@ -186,7 +235,8 @@ class PeerConnector:
             attempt = self._attempts.get((address, pod))
             if attempt is None:
                 attempt = self._attempts[address, pod] = asyncio.create_task(self._establish(address, pod))
-                attempt.add_done_callback(lambda task: self._on_connected(address, pod, task))
+                wanted = (address, pod, generation or 0)
+                attempt.add_done_callback(lambda task: self._on_connected(*wanted, task))
             try:
                 connection = await asyncio.wait_for(asyncio.shield(attempt), timeout_s)
             except TimeoutError as e:
@@ -194,16 +244,38 @@ class PeerConnector:
             except BatonError:
                 raise
             except Exception as e:
-                raise TransferFailed(f"connecting to {address} failed: {type(e).__name__}: {e}") from e
+                raise TransferFailed(f"connecting to {address} failed: {describe(e)}") from e
         if generation is not None and connection.generation != generation:
             found = f"{connection.pod} has generation {connection.generation}"
             raise TransferFailed(f"{found}, the transfer needs {generation}")
         return connection
 
-    def _on_connected(self, address: str, pod: str, task: asyncio.Task[PeerConnection]) -> None:
+    def _on_connected(self, address: str, pod: str, generation: int, task: asyncio.Task[PeerConnection]) -> None:
         del self._attempts[address, pod]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("no connection to %s at %s: %s", pod, address, error)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is None:
+            self.troubles.pop(pod, None)
+        else:
+            self.record_trouble(address, pod, generation, describe(error))
+
+    def record_trouble(self, address: str, pod: str, generation: int, why: str) -> None:
+        """Records why `pod` cannot be reached. Logs a new cause."""
+        now, known = self.clock(), self.troubles.pop(pod, None)
+        if known is None or known.why != why:
+            _log.warning("no connection to %s at %s: %s", pod, address, why)
+        if known is None or (known.generation, known.address) != (generation, address):
+            known = PairTrouble(pod, generation, address, why, now, now + PAIR_RETRY_S)
+        known.why = why
+        self.troubles[pod] = known
+        if len(self.troubles) > MAX_TROUBLES:
+            del self.troubles[next(iter(self.troubles))]
+
+    def break_connection(self, connection: PeerConnection, why: str) -> None:
+        """Ends the use of a connection whose probe failed. The next attempt makes another one."""
+        connection.trouble = why
+        self.thread.submit(partial(setattr, connection, "broken", True))
+        self.record_trouble(connection.address, connection.pod, connection.generation, why)
 
     async def _establish(self, address: str, pod: str) -> PeerConnection:
         mine = self.info()
@@ -214,7 +286,11 @@ class PeerConnector:
         connection = await asyncio.to_thread(_describe, address, answer)
         try:
             await self._attach(connection)
-            await self._probe(connection)
+            try:
+                await self.probe(connection)
+            except (TransferFailed, Unavailable) as error:
+                await self._stage(connection, mine, error)
+                await self.probe(connection)
         except BaseException:
             self.thread.submit(lambda: self._discard(connection))
             raise
@@ -242,6 +318,24 @@ class PeerConnector:
                     raise
                 await asyncio.sleep(0.1)
 
+    async def _stage(
+        self, connection: PeerConnection, mine: transfer_pb2.InfoResponse, error: TransferFailed | Unavailable
+    ) -> None:
+        """Makes writes over the connection go through host memory. Raises `error`, of direct writes, if it cannot."""
+        found = await self.rpc.info(connection.address, HANDSHAKE_S)  # before memory is allocated for a dead peer
+        alive = (found.pod, found.generation) == (connection.pod, connection.generation)
+        staging = await self.thread.run(self.thread.backend.staging_metadata) if alive else b""
+        if not staging:
+            raise error
+        metadata = await self.thread.run(self.thread.backend.metadata)
+        request = transfer_pb2.HandshakeRequest(info=mine, agent_metadata=metadata, staging=staging)
+        to, response = (connection.address, connection.pod), transfer_pb2.HandshakeResponse
+        answer = await self.rpc.call(*to, "Handshake", request, response, HANDSHAKE_S)
+        if not answer.staging or answer.info.generation != connection.generation:
+            raise error
+        _log.info("KV to %s goes through host memory: %s", connection.pod, error.message)
+        await self.thread.run(partial(self.thread.backend.connect_staged, connection.agent, answer.staging))
+
     async def _attach(self, connection: PeerConnection) -> None:
         """Connects the backend to the new agent, after the former connection to this address is marked as broken."""
         former = self._connections.pop(connection.address, None)
@@ -264,40 +358,52 @@ class PeerConnector:
             await asyncio.sleep(0.02)
         raise Unavailable(f"writes over the former connection to {connection.pod} have not ended within 1 s")
 
-    async def _probe(self, connection: PeerConnection) -> None:
-        """Writes random blocks until the peer confirms one, and measures the rate. Raises TransferFailed, Unavailable.
+    async def probe(self, connection: PeerConnection, *, keep_alive: bool = False) -> None:
+        """Writes random blocks until the peer confirms one. Raises TransferFailed, Unavailable, DeadlineExceeded.
+
+        The first probe of a connection measures rate and transport. A `keep_alive` probe is one block. Its first write
+        has no time limit, because a write that is on its way cannot be recalled; the caller stops waiting.
 
         Several pods may share the peer's probe block, so a mismatch is retried. One probe at a time uses this pod's
         probe block. The first write is outside the lock, so a peer that accepts no writes does not delay the others.
         """
         memory, info = self.memory, self.info()
-        burst = max(1, min(PROBE_BURST_BLOCKS, PROBE_BURST_BYTES[memory.kind] // memory.block_bytes))
-        await self._time_probe_writes(connection, 1)
+        most = 1 if keep_alive else min(PROBE_BURST_BLOCKS, PROBE_BURST_BYTES[memory.kind] // memory.block_bytes)
+        burst = max(1, most)
+        await self._time_probe_writes(connection, 1, None if keep_alive else PROBE_WRITE_S)
         for attempt in range(PROBE_TRIES):
             if attempt:
                 await asyncio.sleep(random.uniform(0.02, 0.1) * attempt)
             async with self._probe_lock:
                 nonce = os.urandom(NONCE_BYTES)
-                data = nonce + os.urandom(memory.block_bytes - NONCE_BYTES)
+                data = _probe_block(nonce, memory.block_bytes)
                 await self.thread.run(partial(memory.write_block, memory.probe_block, data))
-                seconds = await self._time_probe_writes(connection, burst)
+                seconds = await self._time_probe_writes(connection, burst, PROBE_WRITE_S)
                 proof = {"nonce": nonce, "digest": probe_digest(nonce, data)}
                 request = transfer_pb2.ProbeRequest(pod=info.pod, generation=info.generation, **proof)
+                request.keep_alive = keep_alive
                 to, response = (connection.address, connection.pod), transfer_pb2.ProbeResponse
-                answer = await self.rpc.call(*to, "Probe", request, response, HANDSHAKE_S)
+                limit_s = PROBE_CALL_S if keep_alive else HANDSHAKE_S
+                answer = await self.rpc.call(*to, "Probe", request, response, limit_s)
             if answer.intact:
                 break
         else:
             raise TransferFailed(f"the probe block did not arrive intact on {connection.pod} in {PROBE_TRIES} tries")
+        if not keep_alive:
+            await self._measure(connection, burst * memory.block_bytes / max(seconds, 1e-9) / 1e9)
+        connection.block_at = self.clock()
+
+    async def _measure(self, connection: PeerConnection, gb_s: float) -> None:
+        """Sets rate and transport of a connection. Raises TransferFailed for a transport that is not allowed."""
         transport_of = partial(self.thread.backend.transport, connection.agent, same_host=connection.same_host)
         transport = await self.thread.run(transport_of)
-        connection.gb_s = burst * memory.block_bytes / max(seconds, 1e-9) / 1e9
+        connection.gb_s = gb_s
         connection.transport, connection.transport_source = transport.name, transport.source
-        if memory.kind == "VRAM" and transport.name in TCP_OR_UNKNOWN and not self.allow_tcp:
+        if self.memory.kind == "VRAM" and transport.name in TCP_OR_UNKNOWN and not self.allow_tcp:
             by = "TCP" if transport.name == "tcp" else "an unknown transport"
             raise TransferFailed(f"KV in GPU memory would travel to {connection.pod} over {by}; allow_tcp permits that")
 
-    async def _time_probe_writes(self, connection: PeerConnection, count: int) -> float:
+    async def _time_probe_writes(self, connection: PeerConnection, count: int, limit_s: float | None) -> float:
         """Times one write of `count` copies of the probe block, in seconds. Raises TransferFailed, Unavailable."""
         ended: Future[float] = Future()
         mine, theirs = [self.memory.probe_block] * count, [connection.probe_block] * count
@@ -319,9 +425,9 @@ class PeerConnector:
 
         self.thread.submit(post)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(ended), PROBE_WRITE_S)
+            return await asyncio.wait_for(asyncio.wrap_future(ended), limit_s)
         except TimeoutError as e:
-            raise Unavailable(f"a probe write to {connection.pod} did not end within {PROBE_WRITE_S:g} s") from e
+            raise Unavailable(f"a probe write to {connection.pod} did not end within {limit_s:g} s") from e
 
     async def close(self) -> None:
         """Waits for the attempts, then cancels them: a peer may be connecting to us."""
@@ -379,6 +485,12 @@ def _describe(address: str, answer: transfer_pb2.HandshakeResponse) -> PeerConne
         watch=watch_process(info.pid, info.boot_id, address),
         accepts_commit_notifications=answer.notes,
     )
+
+
+def _probe_block(nonce: bytes, block_bytes: int) -> bytes:
+    """Returns a block that begins with the nonce and repeats RANDOM_BYTES random bytes."""
+    piece = os.urandom(min(block_bytes, RANDOM_BYTES))
+    return (nonce + piece * (1 + block_bytes // len(piece)))[:block_bytes]
 
 
 def probe_digest(nonce: bytes, block: bytes) -> bytes:

@@ -88,7 +88,7 @@ class PairTrafficTable:
             return pair
 
     def stats(self, peers: tuple[PeerStats, ...]) -> tuple[transfer_pb2.Pair, ...]:
-        """Returns every pod with traffic or in `peers` (the connected pods), sorted by name."""
+        """Returns every pod with traffic or in `peers`, sorted by name. The last entry of a pod in `peers` counts."""
         connected = {peer.pod: peer for peer in peers}
         with self._lock:
             pairs = dict(self._pairs)

@@ -154,7 +154,9 @@ class ReceiverMachine:
         return self._complete()
 
     def _complete(self) -> list[ReceiverAction]:
-        if self.missing or self._commit is None or self._checking:
+        if self._commit is None or self._checking:
+            return []
+        if self.missing:
             return []
         if self._commit.checksums:
             self._checking = True
@@ -196,7 +198,9 @@ class ReceiverMachine:
             return []
         if not self._is_writer(generation):
             return self.drain_failed(now)
-        return self._free(list(self.missing)) if clean else self.writer_ended(now)
+        if not clean:
+            return self.writer_ended(now)
+        return self._free(list(self.missing))
 
     def drain_failed(self, now: float) -> list[ReceiverAction]:
         """Schedules another Drain, because the writer did not answer or another generation did."""

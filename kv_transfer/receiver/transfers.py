@@ -171,6 +171,17 @@ class TransferReceiver:
         self._notification_peers.add(agent)
         return True
 
+    def accept_staged(self, agent: str, metadata: bytes) -> bytes:
+        """Accepts writes of this peer through host memory. Returns a description of this pod's area; empty: refused."""
+        try:
+            staging = self.thread.backend.staging_metadata()
+            if staging:
+                self.thread.backend.accept_staged(agent, metadata)
+        except TransferFailed as e:
+            _log.warning("%s cannot write through host memory: %s", agent, e.message)
+            return b""
+        return staging
+
     def remove_peer(self, agent: str) -> None:
         """Sends no more notifications to this writer."""
         if agent in self._notification_peers:
@@ -286,11 +297,12 @@ class TransferReceiver:
             replaced = not drained and await self.rpc.is_replaced(writer, DRAIN_CALL_S)
 
             def report(machine: ReceiverMachine, now: float) -> list[ReceiverAction]:
-                if drained and answer is not None:
-                    return machine.drained(answer.generation, answer.clean, now)
                 # A newer generation at the writer's address proves the writer's end, unless the process can be watched.
-                proven = replaced and self.watches.get(writer.agent) is None
-                return machine.writer_ended(now) if proven else machine.drain_failed(now)
+                if replaced and self.watches.get(writer.agent) is None:
+                    return machine.writer_ended(now)
+                if answer is None:
+                    return machine.drain_failed(now)
+                return machine.drained(answer.generation, answer.clean, now)
 
             self.thread.submit(partial(self.update, transfer_id, report))
 

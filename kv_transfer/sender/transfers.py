@@ -13,7 +13,7 @@ from functools import partial
 
 from common.errors import BatonError, Cancelled, InvalidRequest, LayoutMismatch, TransferFailed, UnknownTransfer
 from common.types import FinishReason, KvTarget, TransferId
-from kv_transfer.backend.interface import TCP_OR_UNKNOWN
+from kv_transfer.backend.interface import STAGED, TCP_OR_UNKNOWN
 from kv_transfer.memory import MemoryKind, PinnedBlocks, PoolMemory, release_and_log_errors, release_unless_handed_on
 from kv_transfer.messages import (
     Commit,
@@ -327,7 +327,9 @@ class TransferSender:
             self.sent_blocks += moved
             if error is not None:
                 connection.broken = True
-            transfer.written_at = self.clock()
+            transfer.written_at = now = self.clock()
+            if error is None:
+                connection.block_at = now
             self._apply(transfer, transfer.machine.write_ended(write.number, error, transfer.written_at))
 
         connection.in_flight += 1
@@ -421,7 +423,8 @@ class TransferSender:
         """
         if self.memory.kind == "VRAM":
             return True
-        return transfer.connection is not None and transfer.connection.transport in TCP_OR_UNKNOWN
+        transport = "" if transfer.connection is None else transfer.connection.transport
+        return transport in TCP_OR_UNKNOWN or transport.startswith(STAGED)
 
     def _notify(
         self, connection: PeerConnection, transfer: OutgoingTransfer, notification: TransferNotification

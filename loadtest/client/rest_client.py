@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from common.errors import ConfigError, Unavailable
+from common.errors import ConfigError, Unavailable, describe
 from loadtest.client.base import (
     ABORT_WAIT_S,
     CACHED_PIECES,
@@ -110,7 +110,7 @@ class RestClient:
             try:
                 connection = self._take_idle() or await self._connect()
             except (OSError, TimeoutError) as e:
-                record.fail("connect", str(e) or f"no connection within {CONNECT_S:g} s", time.perf_counter())
+                record.fail("connect", describe(e, limit_s=CONNECT_S), time.perf_counter())
                 return exchange
             stale = connection.reused
             await exchange.run(connection, request, self._timeout_s - (time.perf_counter() - record.sent_s))
@@ -248,7 +248,7 @@ class _WholeAnswer(_RestExchange):
             text = choice["message"]["content"] if "message" in choice else choice["text"]
             self.record.finish = choice["finish_reason"]
         except (ValueError, KeyError, IndexError, TypeError) as e:
-            self.record.fail("protocol", f"not a completion object: {e!r}", at)
+            self.record.fail("protocol", f"not a completion object: {describe(e)}", at)
             return
         self.record.answer = ModelAnswer(text or "")
         self.usage(answer.get("usage") or {})
@@ -270,7 +270,7 @@ class _StreamedAnswer(_RestExchange):
             for event in self._events.feed(data):
                 self._read(event, at)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-            self.record.fail("protocol", f"not an event of a completion: {e!r}", at)
+            self.record.fail("protocol", f"not an event of a completion: {describe(e)}", at)
             self._close()
 
     def answered(self, at: float) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.block_hash import matchable_blocks
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 
 MOONCAKE_BLOCK_SIZE = 512
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -108,7 +108,7 @@ def load_trace(path: Path) -> WorkloadTrace:
         with path.open(encoding="utf-8", newline="") as lines:
             requests = sorted(_read(path, lines), key=lambda r: r.arrival_s)
     except (OSError, UnicodeDecodeError) as e:
-        raise _error(f"{path} cannot be read: {e}") from e
+        raise _error(f"{path} cannot be read: {describe(e)}") from e
     if len(requests) < 2 or requests[0].arrival_s == requests[-1].arrival_s:
         raise _error(f"{path.name} needs two requests at different times")
     start = requests[0].arrival_s

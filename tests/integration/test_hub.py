@@ -194,7 +194,7 @@ def test_a_hub_that_cannot_be_reached_is_named(hub: HubServer, monkeypatch: pyte
     monkeypatch.setattr(file_download, "_DEFAULT_RETRY_ON_EXCEPTIONS", ())  # it would wait some seconds
     _unreachable(monkeypatch)
     said = refusal(NAME)
-    assert f"{constants.ENDPOINT} cannot be reached: ConnectError" in said
+    assert f"{constants.ENDPOINT} cannot be reached: connection refused" in said
     assert f"there is no directory {NAME!r} here" in said
 
 

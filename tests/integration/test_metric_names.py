@@ -255,6 +255,12 @@ def test_the_dashboard_file_is_up_to_date() -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_the_page_of_failures_names_existing_metrics(declared: dict[str, MetricDeclaration]) -> None:
+    named = set(re.findall(r"`(baton_[a-z0-9_]+)`", (ROOT / "docs/failures.md").read_text()))
+    assert len(named) > 20
+    assert named <= set(declared)
+
+
 def test_the_operations_page_names_every_metric_and_every_alert(declared: dict[str, MetricDeclaration]) -> None:
     page = (ROOT / "docs/operations.md").read_text()
     rows = dict(re.findall(r"^\| `(baton_[a-z0-9_]+)` \| ([^|]*) \|", page, re.MULTILINE))

@@ -24,7 +24,7 @@ from tests.rigs.transfer.transfer_pods import NUM_BLOCKS, Cluster, FakePin, hand
 from tests.rigs.waiting import until
 
 
-@pytest_asyncio.fixture(params=["loopback", "nixl"])
+@pytest_asyncio.fixture(params=["loopback", "nixl", "staged", "staged-nixl-shm"])
 async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
     cluster = Cluster(request.param)
     yield cluster

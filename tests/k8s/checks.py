@@ -531,6 +531,12 @@ def certificates(objects: list[Object]) -> Problems:
             yield f"{where}: others can read its key, or its user cannot"
 
 
+def mounted(container: Object, spec: Object, kind: str) -> set[str]:
+    """Returns the paths at which a container mounts volumes of this kind."""
+    names = {volume["name"] for volume in spec.get("volumes", []) if kind in volume}
+    return {mount["mountPath"] for mount in container.get("volumeMounts", []) if mount["name"] in names}
+
+
 def security(objects: list[Object]) -> Problems:
     """No container runs as root, writes to its image, has capabilities or an unused token."""
     for account in of_kind(objects, "ServiceAccount"):
@@ -565,8 +571,10 @@ def security(objects: list[Object]) -> Problems:
                 yield f"{where}/{container['name']}: may gain privileges or write to its image"
             if capabilities.get("drop") != ["ALL"] or not set(capabilities.get("add", [])) <= {"IPC_LOCK"}:
                 yield f"{where}/{container['name']}: has capabilities"
-            if any("hostPath" in volume for volume in spec.get("volumes", [])):
-                yield f"{where}: mounts a path of the host"
+        paths = {volume["hostPath"].get("path") for volume in spec.get("volumes", []) if "hostPath" in volume}
+        staging = settings.staging_dir if isinstance(settings, PodConfig) else None
+        if not paths <= {"/dev/shm"} or (paths and staging not in mounted(main_container(workload), spec, "hostPath")):
+            yield f"{where}: mounts a path of the host"
         mounts = {mount["mountPath"] for mount in main_container(workload).get("volumeMounts", [])}
         if settings is not None and "/tmp" not in mounts:
             yield f"{where}: cannot write anywhere"

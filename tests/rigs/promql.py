@@ -148,6 +148,8 @@ def _call(node: Any, series: Series, at: float) -> Value:
     name = node.func.name
     if name == "vector":
         return {frozenset(): float(node.args[0].val)}
+    if name == "time":
+        return at
     if name == "absent":
         return {} if evaluate(node.args[0], series, at) else {frozenset(): 1.0}
     if name == "histogram_quantile":

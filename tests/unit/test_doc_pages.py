@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), ROOT / "k8s/README.md", ROOT / "tests/README.md"))
-GUIDES = [ROOT / "docs/tuning.md", ROOT / "docs/troubleshooting.md"]
+GUIDES = [ROOT / f"docs/{name}.md" for name in ("tuning", "troubleshooting", "failures")]
 SOURCES = (
     "cli",
     "common",
@@ -74,7 +74,8 @@ def test_flags_exist(page: Path) -> None:
 
 def test_quoted_messages_are_in_the_sources() -> None:
     """A capitalised word, `...` and a number in a quoted message stand for a value."""
-    quoted = re.findall(r"`([a-z]+(?: [^`]+)+)`", (ROOT / "docs/troubleshooting.md").read_text())
+    pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("troubleshooting", "failures"))
+    quoted = re.findall(r"`([a-z]+(?: [^`]+)+)`", pages)
     messages = [text for text in quoted if not text.startswith("baton ")]
     assert len(messages) > 20
     for message in messages:

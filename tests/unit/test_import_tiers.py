@@ -65,6 +65,7 @@ ROOMS = {
     ],
     "pod": [
         "gpu index limits rates requests",
+        "watch",
         "health metrics services",
         "rank worker",
         "runtime",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from cli.stack.certificates import Authority
 from common.errors import ConfigError
 from common.telemetry import Metrics
+from common.tls import CERT_FILE, KEY_FILE
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +108,41 @@ def test_uvicorn_logs_each_event_once_under_its_own_name() -> None:
     (line,) = logged("logging.getLogger('uvicorn.error').info('up %d', 7, extra={'color_message': 'up %d'})")
     assert line.keys() == {"event", "logger", "level", "timestamp"}
     assert (line["event"], line["logger"]) == ("up 7", "uvicorn")
+
+
+#: A TLS server of gRPC gets bytes that are no handshake, which gRPC's core writes to stderr.
+STRANGER = """
+import socket, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from common.logs import setup_logs
+setup_logs("info", "json")
+import grpc
+server = grpc.server(ThreadPoolExecutor(1))
+credentials = grpc.ssl_server_credentials([(Path(KEY).read_bytes(), Path(CERT).read_bytes())])
+port = server.add_secure_port("127.0.0.1:0", credentials)
+server.start()
+with socket.create_connection(("127.0.0.1", port)) as stranger:
+    stranger.sendall(b"no handshake" * 20)
+    while stranger.recv(1000):
+        pass
+time.sleep(0.2)
+server.stop(0)
+"""
+
+
+@pytest.mark.parametrize(("verbosity", "writes"), [(None, False), ("INFO", True)])
+def test_grpc_writes_no_lines_of_its_own_unless_it_is_asked_to(
+    tmp_path: Path, verbosity: str | None, writes: bool
+) -> None:
+    Authority.create().issue(tmp_path, "gateway", "gateway", 1)
+    code = STRANGER.replace("KEY", repr(str(tmp_path / KEY_FILE))).replace("CERT", repr(str(tmp_path / CERT_FILE)))
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    env |= {} if verbosity is None else {"GRPC_VERBOSITY": verbosity}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, env=env)
+    assert ("Handshake failed" in run.stderr) is writes, run.stderr
+    if not writes:
+        assert run.stderr == ""
 
 
 def test_a_traceback_is_part_of_its_line() -> None:

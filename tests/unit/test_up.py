@@ -117,9 +117,12 @@ time.sleep(60)
         await until(lambda: service.state is State.READY)
     finally:
         await supervisor.stop(5.0)
-    assert said[1].startswith("pod ended (SIGKILL), restarting in 0.5 s")
+    ended = re.match(r"pod ended \(SIGKILL\), restarting in 0\.5 s \(pid (\d+) ran for \d+\.\d s\)", said[1])
+    assert ended is not None
     assert said[2] == said[0], "the phases of the new process, not those of the old one again"
-    assert re.fullmatch(r"pod is ready again, \d+\.\d s after its restart", said[3])
+    again = re.fullmatch(r"pod is ready again, \d+\.\d s after its restart \(pid (\d+)\)", said[3])
+    assert again is not None
+    assert again[1] != ended[1], "the pid of the new process"
     assert len(said) == 4
 
 

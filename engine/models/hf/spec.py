@@ -26,7 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from engine.device import out_of_memory_message
 from engine.models.base import ModelShape
 
@@ -73,7 +73,7 @@ def explain_refusal(name: str) -> Iterator[None]:
         elif isinstance(error, KeyError) and TRACE_NAME in first:
             first = "it does not use the attention interface of transformers"
         else:
-            first = f"{type(error).__name__}: {first}"
+            first = describe(error)
         raise ConfigError(f"{name} of transformers is not supported: {first}", field="model") from error
 
 
@@ -85,7 +85,7 @@ def read_hf_config(model_dir: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        first = str(error).strip().split("\n")[0]
+        first = describe(error)
         raise ConfigError(f"transformers cannot read the config.json of {model_dir}: {first}", field="model") from error
     name = next(iter(config.architectures or ()), f"a model of type {config.model_type}")
 

@@ -28,7 +28,7 @@ class MessagesHandler:
         response.headers["request-id"] = request_id
         chat = parse_message(body)
         [choice] = await self._gateway.chat(context, chat)
-        writer = MessageWriter(f"msg_{context.id}", chat.spec.model, request_id)
+        writer = MessageWriter(f"msg_{context.answer_id}", chat.spec.model, request_id)
         events = b""
         if chat.spec.stream:
             response.error_event, response.ping_event = writer.fail, PING

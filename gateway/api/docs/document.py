@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.api.docs.operations import HEADERS, OPERATIONS, Operation
+from gateway.api.docs.operations import HEADERS, KEY_HEADER, KEY_STATUS, OPERATIONS, Operation
 from gateway.api.docs.schemas import SCHEMAS, ref
 from gateway.api.http.json import Json
 from gateway.api.openai.fields import RequestModel
@@ -22,6 +22,7 @@ _STATUS = {
     403: "The API key does not permit this.",
     404: "The model or the object does not exist.",
     408: "The body did not arrive in time.",
+    409: "The Idempotency-Key belongs to another request.",
     413: "The body is larger than the gateway reads.",
     429: "No free capacity, or a rate limit is reached; retry after Retry-After.",
     499: "The request was aborted.",
@@ -130,6 +131,7 @@ def _operation(operation: Operation, models: Sequence[str]) -> Json:
         out["parameters"] += [
             {"name": name, "in": "header", "description": meaning, "schema": schema}
             for name, meaning, schema in HEADERS
+            if name != KEY_HEADER or KEY_STATUS in operation.errors
         ]
         shown = [p for p in parameters(operation.body) if "." not in p.name]
         properties = {p.name: p.or_null for p in shown}

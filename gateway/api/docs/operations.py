@@ -32,6 +32,7 @@ class Operation:
 
 #: Errors of the operations that read a body and pass admission.
 _BODY = (400, 401, 403, 404, 408, 413, 429, 499, 500, 503, 504)
+KEY_STATUS = 409  #: The idempotency key belongs to another request.
 _STORED = (400, 401, 404, 503)
 
 
@@ -69,10 +70,17 @@ RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
 _TOKENIZE_SUMMARY = "A text or a conversation as token ids, in vLLM's shape."
 
 OPERATIONS: tuple[Operation, ...] = (
-    _post("/v1/chat/completions", "Answers a conversation.", "ChatCompletion", ChatRequest, "ChatCompletionChunk"),
-    _post("/v1/completions", "Continues a text.", "Completion", CompletionRequest, "Completion"),
+    _post(
+        "/v1/chat/completions",
+        "Answers a conversation.",
+        "ChatCompletion",
+        ChatRequest,
+        "ChatCompletionChunk",
+        KEY_STATUS,
+    ),
+    _post("/v1/completions", "Continues a text.", "Completion", CompletionRequest, "Completion", KEY_STATUS),
     _post("/v1/embeddings", _EMBEDDINGS_SUMMARY, "Embeddings", EmbeddingsRequest, "", 501),
-    _post("/v1/responses", _RESPONSES_SUMMARY, "Response", ResponseRequest, "ResponseEvent"),
+    _post("/v1/responses", _RESPONSES_SUMMARY, "Response", ResponseRequest, "ResponseEvent", KEY_STATUS),
     _get("/v1/responses/{response_id}", "Returns a stored response.", "Response", *_STORED),
     Operation("DELETE", "/v1/responses/{response_id}", "Deletes a stored response.", "ResponseDeleted", _STORED),
     _get(
@@ -82,7 +90,7 @@ OPERATIONS: tuple[Operation, ...] = (
         *_STORED,
         **_ITEMS,
     ),
-    _post("/v1/messages", _MESSAGES_SUMMARY, "Message", MessageRequest, "MessageEvent", 529),
+    _post("/v1/messages", _MESSAGES_SUMMARY, "Message", MessageRequest, "MessageEvent", KEY_STATUS, 529),
     _post("/v1/messages/count_tokens", "The number of tokens of a prompt.", "TokenCount", CountTokensRequest, "", 529),
     *(_post(path, _RERANK_SUMMARY, "Reranked", RerankRequest, "", 501) for path in RERANK_PATHS),
     *(_post(path, _SCORE_SUMMARY, "Scores", ScoreRequest, "", 501) for path in ("/v1/score", "/score")),
@@ -103,6 +111,7 @@ OPERATIONS: tuple[Operation, ...] = (
     _get("/dashboard/requests/{request_id}", "One recent request of the key's tenant.", "DashboardRequest", 401, 404),
 )
 
+KEY_HEADER = "Idempotency-Key"
 #: Headers that requests may have: name, meaning, schema.
 HEADERS: tuple[tuple[str, str, Json], ...] = (
     (
@@ -120,5 +129,11 @@ HEADERS: tuple[tuple[str, str, Json], ...] = (
         "X-Session-Affinity",
         "A hint: the router prefers the same pods for requests with the same value; at most 256 characters.",
         {"type": "string"},
+    ),
+    (
+        KEY_HEADER,
+        "A key of the client's choice, 1 to 255 printable ASCII characters: requests with the same key and body get "
+        "the same answer. For chat, completions, responses and messages.",
+        {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[ -~]+$"},
     ),
 )

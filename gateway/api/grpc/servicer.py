@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Any
@@ -23,21 +23,22 @@ from common.pb import inference_pb2_grpc
 from common.rpc import CALLER_DISCONNECTED, trace_context_of
 from common.wire import finish_reason_to_pb, prompt_logprobs_to_pb, token_to_pb
 from gateway.admission.api_keys import Caller, client_of
+from gateway.api.grpc.keyed import MAX_CLIENT_ID, GrpcAnswer, serve_keyed
 from gateway.api.http.endpoint import SEND_GRACE_S, SESSION_AFFINITY, parse_affinity
 from gateway.api.http.json import MAX_DEPTH, Json, deeper_than
 from gateway.api.openai.requests import CompletionRequest, parse_chat, parse_completion
 from gateway.api.openai.tokenize import TokenizeHandler
+from gateway.serving.answer_keys import IDEMPOTENCY_KEY
 from gateway.serving.answers import complete_answers, merge_choices
 from gateway.serving.choice import Choice, total_usage
 from gateway.serving.gateway import Gateway
-from gateway.serving.request import MAX_JSON_PARTS, RequestContext, Usage
+from gateway.serving.request import MAX_JSON_PARTS, AnswerIdentity, RequestContext, Usage
 from gateway.text.output import OutputPiece
 from gateway.text.tools.format import ContentDelta, InvalidToolCall, MessageDelta, ReasoningDelta, ToolCallDelta
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 REQUEST_ID = "x-request-id"
-MAX_CLIENT_ID = 128  #: Characters of a client's own request id that are kept.
 MESSAGE_PARTS = 8  #: Parts that a message counts for, because it costs more than a plain entry.
 _MODES: dict[int, str] = {
     pb.ToolChoice.MODE_UNSPECIFIED: "auto",
@@ -69,6 +70,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: _Context
     ) -> None:
         """Writes deltas. The last message of a choice has its finish reason, the last of all the usage."""
+        key = dict(context.invocation_metadata() or ()).get(IDEMPOTENCY_KEY) if self._gateway.answer_keys.on else None
+        if key is None:
+            await self._answer(request, context, context)
+            return
+
+        async def compute(identity: AnswerIdentity, answer: GrpcAnswer) -> None:
+            await self._answer(request, context, answer, identity, answer.client_ids)
+
+        await serve_keyed(self._gateway, self._caller(context), key, request, context, compute)
+
+    async def _answer(
+        self,
+        request: pb.GenerateRequest,
+        context: _Context,
+        call: _Context | GrpcAnswer,
+        identity: AnswerIdentity | None = None,
+        client_ids: Collection[str] = (),
+    ) -> None:
+        """Writes the answer to `call`. `context` is of the call that asked for it. Raises BatonError."""
         left = context.time_remaining()
         metadata = dict(context.invocation_metadata() or ())
         affinity = parse_affinity(metadata.get(SESSION_AFFINITY.decode()))
@@ -77,14 +97,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         with self._gateway.admit(
             "generate", client_id or None, left, caller=caller, affinity=affinity, client_span=client_span
         ) as request_context:
-            # `context.write` instead of `yield`: a client that neither reads nor disconnects blocks the sending, and
+            request_context.identity, request_context.client_ids = identity, client_ids
+            # `call.write` instead of `yield`: a client that neither reads nor disconnects blocks the sending, and
             # only a write that this method awaits can be timed out.
             try:
                 async with asyncio.timeout(request_context.deadline + SEND_GRACE_S - time.monotonic()):
                     # Sent at once, so that a client can abort a request that answers only at its end.
                     fits = client_id and client_id.isascii() and client_id.isprintable()
-                    await context.send_initial_metadata(((REQUEST_ID, client_id if fits else request_context.id),))
-                    await self._generate(request, context, request_context)
+                    await call.send_initial_metadata(((REQUEST_ID, client_id if fits else request_context.id),))
+                    await self._generate(request, call, request_context)
             except TimeoutError as e:
                 raise DeadlineExceeded("the request's time is over") from e
             except CALLER_DISCONNECTED as e:
@@ -101,7 +122,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         host, _, _ = unquote(context.peer()).partition(":")[2].rpartition(":")  # of ipv4:1.2.3.4:5 or ipv6:[::1]:5
         return caller.at(client_of(host.strip("[]")))
 
-    async def _generate(self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext) -> None:
+    async def _generate(
+        self, request: pb.GenerateRequest, call: _Context | GrpcAnswer, request_context: RequestContext
+    ) -> None:
         # A task of its own, so that Abort can cancel it, and its error differs from a cancelled call.
         tokenizing = asyncio.get_running_loop().create_task(self._choices(request_context, request))
         request_context.set_task(tokenizing)
@@ -111,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if request_context.abort_error is not None:
                 raise request_context.abort_error from None
             raise
-        context.set_trailing_metadata(tuple(request_context.response_headers.items()))
+        call.set_trailing_metadata(tuple(request_context.response_headers.items()))
         queue: asyncio.Queue[tuple[int, OutputPiece] | None] = asyncio.Queue()
         work = asyncio.get_running_loop().create_task(_queue_pieces(choices, queue))
         work.add_done_callback(lambda _: queue.put_nowait(None))
@@ -122,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 index, piece = indexed_piece
                 unfinished -= piece.finish is not None
                 usage = None if unfinished else total_usage(choices)
-                await context.write(self._message(request_context, index, piece, choices[0], usage))
+                await call.write(self._message(request_context, index, piece, choices[0], usage))
                 queue.task_done()
             if work.cancelled() and request_context.abort_error is not None:
                 raise request_context.abort_error
@@ -156,7 +179,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request_context: RequestContext, index: int, piece: OutputPiece, choice: Choice, usage: Usage | None
     ) -> pb.GenerateResponse:
         message = pb.GenerateResponse(
-            request_id=request_context.id,
+            request_id=request_context.answer_id,
             text=piece.text,
             tokens=[token_to_pb(token) for token in piece.tokens],
             index=index,

@@ -17,7 +17,7 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -38,16 +38,18 @@ from common.tracing.tracer import TRACEPARENT, TRACESTATE, TraceContext
 from gateway.admission.api_keys import Caller, client_of
 from gateway.admission.key_store import KeyRing
 from gateway.api.http.json import MAX_DEPTH, OPENAI_ERRORS, ErrorFormat, Json, deeper_than, encoded, error_body
-from gateway.api.http.protocol import BodyWriter, body_writer, header, read_body
+from gateway.api.http.protocol import ChunkWriter, body_writer, header, read_body, seconds_since_head
 from gateway.serving.gateway import Gateway
-from gateway.serving.request import MAX_JSON_PARTS, RequestContext
+from gateway.serving.request import MAX_JSON_PARTS, AnswerIdentity, RequestContext
 
 BODY_TIMEOUT_S = 30.0
 SEND_GRACE_S = 5.0  #: Seconds beyond the request's deadline that sending the end of the answer may take.
+REFUSALS = frozenset({429, 503})  #: Statuses of refused requests.
 LOOKS_PER_PING = 4  #: How often a silent stream is looked at before a ping.
 REQUEST_ID = b"x-request-id"
 REQUEST_TIMEOUT = b"x-request-timeout"
 SESSION_AFFINITY = b"x-session-affinity"
+IDEMPOTENCY_KEY = b"idempotency-key"
 MAX_AFFINITY_CHARS = 256
 _IN_STRING = re.compile(rb'[^"\\]{0,999}(?:\\.[^"\\]{0,999}){0,99}', re.DOTALL)
 _TURN_STRINGS = 500  #: Strings, or parts of long strings, that are scanned before other tasks run.
@@ -253,7 +255,7 @@ class HttpResponse:
     """One HTTP response in progress."""
 
     def __init__(
-        self, send: Send, writer: BodyWriter | None, errors: ErrorFormat = OPENAI_ERRORS, *, ping_s: float = 0.0
+        self, send: Send, writer: ChunkWriter | None, errors: ErrorFormat = OPENAI_ERRORS, *, ping_s: float = 0.0
     ) -> None:
         """`ping_s`: seconds without an event after which an open stream gets `ping_event`; 0: never."""
         self._asgi_send = send
@@ -266,6 +268,7 @@ class HttpResponse:
         self.headers: dict[str, str] = {}  #: Further headers of every answer.
         self.streaming = False  #: The head of an event stream was sent.
         self.done = False  #: The response is complete.
+        self.context: RequestContext | None = None  #: The request's context, once it has one.
         self.ping_event = PING  #: Shows that a silent stream is alive.
         #: Encodes the error that ends a stream.
         self.error_event: Callable[[BatonError], bytes] = lambda error: sse_event(error_body(error)) + DONE
@@ -293,6 +296,22 @@ class HttpResponse:
         await self.open_stream()
         await self._send({"type": "http.response.body", "body": raw, "more_body": True})
 
+    async def forward(self, message: bytes | Message) -> None:
+        """Sends what another response wrote: a chunk of an event stream, or any other message."""
+        if isinstance(message, bytes):
+            await self._send({"type": "http.response.body", "body": message, "more_body": True})
+            return
+        if message["type"] == "http.response.start":
+            ours = {name.lower().encode(): value.encode("latin-1") for name, value in self.headers.items()}
+            theirs = [(name, value) for name, value in message["headers"] if name not in ours]
+            self.streaming = any(name == b"content-type" and b"event-stream" in value for name, value in theirs)
+            message = {**message, "headers": [*theirs, *ours.items()]}
+            if self.streaming and self._ping_s and self._writer is not None:
+                self._await_silence(self._writer)
+        else:
+            self.done = not message.get("more_body", False)
+        await self._send(message)
+
     @property
     def fast_write(self) -> Callable[[bytes], bool] | None:
         """BodyWriter.write, which writes bytes of the stream at once; None: the caller must use `send_event`."""
@@ -309,7 +328,7 @@ class HttpResponse:
         if self._ping_timer is not None:
             self._ping_timer.cancel()
 
-    def _await_silence(self, writer: BodyWriter) -> None:
+    def _await_silence(self, writer: ChunkWriter) -> None:
         """Starts a timer that sends a ping after `ping_s` of silence. It looks at counts, so an event costs one count.
 
         It looks LOOKS_PER_PING times in `ping_s`, so a ping is late by one of these parts at most.
@@ -358,54 +377,93 @@ class HttpResponse:
 
 
 RequestHandler = Callable[[Any, HttpResponse, RequestContext], Coroutine[Any, Any, None]]
+#: Answers a request with an idempotency key: api/http/keyed.py, which has its arguments.
+KeyedServer = Callable[["Endpoint", str, Scope, list[bytes], Receive, HttpResponse, float], Coroutine[Any, Any, None]]
 
 
 class Endpoint:
     """An ASGI application for one POST route."""
 
     def __init__(
-        self, gateway: Gateway, name: str, handler: RequestHandler, errors: ErrorFormat = OPENAI_ERRORS
+        self,
+        gateway: Gateway,
+        name: str,
+        handler: RequestHandler,
+        errors: ErrorFormat = OPENAI_ERRORS,
+        *,
+        serve_keyed: KeyedServer | None = None,
     ) -> None:
-        self._gateway = gateway
-        self._name = name  #: The endpoint's name in metrics and timelines.
+        """`serve_keyed` answers requests with an idempotency key; None: the route ignores keys."""
+        self.gateway = gateway
+        self.name = name  #: The endpoint's name in metrics and timelines.
+        self.errors = errors
         self._handler = handler  #: Answers the parsed body, or raises BatonError.
-        self._errors = errors
+        self._serve_keyed = serve_keyed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = HttpResponse(send, body_writer(scope), self._errors, ping_s=self._gateway.settings.ping_s)
-        response.request_id = client_id = client_request_id(scope)
+        response = HttpResponse(send, body_writer(scope), self.errors, ping_s=self.gateway.settings.ping_s)
+        response.request_id = client_request_id(scope)
         try:
-            limit_s, affinity = self._time_limit(scope), parse_affinity(header(scope, SESSION_AFFINITY))
-            traceparent = header(scope, TRACEPARENT.encode())
-            span = TraceContext.parse(traceparent, header(scope, TRACESTATE.encode())) if traceparent else None
-            caller, deadline = caller_of(scope), time.monotonic() + limit_s
-            raw, error = await self._receive_body(scope, receive, caller, deadline)
-            left = deadline - time.monotonic()
-            with self._gateway.admit(
-                self._name, client_id, left, caller=caller, affinity=affinity, client_span=span
-            ) as context:
-                response.headers = context.response_headers
-                response.request_id = client_id or context.id
-                trace_id = context.timeline.trace_id
-                with log_context(request_id=context.id, **({} if trace_id is None else {"trace_id": trace_id})):
-                    if error is not None:  # raised here, so that the request is counted and logged like all others
-                        raise error
-                    body = await parse_json_body(scope, raw, self._gateway.max_json_parts)
-                    del raw  # it has up to max_body_bytes, and the answer may take minutes
-                    await self._admitted(body, receive, response, context)
+            deadline = time.monotonic() + self._time_limit(scope)
+            raw, error = await self._receive_body(scope, receive, caller_of(scope), deadline)
+            key = None if self._serve_keyed is None or error is not None else header(scope, IDEMPOTENCY_KEY)
+            body = [raw]
+            del raw
+            if key is None or self._serve_keyed is None:
+                await self.answer(scope, body, receive, response, deadline, error=error)
+            else:
+                await self._serve_keyed(self, key, scope, body, receive, response, deadline)
         except BatonError as e:
             if e.http_status >= 500:
                 _log.warning("request failed: %s: %s", e.kind, e)
             await response.send_error(e)
+            if e.http_status in REFUSALS:
+                stage = "arrival" if response.context is None else response.context.stage
+                self.gateway.metrics.refusal.labels(stage).observe(seconds_since_head(scope))
         except Exception:
             _log.exception("request failed by our fault")
             await response.send_error(InternalError("internal error"))
         finally:
             response.close()
 
+    async def answer(
+        self,
+        scope: Scope,
+        raw: list[bytes],
+        receive: Receive,
+        response: HttpResponse,
+        deadline: float,
+        *,
+        error: BatonError | None = None,
+        identity: AnswerIdentity | None = None,
+        client_ids: Collection[str] = (),
+    ) -> None:
+        """Answers a request. Raises BatonError.
+
+        Args:
+            raw: The body, which is taken out of the list: it has up to max_body_bytes, and an answer takes minutes.
+            error: Why there is no body. It is raised here, so that the request is counted and logged like all others.
+        """
+        client_id, affinity = response.request_id, parse_affinity(header(scope, SESSION_AFFINITY))
+        traceparent = header(scope, TRACEPARENT.encode())
+        span = TraceContext.parse(traceparent, header(scope, TRACESTATE.encode())) if traceparent else None
+        left, caller = deadline - time.monotonic(), caller_of(scope)
+        with self.gateway.admit(
+            self.name, client_id, left, caller=caller, affinity=affinity, client_span=span
+        ) as context:
+            context.identity, context.client_ids = identity, client_ids
+            response.headers, response.context = context.response_headers, context
+            response.request_id = client_id or context.id
+            trace_id = context.timeline.trace_id
+            with log_context(request_id=context.id, **({} if trace_id is None else {"trace_id": trace_id})):
+                if error is not None:
+                    raise error
+                body = await parse_json_body(scope, raw.pop(), self.gateway.max_json_parts)
+                await self._admitted(body, receive, response, context)
+
     def _time_limit(self, scope: Scope) -> float:
         """Returns the seconds that the request may take. Raises InvalidRequest."""
-        most, wanted = self._gateway.settings.request_timeout_s, _client_timeout(scope)
+        most, wanted = self.gateway.settings.request_timeout_s, _client_timeout(scope)
         return most if wanted is None else min(most, wanted)
 
     async def _receive_body(
@@ -416,7 +474,7 @@ class Endpoint:
         try:
             if left <= 0:  # otherwise the read would end with an error about a slow body
                 raise DeadlineExceeded("the request's time is over")
-            limit = self._gateway.settings.max_body_bytes
+            limit = self.gateway.settings.max_body_bytes
             return await read_body(scope, receive, limit, min(BODY_TIMEOUT_S, left), caller.key_id), None
         except BatonError as e:
             return b"", e
@@ -424,31 +482,43 @@ class Endpoint:
     async def _admitted(self, body: Any, receive: Receive, response: HttpResponse, context: RequestContext) -> None:
         if context.deadline <= time.monotonic():
             raise DeadlineExceeded("the request's time is over")
-        loop = asyncio.get_running_loop()
-        work = loop.create_task(self._handler(body, response, context))
+        work = asyncio.get_running_loop().create_task(self._handler(body, response, context))
         context.set_task(work)
-        disconnected = loop.create_task(_wait_for_disconnect(receive))
-        try:
-            # `send` has no deadline: a client that neither reads nor disconnects would block it for ever.
-            left = context.deadline + SEND_GRACE_S - time.monotonic()
-            await asyncio.wait({work, disconnected}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            stuck = not work.done() and not disconnected.done()
-            if not work.done():
-                work.cancel()
-                await asyncio.wait({work})
-        finally:
-            disconnected.cancel()
-            if not work.done():
-                work.cancel()
+        stuck = await run_until_disconnect(work, receive, context.deadline)
         if not work.cancelled():
             work.result()
         elif context.abort_error is not None:
             raise context.abort_error
-        elif stuck:
-            response.done = response.streaming  # a client that does not read gets no error event
-            raise DeadlineExceeded("the request's time is over")
         else:
-            raise Cancelled("the client disconnected")
+            raise unanswered(response, stuck=stuck)
+
+
+async def run_until_disconnect(work: asyncio.Task[None], receive: Receive, deadline: float) -> bool:
+    """Waits for `work`. Cancels it if the client disconnects first, or SEND_GRACE_S after the deadline.
+
+    Returns True in the last case: `send` has no deadline, so a client that neither reads nor disconnects blocks it.
+    """
+    disconnected = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+    try:
+        left = deadline + SEND_GRACE_S - time.monotonic()
+        await asyncio.wait({work, disconnected}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        stuck = not work.done() and not disconnected.done()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work})
+    finally:
+        disconnected.cancel()
+        if not work.done():
+            work.cancel()
+    return stuck
+
+
+def unanswered(response: HttpResponse, *, stuck: bool) -> BatonError:
+    """Returns the error of a request whose work `run_until_disconnect` has cancelled."""
+    if not stuck:
+        return Cancelled("the client disconnected")
+    response.done = response.streaming  # a client that does not read gets no error event
+    return DeadlineExceeded("the request's time is over")
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -11,6 +11,7 @@ import orjson
 from common.errors import (
     BatonError,
     ContextOverflow,
+    IdempotencyConflict,
     InternalError,
     InvalidApiKey,
     InvalidRequest,
@@ -31,6 +32,7 @@ _TYPE_NAMES = {dict: "object", list: "array", str: "string", int: "integer", flo
 _CODES = {
     ModelNotFound: "model_not_found",
     ContextOverflow: "context_length_exceeded",
+    IdempotencyConflict: "idempotency_key_in_use",
     RequestTooLarge: "request_too_large",
     RequestTooSlow: "request_timeout",
     InvalidApiKey: "invalid_api_key",
@@ -99,6 +101,8 @@ def error_headers(error: BatonError) -> dict[str, str]:
         return {"connection": "close"}
     if isinstance(error, InvalidApiKey):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, IdempotencyConflict):  # the SDKs repeat a 409 otherwise
+        return {"x-should-retry": "false"}
     if not isinstance(error, Overloaded | Unavailable):
         return {}
     return {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1.0)))}

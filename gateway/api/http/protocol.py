@@ -11,9 +11,10 @@ answer has a thousand chunks. The server's `WriteBatcher` writes the chunks to t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.types import Receive, Scope
@@ -31,6 +32,7 @@ _MAX_DISCARD = 128 << 20  #: Bytes of a too large body that are read and dropped
 _DISCARD_S = 10.0
 _BODY = "baton.body"
 _LIMITS = "baton.client_limits"
+_HEAD_AT = "baton.head_at"
 
 
 class WriteBatcher:
@@ -91,6 +93,25 @@ class _Http10Cycle(RequestResponseCycle):
         await super().send(message)
 
 
+class ChunkWriter(Protocol):
+    """Writes chunks of a response beside ASGI's `send`: BodyWriter, or HttpAnswer for an answer that is shared."""
+
+    num_written: int
+
+    @property
+    def ready(self) -> bool:
+        """The next chunk may be written."""
+
+    def write(self, piece: bytes) -> bool:
+        """Writes a chunk. Returns False if the next chunk has to go through `send`."""
+
+    def write_comment(self, comment: bytes) -> None:
+        """Writes an event at once, between two others."""
+
+    def flush(self) -> None:
+        """Writes waiting chunks; must be called before `send`."""
+
+
 class BodyWriter:
     """Writes chunks of one answer's body, after its head and first chunks went through ASGI's `send`."""
 
@@ -140,6 +161,12 @@ def body_writer(scope: Scope) -> BodyWriter | None:
     writer = scope.get("state", {}).get(_BODY)
     assert writer is None or isinstance(writer, BodyWriter)
     return writer
+
+
+def seconds_since_head(scope: Scope) -> float:
+    """Returns the seconds since the head of a request was complete."""
+    now = time.monotonic()
+    return now - float(scope.get("state", {}).get(_HEAD_AT, now))
 
 
 def client_limits(scope: Scope) -> ClientLimits | None:
@@ -307,6 +334,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.cycle.keep_alive = self.parser.should_keep_alive()
             state = self.scope["state"]
             state[_BODY], state[_LIMITS] = BodyWriter(self.cycle, self._batcher), self._limits
+            state[_HEAD_AT] = time.monotonic()
             if not self.pipeline:
                 self._answering = self.cycle
 

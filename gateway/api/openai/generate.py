@@ -7,7 +7,6 @@ Chunks are merged only when the client reads too slowly.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
@@ -51,7 +50,8 @@ class GenerateHandler:
         else:
             completion = parse_completion(body)
             spec, choices = completion.spec, await gateway.completion(context, completion)
-        encoder = make(context.id, spec, choices[0].model.tokenizer, legacy=legacy)
+        tokenizer, created = choices[0].model.tokenizer, context.created
+        encoder = make(context.answer_id, spec, tokenizer, legacy=legacy, created=created)
         if spec.stream:
             await _stream(choices, spec, encoder, response)
         else:
@@ -202,9 +202,12 @@ class AnswerEncoder(ABC):
     _object: ClassVar[str]  #: Value of `object` of a whole answer.
     _chunk_object: ClassVar[str]  #: Value of `object` of a stream's chunk.
 
-    def __init__(self, request_id: str, spec: GenerationSpec, tokenizer: TextTokenizer, *, legacy: bool) -> None:
-        head = {"id": f"{self._id_prefix}-{request_id}", "object": self._chunk_object}
-        self._chunk_head: Json = {**head, "created": int(time.time()), "model": spec.model}
+    def __init__(
+        self, answer_id: str, spec: GenerationSpec, tokenizer: TextTokenizer, *, legacy: bool, created: int = 0
+    ) -> None:
+        """`created`: seconds since the epoch."""
+        head = {"id": f"{self._id_prefix}-{answer_id}", "object": self._chunk_object}
+        self._chunk_head: Json = {**head, "created": created, "model": spec.model}
         self._tokenizer = tokenizer
         self._logprobs = spec.logprobs is not None  #: Log-probabilities are part of the answer.
         self._legacy = legacy  #: The client of a chat uses function_call instead of tool_calls.

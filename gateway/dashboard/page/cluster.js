@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { $, bytes, make, number, percent, seconds, text } from "./dom.js";
 
-const STATES = { ready: "good", starting: "warn", connecting: "warn", draining: "warn", gone: "bad", refused: "bad" };
+const STATES = { ready: "good", starting: "warn", connecting: "warn", draining: "warn", stuck: "bad", gone: "bad", refused: "bad" };
 const BLOCKS = { leased: "chunk", cached: "pushes", quarantined: "bad", free: "grid" };
 
 const CHARTS = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from importlib.metadata import entry_points
 
-from common.errors import ConfigError
+from common.errors import ConfigError, describe
 from common.settings.kinds import TOOL_FORMAT_GROUP, TOOL_PARSERS
 from gateway.text.tools.format import ModelFacts, Signs, ToolFormat
 from gateway.text.tools.harmony import HarmonyFormat
@@ -73,7 +73,7 @@ def _registered(name: str) -> ToolFormat:
             loaded = point.load()
             made = loaded if hasattr(loaded, "new_parser") and not isinstance(loaded, type) else loaded()
         except Exception as error:  # the package of a third party may raise any error
-            problem = f"tool_parser: the format {name!r} of {point.value} does not load: {error}"
+            problem = f"tool_parser: the format {name!r} of {point.value} does not load: {describe(error)}"
             raise ConfigError(problem, field="tool_parser") from error
         tool_format: ToolFormat = made
         return tool_format

@@ -7,12 +7,13 @@ and between text and calls, is dropped; all other white space is kept, in order.
 
 from __future__ import annotations
 
+import random
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -109,10 +110,12 @@ class Function:
 
 Functions = Sequence[Function]
 
+SYSTEM_RANDOM = random.SystemRandom()  #: Source of the ids of calls, unless an answer has its own source.
 
-def openai_call_id() -> str:
+
+def openai_call_id(source: random.Random = SYSTEM_RANDOM) -> str:
     """Returns a new call id of OpenAI's form."""
-    return f"call_{secrets.token_hex(12)}"
+    return f"call_{source.randbytes(12).hex()}"
 
 
 class ToolDeltaBuilder:
@@ -127,7 +130,7 @@ class ToolDeltaBuilder:
 
     def __init__(self, max_calls: int | None, new_id: Callable[[], str]) -> None:
         self._max_calls = max_calls
-        self._new_id = new_id
+        self.new_id = new_id  #: Returns the id of the next call.
         self._out: list[MessageDelta] = []
         self._space = ""  # white space that is content unless a call follows
         self._space_before_call = ""  #: White space before the open call; content if the call is rejected.
@@ -170,7 +173,7 @@ class ToolDeltaBuilder:
         """Sets the function of the open call, and the id that the model wrote, if any."""
         self._named = True
         if not self._full:
-            self._out.append(ToolCallDelta(self._next_index, "", call_id or self._new_id(), name))
+            self._out.append(ToolCallDelta(self._next_index, "", call_id or self.new_id(), name))
 
     def add_arguments(self, text: str) -> None:
         """Adds arguments to the open call."""
@@ -234,6 +237,10 @@ class ToolParser(ABC):
     def num_completed(self) -> int:
         """Number of complete and well-formed calls so far."""
         return self._builder.num_completed
+
+    def draw_ids_from(self, source: random.Random) -> None:
+        """Makes the ids of calls a function of `source`, so that a repeated answer has the same ids."""
+        self._builder.new_id = partial(self.new_id, source)
 
     def feed(self, text: str) -> list[MessageDelta]:
         """Returns the deltas of more text."""

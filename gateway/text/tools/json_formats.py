@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 import re
-import secrets
 import string
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gateway.text.tools.format import (
+    SYSTEM_RANDOM,
     Functions,
     LarkLiteral,
     Signs,
@@ -187,9 +188,9 @@ class Llama3Format:
         return "; ".join(_json_call(call, "parameters") for call in calls)
 
 
-def mistral_call_id() -> str:
+def mistral_call_id(source: random.Random = SYSTEM_RANDOM) -> str:
     """Returns a new call id of nine letters and digits; the templates of Mistral's models accept no other."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return "".join(source.choices(string.ascii_letters + string.digits, k=9))
 
 
 class MistralParser(JsonCallParser):

@@ -174,6 +174,10 @@ class FakePod(
         self.drafts: tuple[int, int] | None = None
         self.blocks = transfer_pb2.PoolCounts(free=512)
         self.activity = transfer_pb2.Activity()
+        #: Engine steps that Info reports; None as older pods.
+        self.steps: int | None = None
+        #: Which loop is stuck; then the pod is not ready.
+        self.stuck = ""
         self.pairs: list[transfer_pb2.Pair] = []
         self.embeds = True
         self.gives_logits = True  # older pods answer with an embedding
@@ -229,6 +233,8 @@ class FakePod(
     async def Info(self, request: transfer_pb2.InfoRequest, context: Any) -> transfer_pb2.InfoResponse:
         self.seen.infos += 1
         await asyncio.sleep(self.faults.info_delay_s)
+        activity = transfer_pb2.Activity(steps=self.steps)
+        activity.MergeFrom(self.activity)
         return transfer_pb2.InfoResponse(
             protocol_version=self.protocol_version,
             pod=self.name,
@@ -239,14 +245,15 @@ class FakePod(
             max_model_len=self.max_model_len,
             num_blocks=self.num_blocks,
             vocab_size=49152,
-            ready=self.ready,
+            ready=self.ready and not self.stuck,
+            stuck=self.stuck,
             draining=self.draining,
             load=self.load,
             pulls=self.pulls,
             late_targets=self.late_targets,
             served_name=self.served_name,
             blocks=self.blocks,
-            activity=self.activity,
+            activity=activity,
             pairs=self.pairs,
         )
 

@@ -74,6 +74,15 @@ class FaultyBackend:
     def remove_peer(self, peer: str) -> None:
         self._inner.remove_peer(peer)
 
+    def staging_metadata(self) -> bytes:
+        return self._inner.staging_metadata()
+
+    def connect_staged(self, peer: str, metadata: bytes) -> None:
+        self._inner.connect_staged(peer, metadata)
+
+    def accept_staged(self, peer: str, metadata: bytes) -> None:
+        self._inner.accept_staged(peer, metadata)
+
     def write(self, peer: str, local: Sequence[int], remote: Sequence[int], notification: bytes) -> int:
         handle = next(self._numbers)
         # A write without a notification is a probe; readiness is not what these faults are about.

@@ -1,4 +1,8 @@
-"""A pod in a separate process, driven by JSON lines on stdin: python -m ...transfer_child ROLE NAME PORT."""
+"""A pod in a separate process, driven by JSON lines on stdin: python -m ...transfer_child ROLE NAME PORT.
+
+TRANSFER_HOST is the address that it listens at. TRANSFER_PROBE_S is the period of probes. With TRANSFER_STAGING_DIR all
+KV goes through host memory, shared in that directory ("none": not shared).
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,24 @@ from common.process.tether import die_with_parent
 from common.rpc import RpcServer
 from common.types import Role
 from common.wire import kv_target_from_pb, kv_target_to_pb, layout_to_pb, role_to_pb
+from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.backend.staged import StagedBackend, StagingOptions
+from kv_transfer.backend.staging_area import make_copier
 from kv_transfer.memory import host_pool
 from kv_transfer.node import TransferNode
+from kv_transfer.peers.pair_prober import PAIR_PROBE_S
 from tests.rigs.transfer.faulty_backend import FaultyBackend, WriteFaultPlan
-from tests.rigs.transfer.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, FakePin, Incoming, Pod
+from tests.rigs.transfer.transfer_pods import LAYOUT, NUM_BLOCKS, SECRET, STAGING_BLOCKS, FakePin, Incoming, Pod
 
 
 async def main(role: Role, name: str, port: int) -> None:
     generation = time.time_ns() // 1_000_000
     memory = host_pool(NUM_BLOCKS, LAYOUT.block_bytes)
-    backend = FaultyBackend(NixlBackend())
+    backend = FaultyBackend(make_backend())
+    host = os.environ.get("TRANSFER_HOST", "127.0.0.1")
     signer = Signer(SECRET, role.value, name, generation)
-    server = RpcServer("127.0.0.1", port, interceptors=(CallGuard(signer),))
+    server = RpcServer(host, port, interceptors=(CallGuard(signer),))
     info = transfer_pb2.InfoResponse(
         protocol_version=1,
         pod=name,
@@ -49,12 +58,13 @@ async def main(role: Role, name: str, port: int) -> None:
         signer=signer,
         address=lambda: pod.address,
         checksums=True,
+        pair_probe_s=float(os.environ.get("TRANSFER_PROBE_S", PAIR_PROBE_S)),
     )
     pod = Pod(name, generation, node, server, memory, backend, LAYOUT, f"{role.value}-{name}-{generation}")
     server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")
     await node.start()
-    pod.address = f"127.0.0.1:{await server.start()}"
-    pod.fill(9)
+    pod.address = f"{host}:{await server.start()}"
+    pod.fill(os.environ.get("TRANSFER_SEED", 9))
     incoming: dict[str, Incoming] = {}
     sending: dict[str, asyncio.Task[str]] = {}
     say({"address": pod.address, "generation": generation, "pid": os.getpid()})
@@ -78,6 +88,11 @@ async def main(role: Role, name: str, port: int) -> None:
                 transfer.finish([1], [None])
                 sending[order["id"]] = asyncio.create_task(outcome(transfer.done()))
                 say({})
+            case "pairs":
+                pairs = node.pair_stats()
+                say({p.pod: {"transport": p.transport, "age_s": p.block_age_s, "trouble": p.trouble} for p in pairs})
+            case "digest":
+                say({"digests": [d.hex() for d in pod.digest(order["blocks"])]})
             case "state":
                 stats = node.stats()
                 say(
@@ -89,6 +104,15 @@ async def main(role: Role, name: str, port: int) -> None:
                         "sent": {i: task.result() for i, task in sending.items() if task.done()},
                     }
                 )
+
+
+def make_backend() -> Backend:
+    directory = os.environ.get("TRANSFER_STAGING_DIR")
+    if directory is None:
+        return NixlBackend()
+    shared = None if directory == "none" else directory
+    options = StagingOptions(STAGING_BLOCKS * LAYOUT.block_bytes, shared, always=True)
+    return StagedBackend(NixlBackend(), NixlBackend, make_copier, options)
 
 
 async def outcome(done: Any) -> str:

@@ -20,15 +20,19 @@ from common.wire import layout_to_pb, role_to_pb
 from kv_transfer.backend.interface import Backend
 from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
 from kv_transfer.backend.nixl import NixlBackend
+from kv_transfer.backend.staged import StagedBackend, StagingOptions
+from kv_transfer.backend.staging_area import make_copier
 from kv_transfer.memory import MemoryKind, PoolMemory, host_pool
 from kv_transfer.messages import Commit
 from kv_transfer.node import TransferNode
+from kv_transfer.peers.pair_prober import PAIR_PROBE_S
 from tests.rigs.transfer.faulty_backend import FaultyBackend, WriteFaultPlan
 from tests.rigs.waiting import Clock, until
 
 LAYOUT = KVLayout("test", "r1", num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
 SECRET = b"the cluster's secret"
 NUM_BLOCKS = 128
+STAGING_BLOCKS = 64  # Room for three writers with windows of 16 blocks
 
 
 @dataclass(eq=False)
@@ -99,7 +103,7 @@ class Pod:
         self.backend.on_write = lambda _p, _l, _r: WriteFaultPlan()
         self.clock.ahead_s += 3600.0
 
-    def fill(self, seed: int) -> None:
+    def fill(self, seed: int | str) -> None:
         rng = random.Random(seed)
         for block in range(NUM_BLOCKS):
             self.memory.write_block(block, rng.randbytes(self.memory.block_bytes))
@@ -138,16 +142,31 @@ class Pod:
 
 
 class Cluster:
-    """Starts pods on one backend kind and stops them all."""
+    """Starts pods on one backend kind and stops them all.
+
+    Kinds: loopback, nixl, through host memory staged, staged-shm, staged-nixl and staged-nixl-shm, and with a choice
+    between the two auto and auto-shm.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.fabric = LoopbackFabric()
         self.pods: list[Pod] = []
         self.generation = time.time_ns() // 1_000_000
+        self.pair_probe_s = PAIR_PROBE_S  # Of pods that are started from now on
 
     def backend(self) -> Backend:
-        return LoopbackBackend(self.fabric) if self.kind == "loopback" else NixlBackend()
+        if self.kind.startswith(("staged", "auto")):
+            return StagedBackend(self._direct(), self._direct, make_copier, self._staging())
+        return self._direct()
+
+    def _direct(self) -> Backend:
+        return NixlBackend() if "nixl" in self.kind else LoopbackBackend(self.fabric)
+
+    def _staging(self) -> StagingOptions:
+        """Returns a small area, so that a transfer has many pieces and waits for slots."""
+        directory = "/dev/shm" if "shm" in self.kind else None
+        return StagingOptions(STAGING_BLOCKS * LAYOUT.block_bytes, directory, always=self.kind.startswith("staged"))
 
     async def start(
         self,
@@ -186,6 +205,7 @@ class Cluster:
             lend=lambda hashes, first: pod.lend(hashes, first),
             checksums=checksums,
             allow_tcp=allow_tcp,
+            pair_probe_s=self.pair_probe_s,
         )
         pod = Pod(name, generation, node, server, memory, backend, layout, f"{role.value}-{name}-{generation}", clock)
         server.add_servicer(transfer_pb2_grpc.add_TransferServicer_to_server, node.servicer, "baton.v1.Transfer")

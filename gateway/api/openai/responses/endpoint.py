@@ -41,7 +41,8 @@ class ResponsesHandler:
         except InvalidRequest as e:
             text = e.message.replace("messages", "input") if isinstance(e, ContextOverflow) else e.message
             raise type(e)(text, field="input" if e.field == "messages" else e.field) from e
-        writer = ResponseWriter(f"resp_{context.id}", parsed.echoed_fields)
+        response_id, ids = f"resp_{context.answer_id}", context.id_source()
+        writer = ResponseWriter(response_id, parsed.echoed_fields, created=context.created, id_source=ids)
         stores = parsed.store and self._store is not None
         start = writer.start(store=stores)
 

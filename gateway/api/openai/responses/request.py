@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -274,9 +275,9 @@ class ResponseRequest(Sampling, Conversation):
     stream_options: Ignored = param("Padding against eavesdroppers.")
 
 
-def new_item_id(kind: str) -> str:
-    """Returns a new item id of OpenAI's form."""
-    return f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16)}"
+def new_item_id(kind: str, source: random.Random | None = None) -> str:
+    """Returns a new item id of OpenAI's form, from `source` or from the system."""
+    return f"{_ID_PREFIXES[kind]}_{secrets.token_hex(16) if source is None else source.randbytes(16).hex()}"
 
 
 def _item(given: Mapping[str, Any]) -> ResponseItem:

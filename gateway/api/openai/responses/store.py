@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import orjson
 
-from common.errors import Unavailable
+from common.errors import Unavailable, describe
 from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, connect_redis
 from gateway.api.http.json import Json
 from gateway.api.openai.responses.request import ResponseItem
@@ -68,7 +68,7 @@ class ResponseStore:
         try:
             return None if entry is None else StoredResponse(**orjson.loads(entry))
         except (ValueError, TypeError) as e:
-            _log.warning("the stored response %s is unreadable and counts as expired: %s", response_id, e)
+            _log.warning("the stored response %s is unreadable and counts as expired: %s", response_id, describe(e))
             return None
 
     async def delete(self, tenant: str, response_id: str) -> bool:
@@ -77,16 +77,24 @@ class ResponseStore:
         return bool(await self._bounded(lambda: self._delete_script.run(self._client, keys, (prefix, response_id))))
 
     async def _bounded(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        if not self._breaker.allow_call():
+            raise _unreachable(self._breaker.cause)
         try:
-            if not self._breaker.allow_call():
-                raise ConnectionError("the circuit breaker is open")
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await call()
         except REDIS_FAILURES as e:
-            self._breaker.record_failure()
-            raise Unavailable(f"stored responses cannot be reached: {type(e).__name__}", retry_after_s=1.0) from e
+            cause = describe(e, limit_s=TIMEOUT_S)
+            if not self._breaker.cause:
+                _log.warning("stored responses: Redis does not answer: %s", cause)
+            self._breaker.record_failure(cause)
+            raise _unreachable(cause) from e
         self._breaker.record_success()
         return answer
+
+
+def _unreachable(cause: str) -> Unavailable:
+    """Returns the error for clients: the cause without the address, which follows in brackets."""
+    return Unavailable(f"stored responses cannot be reached: {cause.partition(' (')[0]}", retry_after_s=1.0)
 
 
 def _keys(tenant: str) -> tuple[str, tuple[str, str, str]]:

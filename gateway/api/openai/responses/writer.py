@@ -9,6 +9,7 @@ sequence_number counts all events from 0. At most one item is open, and it is cl
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,10 +24,14 @@ from gateway.serving.request import Usage
 class ResponseWriter:
     """Builds one response."""
 
-    def __init__(self, response_id: str, echoed_fields: Json) -> None:
+    def __init__(
+        self, response_id: str, echoed_fields: Json, *, created: int = 0, id_source: random.Random | None = None
+    ) -> None:
+        """`created`: seconds since the epoch. `id_source` gives the ids of items; None: the system does."""
         self.id = response_id
         self.output: list[ResponseItem] = []
-        self._created = int(time.time())
+        self._created = created
+        self._id_source = id_source
         self._echoed_fields = echoed_fields
         self._sequence_number = 0
         self._open: ResponseItem | None = None
@@ -113,7 +118,7 @@ class ResponseWriter:
         if self._open is not None and self._open["type"] == kind:
             return b""
         events = self._close("completed")
-        self._open = {"id": new_item_id(kind), "type": kind, "status": "in_progress", **members}
+        self._open = {"id": new_item_id(kind, self._id_source), "type": kind, "status": "in_progress", **members}
         events += self._event("response.output_item.added", output_index=len(self.output), item=dict(self._open))
         if kind != "function_call":
             events += self._event("response.content_part.added", **self._where(0), part=_part(kind, "", []))

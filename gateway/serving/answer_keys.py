@@ -1,0 +1,388 @@
+"""Idempotency keys: requests of one tenant with the same key get the same answer.
+
+    first request -----------------> the answer is computed; the key's claim goes to Redis
+    retry while the answer runs ---> reads the same answer from its first item; the limits are charged once
+    retry while it is kept --------> the same, without computing
+    retry at another gateway, or
+    after the answer was dropped --> the answer is computed again: seed and ids come from tenant and key
+    another body ------------------> IdempotencyConflict
+
+The claim says which body a key belongs to. Gateways of one Redis share the claims. While Redis is away a gateway knows
+only its own, so another body with the same key, sent to another gateway, is answered instead of refused.
+
+A failed answer of which no part was sent is forgotten, so a client may correct its body and keep the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import (
+    BatonError,
+    IdempotencyConflict,
+    IndexUnavailable,
+    InternalError,
+    InvalidRequest,
+    Unavailable,
+    describe,
+)
+from common.redis.client import REDIS_FAILURES, CircuitBreaker, LuaScript, RedisClient, connect_redis
+from gateway.admission.api_keys import Caller
+from gateway.serving.request import AnswerIdentity
+from gateway.serving.shared_answer import AnswerReader, SharedAnswer
+from gateway.telemetry.metrics import GatewayMetrics
+
+IDEMPOTENCY_KEY = "idempotency-key"  #: Name of the header and of the gRPC metadata.
+MAX_KEY_CHARS = 255
+ENTRY_BYTES = 1024  #: Memory of a key without its answer.
+ANSWER_SHARE = 4  #: One answer may have this part of the memory of all; a larger one is let go.
+MAX_CALLS = 8  #: Concurrent Redis calls.
+STOP_S = 1.0
+_LUA = Path(__file__).parent / "lua"
+
+A = TypeVar("A", bound=SharedAnswer[Any])
+
+_log = logging.getLogger(__name__)
+
+
+def parse_key(value: str | bytes) -> str:
+    """Returns a client's idempotency key. Raises InvalidRequest."""
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    if not (1 <= len(text) <= MAX_KEY_CHARS and text.isascii() and text.isprintable()):
+        problem = f"must have 1 to {MAX_KEY_CHARS} printable ASCII characters"
+        raise InvalidRequest(f"{IDEMPOTENCY_KEY} {problem}", field=IDEMPOTENCY_KEY)
+    return text
+
+
+def digest(*parts: bytes | str) -> bytes:
+    """Returns a digest of 16 bytes of several parts, each with its length."""
+    state = blake2b(digest_size=16, person=b"baton-answer-key")
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        state.update(len(raw).to_bytes(8))
+        state.update(raw)
+    return state.digest()
+
+
+@dataclass(eq=False, slots=True)
+class KeyEntry:
+    """One known key."""
+
+    scope: bytes  #: Digest of tenant and key.
+    fingerprint: bytes  #: Digest of the request.
+    created: int  #: Time of the first request, in seconds since the epoch.
+    answer: SharedAnswer[Any] | None = None  #: The answer that runs or is kept; None without one.
+    size: int = ENTRY_BYTES  #: Counted bytes.
+    expires_at: float = math.inf  #: Inf while an answer runs.
+
+
+class KeyBook:
+    """The keys of one gateway, with their answers. Pure: the caller gives the time, in seconds of one clock.
+
+        add --> running -- end --> kept or bare -- ttl_s --> forgotten
+                   ^                  |
+                   '------ start -----'
+
+    Invariant: `size`, the sum of all entries, exceeds `max_bytes` only by entries that run. Answers are dropped
+    before keys, the oldest first.
+    """
+
+    def __init__(self, *, ttl_s: float, max_bytes: int) -> None:
+        self.size = 0
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._entries: dict[bytes, KeyEntry] = {}
+        self._kept: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Ended, with their answer; the oldest first.
+        self._bare: OrderedDict[bytes, KeyEntry] = OrderedDict()  #: Ended, without their answer.
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, scope: bytes, fingerprint: bytes, now: float) -> KeyEntry | None:
+        """Returns the entry of a key, None if it is not known. Raises IdempotencyConflict for another request."""
+        self._forget_expired(now)
+        entry = self._entries.get(scope)
+        if entry is not None and entry.expires_at <= now:
+            self.forget(entry)
+            return None
+        if entry is not None and entry.fingerprint != fingerprint:
+            raise conflict()
+        return entry
+
+    def add(self, scope: bytes, fingerprint: bytes, created: int) -> KeyEntry:
+        """Adds an unknown key, whose answer is about to `start`."""
+        assert scope not in self._entries
+        entry = self._entries[scope] = KeyEntry(scope, fingerprint, created)
+        self.size += entry.size
+        return entry
+
+    def start(self, entry: KeyEntry, answer: SharedAnswer[Any]) -> None:
+        """An answer of this entry, which has none, is computed from now on."""
+        assert entry.answer is None
+        self._bare.pop(entry.scope, None)
+        entry.answer, entry.expires_at = answer, math.inf
+        self._trim()
+
+    def on_growth(self, entry: KeyEntry, answer: SharedAnswer[Any]) -> None:
+        """A running answer has grown. It is let go if it is too large, or if no other memory can be freed."""
+        if entry.answer is not answer:
+            return
+        self._resize(entry, ENTRY_BYTES + answer.size)
+        self._trim()
+        if answer.size > self._max_bytes // ANSWER_SHARE or self.size > self._max_bytes:
+            answer.let_go()
+            self._detach(entry)
+
+    def end(self, entry: KeyEntry, answer: SharedAnswer[Any], now: float, *, keep: bool) -> None:
+        """An answer has ended, or has lost its readers. With `keep` it is kept for retries."""
+        if self._entries.get(entry.scope) is not entry or entry.answer not in (answer, None):
+            return  # the entry was forgotten, or a later answer of it runs
+        if entry.answer is not None and keep:
+            self._resize(entry, ENTRY_BYTES + answer.size)
+            self._kept[entry.scope] = entry
+        else:
+            self._detach(entry)
+            self._bare[entry.scope] = entry
+        entry.expires_at = now + self._ttl_s
+        self._trim()
+
+    def forget(self, entry: KeyEntry) -> None:
+        """Removes an entry, if it is still there."""
+        if self._entries.get(entry.scope) is entry:
+            del self._entries[entry.scope]
+            self._kept.pop(entry.scope, None)
+            self._bare.pop(entry.scope, None)
+            self.size -= entry.size
+
+    def _detach(self, entry: KeyEntry) -> None:
+        entry.answer = None
+        self._resize(entry, ENTRY_BYTES)
+
+    def _resize(self, entry: KeyEntry, size: int) -> None:
+        self.size += size - entry.size
+        entry.size = size
+
+    def _trim(self) -> None:
+        while self.size > self._max_bytes and self._kept:
+            scope, entry = self._kept.popitem(last=False)
+            self._detach(entry)
+            self._bare[scope] = entry
+        while self.size > self._max_bytes and self._bare:
+            self.forget(next(iter(self._bare.values())))
+
+    def _forget_expired(self, now: float) -> None:
+        for ended in (self._kept, self._bare):
+            while ended and (oldest := next(iter(ended.values()))).expires_at <= now:
+                self.forget(oldest)
+
+
+def conflict() -> IdempotencyConflict:
+    """Returns the error of a key that another request has."""
+    text = f"this {IDEMPOTENCY_KEY} belongs to another request: send the same body, or a new key"
+    return IdempotencyConflict(text, field=IDEMPOTENCY_KEY)
+
+
+class KeyClaims:
+    """The claims of keys in Redis: which request a key belongs to, and since when. Without Redis each call raises."""
+
+    def __init__(self, url: str | None, *, ttl_s: float, timeout_s: float) -> None:
+        """`ttl_s`: seconds from the last request with the key to the end of its claim."""
+        self._client: RedisClient | None = None if url is None else connect_redis(url, timeout_s=max(1.0, timeout_s))
+        self._timeout_s = timeout_s
+        self._ttl_ms = math.ceil(1000 * ttl_s)
+        self._breaker = CircuitBreaker()
+        self._slots = asyncio.Semaphore(MAX_CALLS)
+        self._claim, self._release = (LuaScript(name, directory=_LUA) for name in ("claim", "release"))
+
+    @property
+    def shared(self) -> bool:
+        """There is a Redis."""
+        return self._client is not None
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def claim(self, tenant: str, entry: KeyEntry, owner: str) -> None:
+        """Claims the key for its request, and sets `created` to that of the first claim.
+
+        Raises IdempotencyConflict if another request has the key, and IndexUnavailable.
+        """
+        args = (entry.fingerprint, entry.created, owner, self._ttl_ms)
+        fingerprint, created = await self._run(self._claim, tenant, entry, args)
+        if fingerprint != entry.fingerprint:
+            raise conflict()
+        entry.created = int(created)
+
+    async def release(self, tenant: str, entry: KeyEntry, owner: str) -> None:
+        """Removes a claim that `owner` made first and no other request has repeated. Raises IndexUnavailable."""
+        await self._run(self._release, tenant, entry, (owner,))
+
+    async def _run(self, script: LuaScript, tenant: str, entry: KeyEntry, args: Sequence[str | bytes | int]) -> Any:
+        if self._client is None:
+            raise IndexUnavailable("there is no Redis")
+        key = f"kv:{{tenant.{tenant}}}:once:{entry.scope.hex()}"
+        async with self._slots:
+            if not self._breaker.allow_call():
+                raise IndexUnavailable(f"Redis did not answer the last calls: {self._breaker.cause}")
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await script.run(self._client, (key,), args)
+            except REDIS_FAILURES as e:
+                self._breaker.record_failure(cause := describe(e, limit_s=self._timeout_s))
+                raise IndexUnavailable(f"Redis does not answer: {cause}") from e
+            self._breaker.record_success()
+            return answer
+
+
+class AnswerKeys:
+    """Gives requests with idempotency keys their answers. It owns the tasks that compute them."""
+
+    def __init__(
+        self,
+        url: str | None,
+        metrics: GatewayMetrics,
+        *,
+        ttl_s: float,
+        max_bytes: int,
+        limit_s: float,
+        timeout_s: float,
+    ) -> None:
+        """`ttl_s`: 0 turns keys off. `limit_s`: the longest time of a request. `timeout_s`: for a call of Redis."""
+        self.on = ttl_s > 0
+        self._metrics = metrics
+        self._book = KeyBook(ttl_s=ttl_s, max_bytes=max_bytes)
+        self._claims = KeyClaims(url if self.on else None, ttl_s=ttl_s + limit_s, timeout_s=timeout_s)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_readers = 0
+        self._no_readers = asyncio.Event()
+        self._no_readers.set()
+
+    async def drained(self) -> None:
+        """Returns when every reader has its answer."""
+        await self._no_readers.wait()
+
+    async def stop(self) -> None:
+        """Ends all answers that are still computed, and closes the connections."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+        await self._claims.close()
+
+    @contextmanager
+    def read(
+        self,
+        caller: Caller,
+        key: str,
+        content: bytes,
+        new_answer: Callable[[], A],
+        compute: Callable[[AnswerIdentity, A], Coroutine[Any, Any, None]],
+    ) -> Iterator[tuple[A, AnswerReader[Any], bool]]:
+        """Yields the answer of a request, a reader of it, and whether an earlier request computes it.
+
+        Args:
+            content: Digest of the endpoint and the body; equal keys need equal contents.
+            compute: Adds the items of a new answer, or raises BatonError. It is cancelled when no reader is left.
+
+        Raises:
+            IdempotencyConflict: The key belongs to another request.
+            Overloaded: The answer has too many readers.
+        """
+        scope = digest(caller.tenant, key)
+        # A key that may use other models must not read the answer of a model that it may not use.
+        fingerprint = digest(*caller.models, content)
+        try:
+            entry = self._book.find(scope, fingerprint, time.monotonic())
+        except IdempotencyConflict:
+            self._count("conflict")
+            raise
+        known = entry is not None
+        if entry is None:
+            entry = self._book.add(scope, fingerprint, int(time.time()))
+        joined = entry.answer is not None
+        if joined:
+            answer: A = entry.answer  # type: ignore[assignment]  # equal contents are of one endpoint, so of one type
+            self._count("replayed" if answer.complete else "attached")
+        else:
+            answer = self._start(caller.tenant, entry, new_answer(), compute)
+            self._count("recomputed" if known else "computed")
+        self._num_readers += 1
+        self._no_readers.clear()
+        try:
+            with answer.reader() as reader:
+                yield answer, reader, joined
+        finally:
+            self._num_readers -= 1
+            if not self._num_readers:
+                self._no_readers.set()
+
+    def _start(
+        self, tenant: str, entry: KeyEntry, answer: A, compute: Callable[[AnswerIdentity, A], Coroutine[Any, Any, None]]
+    ) -> A:
+        task = asyncio.get_running_loop().create_task(self._compute(tenant, entry, answer, compute))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+        def abandon() -> None:
+            answer.let_go()
+            self._book.end(entry, answer, time.monotonic(), keep=False)
+            task.cancel()
+
+        answer.on_growth = lambda: self._book.on_growth(entry, answer)
+        answer.on_abandoned = abandon
+        self._book.start(entry, answer)
+        return answer
+
+    async def _compute(
+        self,
+        tenant: str,
+        entry: KeyEntry,
+        answer: A,
+        compute: Callable[[AnswerIdentity, A], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Claims the key and computes its answer. All failures become the answer's error."""
+        owner = secrets.token_hex(8)
+        error: BatonError | None = Unavailable("the gateway is stopping", retry_after_s=1.0)  # if the task is cancelled
+        try:
+            try:
+                await self._claims.claim(tenant, entry, owner)
+            except IndexUnavailable as e:
+                if self._claims.shared:
+                    _log.debug("an idempotency key is known to this gateway only: %s", e)
+                    self._metrics.local_keys.inc()
+            answer_id = digest(entry.scope, entry.fingerprint).hex()[:24]
+            await compute(AnswerIdentity(entry.scope, answer_id, entry.created), answer)
+            error = None
+        except IdempotencyConflict as e:
+            self._count("conflict")
+            self._book.forget(entry)
+            error = e
+        except BatonError as e:
+            error = e
+            if not answer.size:
+                self._book.forget(entry)
+                with suppress(IndexUnavailable):
+                    await self._claims.release(tenant, entry, owner)
+        except Exception:
+            _log.exception("an answer failed by our fault")
+            error = InternalError("internal error")
+        finally:
+            answer.end(error)
+            self._book.end(entry, answer, time.monotonic(), keep=error is None)
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.keyed_requests.labels(outcome).inc()

@@ -1,0 +1,172 @@
+"""One answer for several readers: the items of a response are kept, and each reader gets them from the first on.
+
+    handler -- add --> items 0, 1, 2, ...  -- next  --> reader    wakes a task; gives all items since the last call
+                                           -- relay --> reader    calls the reader in the loop turn of `add`
+
+An item is a message of the protocol, so a reader sends exactly what the handler wrote. The handler never waits for a
+reader. A reader that ends leaves the others alone; when the last one ends, the answer is abandoned.
+
+Invariant: while `kept`, all items are in memory, so a new reader may come. An answer that is let go keeps only the
+items that a reader has not got, at most MAX_LAG of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from common.errors import BatonError, Overloaded
+
+REPORT_BYTES = 1 << 16  #: Growth of an answer after which its memory is counted again.
+ITEM_BYTES = 64  #: Memory of an item besides its content, about that of a `bytes` object and its place in a list.
+MAX_LAG = 8192  #: Items that a reader of an answer that was let go may be behind, as attempt.MAX_PENDING_TOKENS.
+MAX_READERS = 16
+_DROP_STEP = 256  #: Items that are dropped together.
+
+T = TypeVar("T")
+
+
+class SharedAnswer(Generic[T]):
+    """The items of one answer, and its readers."""
+
+    def __init__(self) -> None:
+        self.size = 0  #: Bytes of all items.
+        self.kept = True  #: All items are in memory.
+        self.complete = False  #: There will be no more items.
+        self.error: BatonError | None = None  #: Ends the answer; readers get it after the last item.
+        self.client_ids: set[str] = set()  #: Ids that clients gave to requests which read the answer.
+        self.on_growth: Callable[[], None] = lambda: None  #: Called each time that the answer grew by REPORT_BYTES.
+        self.on_abandoned: Callable[[], None] = lambda: None  #: Called when the last reader of a running answer ends.
+        self._items: list[T] = []
+        self._first = 0  #: Number of the first item in `_items`.
+        self._next_report = REPORT_BYTES
+        self._readers: set[AnswerReader[T]] = set()
+
+    # -- the handler's side
+
+    def add(self, item: T, size: int) -> None:
+        """Adds the next item with `size` bytes. It is dropped if the answer has ended."""
+        if self.complete:
+            return
+        self._items.append(item)
+        self.size += size + ITEM_BYTES
+        for reader in tuple(self._readers):
+            reader.on_item(item)
+        if not self.kept:
+            self._drop_read_items()
+        elif self.size >= self._next_report:
+            self._next_report = self.size + REPORT_BYTES
+            self.on_growth()
+
+    def end(self, error: BatonError | None = None) -> None:
+        """Ends the answer. Further calls have no effect."""
+        if self.complete:
+            return
+        self.complete, self.error = True, error
+        for reader in self._readers:
+            reader.wake()
+
+    def let_go(self) -> None:
+        """Keeps only what readers have not got. There must be no new reader."""
+        self.kept = False
+        self._drop_read_items()
+
+    def _drop_read_items(self) -> None:
+        end = self._first + len(self._items)
+        for reader in self._readers:
+            if end - reader.position > MAX_LAG:
+                reader.fall_behind()
+        read = min((reader.position for reader in self._readers if not reader.behind), default=end) - self._first
+        if read >= _DROP_STEP or (read and self.complete):
+            del self._items[:read]
+            self._first += read
+
+    # -- the readers' side
+
+    @property
+    def num_readers(self) -> int:
+        """Readers that have not ended."""
+        return len(self._readers)
+
+    @contextmanager
+    def reader(self) -> Iterator[AnswerReader[T]]:
+        """Yields a reader that begins at the first item. Raises Overloaded if there are MAX_READERS."""
+        assert self.kept
+        if len(self._readers) >= MAX_READERS:
+            text = f"{MAX_READERS} requests with this idempotency key read the same answer; end some of them"
+            raise Overloaded(text, retry_after_s=1.0)
+        reader = AnswerReader(self)
+        self._readers.add(reader)
+        try:
+            yield reader
+        finally:
+            self._readers.discard(reader)
+            if not self.complete and not self._readers:
+                self.on_abandoned()
+
+    def items_from(self, position: int) -> Sequence[T]:
+        """Returns the items from number `position` on, which must be in memory."""
+        return self._items[position - self._first :]
+
+
+class AnswerReader(Generic[T]):
+    """One reader of a shared answer."""
+
+    def __init__(self, answer: SharedAnswer[T]) -> None:
+        self.position = 0  #: Number of the next item.
+        self.behind = False  #: Items were dropped before the reader got them.
+        self._answer = answer
+        self._on_item: Callable[[T], bool] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> Sequence[T]:
+        """Returns the items since the last call, none at the end. Raises the answer's error, or Overloaded."""
+        answer = self._answer
+        while True:
+            if self.behind:
+                raise Overloaded("the client reads too slowly")
+            if items := answer.items_from(self.position):
+                self.position += len(items)
+                return items
+            if answer.complete:
+                if answer.error is not None:
+                    raise answer.error
+                return ()
+            await self._wait()
+
+    async def relay(self, on_item: Callable[[T], bool]) -> None:
+        """Calls `on_item` for each item when it comes, until it returns False: then `next` gives that item.
+
+        Returns also when the answer ends, and at once if items wait already.
+        """
+        if self._answer.complete or self.behind or self._answer.items_from(self.position):
+            return
+        self._on_item = on_item
+        try:
+            await self._wait()
+        finally:
+            self._on_item = None
+
+    def on_item(self, item: T) -> None:
+        """The answer has got one more item."""
+        if self._on_item is not None and self._on_item(item):
+            self.position += 1
+            return
+        self._on_item = None
+        self.wake()
+
+    def fall_behind(self) -> None:
+        """The next items of this reader are dropped."""
+        self.behind = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes the reader if it waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter

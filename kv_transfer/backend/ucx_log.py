@@ -1,0 +1,194 @@
+"""The log of UCX: its warnings become log lines of this process, and its tables name the transport of writes.
+
+UCX writes its log to the file that UCX_LOG_FILE names. Here that is an anonymous file in memory, which a thread reads
+once a second. UCX never waits for the reader, unlike with a pipe, and the file is cut behind the reader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import threading
+from dataclasses import dataclass
+from typing import Self
+
+from common.errors import describe
+from kv_transfer.memory import MemoryKind
+
+_log = logging.getLogger("ucx")
+
+NAME_CHARS = 31  # UCX cuts the agent's name to this length
+REPORT_S = 1.0
+MAX_LINES = 20  #: Of one report; more are counted. A broken link can cause thousands of lines a second.
+KEPT_BYTES = 1 << 20  #: The end of the file, which `transport` reads.
+MAX_BYTES = 4 << 20  #: When this much is stored, all but the end is freed.
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1  # flags of fallocate(2)
+
+_LINE = re.compile(r"^\[[^]]*\] \[[^]]*\]\s*(.*?)\s*$")
+_HEAD = re.compile(r"^\| (?P<agent>\S+) (?P<where>self|intra-node|inter-node)\b[^|]* cfg#\d+\s*\|(?P<rest>.*)$")
+#: "remote memory write by ucp_put* from host memory to cuda": the local memory comes first.
+_WRITE = re.compile(r"^\|?\s*remote memory write by ucp_put\b.*? from (?P<own>\w+)")
+_ROW = re.compile(r"^\|\s*(?P<low>\d+)(?P<unit>[KMG]?)\.\.\S+\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|$")
+#: "[1764459900.123456] [host:4242 :0]        tcp_ep.c:1234 UCX  ERROR the text".
+_MESSAGE = re.compile(
+    r"^\[[^]]*\] \[[^]]*\]\s*(?P<where>\S+\.\w+:\d+)?\s*UCX\s+(?P<level>FATAL|ERROR|WARN)\s+(?P<text>.*)$"
+)
+_LEVELS = {"FATAL": logging.ERROR, "ERROR": logging.ERROR, "WARN": logging.WARNING}
+_UNIT = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+#: Transport -> marks in a configuration; the first mark counts.
+_MARKS = {
+    "cuda_ipc": ("cuda_ipc",),
+    "cuda": ("gdr_copy", "cuda_copy"),
+    "cma": ("cma/",),
+    "shm": ("xpmem/", "posix/", "sysv/", "knem/"),
+    "rdma": ("rc_", "dc_", "ud_", "srd/"),
+    "tcp": ("tcp/",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UcxMessage:
+    """A warning or an error of UCX."""
+
+    level: int  #: Of `logging`.
+    text: str
+    where: str  #: File and line of UCX's source; "" if unknown.
+
+
+class UcxLog:
+    """Reads the UCX log of this process. Made by open(), ended by close(); one per agent.
+
+    With UCX_PROTO_INFO=y UCX prints a table per endpoint configuration. The head has the first NAME_CHARS characters of
+    the agent's name and the purpose of the table, beside or below it. Tables of writes from host memory occur even
+    where all our writes are from a GPU. UCX reads both settings when the library loads, so open() must run before the
+    first agent of the process. A foreign UCX_LOG_FILE is kept, and then nothing is known. Lines of a process that UCX
+    ends are lost; UCX_LOG_FILE=/path keeps them.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._read = os.fstat(fd).st_size  #: Offset behind the last reported line. Earlier agents had their own reader.
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ucx-log", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls) -> Self | None:
+        """Sends the UCX log of this process to an anonymous file. None if the environment names another file."""
+        mine = f"/proc/{os.getpid()}/fd/"
+        path = os.environ.get("UCX_LOG_FILE", "")
+        if path.startswith(mine):
+            return cls(int(path.removeprefix(mine)))
+        if path and not path.startswith("/proc/"):
+            return None
+        os.environ.setdefault("UCX_PROTO_INFO", "y")
+        fd = os.memfd_create("ucx-log")  # never closed: UCX writes to it until the process ends
+        os.environ["UCX_LOG_FILE"] = f"{mine}{fd}"
+        return cls(fd)
+
+    def close(self) -> None:
+        """Reports the last lines and ends the thread. Idempotent."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(REPORT_S):
+            self.report()
+        self.report()
+
+    def transport(self, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> str | None:
+        """Returns the transport of `agent`'s writes of block_bytes bytes from this kind of memory.
+
+        same_host: to peers on this host, else on other hosts. None unless all their configurations name the same one,
+        and with another UCX_PROTO_INFO than ours.
+        """
+        if os.environ.get("UCX_PROTO_INFO") != "y":
+            return None
+        _flush()
+        size = os.fstat(self._fd).st_size
+        log = self._text(max(0, size - MAX_BYTES), size)
+        names = parse_transports(log, agent, block_bytes, kind, same_host=same_host)
+        if len(names) == 1:
+            return names.pop()
+        found = (names or "nothing", kind, agent, log[-4000:])
+        _log.warning("UCX names %s for writes of %s memory by %s; its tables: %s", *found)
+        return None
+
+    def report(self) -> None:
+        """Logs the warnings and errors since the last report. Any thread; a failure is logged and ends nothing."""
+        try:
+            with self._lock:
+                messages = parse_messages(self._new_lines())
+        except OSError as error:
+            _log.warning("the log of UCX cannot be read: %s", describe(error))
+            return
+        for message in messages[:MAX_LINES]:
+            extra = {"source": message.where} if message.where else {}
+            _log.log(message.level, "UCX: %s", message.text, extra=extra)
+        if len(messages) > MAX_LINES:
+            _log.warning("UCX: %d more messages within %g s", len(messages) - MAX_LINES, REPORT_S)
+
+    def _new_lines(self) -> list[str]:
+        """Returns the complete lines behind the last ones, and frees what is read."""
+        _flush()
+        size = os.fstat(self._fd).st_size
+        if size == self._read:
+            return []
+        self._read = max(self._read, size - MAX_BYTES)
+        text = os.pread(self._fd, size - self._read, self._read)
+        end = text.rfind(b"\n") + 1
+        self._read += end
+        if os.fstat(self._fd).st_blocks * 512 > MAX_BYTES:
+            libc, off_t = ctypes.CDLL(None), ctypes.c_long
+            libc.fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, off_t(0), off_t(max(1, self._read - KEPT_BYTES)))
+        return text[:end].decode(errors="replace").splitlines()
+
+    def _text(self, start: int, end: int) -> str:
+        return os.pread(self._fd, end - start, start).decode(errors="replace")
+
+
+def _flush() -> None:
+    """Flushes the buffers of the C library, through which UCX writes."""
+    ctypes.CDLL(None).fflush(None)
+
+
+def parse_messages(lines: list[str]) -> list[UcxMessage]:
+    """Returns the warnings and errors among lines of UCX's log."""
+    found = (match for line in lines if (match := _MESSAGE.match(line)))
+    return [UcxMessage(_LEVELS[match["level"]], match["text"].strip(), match["where"] or "") for match in found]
+
+
+def parse_transports(log: str, agent: str, block_bytes: int, kind: MemoryKind, *, same_host: bool) -> set[str]:
+    """Returns the transports in the tables of `log` for `agent`'s writes of block_bytes bytes from this kind of memory.
+
+    Tables for peers on this host (or other hosts) count first, then those for any peer, then those for the agent.
+    """
+    memory = "host" if kind == "DRAM" else "cuda"
+    peer_place = "intra-node" if same_host else "inter-node"
+    tables: list[tuple[str, str]] = []  # place of the peer, transport for this size
+    where, inside = "", False
+    for raw in log.splitlines():
+        line = match.group(1) if (match := _LINE.match(raw)) else raw.strip()
+        if head := _HEAD.match(line):
+            where, inside = (head["where"] if head["agent"] == agent[:NAME_CHARS] else ""), False
+            line = head["rest"]
+        if write := _WRITE.match(line):
+            inside = bool(where) and write["own"] == memory
+            if inside:
+                tables.append((where, ""))
+        elif inside and (row := _ROW.match(line)) and int(row["low"]) * _UNIT[row["unit"]] <= block_bytes:
+            tables[-1] = (where, _name(row["config"]))
+    named = [(where, name) for where, name in tables if name]
+    return (
+        {name for where, name in named if where == peer_place}
+        or {name for where, name in named if where != "self"}
+        or {name for _, name in named}
+    )
+
+
+def _name(config: str) -> str:
+    found = (name for name, marks in _MARKS.items() if any(mark in config for mark in marks))
+    return next(found, config.partition("/")[0])

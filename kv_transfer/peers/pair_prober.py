@@ -1,0 +1,138 @@
+"""Keeps connections proven: one that had no traffic for a while gets a real block, and a lost one is made again.
+
+    proven --no block for period_s--> probed --block confirmed--> proven
+                                        |
+                                        +--late--> in trouble, and proven again if the block arrives after all
+                                        '--failed--> broken, in trouble --retry--> proven
+
+A firewall or the transport may close an idle connection without a word. The probe finds that before a request does, and
+its traffic keeps the connection open. A pair in trouble is shown in Info, and gateways do not use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import BatonError, DeadlineExceeded, Unavailable
+from kv_transfer.peers.connections import PAIR_RETRY_S, PairTrouble, PeerConnection, PeerConnector
+
+_log = logging.getLogger(__name__)
+
+PAIR_PROBE_S = 10.0
+TICK_S = 1.0  # Longest time between two looks at the connections
+LATE_S = 5.0  # A block that has not arrived by then is in trouble
+MAX_PROBES = 4  # Probes that run at the same time. Late ones do not count.
+MAX_RETRY_S = 10.0
+CONNECT_S = 30.0  # Time limit of one attempt to connect
+FORGET_S = 60.0  # A pair in trouble for this long is not retried any more
+
+
+@dataclass(eq=False)
+class PairProber:
+    """Probes idle connections and retries pairs in trouble. Owned by the event loop."""
+
+    connector: PeerConnector
+    clock: Callable[[], float]
+    period_s: float  # A connection without traffic for this long is probed
+
+    def __post_init__(self) -> None:
+        self._loop_task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy: set[PeerConnection] = set()  # Connections whose probe has not ended
+        self._late: set[PeerConnection] = set()  # Those of them whose block is late
+        self._retried: set[str] = set()  # Pods that are being connected again
+
+    def start(self) -> None:
+        self._loop_task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Ends the probes. Writes that are on their way stay with the transfer thread. Idempotent."""
+        tasks = [*self._tasks, *([self._loop_task] if self._loop_task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(min(TICK_S, self.period_s / 4))
+            try:
+                self._begin_due(self.clock())
+            except Exception:
+                _log.exception("the connections to other pods could not be checked")
+
+    def _begin_due(self, now: float) -> None:
+        idle = [connection for connection in self.connector.live() if self._is_due(connection, now)]
+        idle.sort(key=lambda connection: connection.block_at)
+        for connection in idle[: max(0, MAX_PROBES - len(self._busy - self._late))]:
+            self._busy.add(connection)
+            self._spawn(self._probe(connection))
+        for trouble in list(self.connector.troubles.values()):
+            if now - trouble.since >= FORGET_S:
+                del self.connector.troubles[trouble.pod]
+                _log.info("%s at %s is not tried any more", trouble.pod, trouble.address)
+            elif now >= trouble.retry_at and trouble.pod not in self._retried:
+                self._retried.add(trouble.pod)
+                self._spawn(self._retry(trouble))
+
+    def _is_due(self, connection: PeerConnection, now: float) -> bool:
+        if connection in self._busy or now < connection.probe_at:
+            return False
+        # The pods of a cluster started together; random periods keep their probes apart.
+        return bool(connection.trouble) or now - connection.block_at >= self.period_s * random.uniform(0.8, 1.0)
+
+    async def _probe(self, connection: PeerConnection) -> None:
+        """Sends a block and sets the connection's trouble."""
+        sent = asyncio.ensure_future(self.connector.probe(connection, keep_alive=True))
+        trouble = ""
+        try:
+            await asyncio.wait({sent}, timeout=LATE_S)
+            if not sent.done():
+                self._late.add(connection)
+                self._set_trouble(connection, f"a test block has not arrived within {LATE_S:g} s")
+            await sent
+        except (Unavailable, DeadlineExceeded) as error:
+            trouble = error.message
+        except BatonError as error:
+            self.connector.break_connection(connection, error.message)
+            return
+        finally:
+            sent.cancel()
+            self._late.discard(connection)
+            self._busy.discard(connection)
+        connection.probe_at = self.clock() + (PAIR_RETRY_S if trouble else 0.0)
+        self._set_trouble(connection, trouble)
+
+    def _set_trouble(self, connection: PeerConnection, trouble: str) -> None:
+        """Sets why the connection does not pass ("": it does), and logs a change."""
+        if trouble and trouble != connection.trouble:
+            _log.warning("no KV can be sent to %s at %s: %s", connection.pod, connection.address, trouble)
+        elif connection.trouble and not trouble:
+            _log.info("KV can be sent to %s at %s again", connection.pod, connection.address)
+        connection.trouble = trouble
+
+    async def _retry(self, trouble: PairTrouble) -> None:
+        """Tries to connect to a pod in trouble. The connector records the outcome."""
+        try:
+            await self.connector.connect(trouble.address, trouble.pod, CONNECT_S, trouble.generation or None)
+            if self.connector.troubles.get(trouble.pod) is trouble:  # another attempt had connected the pod already
+                del self.connector.troubles[trouble.pod]
+        except BatonError:
+            trouble.tries += 1
+            trouble.retry_at = self.clock() + min(PAIR_RETRY_S * 2**trouble.tries, MAX_RETRY_S)
+        finally:
+            self._retried.discard(trouble.pod)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_ended)
+
+    def _on_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a check of a connection failed", exc_info=error)

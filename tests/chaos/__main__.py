@@ -1,0 +1,77 @@
+"""Chaos runs on a stack of processes: `make chaos SEEDS=1-5`.
+
+    .venv/bin/python -m tests.chaos --seeds 17                    one seed, as it failed
+    .venv/bin/python -m tests.chaos --seeds 1-20 --out FILE       adds the seeds to the result file
+    .venv/bin/python -m tests.chaos --schedule --seeds 17         only prints the faults
+
+The exit code is 1 after a wrong answer, a hang, a leak, a crash, or a refusal by a gateway that said that it was ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from tests.rigs.chaos.catalogue import catalogue, write_model
+from tests.rigs.chaos.results import append
+from tests.rigs.chaos.schedule import schedule
+from tests.rigs.chaos.seeds import SeedRunner
+from tests.rigs.chaos.stack import ChaosStack
+
+SECONDS = 20.0
+
+
+def _seeds(text: str) -> list[int]:
+    """Parses `17`, `1-20` and lists of them with commas."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [seed for first, _, last in ranges for seed in range(int(first), int(last or first) + 1)]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def chaos(seeds: Sequence[int], seconds: float, directory: Path, out: Path | None) -> int:
+    """Runs the seeds on one stack. Returns the exit code."""
+    (directory / "oracle").mkdir(parents=True)
+    write_model(directory / "oracle")
+    cases = await asyncio.to_thread(catalogue, directory / "oracle")
+    good, rows = True, list[dict[str, Any]]()
+    async with ChaosStack.running(directory) as stack:
+        runner = await SeedRunner.warmed_up(stack, cases, _say)
+        for seed in seeds:
+            result = await runner.run(seed, seconds)
+            good = good and result.good
+            rows.append(result.row())
+            if out is not None:
+                found = append(out, rows[-1:])
+                _say(f"  all seeds of {out.name}: { {key: found[key] for key in list(found)[:5]} }")
+    return 0 if good else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=_seeds, default=[1], help="a number, a range a-b, or a list with commas")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="length of a seed's load")
+    parser.add_argument("--schedule", action="store_true", help="print the faults of the seeds and stop")
+    parser.add_argument("--out", type=Path, help="result file; chaos adds to it")
+    parser.add_argument("--logs", type=Path, help="directory of the logs; default: a new one in .run/chaos")
+    args = parser.parse_args()
+    if args.schedule:
+        for seed in args.seeds:
+            print(f"seed {seed}", *schedule(seed, args.seconds), sep="\n  ")
+        return 0
+    now = datetime.datetime.now(datetime.UTC)
+    directory = (args.logs or Path(".run/chaos") / f"{now:%Y%m%d-%H%M%S}").absolute()
+    return uvloop.run(chaos(args.seeds, args.seconds, directory, args.out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Two short seeds of the chaos harness on a stack of processes, and what the harness itself promises.
+
+`make chaos SEEDS=a-b` runs whole seeds; tests/rigs/chaos says what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.rigs.chaos import results
+from tests.rigs.chaos.catalogue import Case, catalogue, write_model
+from tests.rigs.chaos.client import ChaosClients, Gateway, Verdict
+from tests.rigs.chaos.invariants import ReadinessWatch
+from tests.rigs.chaos.schedule import GROUPS, PROCESSES, FaultKind, schedule
+from tests.rigs.chaos.seeds import SeedRunner
+from tests.rigs.chaos.stack import ChaosStack
+
+SECONDS = 4.0
+#: The first kills a prefill pod and a gateway; the second kills Valkey and a decode pod, and freezes.
+SEEDS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    directory = tmp_path_factory.mktemp("oracle")
+    write_model(directory)
+    return catalogue(directory)
+
+
+@pytest.mark.timeout(240)
+async def test_two_seeds_break_nothing(cases: list[Case], tmp_path: Path) -> None:
+    async with ChaosStack.running(tmp_path / "stack") as stack:
+        runner = await SeedRunner.warmed_up(stack, cases, print)
+        found = [await runner.run(seed, SECONDS) for seed in SEEDS]
+    for result in found:
+        assert result.good, result
+        assert result.verdicts.get(Verdict.COMPLETED, 0) > 10
+        assert not result.problems, result.problems
+    assert sum(sum(result.deaths.values()) for result in found) >= 2
+
+
+def test_a_seed_gives_the_same_faults_every_time() -> None:
+    for seed in range(40):
+        assert schedule(seed, 20.0) == schedule(seed, 20.0)
+    assert schedule(1, 20.0) != schedule(2, 20.0)
+
+
+def test_every_process_dies_within_seven_seeds() -> None:
+    for first in (0, 3, 193):
+        killed = {fault.victim for s in range(first, first + 7) for fault in schedule(s, 4.0) if _kills(fault)}
+        assert killed == set(PROCESSES)
+
+
+def test_a_group_has_one_fault_at_a_time_and_all_kinds_occur() -> None:
+    seen = set()
+    for seed in range(200):
+        faults = schedule(seed, 20.0)
+        for group, names in GROUPS.items():
+            own = [fault for fault in faults if fault.group == group]
+            assert {fault.victim for fault in own} <= set(names)
+            for one, following in itertools.pairwise(own):
+                assert one.at_s + one.lasts_s < following.at_s
+        seen |= {(fault.group, fault.kind) for fault in faults}
+    assert {kind for _, kind in seen} == set(FaultKind)
+
+
+def _kills(fault: Any) -> bool:
+    return bool(fault.kind is FaultKind.KILL)
+
+
+# -- the client's verdicts, with a gateway that answers as told
+
+
+class Answers(httpx.AsyncBaseTransport):
+    """A gateway that gives these answers in turn: a status and a text, or an exception."""
+
+    def __init__(self, *answers: tuple[int, str] | Exception) -> None:
+        self.answers = list(answers)
+        self.keys: list[str] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.keys.append(request.headers["idempotency-key"])
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(answer[0], text=answer[1])
+
+
+def whole(*texts: str) -> tuple[int, str]:
+    choices = [{"index": i, "text": text, "finish_reason": "length"} for i, text in enumerate(texts)]
+    return 200, json.dumps({"choices": choices})
+
+
+def events(*texts: str, end: bool = True) -> tuple[int, str]:
+    parts = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in texts]
+    if end:
+        parts[-1]["choices"][0]["finish_reason"] = "length"
+    lines = [f"data: {json.dumps(part)}\n\n" for part in parts]
+    return 200, "".join(lines) + "data: [DONE]\n\n" * end
+
+
+RIGHT = Case({"prompt": [1], "max_tokens": 2, "model": "m"}, (" aaa bbb",))
+
+
+async def verdict(*answers: tuple[int, str] | Exception, stream: bool = False, dies: bool = True) -> ChaosClients:
+    transport = Answers(*answers)
+    gateways = []
+    for name in ("gateway-0", "gateway-1"):
+        gateways.append(Gateway(name, "http://g", httpx.AsyncClient(transport=transport, base_url="http://g")))
+        gateways[-1].in_rotation = not dies  # a gateway that died is not in rotation
+    if dies:
+        gateways[0].in_rotation = True
+        asyncio.get_running_loop().call_later(0.03, setattr, gateways[0], "deaths", 1)
+        asyncio.get_running_loop().call_later(0.03, setattr, gateways[1], "in_rotation", True)
+    clients = ChaosClients(gateways, [RIGHT], key=lambda _: "k")
+    await clients.one(RIGHT, {**RIGHT.body, "stream": stream}, random.Random(1))
+    assert len(set(transport.keys)) == 1
+    return clients
+
+
+@pytest.mark.parametrize(
+    ("answers", "stream", "expected"),
+    [
+        ([whole(" aaa bbb")], False, Verdict.COMPLETED),
+        ([whole(" aaa ccc")], False, Verdict.WRONG),
+        ([whole(" aaa")], False, Verdict.WRONG),
+        ([events(" aaa", " bbb")], True, Verdict.COMPLETED),
+        ([events(" aaa", " aaa")], True, Verdict.WRONG),
+        ([events(" aaa", end=False)], True, Verdict.FAILED),
+        ([(429, "full")], False, Verdict.REFUSED),
+        ([(503, "no pods")], True, Verdict.FAILED),
+        ([httpx.ReadError("cut"), whole(" aaa bbb")], False, Verdict.COMPLETED),
+        ([httpx.ReadError("cut"), httpx.ReadError("cut")], False, Verdict.FAILED),
+    ],
+)
+async def test_verdicts(answers: list[Any], stream: bool, expected: Verdict) -> None:
+    clients = await verdict(*answers, stream=stream)
+    assert clients.tally.verdicts == {expected: 1}, clients.tally.problems
+
+
+async def test_a_living_gateway_must_not_break_a_connection() -> None:
+    clients = await verdict(httpx.ReadError("cut"), whole(" aaa bbb"), dies=False)
+    assert clients.tally.verdicts == {Verdict.FAILED: 1}
+    assert "living gateway" in clients.tally.problems[0]
+
+
+async def test_a_request_without_an_end_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.rigs.chaos.client.DEADLINE_S", 0.1)
+    monkeypatch.setattr("tests.rigs.chaos.client.GRACE_S", 0.1)
+
+    class Silent(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    gateway = Gateway("gateway-0", "http://g", httpx.AsyncClient(transport=Silent(), base_url="http://g"))
+    clients = ChaosClients([gateway], [RIGHT], key=lambda _: "k")
+    assert await clients.one(RIGHT, {**RIGHT.body, "stream": True}, random.Random(1)) is Verdict.HANG
+
+
+def test_a_refusal_while_ready_is_a_lie() -> None:
+    watch = ReadinessWatch([Gateway("gateway-0", "http://g", httpx.AsyncClient())])
+    watch._seen["gateway-0"] = [(9.5, 9.6, True), (10.0, 10.1, True), (10.5, 10.6, True), (11.0, 11.1, False)]
+    assert watch.lies([("gateway-0", 10.05, 10.2)])
+    assert not watch.lies([("gateway-0", 10.4, 10.6)])
+
+
+def test_answers_are_secrets(cases: list[Case]) -> None:
+    """No answer agrees with a part of another one, so a right text has come from its own request."""
+    texts = [text for case in cases for text in case.texts]
+    for i, one in enumerate(texts):
+        beginning = one[:24]  # six words
+        assert not any(other.startswith(beginning) for k, other in enumerate(texts) if k != i)
+
+
+def test_runs_add_up(tmp_path: Path) -> None:
+    row = {
+        **dict.fromkeys(("requests", "accepted", "completed"), 10),
+        **dict.fromkeys(("failed", "wrong", "hang", "retried", "aborted", "refused", "leaks"), 0),
+        **dict.fromkeys(("crashes", "lies", "faults"), 0),
+        "seconds": 20.0,
+        "deaths": {"valkey": 1},
+    }
+    out = tmp_path / "chaos.json"
+    results.append(out, [{**row, "seed": 1, "wrong": 1}, {**row, "seed": 2}])
+    found = results.append(out, [{**row, "seed": 1}, {**row, "seed": 3, "accepted": 12, "failed": 2}])
+    assert (found["seeds"], found["wrong_answers"], found["deaths"]["valkey"]) == (3, 0, 3)
+    assert found["completed_share"] == round(30 / 32, 6)
+    assert json.loads(out.read_text())["metrics"] == found

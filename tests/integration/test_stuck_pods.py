@@ -1,0 +1,242 @@
+"""Real pods with a loop that is stuck: they say it, refuse work, come back or end, and answers continue elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.auth import GATEWAY, Signer
+from common.errors import Unavailable
+from common.process.lifecycle import Lifecycle, LifecycleState
+from common.process.watchdog import EXIT_STUCK
+from common.rpc import open_channel
+from common.settings.configs import DEFAULT_SECRET, PodConfig
+from common.types import Role, ValidRequest
+from decode_service.servicer import DecodeServicer
+from engine.engine import Engine
+from engine.llm import LLM
+from gateway.dispatch.dispatch import Dispatch
+from gateway.pods import pod as gateway_pod
+from gateway.pods.table import PodTable
+from gateway.routing.router import Router
+from gateway.telemetry.metrics import GatewayMetrics
+from gateway.telemetry.timeline import Timeline
+from kv_transfer.backend.loopback import LoopbackBackend, LoopbackFabric
+from pod.rates import PodRates
+from pod.runtime import PodRuntime
+from tests.rigs.engine.blocked_step import BlockedStep, blocked_steps
+from tests.rigs.pods.harness import BLOCK, CHUNK, MAX_LEN, Cluster, Pod, expected, prompt_of, request
+from tests.rigs.waiting import until
+
+WATCHED = {"stuck_step_s": 0.5}
+LOCAL = {"local_prefill": "512"}
+
+
+@pytest.fixture(autouse=True)
+def _usual_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine 20 measured steps may be longer than the short bound of these tests."""
+    monkeypatch.setattr(PodRates, "predicted_step_s", lambda *_: 0.001)
+    monkeypatch.setattr(PodRates, "decode_fit", lambda _: (0.001, 0.0001))
+    monkeypatch.setattr(gateway_pod, "INFO_PERIOD_S", 0.05)
+
+
+def watch(pod: Pod) -> list[int]:
+    """Starts the pod's watchdog. Returns the exit codes with which it would end the process."""
+    exits: list[int] = []
+    pod.runtime.watch.watchdog.end = exits.append
+    pod.runtime.watch.start()
+    return exits
+
+
+async def health(pod: Pod) -> int:
+    async with open_channel(pod.runtime.address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return int(answer.status)
+
+
+async def test_a_stuck_step_makes_the_pod_unready_until_it_ends(model_dir: Path, llm: LLM) -> None:
+    async with Cluster.start(model_dir, prefill=0, decode_config={**WATCHED, **LOCAL, "stuck_step_s": 2.0}) as cluster:
+        pod = cluster.decode
+        exits = watch(pod)
+        r = request(prompt_of(9), 5)
+        try:
+            assert (await pod.info()).stuck == ""
+            with blocked_steps(pod.runtime.engine) as blocked:
+                task = asyncio.create_task(cluster.generate(r))
+                await until(lambda: blocked.entered.is_set())
+                await until(lambda: bool(pod.runtime.watch.stuck))
+                info = await pod.info()
+                assert (info.ready, info.stuck) == (False, "the engine is stuck")
+                assert info.step_bound_s == 2.0
+                await until(lambda: _is(health(pod), health_pb2.HealthCheckResponse.NOT_SERVING))
+                with pytest.raises(Unavailable, match="the engine is stuck on pod"):
+                    await cluster.reserve(request(prompt_of(5)))
+                assert pod.counted("stuck_loops") == {("engine",): 1.0}
+                steps = info.activity.steps
+            assert (await task).ids == expected(llm, r)
+            await until(lambda: _is_ready(pod))
+            assert await health(pod) == health_pb2.HealthCheckResponse.SERVING
+            assert (await pod.info()).activity.steps >= steps + 5
+            assert exits == []
+        finally:
+            pod.runtime.watch.stop()
+
+
+async def _is(asked: Any, wanted: object) -> bool:
+    return bool(await asked == wanted)
+
+
+async def _is_ready(pod: Pod) -> bool:
+    return bool((await pod.info()).ready)
+
+
+async def test_a_step_that_never_ends_ends_the_process(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with Cluster.start(model_dir, prefill=0, decode_config={**WATCHED, **LOCAL}) as cluster:
+        exits = watch(cluster.decode)
+        try:
+            with blocked_steps(cluster.decode.runtime.engine):
+                task = asyncio.create_task(cluster.generate(request(prompt_of(9), 5)))
+                await until(lambda: bool(exits))
+            assert exits[0] == EXIT_STUCK
+            await task
+        finally:
+            cluster.decode.runtime.watch.stop()
+    assert "thread engine:\n" in caplog.text
+    assert "in _blocking_launch" in caplog.text
+    assert "ending this process with exit code 6" in caplog.text
+
+
+async def test_a_stuck_transfer_thread_is_found(model_dir: Path) -> None:
+    async with Cluster.start(model_dir, prefill=0, decode_config=WATCHED) as cluster:
+        exits, release = watch(cluster.decode), threading.Event()
+        try:
+            cluster.decode.runtime.transfer_node._thread.submit(lambda: release.wait(60))
+            await until(lambda: cluster.decode.runtime.watch.stuck == "the transfer thread is stuck")
+            assert not (await cluster.decode.info()).ready
+            await until(lambda: bool(exits))
+        finally:
+            release.set()
+            cluster.decode.runtime.watch.stop()
+
+
+async def test_the_warm_up_has_no_bound(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pod runs as in its process: it is watched once it is ready."""
+    warm_up = Engine.warm_up
+
+    def slow(engine: Engine) -> None:
+        time.sleep(1.5)  # three bounds
+        warm_up(engine)
+
+    monkeypatch.setattr(Engine, "warm_up", slow)
+    monkeypatch.setattr(Lifecycle, "install_signals", lambda _: None)
+    sizes: dict[str, Any] = {"block_size": BLOCK, "max_model_len": MAX_LEN, "chunk_tokens": CHUNK, "threads": 1}
+    config = PodConfig(role=Role.BOTH, model=str(model_dir), device="cpu", kv_memory=1 << 20, **sizes, **WATCHED)
+    runtime = await PodRuntime.create(config, backend=lambda _: LoopbackBackend(LoopbackFabric()))
+    exits: list[int] = []
+    runtime.watch.watchdog.end = exits.append
+    running = asyncio.create_task(runtime.run(DecodeServicer(runtime)))
+    await until(lambda: runtime.lifecycle.state is LifecycleState.READY)
+    assert "stuck" not in caplog.text
+    runtime.engine_loop.call(runtime._warm_up)  # the same work is too long for a pod that is ready
+    await until(lambda: bool(exits))
+    await until(lambda: not runtime.watch.stuck)
+    runtime.lifecycle.begin_drain("test")
+    await running
+
+
+@asynccontextmanager
+async def gateway(cluster: Cluster) -> AsyncIterator[tuple[Router, PodTable, GatewayMetrics]]:
+    addresses = tuple(pod.runtime.address for pod in cluster.pods)
+    signer = Signer(DEFAULT_SECRET.encode(), GATEWAY, "g", 1)
+    table = PodTable(addresses, None, signer=signer, model="tiny", stuck_s=0.5)
+    metrics = GatewayMetrics()
+    router = Router(table, metrics)
+    await table.start()
+    try:
+        await until(lambda: len(table.decode_pods()) == len(cluster.decodes))
+        yield router, table, metrics
+    finally:
+        await router.stop()
+        await table.stop()
+
+
+async def answer(router: Router, valid: ValidRequest) -> list[int]:
+    """Returns the ids of the answer."""
+    timeline = Timeline(valid.request_id, None, "test")
+    dispatch = Dispatch(router, valid, deadline=time.monotonic() + 60, timeline=timeline)
+    ids: list[int] = []
+    try:
+        while True:
+            delta = await dispatch.next()
+            ids += [token.id for token in delta.tokens]
+            if delta.finish is not None:
+                return ids
+    finally:
+        dispatch.close()
+
+
+async def entered(blocked: Sequence[BlockedStep]) -> int:
+    """Waits until one of the engines is blocked, and releases the others. Returns its number."""
+    await until(lambda: any(one.entered.is_set() for one in blocked))
+    (victim,) = (number for number, one in enumerate(blocked) if one.entered.is_set())
+    for number, one in enumerate(blocked):
+        if number != victim:
+            one.release()
+    return victim
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["seen by the gateway", "said by the pod"])
+async def test_an_answer_continues_when_its_decode_pod_is_stuck(model_dir: Path, llm: LLM, watched: bool) -> None:
+    """The gateway sees by itself that no step ends, or the pod says which loop is stuck."""
+    async with (
+        Cluster.start(model_dir, prefill=0, decode=2, role=Role.BOTH, decode_config={"stuck_step_s": 1.0}) as cluster,
+        gateway(cluster) as (router, table, metrics),
+    ):
+        if watched:
+            for pod in cluster.decodes:
+                watch(pod)
+        with (
+            blocked_steps(cluster.decodes[0].runtime.engine, after=6) as first,
+            blocked_steps(cluster.decodes[1].runtime.engine, after=6) as second,
+        ):
+            r = request(prompt_of(9), 20)
+            task = asyncio.create_task(answer(router, r))
+            victim = cluster.decodes[await entered([first, second])]
+            assert await task == expected(llm, r)
+            assert metrics.stalled.labels("decode")._value.get() == 1
+            assert table.pods[victim.runtime.address].state == "stuck"
+        # The blocked step ends, and the abandoned sequence with it.
+        await victim.settled()
+        await until(lambda: table.pods[victim.runtime.address].state == "ready")
+        for pod in cluster.decodes:
+            pod.runtime.watch.stop()
+
+
+async def test_an_answer_continues_when_its_prefill_pod_is_stuck(model_dir: Path, llm: LLM) -> None:
+    config = {"stuck_step_s": 1.0, "local_prefill": "off"}
+    async with (
+        Cluster.start(model_dir, prefill=2, prefill_config={"stuck_step_s": 1.0}, decode_config=config) as cluster,
+        gateway(cluster) as (router, table, metrics),
+    ):
+        with (
+            blocked_steps(cluster.prefills[0].runtime.engine, after=1) as first,
+            blocked_steps(cluster.prefills[1].runtime.engine, after=1) as second,
+        ):
+            r = request(prompt_of(3 * CHUNK), 6)
+            task = asyncio.create_task(answer(router, r))
+            victim = cluster.prefills[await entered([first, second])]
+            assert await task == expected(llm, r)
+            assert metrics.stalled.labels("prefill")._value.get() == 1
+            assert table.pods[victim.runtime.address].state == "stuck"
+        await victim.settled()
+        await until(lambda: table.pods[victim.runtime.address].state == "ready")
