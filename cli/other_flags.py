@@ -71,7 +71,10 @@ OTHER_FLAGS: dict[str, OtherFlag] = {
     "--pipeline-parallel-size": _refused(_NO_PARALLEL),
     "--data-parallel-size": _refused(_NO_PARALLEL),
     "--enable-expert-parallel": _refused(_NO_PARALLEL, takes_value=False),
-    "--quantization": _refused("weights are served in float32 or bfloat16 (--dtype); --kv-dtype fp8_e4m3 halves KV"),
+    "--quantization": _refused(
+        "weights are served in float32 or bfloat16 (--dtype), on a CPU also in 8 bits (--weights int8); "
+        "--kv-dtype fp8_e4m3 halves KV"
+    ),
     "--enable-lora": _refused(_NO_ADAPTERS, takes_value=False),
     "--lora-modules": _refused(_NO_ADAPTERS),
     "--speculative-config": _refused(_SPECULATION),

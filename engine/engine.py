@@ -82,9 +82,12 @@ class Engine:
         `start_ranks` starts the other ranks if tensor_parallel_size is above 1; the engine closes them.
         """
         self.config = config
-        source = open_model(config.model_dir, config.load_format, config.weights_seed)
+        source = open_model(config.model_dir, config.load_format, config.weights_seed, config.weights)
         self.spec = spec = source.spec
         self.device = device = config.resolve_device()
+        if config.weights != "auto" and device.type != "cpu":
+            problem = f"{config.weights} is for CPUs, and the device is {device}: use --weights auto or --device cpu"
+            raise ConfigError(f"weights: {problem}", field="weights")
         make_current(device)
         torch.set_num_threads(config.threads_per_rank)
         self.rank_group: RankGroup | None = None
@@ -160,7 +163,7 @@ class Engine:
         """Loads the weights, and makes the KV pool, block pool, scheduler and runner."""
         config, device, max_len = self.config, self.device, limits.max_model_len
         dtype = config.resolve_dtype(device)
-        model = self._builder.load(max_len, dtype)
+        model = self._builder.load(max_len, dtype, keep_head=draft is not None)
         make_draft = None if draft is None else draft.load(model, max_len, device, TORCH_DTYPES[dtype])
         self._sampler: DeviceSampler | None = None
         if device.type == "cuda":

@@ -137,6 +137,7 @@ async def running(args: argparse.Namespace, setup: str) -> AsyncIterator[Stack]:
             model=str(directory),
             served_name=pd_stack.MODEL,
             port=0,
+            aggregated=1 if setup == "both" else 0,
             device=args.device,
             load_format="dummy",
             max_model_len=8192 if args.shape != "tiny" else 1024,
@@ -144,11 +145,8 @@ async def running(args: argparse.Namespace, setup: str) -> AsyncIterator[Stack]:
             log_level="info",
             drain_s=2.0,
         )
-        flags, skipped = report.pairs(args.flags), set[str]()
-        if setup == "both":
-            flags |= {"role": "both", "gpu-memory-utilization": str(config.gpu_memory_utilization)}
-            skipped = {"prefill-0"}
-        async with local_stack.running(config, directory, start_s=300.0, pod_flags=flags, skipped=skipped) as stack:
+        flags = report.pairs(args.flags)
+        async with local_stack.running(config, directory, start_s=300.0, pod_flags=flags) as stack:
             yield stack
 
 

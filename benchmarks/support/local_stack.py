@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,14 +38,12 @@ async def running(
     start_s: float,
     pod_flags: Mapping[str, str] | None = None,
     gateway: Path | None = None,
-    skipped: Collection[str] = (),
 ) -> AsyncIterator[Stack]:
     """Runs a stack for the block, and prints the end of each process's log if the block fails.
 
     Args:
         start_s: time in which the stack must be ready.
         gateway: script that runs instead of `baton gateway`, with the arguments of `python -m cli`.
-        skipped: names of processes that are not started.
     """
     env = {name: value for name, value in os.environ.items() if name != "BATON_COMMIT"}  # for reports only
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
@@ -54,10 +52,9 @@ async def running(
             process = next(spec.process for spec in stack.specs if spec.role == "gateway")
             command = process.argv.index("gateway")
             process.argv = (sys.executable, "-P", str(gateway), *process.argv[command:])
-        specs = [spec for spec in stack.specs if spec.process.name not in skipped]
-        supervisor = Supervisor(specs, on_event=print)
+        supervisor = Supervisor(stack.specs, on_event=print)
         try:
-            with logs_on_failure(spec.process for spec in specs):
+            with logs_on_failure(spec.process for spec in stack.specs):
                 await supervisor.start(start_s)
                 yield stack
         finally:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # only imported when the command runs
     from cli.stack.up import Board
 
 _POD_SETTINGS = ("device", "dtype", "max_model_len", "kv_memory", "threads")  #: Settings of a stack of its own.
-STACK_SETTINGS = frozenset({"model", "served_name", "prefill", "decode", "log_level", *_POD_SETTINGS})
+STACK_SETTINGS = frozenset({"model", "served_name", "prefill", "decode", "aggregated", "log_level", *_POD_SETTINGS})
 SYNC_S = 1.0  # Interval of fsync: the answers that a crash of the machine may lose.
 SAY_EVERY_S = 5.0  # Interval of lines about retries.
 MAX_REASONS = 5  # Max reasons of failures that the summary lists.

@@ -41,7 +41,7 @@ def up(
 ) -> None:
     """Runs a stack on this machine, until Ctrl-C.
 
-    It consists of Valkey (or --redis), prefill and decode pods, and a gateway.
+    It consists of Valkey (or --redis), prefill and decode pods (or --aggregated pods of both roles), and a gateway.
     """
     _run_stack(_with_model(flags, named), config, once, browse)
 

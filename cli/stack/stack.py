@@ -28,7 +28,6 @@ from common.settings.configs import DEFAULT_PORT, DEFAULT_SECRET, GatewayConfig,
 from common.settings.kinds import host_port
 from common.settings.table import ENVIRONMENT, Settings, command_line, declared, spelt
 from common.tls import TlsFiles
-from common.types import Role
 
 Env = Mapping[str, str] | None
 Stages = tuple[int, int]
@@ -75,7 +74,7 @@ class Stack:
         URL nor Valkey, or config.tls_dir cannot be used.
         """
         usable = _usable(config, env, gpus)
-        places = assign_gpus(config.prefill + config.decode, usable)
+        places = assign_gpus(config.num_pods, usable)
         secret = config.secret if config.secret != DEFAULT_SECRET else secrets.token_hex(16)
         private = log_dir.absolute() / PRIVATE_DIR
         model = config.served_name or default_served_name(config.model)
@@ -124,8 +123,7 @@ class Stack:
                 "threads": config.threads or _threads_each(config),
             }
             extra = {name.replace("-", "_"): value for name, value in (pod_flags or {}).items()}
-            roles = {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
-            names = [(role, number) for role, count in roles.items() for number in range(count)]
+            names = [(role, number) for role, count in config.pods.items() for number in range(count)]
             for (role, number), place in zip(names, places, strict=True):
                 port, name = lease(), f"{role}-{number}"
                 # An index may be shared with other stacks: pods keep their default names, which contain the port.
@@ -174,7 +172,7 @@ def _host_cache(config: UpConfig, *, on_gpus: bool) -> int:
         return 0
     from common.telemetry import memory_usage
 
-    return min(MOST_HOST_CACHE, int(memory_usage().free * HOST_SHARE) // (config.prefill + config.decode))
+    return min(MOST_HOST_CACHE, int(memory_usage().free * HOST_SHARE) // config.num_pods)
 
 
 def _usable(config: UpConfig, env: Mapping[str, str], gpus: Sequence[Gpu] | None) -> Sequence[Gpu]:
@@ -195,7 +193,7 @@ def _gpu_settings(
     place: tuple[Gpu, int] | None, gpus: Sequence[Gpu], config: UpConfig
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Settings and environment of a pod that shares its GPU with others."""
-    gpu, sharing = place or (None, config.prefill + config.decode)
+    gpu, sharing = place or (None, config.num_pods)
     settings: dict[str, object] = {"gpu_memory_utilization": f"{config.gpu_memory_utilization / sharing:.4f}"}
     if gpu is None:
         return settings, {}
@@ -237,7 +235,7 @@ def _default_port(say: Callable[[str], None]) -> PortLease:
 def _threads_each(config: UpConfig) -> int:
     """The threads of each computing process: a rank of a pod."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // ((config.prefill + config.decode) * config.tensor_parallel_size))
+    return max(1, cores // (config.num_pods * config.tensor_parallel_size))
 
 
 def _remove(private: Path) -> None:

@@ -103,6 +103,10 @@ class EngineSettings(Settings, section="Engine"):
     kv_dtype: str = choice_setting(
         ("auto", "fp8_e4m3"), "KV in dtype (auto) or in 8 bits with scales (fp8_e4m3), the same on all pods"
     )
+    weights: str = choice_setting(
+        ("auto", "int8"),
+        "Weights of the layers in dtype (auto), or on a CPU in 8 bits with one scale per output (int8)",
+    )
     load_format: str = choice_setting(("auto", "dummy"), "auto, or dummy: random weights, needs only config.json")
     weights_seed: int = setting(kinds.integer(0, (1 << 31) - 1), 0, "Seed of --load-format dummy; default: 0")
     threads: int = setting(kinds.integer(0, 1024), 0, "CPU threads of a pod; default: automatic")
@@ -210,6 +214,7 @@ class PodEngineSettings(EngineSettings, SpeculationSettings):
             ("speculation", self.speculation in MODEL_PROPOSERS, "a draft model runs on one device"),
             ("host_cache", self.host_cache > 0, "each rank has its own part of a block"),
             ("checksums", self.checksums, "each rank sees only its own part of a block"),
+            ("weights", self.weights != "auto", "weights of 8 bits are for one CPU"),
         ):
             if asked and size > 1:
                 problem = f"{name} {getattr(self, name)} cannot be combined with tensor_parallel_size {size}: {why}"
@@ -486,6 +491,9 @@ class UpConfig(
 
     prefill: int = setting(kinds.integer(1, 64), 1, "Number of prefill pods")
     decode: int = setting(kinds.integer(1, 64), 1, "Number of decode pods")
+    aggregated: int = setting(
+        kinds.integer(0, 64), 0, "Number of pods with both roles, in place of prefill and decode pods; default: none"
+    )
     port: int | None = optional_setting(
         kinds.PORT,
         f"REST port of the gateway; 0: any free one; default: {DEFAULT_PORT} or the next free one",
@@ -517,6 +525,25 @@ class UpConfig(
         per_process=True,
     )
     max_tokens: int = setting(kinds.integer(1, 1 << 24), 96, "Longest answer to --once, in tokens")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prefill", "decode"):
+            if self.aggregated and (count := getattr(self, name)) != 1:
+                problem = f"{name} {count} cannot be combined with aggregated {self.aggregated}: these pods do both"
+                raise ConfigError(problem, field=name)
+
+    @property
+    def pods(self) -> dict[Role, int]:
+        """The number of pods of each role."""
+        if self.aggregated:
+            return {Role.BOTH: self.aggregated}
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+
+    @property
+    def num_pods(self) -> int:
+        """The number of pods of all roles together."""
+        return sum(self.pods.values())
 
 
 def _parse_name_value_pairs(setting: str, pairs: Sequence[str]) -> dict[str, str]:

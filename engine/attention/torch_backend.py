@@ -40,6 +40,9 @@ class TorchMetadata:
 
     block: Tensor | None  # int64 [T], the physical block of each new token. None: nothing is written.
     offset: Tensor  # int64 [T], the offset of each new token in its block.
+    #: int64 [T * 2 * kv_heads], the places of the new keys and values in layers with `geometry`, see `_matrix`.
+    vectors: Tensor | None
+    geometry: tuple[int, ...]  # See `_geometry`. The layers of a draft model may differ from those of the target.
     groups: tuple[RowGroup, ...]
     ends: np.ndarray  # int64 [B], the end of each row in T.
     table: np.ndarray  # int64 [B, n], the physical blocks of each row.
@@ -76,6 +79,9 @@ class TorchAttention:
         row_size = self._block_size * self._head_dim
         is_matrix = kv.stride(0) % row_size == 0 and not quantised
         self._rows_per_block = kv.stride(0) // row_size if is_matrix else None
+        # Each row has `block_size` vectors of head_dim numbers: one index_copy_ writes the keys and values of a step.
+        self._vectors_per_block = kv.stride(0) // self._head_dim if is_matrix else None
+        self._geometry = _geometry(kv)
 
     def prepare(self, step: StepShape) -> TorchMetadata:
         layout = layout_step(step, self._block_size, self._pad_block)
@@ -84,9 +90,13 @@ class TorchAttention:
         for row, (new, end) in enumerate(zip(num_new.tolist(), (starts + num_new).tolist(), strict=True)):
             by_size.setdefault((_bucket(new), _bucket(max(end, 256))), []).append(row)
         groups = tuple(self._group(np.array(rows), layout, alone=len(by_size) == 1) for rows in by_size.values())
-        block = self._tensor(table[row_of, position // self._block_size])
-        offset = self._tensor(position % self._block_size)
-        return TorchMetadata(block, offset, groups, np.cumsum(num_new), table, step)
+        block, offset = table[row_of, position // self._block_size], position % self._block_size
+        vectors: Tensor | None = None
+        if self._vectors_per_block is not None:
+            rows = np.arange(2 * self._kv_heads) * self._block_size
+            vectors = self._tensor(((block * self._vectors_per_block + offset)[:, None] + rows).reshape(-1))
+        places = self._tensor(block), self._tensor(offset), vectors, self._geometry
+        return TorchMetadata(*places, groups, np.cumsum(num_new), table, step)
 
     def select_tokens(self, metadata: TorchMetadata, tokens: Tensor, positions: Tensor) -> TorchMetadata:
         row_of = np.searchsorted(metadata.ends, tokens.tolist(), side="right")
@@ -97,7 +107,10 @@ class TorchAttention:
     def write(self, kv: Tensor, cache: LayerKV, metadata: TorchMetadata) -> None:
         if metadata.block is None:
             return
-        if cache.scales is None:
+        if metadata.vectors is not None and metadata.geometry == _geometry(cache.kv):
+            dim = cache.head_dim
+            _matrix(cache.kv, dim).index_copy_(0, metadata.vectors, kv.reshape(-1, dim))
+        elif cache.scales is None:
             cache.kv[metadata.block, :, :, metadata.offset] = kv
         else:
             cache.kv[metadata.block, :, :, metadata.offset], scales = quantize_e4m3(kv)
@@ -121,15 +134,17 @@ class TorchAttention:
         """Attends with query [rows * width, heads, head_dim]. Returns the same shape."""
         rows, width, fold, dim = group.rows, group.width, self._heads_per_kv, self._head_dim
         keys, values = self._gather(cache, group, query.dtype)
-        folded = query.reshape(rows, width, self._kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
-        folded = folded.reshape(rows, self._kv_heads, fold * width, dim)
+        if width > 1:
+            query = query.reshape(rows, width, self._kv_heads, fold, dim).permute(0, 2, 3, 1, 4)
+        folded = query.reshape(rows, self._kv_heads, fold * width, dim)
         mask = group.masks[window].to(query.dtype)
         if self._softcap is None:
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self._scale)
         else:
             scores = torch.tanh(folded @ keys.transpose(2, 3) * (self._scale / self._softcap)) * self._softcap
             out = (scores.float() + mask).softmax(-1).to(values.dtype) @ values
-        out = out.reshape(rows, self._kv_heads, fold, width, dim).permute(0, 3, 1, 2, 4)
+        if width > 1:
+            out = out.reshape(rows, self._kv_heads, fold, width, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(rows * width, self._kv_heads * fold, dim)
 
     def _gather(self, cache: LayerKV, group: RowGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -138,9 +153,8 @@ class TorchAttention:
         if self._rows_per_block is None:
             both = cache.kv[group.gather].permute(2, 0, 3, 1, 4, 5).reshape(2, group.rows, heads, -1, dim)
         else:
-            table_rows = (cache.kv.shape[0] - 1) * self._rows_per_block + 2 * heads
-            table = cache.kv.as_strided((table_rows, size * dim), (size * dim, 1))
-            both = table.index_select(0, group.gather).view(2, group.rows, heads, -1, dim)
+            rows = _matrix(cache.kv, size * dim).index_select(0, group.gather)
+            both = rows.view(2, group.rows, heads, -1, dim)
         if cache.scales is not None:
             scales = cache.scales[group.gather].permute(4, 0, 2, 1, 3).reshape(2, group.rows, heads, -1)
             both = dequantize_e4m3(both, scales, dtype)
@@ -184,6 +198,17 @@ class TorchAttention:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def _geometry(kv: Tensor) -> tuple[int, ...]:
+    """Returns the numbers between two blocks of a layer, kv_heads, block_size and head_dim."""
+    return kv.stride(0), *kv.shape[2:]
+
+
+def _matrix(kv: Tensor, width: int) -> Tensor:
+    """Returns a view of the pool from a layer's first block on, as a matrix with `width` numbers in a row."""
+    numbers = (kv.shape[0] - 1) * kv.stride(0) + kv[0].numel()
+    return kv.as_strided((numbers // width, width), (width, 1))
 
 
 def _bucket(size: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
+from engine.models.cpu_weights import can_pack, pack
 from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
 from engine.models.ops import AllReduce, AttentionFn, TorchOps, WriteKVFn, rms_norm_torch, rope_tables
 from engine.models.spec import ModelSpec
@@ -117,7 +118,13 @@ class Decoder(nn.Module):
         return rms_norm_torch(hidden, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._ops.logits(hidden, self.norm, self.head.weight)
+        return self._ops.logits(hidden, self.norm, self.head)
+
+    def pack(self, *, keep_head: bool) -> None:
+        """Packs the loaded weights if the device is a CPU that can use them, see `cpu_weights.pack`."""
+        weight = self.embedding.weight
+        if weight.device.type == "cpu" and can_pack(weight.dtype):
+            pack(self.embedding, list(self.layers), self.head, keep_head=keep_head)
 
 
 def make_ops(
@@ -129,4 +136,5 @@ def make_ops(
         from engine.models.fused import FusedOps
 
         return FusedOps(cos.to(device), sin.to(device), all_reduce)
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return TorchOps(cos.to(device, dtype), sin.to(device, dtype), all_reduce)

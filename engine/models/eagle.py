@@ -33,7 +33,7 @@ from common.errors import ConfigError, describe
 from engine.models import weights
 from engine.models.base import ForwardContext
 from engine.models.decoder import Decoder, make_ops
-from engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, allocate
+from engine.models.layers import MLP, Attention, Embedding, Linear, LinearSlice, RMSNorm, allocate
 from engine.models.ops import float32_product, rms_norm_torch
 from engine.models.spec import ARCHITECTURES, ModelSpec, NotNative, parse_spec, read_json
 
@@ -200,7 +200,7 @@ class EagleHead(nn.Module):
         """Returns logits float32 [T, target's vocab]. Tokens outside the head's vocabulary get UNKNOWN_LOGIT."""
         weight = self._target_head if self.own_head is None else self.own_head.weight
         if self.norm is not None:
-            logits = self._ops.logits(states, self.norm, weight)
+            logits = self._ops.logits(states, self.norm, LinearSlice(weight))
         else:
             logits = float32_product(states, weight)
         if self.token_ids is None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.attention.triton_backend import TritonAttention, TritonMetadata
 from engine.kernels.gemm import MAX_SKINNY_ROWS, MIN_SWIGLU_ROWS, gemm_swiglu, gemv, skinny_gemm, supports_gemm_swiglu
@@ -25,7 +25,7 @@ from engine.kernels.kv_write import rope_kv_write
 from engine.kernels.norm import rms_norm, silu_mul
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
-from engine.models.layers import Attention, LinearSlice, RMSNorm
+from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
 from engine.models.ops import AttentionFn, TorchOps, WriteKVFn, float32_product
 
 
@@ -62,7 +62,7 @@ class FusedOps(TorchOps):
         tables = self._cos, self._sin
         rope_kv_write(qkv, cache, positions, metadata.slot_mapping, *tables, num_heads=heads, **norms)
 
-    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         if len(x) == 1:
             return gemv(x, linear.weight, bias=linear.bias, norm=norm.weight, eps=norm.eps)
         normed = rms_norm(x, norm.weight, norm.eps)
@@ -70,7 +70,7 @@ class FusedOps(TorchOps):
             return skinny_gemm(normed, linear.weight, bias=linear.bias)
         return F.linear(normed, linear.weight, linear.bias)
 
-    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
+    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
         if len(x) == 1:
             return gemv(x, gate_up.weight, bias=gate_up.bias, norm=norm.weight, eps=norm.eps, gated=True)
         normed = rms_norm(x, norm.weight, norm.eps)
@@ -81,7 +81,7 @@ class FusedOps(TorchOps):
             return gemm_swiglu(normed, gate_up.weight)
         return silu_mul(F.linear(normed, gate_up.weight, gate_up.bias))
 
-    def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         if self._all_reduce is not None:
             return super().add_linear(x, y, linear)
         if len(x) == 1:
@@ -91,7 +91,8 @@ class FusedOps(TorchOps):
         x.addmm_(y, linear.weight.t())
         return x if linear.bias is None else x.add_(linear.bias)
 
-    def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
+        weight = head.weight
         if len(x) > MAX_SKINNY_ROWS:
             return float32_product(rms_norm(x, norm.weight, norm.eps), weight)
         out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)

@@ -27,6 +27,9 @@ class Linear(nn.Linear):
             all-reduce completes. None: every rank has the whole weight.
     """
 
+    packed: Tensor | None = None  # The weight in another order, see `engine.models.cpu_weights`.
+    scales: Tensor | None = None  # [outputs] if the weight is int8.
+
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool, split: int | None = None) -> None:
         super().__init__(inputs, sum(parts.values()), bias=bias)
         self.parts, self.split = dict(parts), split
@@ -36,9 +39,11 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Embedding with uninitialised parameters, as in `Linear`."""
+    """Embedding with uninitialised parameters, as in `Linear`. It may also be the LM head."""
 
     split = None
+    packed: Tensor | None = None  # As in `Linear`.
+    bias = scales = None
 
     def __init__(self, name: str, rows: int, size: int) -> None:
         super().__init__(rows, size)
@@ -60,10 +65,12 @@ class RMSNorm(nn.Module):
 
 
 class LinearSlice(NamedTuple):
-    """A range of the outputs of a linear layer: weight [out, in] and bias [out]."""
+    """A range of the outputs of a linear layer: weight [out, in], bias [out] and the other forms, as in `Linear`."""
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
+    scales: Tensor | None = None
+    packed: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -73,6 +80,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.window = window
+        self.packed_kv: Tensor | None = None  # The packed weight of `kv`, if `qkv` is packed.
         projections = {
             "self_attn.q_proj": spec.query_size,
             "self_attn.k_proj": spec.kv_size,
@@ -91,8 +99,9 @@ class Attention(nn.Module):
     @property
     def kv(self) -> LinearSlice:
         """The part of `qkv` that computes keys and values."""
-        rows, bias = self.kv_rows, self.qkv.bias
-        return LinearSlice(self.qkv.weight[rows], None if bias is None else bias[rows])
+        rows, bias, scales = self.kv_rows, self.qkv.bias, self.qkv.scales
+        parts = (None if each is None else each[rows] for each in (bias, scales))
+        return LinearSlice(self.qkv.weight[rows], *parts, packed=self.packed_kv)
 
 
 class MLP(nn.Module):

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from engine.device import require_memory
 from engine.models import weights
 from engine.models.base import Model, ModelShape
+from engine.models.cpu_weights import quantize
 from engine.models.decoder import Decoder
 from engine.models.ops import AllReduce
 from engine.models.spec import UNSHARDED, ModelSpec, NotNative, Shard, eos_token_ids, parse_spec, read_config
@@ -27,12 +28,15 @@ class ModelSource:
     spec: ModelShape
     model_dir: Path
     seed: int | None  # Seed of random weights. None: the weights are the directory's safetensors files.
+    weights: str = "auto"  # Form of the weights: in the dtype of the model (auto), or int8.
 
     def revision(self, device: torch.device) -> str:
         """Returns 16 hex digits for configuration and weights. Equal revisions compute the same KV on `device`."""
         if self.seed is None:
-            return weights.weights_revision(self.spec, self.model_dir)
-        return weights.digest(f"dummy {self.seed} {device.type} {self.spec!r}")
+            revision = weights.weights_revision(self.spec, self.model_dir)
+        else:
+            revision = weights.digest(f"dummy {self.seed} {device.type} {self.spec!r}")
+        return revision if self.weights == "auto" else weights.digest(f"{revision} {self.weights}")
 
     @torch.inference_mode()
     def load(
@@ -55,6 +59,9 @@ class ModelSource:
                 from engine.models.hf.spec import HfSpec
 
                 assert isinstance(spec, HfSpec)
+                if self.weights != "auto":
+                    problem = f"{spec.architecture} is computed by transformers, in its dtype only"
+                    raise ConfigError(f"weights {self.weights}: {problem}: use --weights auto", field="weights")
                 return load_hf_model(spec, self.model_dir, device, dtype, seed=self.seed)
             model = Decoder(spec, max_len, device, dtype, all_reduce=all_reduce)
             if self.seed is None:
@@ -62,13 +69,16 @@ class ModelSource:
                 weights.load_weights(model, self.model_dir, self.spec, shard)
             else:
                 weights.randomize(model, self.seed, shard)
+            if self.weights == "int8":
+                quantize(list(model.layers))
             return model
 
 
-def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> ModelSource:
+def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0, form: str = "auto") -> ModelSource:
     """Reads a model directory's configuration. Raises ConfigError if it is malformed, or the model is not supported.
 
-    load_format "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only.
+    load_format "auto" reads the weights; "dummy" makes random weights from `seed` and needs config.json only. `form`
+    is the field `weights` of the result.
     """
     config, generation = read_config(model_dir)
     try:
@@ -80,4 +90,4 @@ def open_model(model_dir: Path, load_format: str = "auto", seed: int = 0) -> Mod
             remedy = "other models need transformers: pip install 'baton-serving[hf]'"
             raise ConfigError(f"{reason.message}; {remedy} ({error})", field="model") from error
         spec = trace_spec(model_dir, eos_token_ids(config, generation))
-    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None)
+    return ModelSource(spec, model_dir, seed if load_format == "dummy" else None, form)

@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.kv.kv_pool import LayerKV
 from engine.models.base import ForwardContext
-from engine.models.layers import Attention, LinearSlice, RMSNorm
+from engine.models.cpu_weights import product
+from engine.models.layers import Attention, Embedding, Linear, LinearSlice, RMSNorm
 from engine.models.spec import RopeSpec
 
 #: Attention of one layer: (qkv [T, (heads + 2 * kv_heads) * D], parameters, layer of the KV pool) to [T, heads * D].
@@ -31,7 +32,7 @@ class TorchOps:
     """The operations in plain torch. Rows are tokens; a row depends on other rows only through the KV pool.
 
     Args:
-        cos, sin: rope tables [length, D / 2] in the model's dtype.
+        cos, sin: tables of `rotate_` [length, D] in the model's dtype.
         all_reduce: replaces the partial sum of a rank by the sum of all ranks. None: this is the whole model.
     """
 
@@ -77,27 +78,27 @@ class TorchOps:
 
         return rotate
 
-    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: nn.Linear | LinearSlice) -> Tensor:
+    def norm_linear(self, x: Tensor, norm: RMSNorm, linear: Linear | LinearSlice) -> Tensor:
         """Returns linear(norm(x)), [T, out]."""
-        return F.linear(rms_norm_torch(x, norm), linear.weight, linear.bias)
+        return product(rms_norm_torch(x, norm), linear)
 
-    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: nn.Linear) -> Tensor:
+    def norm_swiglu(self, x: Tensor, norm: RMSNorm, gate_up: Linear) -> Tensor:
         """Returns silu(gate(norm(x))) * up(norm(x)), [T, intermediate]. gate is the first half of gate_up's rows."""
         gate, up = self.norm_linear(x, norm, gate_up).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def add_linear(self, x: Tensor, y: Tensor, linear: nn.Linear) -> Tensor:
+    def add_linear(self, x: Tensor, y: Tensor, linear: Linear) -> Tensor:
         """Returns x + linear(y), which overwrites x."""
         if self._all_reduce is None:
-            return x.add_(F.linear(y, linear.weight, linear.bias))
-        part = F.linear(y, linear.weight)
+            return x.add_(product(y, linear))
+        part = F.linear(y, linear.weight)  # a rank's weights are plain
         self._all_reduce(part)
         x.add_(part)
         return x if linear.bias is None else x.add_(linear.bias)
 
-    def logits(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """Returns norm(x) @ weight.T as float32[T, vocab]."""
-        return F.linear(rms_norm_torch(x, norm), weight).float()
+    def logits(self, x: Tensor, norm: RMSNorm, head: Linear | Embedding | LinearSlice) -> Tensor:
+        """Returns norm(x) @ head.weight.T as float32[T, vocab]."""
+        return product(rms_norm_torch(x, norm), head).float()
 
 
 def float32_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -139,11 +140,12 @@ def rope_tables(spec: RopeSpec, head_dim: int, length: int) -> tuple[Tensor, Ten
 
 
 def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates heads[T, H, D] in place by cos, sin[T, 1, D / 2]: dimension i with i + D / 2, as in HF checkpoints."""
-    low, high = heads.chunk(2, dim=-1)
-    rotated = torch.addcmul(high * cos, low, sin)
-    low.mul_(cos).addcmul_(high, sin, value=-1.0)
-    high.copy_(rotated)
+    """Rotates heads[T, H, D] in place: dimension i with i + D / 2, as in HF checkpoints.
+
+    cos and sin are [T, 1, D]: the numbers of `rope_tables` twice, the first half of sin with the opposite sign.
+    """
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    heads.mul_(cos).addcmul_(swapped, sin)
 
 
 def _llama3_frequencies(spec: RopeSpec, inv_freq: Tensor) -> Tensor:

@@ -38,9 +38,12 @@ class EngineBuilder:
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         self._source, self._device = source, device
 
-    def load(self, max_len: int, dtype: str) -> Model:
-        """Loads the model for sequences of up to `max_len` tokens."""
-        return self._source.load(max_len, self._device, TORCH_DTYPES[dtype])
+    def load(self, max_len: int, dtype: str, *, keep_head: bool) -> Model:
+        """Loads the model for sequences of up to `max_len` tokens. keep_head: a draft model reads the head's weight."""
+        model = self._source.load(max_len, self._device, TORCH_DTYPES[dtype])
+        if isinstance(model, Decoder):
+            model.pack(keep_head=keep_head)
+        return model
 
     def pool(self, layout: KVLayout, num_blocks: int, device: torch.device) -> KVPool:
         """Makes a KV pool on every device."""
@@ -109,7 +112,7 @@ class TensorParallelBuilder(EngineBuilder):
         if devices < config.local_ranks:
             raise shard_error(f"{config.local_ranks} devices of this machine are needed, but only {devices} exist")
 
-    def load(self, max_len: int, dtype: str) -> Model:
+    def load(self, max_len: int, dtype: str, *, keep_head: bool) -> Model:
         """Loads the shard of this rank while the other ranks load theirs. Raises InternalError if one of them fails."""
         rank_group, config, device = self._rank_group, self._config, self._device
         revision = self._source.revision(device)

@@ -74,6 +74,11 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
         "engine/parallel/collectives.py": (_GLOO, f"{_GLOO}._devices", f"{_GLOO}._timeout"),
         "engine/models/hf/spec.py": ("torch.utils._python_dispatch.TorchDispatchMode", "torch.ops.aten._to_copy"),
         "engine/kernels/dense_prefill.py": ("torch.ops.aten._scaled_dot_product_cudnn_attention",),
+        "engine/models/cpu_weights.py": (
+            "torch._weight_int8pack_mm",
+            *(f"torch.ops.mkldnn._{name}" for name in ("is_mkldnn_bf16_supported", "linear_pointwise")),
+            "torch.ops.mkldnn._reorder_linear_weight",
+        ),
     },
     "transformers": {"engine/models/hf/spec.py": ("transformers.PreTrainedModel._is_stateful",)},
 }

@@ -255,6 +255,21 @@ def test_pods_of_several_ranks_have_neighbouring_gpus_with_their_cpus_and_nics()
         assert all("--tensor-parallel-size=2" in flags for _, flags in of_pods(stack))
 
 
+def test_aggregated_pods_have_both_roles_and_replace_the_others() -> None:
+    with planned({"port": 0, "aggregated": 2, "redis": None}, gpus=GPUS[:1]) as stack:
+        pods = {spec.name: set(spec.process.argv) for spec in stack.specs if spec.name not in ("valkey", "gateway")}
+        for name, flags in pods.items():
+            assert {"--role=both", f"--name={name}", "--gpu-memory-utilization=0.4500"} <= flags
+            files = TlsFiles.of_directory(stack.log_dir / "private" / name, "both")
+            assert files is not None
+            assert files.identity() == ("both", name)
+    assert list(pods) == ["both-0", "both-1"]
+    for role in ("prefill", "decode"):
+        message = f"^{role} 2 cannot be combined with aggregated 1"
+        with pytest.raises(ConfigError, match=message), planned({"aggregated": 1, role: 2}):
+            pass
+
+
 def test_a_cpu_stack_has_no_gpu_and_a_missing_gpu_is_an_error() -> None:
     with planned({"port": 0, "device": "cpu"}, gpus=GPUS) as stack:
         assert [gpu for gpu, _ in of_pods(stack)] == [None, None]

@@ -1,0 +1,99 @@
+"""Weights in the forms that are fast on a CPU, after loading: packed by oneDNN, or of 8 bits.
+
+    packed      numbers of the model's dtype in the order in which oneDNN's product reads them
+    int8        weight[n, k] ~ numbers[n, k] * scales[n]    numbers: int8 in -127..127, scales: bfloat16
+
+torch's product with int8 weights takes bfloat16 inputs, sums in float32 and gives bfloat16 results. That is too coarse
+for logits, so only the layers have int8 weights. Embedding and LM head keep the dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.errors import ConfigError
+from engine.models.layers import Attention, Embedding, Linear, LinearSlice
+
+LARGEST = 127
+INPUT_MULTIPLE = 16  # The int8 product reads this many numbers of a row at a time, without a check.
+PACKED_ROWS = 16  # The packed order is chosen for this many tokens of a step; it serves any number.
+
+
+def product(x: Tensor, linear: Linear | LinearSlice | Embedding) -> Tensor:
+    """Returns linear(x), [T, out] in the dtype of x [T, in]; of an embedding, x @ weight.T."""
+    if linear.packed is not None:
+        result: Tensor = _packed_product()(x, linear.packed, linear.bias, "none", [], "")
+        return result
+    if linear.scales is not None:
+        result = torch._weight_int8pack_mm(x.to(torch.bfloat16).contiguous(), linear.weight, linear.scales).to(x.dtype)
+        return result if linear.bias is None else result.add_(linear.bias)
+    return F.linear(x, linear.weight, linear.bias)
+
+
+@functools.cache
+def _packed_product() -> Callable[..., Tensor]:
+    """Returns oneDNN's product; torch has none where `can_pack` is False."""
+    operation: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    return operation
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Returns whether this torch and this CPU have packed products of the dtype."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack(embedding: Embedding, layers: list[nn.Module], head: Linear | Embedding, *, keep_head: bool) -> None:
+    """Packs the weights of a decoder's linear layers that are not int8, and frees the plain ones.
+
+    A head that is the embedding keeps its plain weight too, which `F.embedding` reads. keep_head: keep that of another
+    head, for a draft model.
+    """
+    last = [module for module in layers[-1].modules() if isinstance(module, Attention)]
+    for attention in last:
+        if attention.qkv.scales is None:
+            attention.packed_kv = _packed(attention.kv.weight)  # a slice of packed numbers is not possible
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, Linear) and module.scales is None:
+                module.packed = _packed(module.weight)
+                _free(module)
+    head.packed = _packed(head.weight)
+    if head is not embedding and not keep_head:
+        _free(head)
+
+
+def quantize(layers: list[nn.Module]) -> None:
+    """Replaces the weights of all linear layers by int8 ones. Raises ConfigError if a shape does not fit."""
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, Linear):
+                _quantize(module)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
+    return packed
+
+
+def _free(linear: Linear | Embedding) -> None:
+    linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+
+
+def _quantize(linear: Linear) -> None:
+    weight = linear.weight
+    if linear.in_features % INPUT_MULTIPLE:
+        name = next(iter(linear.parts))
+        problem = f"{name} has {linear.in_features} inputs, which {INPUT_MULTIPLE} does not divide"
+        raise ConfigError(f"weights int8: {problem}: use --weights auto", field="weights")
+    # The numbers are rounded after the scales, so that the scales' rounding adds no error.
+    scales = (weight.abs().amax(dim=1).float() / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny).bfloat16()
+    numbers = (weight / scales[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+    linear.weight = nn.Parameter(numbers, requires_grad=False)
+    linear.scales = scales
