@@ -308,7 +308,9 @@ def _of_pair(pod: str, pair: transfer_pb2.Pair) -> Finding:
     """The finding about the KV that a pod sent to another one."""
     what = f"{pod} -> {pair.pod}"
     if pair.trouble:
-        return Finding(what, Level.WARN, f"no KV can be sent: {pair.trouble}", "the network between the pods, their logs")
+        return Finding(
+            what, Level.WARN, f"no KV can be sent: {pair.trouble}", "the network between the pods, their logs"
+        )
     by = f"{pair.transport} ({pair.transport_source})" if pair.transport else "not connected"
     if pair.HasField("block_age_s"):
         by += f", last block {pair.block_age_s:.0f} s ago"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,8 @@ def _packed_product() -> Callable[..., Tensor]:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Returns whether this torch and this CPU have packed products of the dtype."""
-    if not torch.backends.mkldnn.is_available():
+    mkldnn: Any = torch.backends.mkldnn
+    if not mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

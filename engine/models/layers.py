@@ -100,8 +100,12 @@ class Attention(nn.Module):
     def kv(self) -> LinearSlice:
         """The part of `qkv` that computes keys and values."""
         rows, bias, scales = self.kv_rows, self.qkv.bias, self.qkv.scales
-        parts = (None if each is None else each[rows] for each in (bias, scales))
-        return LinearSlice(self.qkv.weight[rows], *parts, packed=self.packed_kv)
+        return LinearSlice(
+            self.qkv.weight[rows],
+            None if bias is None else bias[rows],
+            None if scales is None else scales[rows],
+            packed=self.packed_kv,
+        )
 
 
 class MLP(nn.Module):

@@ -219,18 +219,19 @@ class TorchCopier:
     def __init__(self, pool: Any) -> None:
         import torch  # lazy: kv_transfer itself must not load torch
 
-        self._torch = torch
+        cuda: Any = torch.cuda
+        self._torch, self._cuda = torch, cuda
         self._pool = pool
         self._areas: dict[StagingArea, Any] = {}  # uint8 [slots, slot_bytes]
         self._streams: tuple[Any, Any] | None = None
         if pool.device.type == "cuda":
-            torch.cuda.set_device(pool.device)  # of the transfer thread
-            self._streams = torch.cuda.Stream(pool.device), torch.cuda.Stream(pool.device)
+            cuda.set_device(pool.device)  # of the transfer thread
+            self._streams = cuda.Stream(pool.device), cuda.Stream(pool.device)
 
     def attach(self, area: StagingArea) -> None:
         data = self._torch.frombuffer(area.buffer(), dtype=self._torch.uint8).view(area.slots, area.slot_bytes)
         if self._streams is not None:
-            error = self._torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)
+            error = self._cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)
             if int(error) != 0:
                 raise TransferFailed(f"{data.nbytes >> 20} MiB of host memory cannot be page-locked ({error})")
         self._areas[area] = data
@@ -238,7 +239,7 @@ class TorchCopier:
     def detach(self, area: StagingArea) -> None:
         data = self._areas.pop(area, None)
         if data is not None and self._streams is not None:
-            self._torch.cuda.cudart().cudaHostUnregister(data.data_ptr())
+            self._cuda.cudart().cudaHostUnregister(data.data_ptr())
 
     def save(self, blocks: Sequence[int], area: StagingArea, slots: Sequence[int]) -> Ended:
         return self._copy(0, self._pool, blocks, self._areas[area], slots)
