@@ -34,8 +34,9 @@ from benchmarks.support.report import ms, percentiles_ms, timed_calls
 from cli.demo.model import demo_model
 from common.types import Role
 from gateway.admission.api_keys import ANONYMOUS, Caller, KeyLimits, KeySet, create_key
-from gateway.admission.gate import FairQueue, Gate, GateLimits, QueueEntry
+from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.limiter import Limiter
+from gateway.admission.queue import FairQueue, QueueEntry
 from gateway.telemetry.metrics import GatewayMetrics
 from tests.rigs.gateway.gateway_rig import MODEL, rig, until
 from tests.rigs.pods.fake_pods import fake_cluster
@@ -74,7 +75,7 @@ def turn_us() -> float:
 
 async def gate_us() -> float:
     forecast: Any = SimpleNamespace(  # of pods without a queue
-        measured=True, queue_s=lambda launched: 0.0, compute_s=lambda tokens: 0.0, tokens_per_s=lambda: 1.0
+        measured=True, num_pods=1, queue_s=lambda launched: 0.0, compute_s=lambda tokens: 0.0, tokens_per_s=lambda: 1.0
     )
     gate = Gate(GateLimits(), forecast, GatewayMetrics())
 

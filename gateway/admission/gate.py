@@ -1,16 +1,17 @@
 r"""Admission of one model's requests to its pods: at once while the pods keep up, else in fair order, or not at all.
 
-    arrived --> passed ------------------------------------> released
+    arrived --> passed --> first token --------------------> released
             \-> waiting --> passed                               ^ exactly once for each acquire that returned
-                        \-> rejected | deadline | client gone
+                        \-> rejected | shed | deadline | client gone
 
-A request passes if fewer than max_running requests run and the pods' prompt queue is shorter than TARGET_POD_QUEUE_S.
-So requests wait in the gateway, where their order can still be chosen. A request is rejected on arrival if its first
-token is forecast after its deadline or after max_ttft_s. Room for its KV is the decode pods' decision.
+A request passes if fewer than max_running requests run, the pods' prompt queue is shorter than TARGET_POD_QUEUE_S, and
+the requests without a first token are few for the speed at which first tokens came. So requests wait in the gateway,
+where their order can still be chosen. Room for its KV is the decode pods' decision.
 
-The forecast counts the prompt tokens that are not cached, at the rates that pods have measured; if requests wait for
-others to end (max_running), at the rate of the queue. Without measurements only a full queue rejects. A request with
-no other request before it is never rejected.
+A request is rejected on arrival if its first token is forecast after its deadline or after max_ttft_s. The forecast is
+made again while it waits, in the order of the queue, and a request that would be late is shed at once. At the pods, a
+request without a first token after max_ttft_s is shed too, unless its own prompt takes that long. A request with no
+other request before it is never rejected. Docs: docs/admission.md.
 """
 
 from __future__ import annotations
@@ -20,210 +21,74 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
 from gateway.admission.api_keys import Caller
-from gateway.admission.forecast import QueueForecast, QueueSpeed
+from gateway.admission.queue import (
+    BusySpeed,
+    FairQueue,
+    ForecastError,
+    PodSpeed,
+    ProvenSpeed,
+    QueueEntry,
+    QueueForecast,
+)
 from gateway.telemetry.metrics import GatewayMetrics
 
 TARGET_POD_QUEUE_S = 1.0  #: Prompt queue that pods are kept at: enough to keep them busy between two reports.
 REPORT_DELAY_S = 0.1  #: A request that passed this recently may not be in the pods' reports yet.
 TOLERATED_WAIT_S = 0.5  #: No request is rejected for a shorter wait.
 TICK_S = (0.01, 0.25)  #: Shortest and longest pause between two looks at the pods' queues while requests wait.
+SHED_SHARE = 0.05  #: Largest share of time for forecasts of waiting requests.
 
-#: A first token may come this much later than forecast, which sees neither the time between reports nor a running step.
-FORECAST_TOLERANCE = 1.05
+#: Requests without a first token that each pod may have: before a first token has proven a speed, and at least.
+UNPROVEN_PER_POD, LEAST_PER_POD = 8, 2
+PROVEN_AHEAD_S = 2.0  #: Work at the pods, in seconds of the proven speed. More than the target, so that it can grow.
+NO_ROOM_S = 10.0  #: So long after a refusal by all decode pods, only as many requests pass as end in a second.
+NO_ROOM_PAUSE_S = (0.1, 1.0)  #: Shortest and longest pause before full decode pods are asked again.
+LATE_FACTOR = (
+    2.0  #: A request that is late has waited at the pods if it is there for more than this times its own work.
+)
+LATE_CHECK_S = 1.0  #: Pause before the next look at a late request that may be computed now.
+
 MAX_RETRY_S = 60.0
-AGING_TURNS = 4  #: Every so many turns of the queue, priorities are ignored.
-MAX_IDLE_TENANTS = 4096  #: Max idle tenants with a counter.
-
-
-@dataclass(eq=False, slots=True)
-class QueueEntry:
-    """One request."""
-
-    tenant: str
-    weight: float  # share of the tenant relative to the others
-    priority: int  # higher goes first
-    prompt_tokens: int  # prompt tokens to compute
-    expected_tokens: int  # prompt and expected output tokens
-    arrival: int = 0  # order of arrival
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """A tenant with waiting requests."""
-
-    counter: float  #: Virtual token counter.
-    weight: float = 1.0
-    expected_tokens: int = 0  #: Tokens of all its waiting requests.
-    prompt_tokens: int = 0
-    levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)  #: By priority, oldest first.
-
-    def oldest(self) -> QueueEntry:
-        return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.arrival)
-
-
-@dataclass(frozen=True, slots=True)
-class TokensAhead:
-    """Tokens of the requests that would be served before a new one."""
-
-    expected_tokens: int
-    prompt_tokens: int
-    own_expected_tokens: int  # those of `expected_tokens` that belong to the same tenant
-
-
-class FairQueue:
-    """A queue that is fair between tenants by tokens, respects priorities, and starves no request. Pure.
-
-    Fairness between tenants uses virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language
-    Models", OSDI 2024) with weights. A tenant's counter is the number of tokens that it got, divided by its weight. The
-    next request is from the tenant with the lowest counter. A tenant that becomes active again gets no credit for the
-    time before. Expected tokens are counted when a request leaves the queue, and corrected when the request ends.
-
-    The highest waiting priority goes first. Every AGING_TURNS-th turn ignores priorities and takes the tenant's oldest
-    request, so each request leaves the queue after a bounded number of turns.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, _Tenant] = {}  # tenants with waiting requests
-        self._idle_counters: dict[str, float] = {}  #: Counters of the other tenants.
-        self._arrivals = itertools.count(1)
-        self._turn = 0
-        self._min_counter = 0.0  #: Lowest counter of the waiting tenants at the last turn; it never decreases.
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[QueueEntry]:
-        return (e for tenant in self._waiting.values() for level in tenant.levels.values() for e in level)
-
-    def add(self, entry: QueueEntry) -> None:
-        """Adds a waiting request."""
-        tenant = self._waiting.get(entry.tenant)
-        if tenant is None:
-            tenant = self._waiting[entry.tenant] = _Tenant(self._counter(entry.tenant))
-            self._idle_counters.pop(entry.tenant, None)
-        entry.arrival = next(self._arrivals)
-        tenant.weight = entry.weight
-        tenant.expected_tokens += entry.expected_tokens
-        tenant.prompt_tokens += entry.prompt_tokens
-        tenant.levels.setdefault(entry.priority, {})[entry] = None
-        self._size += 1
-
-    def remove(self, entry: QueueEntry) -> bool:
-        """Removes a waiting request without counting it as served. Returns False if it does not wait."""
-        tenant = self._waiting.get(entry.tenant)
-        level = tenant.levels.get(entry.priority) if tenant is not None else None
-        if tenant is None or level is None or entry not in level:
-            return False
-        del level[entry]
-        if not level:
-            del tenant.levels[entry.priority]
-        tenant.expected_tokens -= entry.expected_tokens
-        tenant.prompt_tokens -= entry.prompt_tokens
-        self._size -= 1
-        if not tenant.levels:
-            del self._waiting[entry.tenant]
-            self._remember(entry.tenant, tenant.counter)
-        return True
-
-    def pop(self) -> QueueEntry | None:
-        """Removes and returns the next request, and counts it as served."""
-        if not self._waiting:
-            return None
-        self._turn += 1
-        if self._turn % AGING_TURNS == 0:
-            tenant = min(self._waiting.values(), key=lambda t: (t.counter, t.oldest().arrival))
-            entry = tenant.oldest()
-        else:
-            top = max(priority for t in self._waiting.values() for priority in t.levels)
-            rivals = [t for t in self._waiting.values() if top in t.levels]
-            tenant = min(rivals, key=lambda t: (t.counter, next(iter(t.levels[top])).arrival))
-            entry = next(iter(tenant.levels[top]))
-        self._min_counter = max(self._min_counter, min(t.counter for t in self._waiting.values()))
-        tenant.counter += entry.expected_tokens / tenant.weight
-        self.remove(entry)
-        return entry
-
-    def count_as_served(self, entry: QueueEntry) -> None:
-        """Counts a request that was served without waiting."""
-        self._idle_counters[entry.tenant] = self._counter(entry.tenant)
-        self.correct_count(entry, entry.expected_tokens)
-
-    def correct_count(self, entry: QueueEntry, tokens: int) -> None:
-        """Adds `tokens` (actual minus expected, may be negative) to the count of a served request."""
-        tenant = self._waiting.get(entry.tenant)
-        if tenant is not None:
-            tenant.counter += tokens / entry.weight
-        else:
-            counter = self._idle_counters.get(entry.tenant, self._min_counter)
-            self._remember(entry.tenant, counter + tokens / entry.weight)
-
-    def tokens_ahead(self, entry: QueueEntry) -> TokensAhead:
-        """Returns what would be served before this request if it came now; exact up to one request per tenant.
-
-        All requests of higher priority are ahead. Those of equal priority are ahead until their tenant's counter passes
-        the counter at which this request has its turn.
-        """
-        own = self._waiting.get(entry.tenant)
-        counter = self._counter(entry.tenant) if own is None else own.counter
-        own_expected, own_prompt = (0, 0) if own is None else _tokens_from(own, entry.priority)
-        turn_counter = counter + own_expected / entry.weight
-        expected, prompt = float(own_expected), float(own_prompt)
-        for name, tenant in self._waiting.items():
-            theirs, their_prompt = _tokens_from(tenant, entry.priority)
-            if name == entry.tenant or not theirs:
-                continue
-            higher, _ = _tokens_from(tenant, entry.priority + 1)
-            ahead = min(theirs, max(higher, tenant.weight * max(0.0, turn_counter - tenant.counter)))
-            expected += ahead
-            prompt += their_prompt * ahead / theirs
-        return TokensAhead(int(expected), int(prompt), own_expected)
-
-    def find_victim(self, entry: QueueEntry) -> QueueEntry | None:
-        """Returns the waiting request to evict so that `entry` fits.
-
-        That is the newest request of lowest priority of the tenant with the most waiting tokens for its weight. Returns
-        None if no tenant would have more than the tenant of `entry`.
-        """
-        own = self._waiting.get(entry.tenant)
-        own_share = ((own.expected_tokens if own is not None else 0) + entry.expected_tokens) / entry.weight
-        name, tenant = max(self._waiting.items(), key=lambda item: item[1].expected_tokens / item[1].weight)
-        if name == entry.tenant or tenant.expected_tokens / tenant.weight <= own_share:
-            return None
-        return next(reversed(tenant.levels[min(tenant.levels)]))
-
-    def _counter(self, tenant: str) -> float:
-        """Returns the counter of a tenant that becomes active again, lifted to the lowest active (VTC, section 4)."""
-        floor = min((t.counter for t in self._waiting.values()), default=self._min_counter)
-        return max(self._idle_counters.get(tenant, floor), floor)
-
-    def _remember(self, tenant: str, counter: float) -> None:
-        self._idle_counters[tenant] = counter
-        if len(self._idle_counters) > MAX_IDLE_TENANTS:
-            self._idle_counters = {name: c for name, c in self._idle_counters.items() if c > self._min_counter}
-            for name in list(self._idle_counters)[:-MAX_IDLE_TENANTS]:
-                del self._idle_counters[name]
-
-
-def _tokens_from(tenant: _Tenant, priority: int) -> tuple[int, int]:
-    """Returns the expected and the prompt tokens that wait with this priority or a higher one."""
-    if min(tenant.levels) >= priority:
-        return tenant.expected_tokens, tenant.prompt_tokens
-    entries = [entry for level, entries in tenant.levels.items() if level >= priority for entry in entries]
-    return sum(entry.expected_tokens for entry in entries), sum(entry.prompt_tokens for entry in entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateLimits:
     max_running: int = 0  # requests that run on the pods at once; 0 for any number
-    max_queue: int = 512  # requests that wait
+    max_queue: int = 2048  # requests that wait; bounds memory, because the forecast bounds the time
     max_ttft_s: float = 0.0  # longest forecast time to the first token; 0 leaves only the requests' deadlines
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What forecasts of waits need, at one moment."""
+
+    now: float
+    pods: PodSpeed
+    pod_queue_s: float  #: Seconds until a pod can start one more prompt; 0 if nothing is measured.
+    left_s: float  #: Work left of the requests without a first token.
+    speed: float | None  #: Work per second of the first tokens that came while requests waited; None if unknown.
+    since_turn_s: float  #: Seconds since a request left the queue; 0 if no request waits.
+    turn_tokens_per_s: float | None  #: Expected tokens that leave the queue, if requests wait for others to end.
+
+    def wait_s(self, expected_tokens: float, work_s: float) -> float:
+        """Returns the seconds until a pod can start a request with so much before it in the queue."""
+        turns_s = self.since_turn_s
+        if self.pods.measured and self.pods.speed > 0:
+            turns_s = max(turns_s, work_s / self.pods.speed)
+        if self.turn_tokens_per_s:
+            turns_s = max(turns_s, expected_tokens / self.turn_tokens_per_s)
+        wait_s = self.pod_queue_s + turns_s
+        return wait_s if not self.speed else max(wait_s, (self.left_s + work_s) / self.speed)
+
+    def compute_s(self, prompt_tokens: int) -> float:
+        """Returns the seconds of computing a prompt; 0 if no rate is measured."""
+        return self.pods.work_s(1, prompt_tokens) if self.pods.measured else 0.0
 
 
 class Gate:
@@ -243,9 +108,21 @@ class Gate:
         self._queue = FairQueue()
         self._waiters: dict[QueueEntry, asyncio.Future[None]] = {}  #: Set when the entry passes or is evicted.
         self._running = 0  # requests that passed and were not released
+        self._outstanding: dict[QueueEntry, None] = {}  #: Running requests without a first token, oldest first.
+        self._outstanding_s = 0.0  #: Their work.
+        self._without_room: dict[QueueEntry, None] = {}  #: Those that all decode pods refused, oldest first.
         self._recently_passed: deque[tuple[float, int]] = deque()  #: Times and tokens of the last REPORT_DELAY_S.
-        self._speed = QueueSpeed()
-        self._changed = asyncio.Event()  # set when a request was released
+        self._turns = BusySpeed()  #: Expected tokens that leave the queue, while requests wait.
+        self._first_tokens = BusySpeed()  #: Work of first tokens, while requests wait.
+        self._ends = BusySpeed()  #: Answered requests that end, while requests run.
+        self._proven = ProvenSpeed()
+        self._error = ForecastError()
+        self._pods: PodSpeed | None = None  #: The rates as they were at `_pods_read_at`.
+        self._pods_read_at = -math.inf
+        self._measured = False  #: The rates that the speeds were measured with are not only assumptions.
+        self._refused_at = -math.inf  #: When all decode pods refused a request.
+        self._next_shed_at = -math.inf
+        self._changed = asyncio.Event()  # set when a request was released, or got its first token
         self._pump: asyncio.Task[None] | None = None  # runs `_serve_queue` while requests wait
 
     @property
@@ -261,6 +138,11 @@ class Gate:
         expected_tokens: int,
         deadline: float,
         count_hits: Callable[[], Awaitable[int]],
+        *,
+        arrived_at: float | None = None,
+        prompts: int = 1,
+        on_wait: Callable[[], None] = lambda: None,
+        shed: Callable[[BatonError], None] | None = None,
     ) -> QueueEntry:
         """Returns when the request may go to the pods. Give the entry to `release` when the request has ended.
 
@@ -268,29 +150,34 @@ class Gate:
             expected_tokens: Prompt and expected output tokens.
             deadline: Time of the gate's clock.
             count_hits: Returns the prompt tokens that need no computing; called only if the request has to wait.
+            arrived_at: When the request arrived at the gateway, in the gate's clock; default: now.
+            prompts: Number of its prompts. `on_first_token` is called once for each.
+            on_wait: Called when the request begins to wait.
+            shed: Ends the request with an error if it waits too long at the pods; called at most once.
 
         Raises:
             Overloaded: The request would wait too long, and requests of its own tenant wait too.
             Unavailable: The request would wait too long behind other tenants.
             DeadlineExceeded: The deadline passed while the request waited.
         """
-        entry = QueueEntry(caller.tenant, caller.weight, priority, prompt_tokens, expected_tokens)
+        entry = self._entry(caller, priority, prompt_tokens, expected_tokens, deadline, arrived_at)
+        entry.prompts_left, entry.shed = prompts, shed
         if self._try_pass(entry):
             return entry
-        self._find_victim(entry)  # raises before the hits are looked up, if `entry` cannot wait
+        self._require_in_time(entry, own=False)  # these raise before the hits are looked up
+        self._find_victim(entry)
         entry.prompt_tokens = max(1, prompt_tokens - await count_hits())
         if self._try_pass(entry):
             return entry
-        self._require_in_time(entry, deadline)
+        entry.forecast_s = self._require_in_time(entry, own=True)
         if (victim := self._find_victim(entry)) is not None:
-            self._queue.remove(victim)
-            waiter = self._waiters[victim]
-            if not waiter.done():  # else the victim's client is gone, and it leaves by itself
-                waiter.set_exception(self._queue_full_error(victim))
-        began = self._clock()
+            self._end_wait(victim, self._queue_full_error(victim))
+        now = entry.waited_from = self._clock()
         if not self._queue:
-            self._speed.begin(began)
+            self._turns.begin(now)
+            self._first_tokens.begin(now)
         self._queue.add(entry)
+        on_wait()
         self._waiters[entry] = asyncio.get_running_loop().create_future()
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._serve_queue())
@@ -306,12 +193,50 @@ class Gate:
             raise
         finally:
             self._waiters.pop(entry, None)
-            self._metrics.admission_wait.observe(self._clock() - began)
+            self._metrics.admission_wait.observe(self._clock() - entry.waited_from)
         return entry
+
+    def refuse_if_late(self, caller: Caller, priority: int, deadline: float, arrived_at: float) -> None:
+        """Raises as `acquire` does if even a request without a prompt would be late. Cheap if no request waits."""
+        if self._queue:
+            self._require_in_time(self._entry(caller, priority, 0, 0, deadline, arrived_at), own=False)
+
+    def on_first_token(self, entry: QueueEntry) -> None:
+        """The first token of one of the request's prompts has come."""
+        if entry.late_timer is not None:
+            entry.late_timer.cancel()
+        entry.answered = True
+        entry.prompts_left -= 1
+        if entry.prompts_left <= 0:
+            self._leave_outstanding(entry, done=True)
+
+    def on_no_room(self, entry: QueueEntry, error: Overloaded) -> float:
+        """Returns the pause before full decode pods, which refused a request with `error`, are asked again.
+
+        Raises `error` if no answered request has ended lately, or if too many requests wait for room to end in time.
+        """
+        now = self._refused_at = self._clock()
+        ends_per_s = self._ends.per_s(now) if self._running > len(self._outstanding) else None
+        if entry not in self._outstanding or not ends_per_s:
+            raise error
+        self._without_room.setdefault(entry)
+        before = next(i for i, waiting in enumerate(self._without_room) if waiting is entry)
+        left_s, wait_s = entry.latest - now, (before + 1) / ends_per_s
+        if wait_s > left_s:
+            self._metrics.rejections.labels("late").inc()
+            raise Overloaded(error.message, retry_after_s=max(error.retry_after_s or 0.0, wait_s - left_s)) from error
+        low, high = NO_ROOM_PAUSE_S
+        return min(high, max(low, wait_s / 2))
 
     def release(self, entry: QueueEntry, used_tokens: int) -> None:
         """The request has ended, with so many prompt and output tokens."""
+        if entry.late_timer is not None:
+            entry.late_timer.cancel()
+        entry.shed = None  # it may refer to the request
+        self._leave_outstanding(entry, done=used_tokens > 0)
         self._running -= 1
+        if used_tokens:
+            self._ends.on_done(1, self._clock())
         self._queue.correct_count(entry, used_tokens - entry.expected_tokens)
         self._changed.set()
 
@@ -319,6 +244,20 @@ class Gate:
         """Lets no more requests pass. Requests that wait have to be cancelled by their tasks."""
         if self._pump is not None:
             self._pump.cancel()
+
+    def _entry(
+        self,
+        caller: Caller,
+        priority: int,
+        prompt_tokens: int,
+        expected_tokens: int,
+        deadline: float,
+        arrived_at: float | None,
+    ) -> QueueEntry:
+        entry = QueueEntry(caller.tenant, caller.weight, priority, prompt_tokens, expected_tokens)
+        entry.arrived_at = self._clock() if arrived_at is None else arrived_at
+        entry.latest = min(deadline, entry.arrived_at + (self._limits.max_ttft_s or math.inf))
+        return entry
 
     # -- passing
 
@@ -331,10 +270,46 @@ class Gate:
         return True
 
     def _pods_have_room(self) -> bool:
-        """The pods' prompt queue is short enough for one more request."""
-        if not self._running:
-            return True
-        return not self._full and self._forecast.queue_s(self._unreported_tokens()) < TARGET_POD_QUEUE_S
+        """The pods can take one more request: few requests wait there for a first token."""
+        if not self._outstanding:
+            return not self._full
+        if self._full or not self._few_outstanding():
+            return False
+        now, pods = self._clock(), self._pod_speed()
+        factor = self._slowness(self._speed(now, pods), pods)
+        return factor * self._forecast.queue_s(self._unreported_tokens()) < TARGET_POD_QUEUE_S
+
+    def _few_outstanding(self) -> bool:
+        """The requests without a first token are few for the speed that the pods have proven."""
+        count, least = len(self._outstanding), LEAST_PER_POD * max(1, self._pod_speed().pods)
+        now, proven = self._clock(), self._proven.speed
+        if now - self._refused_at < NO_ROOM_S:
+            return count < max(least, TARGET_POD_QUEUE_S * (self._ends.per_s(now) or 0.0))
+        if proven is None:
+            return count < UNPROVEN_PER_POD // LEAST_PER_POD * least
+        return count < least or self._outstanding_s < PROVEN_AHEAD_S * proven
+
+    def _slowness(self, speed: float | None, pods: PodSpeed) -> float:
+        """Returns how much slower the pods are than their reported rates say, by the first tokens that came or lack."""
+        factor = pods.speed / speed if speed and pods.measured else 1.0
+        oldest = list(itertools.islice(self._outstanding, 2))
+        judged = oldest[-1]  # the second oldest, because a single request may be slow for reasons of its own
+        return max(factor, (self._clock() - judged.passed_at) / max(judged.pod_s, TOLERATED_WAIT_S))
+
+    def _speed(self, now: float, pods: PodSpeed) -> float | None:
+        """Returns the work per second of first tokens while requests wait, in terms of the current rates."""
+        if pods.measured != self._measured:  # measured in other units
+            self._measured = pods.measured
+            self._first_tokens, self._proven.speed = BusySpeed(), None
+            self._first_tokens.begin(now)
+        return self._first_tokens.per_s(now) if self._queue else None
+
+    def _pod_speed(self) -> PodSpeed:
+        """Returns the reported rates, read at most every TICK_S[0]: under overload many requests ask for them."""
+        now = self._clock()
+        if self._pods is None or now - self._pods_read_at > TICK_S[0]:
+            self._pods, self._pods_read_at = PodSpeed.of(self._forecast), now
+        return self._pods
 
     @property
     def _full(self) -> bool:
@@ -348,8 +323,51 @@ class Gate:
         return sum(tokens for _, tokens in self._recently_passed)
 
     def _pass(self, entry: QueueEntry) -> None:
+        now = entry.passed_at = self._clock()
+        pods, queue_s = self._pod_speed(), self._forecast.queue_s(self._unreported_tokens())
+        entry.work_s = pods.work_s(1, entry.prompt_tokens)
+        entry.pod_s = queue_s + entry.work_s
+        entry.done_before_s = self._proven.done_s
+        entry.alone = not (self._outstanding or self._queue) and queue_s <= TOLERATED_WAIT_S
+        if not self._running:
+            self._ends.begin(now)
         self._running += 1
-        self._recently_passed.append((self._clock(), entry.prompt_tokens))
+        self._outstanding[entry] = None
+        self._outstanding_s += entry.work_s
+        self._recently_passed.append((now, entry.prompt_tokens))
+        if entry.shed is not None and self._limits.max_ttft_s:
+            loop = asyncio.get_running_loop()
+            entry.late_timer = loop.call_later(max(0.0, entry.latest - now), self._on_late, entry)
+
+    def _leave_outstanding(self, entry: QueueEntry, *, done: bool) -> None:
+        """The request needs no first token any more; `done`: it has it. Later calls have no effect."""
+        if entry not in self._outstanding:
+            return
+        del self._outstanding[entry]
+        self._without_room.pop(entry, None)
+        self._outstanding_s = self._outstanding_s - entry.work_s if self._outstanding else 0.0
+        if done:
+            now = self._clock()
+            self._proven.on_first_token(entry.work_s, entry.done_before_s, now - entry.passed_at)
+            if self._queue:
+                self._first_tokens.on_done(entry.work_s, now)
+            if entry.forecast_s > TOLERATED_WAIT_S:
+                self._error.add(entry.forecast_s, now - entry.waited_from)
+        self._changed.set()
+
+    def _on_late(self, entry: QueueEntry) -> None:
+        """The first token of a request at the pods is due: sheds the request, unless its own prompt takes so long."""
+        if entry not in self._outstanding or entry.answered or entry.alone or entry.shed is None:
+            return
+        now, pods = self._clock(), self._pod_speed()
+        own_s = LATE_FACTOR * pods.work_s(1, entry.prompt_tokens) if pods.measured else math.inf
+        left_s = entry.passed_at + TOLERATED_WAIT_S + own_s - now
+        if left_s > 0:
+            loop = asyncio.get_running_loop()
+            entry.late_timer = loop.call_later(min(LATE_CHECK_S, left_s), self._on_late, entry)
+            return
+        self._record_late(entry, now)
+        entry.shed(self._rejection(entry, f"no first token came in {now - entry.arrived_at:.3g} s", 1.0))
 
     # -- waiting
 
@@ -359,36 +377,99 @@ class Gate:
         if not self._queue.remove(entry) and waiter.done() and not waiter.cancelled() and waiter.exception() is None:
             self.release(entry, 0)
 
+    def _end_wait(self, entry: QueueEntry, error: BatonError) -> None:
+        """Removes a waiting request, which gets the error."""
+        self._queue.remove(entry)
+        waiter = self._waiters[entry]
+        if not waiter.done():  # else its client is gone, and it leaves by itself
+            waiter.set_exception(error)
+
     async def _serve_queue(self) -> None:
-        """Lets waiting requests pass, until the queue is empty."""
+        """Lets waiting requests pass and sheds late ones, until the queue is empty."""
         while self._queue:
             self._changed.clear()
             while self._queue and self._pods_have_room():
                 entry = self._queue.pop()
                 assert entry is not None
-                self._speed.on_left(entry.expected_tokens, self._clock())
+                self._turns.on_done(entry.expected_tokens, self._clock())
                 self._pass(entry)
                 waiter = self._waiters[entry]
                 if waiter.cancelled():
                     self.release(entry, 0)
                 else:
                     waiter.set_result(None)
+            if self._queue and self._clock() >= self._next_shed_at:
+                self._shed_late()
             excess_s = self._forecast.queue_s(self._unreported_tokens()) - TARGET_POD_QUEUE_S
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(TICK_S[1], max(TICK_S[0], excess_s))):
                     await self._changed.wait()
 
+    def _shed_late(self) -> None:
+        """Makes the forecast of each waiting request again, and sheds those that would be late.
+
+        The forecast of requests that have their turn next is only the pods' queue: a pause of the pods should not empty
+        the queue. A request that was shed is not in the way of those behind it.
+        """
+        began, look = time.perf_counter(), self._look()
+        kept = LEAST_PER_POD * max(1, look.pods.pods)
+        place, expected_tokens, work_s = 0, 0, 0.0
+        for entry in self._queue.in_order():
+            if place < kept:  # its deadline ends it with an error of its own
+                wait_s, latest = look.pod_queue_s, entry.arrived_at + (self._limits.max_ttft_s or math.inf)
+            else:
+                wait_s, latest = look.wait_s(expected_tokens, work_s), entry.latest
+            first_s, left_s = wait_s + look.compute_s(entry.prompt_tokens), latest - look.now
+            if first_s > left_s and (wait_s > TOLERATED_WAIT_S or left_s < TOLERATED_WAIT_S):
+                self._record_late(entry, look.now)
+                self._end_wait(entry, self._late_error(entry, first_s, left_s))
+                continue
+            place += 1
+            expected_tokens += entry.expected_tokens
+            work_s += look.pods.work_s(1, entry.prompt_tokens)
+        self._next_shed_at = self._clock() + max(TICK_S[1], (time.perf_counter() - began) / SHED_SHARE)
+
+    def _record_late(self, entry: QueueEntry, now: float) -> None:
+        """Counts a request that is shed, and the error of its forecast."""
+        self._metrics.rejections.labels("late").inc()
+        if entry.forecast_s > TOLERATED_WAIT_S:
+            self._error.add(entry.forecast_s, max(entry.forecast_s, now - entry.waited_from))
+
     # -- rejecting
 
-    def _require_in_time(self, entry: QueueEntry, deadline: float) -> None:
-        """Raises if the first token is forecast too late."""
-        limit_s = min(deadline - self._clock(), self._limits.max_ttft_s or math.inf)
-        wait_s = self._wait_s(entry)
-        compute_s = self._forecast.compute_s(entry.prompt_tokens) if self._forecast.measured else 0.0
-        ttft_s = FORECAST_TOLERANCE * (wait_s + compute_s)
-        if wait_s > TOLERATED_WAIT_S and ttft_s > limit_s:
+    def _look(self) -> _Outlook:
+        """Returns what is known now of waits."""
+        now, forecast = self._clock(), self._forecast
+        pods = self._pod_speed()
+        speed = self._speed(now, pods)
+        done_s = 0.0 if not speed else speed * self._first_tokens.since_last_s(now)
+        turns_s = self._turns.per_s(now) if self._full or self._without_room else None
+        return _Outlook(
+            now,
+            pods,
+            forecast.queue_s(self._unreported_tokens()) if pods.measured else 0.0,
+            max(0.0, self._outstanding_s - done_s),
+            speed,
+            self._turns.since_last_s(now) if self._queue else 0.0,
+            turns_s if self._queue else None,
+        )
+
+    def _require_in_time(self, entry: QueueEntry, *, own: bool) -> float:
+        """Returns the forecast seconds to the first token. Raises if they are too many.
+
+        `own`: the time of the request's own prompt counts too.
+        """
+        look, tolerance = self._look(), self._error.tolerance
+        wait_s = self._wait_s(entry, look)
+        first_s = wait_s + (look.compute_s(entry.prompt_tokens) if own else 0.0)
+        if wait_s > TOLERATED_WAIT_S and tolerance * first_s > entry.latest - look.now:
             self._metrics.rejections.labels("forecast").inc()
-            raise self._rejection(entry, f"the first token would take about {ttft_s:.3g} s", ttft_s - limit_s)
+            raise self._late_error(entry, tolerance * first_s, entry.latest - look.now)
+        return first_s
+
+    def _late_error(self, entry: QueueEntry, first_s: float, left_s: float) -> BatonError:
+        """Returns the error of a request with `left_s` seconds left, whose first token would take `first_s`."""
+        return self._rejection(entry, f"the first token would take about {first_s:.3g} s", first_s - left_s)
 
     def _find_victim(self, entry: QueueEntry) -> QueueEntry | None:
         """Returns the request to evict so that `entry` fits, None if there is room. Raises if none may be evicted."""
@@ -401,24 +482,18 @@ class Gate:
 
     def _queue_full_error(self, entry: QueueEntry) -> BatonError:
         self._metrics.rejections.labels("queue").inc()
-        return self._rejection(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry))
+        return self._rejection(entry, f"{len(self._queue)} requests are waiting", self._wait_s(entry, self._look()))
 
-    def _wait_s(self, entry: QueueEntry) -> float:
-        """Returns the forecast seconds until the request passes and a pod can start it. Counts only measured rates."""
-        now, forecast = self._clock(), self._forecast
-        pod_queue_s = forecast.queue_s(self._unreported_tokens()) if forecast.measured else 0.0
+    def _wait_s(self, entry: QueueEntry, look: _Outlook) -> float:
+        """Returns the forecast seconds until a request that comes now passes and a pod can start it."""
         if not self._queue:
-            return pod_queue_s
-        ahead, turns_s = self._queue.tokens_ahead(entry), self._speed.since_last_s(now)
-        if forecast.measured:
-            turns_s = max(turns_s, ahead.prompt_tokens / forecast.tokens_per_s())
-        if self._full and (speed := self._speed.tokens_per_s(now)) is not None:
-            turns_s = max(turns_s, ahead.expected_tokens / speed)
-        return pod_queue_s + turns_s
+            return look.wait_s(0, 0.0)
+        ahead = self._queue.tokens_ahead(entry)
+        return look.wait_s(ahead.expected_tokens, look.pods.work_s(ahead.requests, ahead.prompt_tokens))
 
     def _rejection(self, entry: QueueEntry, why: str, retry_s: float) -> BatonError:
         """Returns Overloaded (429) if the tenant's own requests are ahead, Unavailable (503) if only others' are."""
         retry_s = min(MAX_RETRY_S, max(1.0, retry_s))
-        if self._queue.tokens_ahead(entry).own_expected_tokens or not entry.tenant:
+        if not entry.tenant or self._queue.tokens_ahead(entry).own_expected_tokens:
             return Overloaded(f"too many requests at once: {why}", retry_after_s=retry_s)
         return Unavailable(f"the servers are overloaded: {why}", retry_after_s=retry_s)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from common.errors import (
@@ -62,10 +62,12 @@ class Dispatch:
         timeline: Timeline,
         affinity: str = "",
         pod_wait_s: float = POD_WAIT_S,
+        on_no_room: Callable[[Overloaded], float] | None = None,
     ) -> None:
         """`deadline`: time.monotonic() value. `affinity`: requests with an equal one prefer the same pods.
 
-        `pod_wait_s`: time to wait for lost pods if there are no others.
+        `pod_wait_s`: time to wait for lost pods if there are no others. `on_no_room` is called when all decode pods
+        refused the request before its first token. It returns the pause before they are asked again, or raises.
         """
         self.resumed_samples: dict[int, Dispatch] = {}  #: Samples that continue alone; `next` is then empty.
         self._router = router
@@ -80,6 +82,8 @@ class Dispatch:
         self._attempt_number = 0  #: Number of the last attempt, from 1.
         self._avoided_pods: frozenset[str] = frozenset()  # addresses of pods that earlier attempts blame
         self._pod_wait_s = pod_wait_s
+        self._on_no_room = on_no_room
+        self._room_waits = 0  # attempts that found no room; they do not count
         self._pods_lost_at: float | None = None  #: When an attempt lost its pods; None once the answer goes on.
         self._waiting = False  #: The request waits for lost pods, because there are no others.
         self._answering_attempts: list[Attempt] = []  # attempts that gave a part of the answer
@@ -175,6 +179,12 @@ class Dispatch:
             # All pods are full. Only a client that has a part of its answer waits for room.
             retryable = self._lost_error is not None
             pause_s = min(max(error.retry_after_s or 0.0, pause_s), MAX_FULL_PAUSE_S)
+            if self._on_no_room is not None and self._lost_error is None and not attempt.token_queue.has_tokens:
+                pause_s = self._on_no_room(error)
+                if not self._room_waits:
+                    self._timeline.mark("no_room", error=str(error))
+                self._room_waits += 1
+                return pause_s
         if self._waits_for_pods(attempt, error):
             if not self._waiting:
                 self._waiting = True
@@ -186,7 +196,7 @@ class Dispatch:
         # A sample with all its tokens has lost only its finish reason, which no other pod can give.
         continuable = bool(unfinished) and all(len(output) < max_tokens for output in unfinished.values())
         in_time = time.monotonic() + pause_s < self._deadline
-        if not (retryable and continuable and in_time and self._attempt_number < MAX_ATTEMPTS):
+        if not (retryable and continuable and in_time and self._attempt_number - self._room_waits < MAX_ATTEMPTS):
             if self._lost_error is not None or (retryable and attempt.token_queue.has_tokens):
                 self._metrics.resumptions.labels("failed").inc(len(unfinished))
             client_error = error if isinstance(error, DeadlineExceeded) else self._lost_error or error

@@ -248,6 +248,7 @@ class Choice:
     def _on_first_token(self, now: float) -> None:
         """Records TTFT: the first token of the prompt has arrived."""
         timeline = self.context.timeline
+        self.context.on_first_token()
         ttft_s = now - timeline.start
         self._metrics.ttft.observe(ttft_s, timeline.exemplar)
         timeline.set_facts(ttft_s=round(ttft_s, 6))

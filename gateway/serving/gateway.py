@@ -34,10 +34,10 @@ from common.settings.configs import GatewayConfig
 from common.tls import TlsFiles
 from common.tracing.tracer import TraceContext, Tracer
 from gateway.admission.api_keys import Caller
-from gateway.admission.forecast import QueueForecast
 from gateway.admission.gate import Gate, GateLimits
 from gateway.admission.key_store import KeyRing
 from gateway.admission.limiter import TIMEOUT_S, Limiter
+from gateway.admission.queue import QueueForecast
 from gateway.dispatch.dispatch import Dispatch, SampleGroup
 from gateway.pods.info import ModelLimits
 from gateway.pods.pod import Pod
@@ -327,6 +327,7 @@ class Gateway:
         spec = body.spec
         model = self.model_for(context.caller, spec.model)
         limits = model.pod_table.limits()
+        self._refuse_if_late(context, model, spec)
         if spec.grammar is not None:
             spec = replace(spec, grammar=await model.chat_format.prove(spec.grammar, context.caller.client))
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
@@ -345,6 +346,7 @@ class Gateway:
         """Returns the spec's n choices. Raises InvalidRequest, ModelNotFound, Unavailable."""
         model = self.model_for(context.caller, body.spec.model)
         limits = model.pod_table.limits()
+        self._refuse_if_late(context, model, body.spec)
         chat = await model.chat_format.prepare(
             body.messages,
             body.template_kwargs,
@@ -362,6 +364,13 @@ class Gateway:
         return await self._choices(
             context, model, spec, [ids], chat.parser_config, prompt_field="messages", default_max_tokens=limit
         )
+
+    @staticmethod
+    def _refuse_if_late(context: RequestContext, model: ServedModel, spec: GenerationSpec) -> None:
+        """Refuses a request that would be late, before time is spent on its text. Raises as Gate.acquire does."""
+        caller = context.caller
+        priority = caller.effective_priority(spec.priority)
+        model.gate.refuse_if_late(caller, priority, context.deadline, context.timeline.start)
 
     async def _choices(
         self,
@@ -408,6 +417,7 @@ class Gateway:
                 timeline=timeline,
                 affinity=affinity,
                 pod_wait_s=self.settings.pod_wait_s,
+                on_no_room=context.on_no_room,
             )
             n = request.sampling.n
             group = SampleGroup(dispatch) if n > 1 else None
@@ -438,9 +448,18 @@ class Gateway:
 
         priority = requests[0].priority
         entry = await model.gate.acquire(
-            caller, priority, prompt_tokens, expected_tokens, context.deadline, expected_hits
+            caller,
+            priority,
+            prompt_tokens,
+            expected_tokens,
+            context.deadline,
+            expected_hits,
+            arrived_at=context.timeline.start,
+            prompts=len(firsts),
+            on_wait=context.on_wait,
+            shed=context.abort,
         )
-        context.admitted = model, entry
+        context.admitted, context.stage = (model, entry), "pods"
         context.timeline.mark("admitted")
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
-from common.errors import BatonError, ContextOverflow, InvalidRequest
+from common.errors import BatonError, ContextOverflow, InvalidRequest, Overloaded
 from common.grammar.compiler import GrammarSource
 from common.types import Grammar, SamplingParams, ValidRequest
 from gateway.admission.api_keys import Caller
-from gateway.admission.gate import QueueEntry
 from gateway.admission.limiter import LimitReservation
+from gateway.admission.queue import QueueEntry
 from gateway.pods.info import ModelLimits
 from gateway.serving.models import ServedModel
 from gateway.telemetry.timeline import Timeline
@@ -306,6 +306,24 @@ class RequestContext:
         self._task = task
         if self.abort_error is not None:
             task.cancel()
+
+    def on_wait(self) -> None:
+        """The request begins to wait in the gate."""
+        self.stage = "waiting"
+        self.timeline.mark("queued")
+
+    def on_first_token(self) -> None:
+        """The first token of one of the prompts has come."""
+        if self.admitted is not None:
+            model, entry = self.admitted
+            model.gate.on_first_token(entry)
+
+    def on_no_room(self, error: Overloaded) -> float:
+        """Returns the pause before full decode pods are asked again. Raises `error` if that would be too late."""
+        if self.admitted is None:
+            raise error
+        model, entry = self.admitted
+        return model.gate.on_no_room(entry, error)
 
     def abort(self, error: BatonError) -> None:
         """Cancels the request's task (Abort call, shutdown). The client gets the first error given."""

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.gate import AGING_TURNS, FairQueue, QueueEntry
+from gateway.admission.queue import AGING_TURNS, FairQueue, QueueEntry
 
 COST = 100  # the largest
 
@@ -170,3 +170,24 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
         queue.pop()
     assert len(queue._idle_counters) <= 4096
     assert math.isfinite(queue._min_counter)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.integers(-1, 1), st.integers(1, COST), st.sampled_from([0.5, 1.0, 3.0])),
+        max_size=40,
+    ),
+    st.integers(0, 6),
+)
+def test_the_order_looked_ahead_is_the_order_of_the_turns(
+    requests: list[tuple[str, int, int, float]], served: int
+) -> None:
+    queue = FairQueue()
+    weights: dict[str, float] = {}
+    for tenant, priority, cost, weight in requests:
+        weight = weights.setdefault(tenant, weight)
+        queue.add(entry(tenant, priority=priority, cost=cost, weight=weight))
+    popped(queue, served)
+    ahead = list(queue.in_order())
+    assert ahead == list(queue.in_order()), "looking changes nothing"
+    assert ahead == popped(queue, len(queue))

@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import DeadlineExceeded, Overloaded, Unavailable
 from gateway.admission.api_keys import ANONYMOUS, Caller
-from gateway.admission.gate import Gate, GateLimits, QueueEntry
+from gateway.admission.gate import Gate, GateLimits
+from gateway.admission.queue import QueueEntry
 from gateway.telemetry.metrics import GatewayMetrics
 
 A, B = (Caller(tenant=name, key_id=name) for name in "ab")
@@ -23,6 +24,7 @@ class Pods:
     queued_s: float = 0.0
     per_s: float = 1000.0
     measured: bool = True
+    num_pods: int = 1
 
     def queue_s(self, launched: int) -> float:
         return self.queued_s + launched / self.per_s
@@ -62,7 +64,10 @@ async def soon(g: Gate, caller: Caller = ANONYMOUS, **kwargs: float) -> asyncio.
 
 async def test_requests_pass_at_once_while_the_pods_keep_up() -> None:
     g = gate(Pods())
-    entries = [await enter(g) for _ in range(50)]
+    entries = []
+    for _ in range(50):
+        entries.append(await enter(g))
+        g.on_first_token(entries[-1])
     for entry in entries:
         g.release(entry, 20)
     assert g._running == 0
@@ -159,16 +164,16 @@ async def test_a_stuck_queue_rejects_new_requests_and_an_empty_one_does_not() ->
 
 
 async def test_the_forecast_uses_the_measured_speed_of_the_queue() -> None:
-    """A request of 20 tokens leaves every 10 s, so three waiting ones take 30 s, at any time between two."""
+    """A request of 20 tokens leaves every 10 s, so three waiting ones and the running one take 30 to 40 s."""
     now = [0.0]
-    g = Gate(GateLimits(max_running=1, max_ttft_s=35), Pods(), GatewayMetrics(), lambda: now[0])
+    g = Gate(GateLimits(max_running=1, max_ttft_s=42), Pods(), GatewayMetrics(), lambda: now[0])
     running = await enter(g)
-    tasks = [await soon(g) for _ in range(6)]
-    for task in list(tasks[:3]):
+    tasks = [await soon(g) for _ in range(3)]
+    for _ in range(3):
         now[0] += 10.0
         g.release(running, 20)
-        running = await task
-        tasks.remove(task)
+        running = await tasks.pop(0)
+        tasks.append(await soon(g))
     for passed in (0.5, 9.0):
         now[0] += passed
         late = await soon(g)

@@ -1,0 +1,436 @@
+"""The waiting requests of one model: the order of their turns, and forecasts of how long they wait.
+
+Two sources predict the same wait, and the longer one counts: the rates that the pods report, and the speed at which
+first tokens really came. So one wrong rate does not let many requests in.
+
+Times are seconds. *Work* is the seconds that the fastest pod needs for prompts by its own rates. A speed of 2 means
+that the pods together did two seconds of such work in each second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+
+from common.errors import BatonError
+from gateway.pods.table import PodTable
+from gateway.pods.view import PodView
+
+AGING_TURNS = 4  #: Every so many turns of the queue, priorities are ignored.
+MAX_IDLE_TENANTS = 4096  #: Max idle tenants with a counter.
+SPEED_WINDOW_S = 10.0  #: Window of a measured speed.
+MIN_MEASURED_S = 1.0  #: Measured time from which a speed is used.
+_TOKENS = 1000  #: Prompt length by which the time per token is read from a forecast.
+PROVEN_DECAY = 0.9  #: Each first token lowers the proven speed to this share of it, unless it proves more.
+ERROR_WEIGHT = 1 / 16  #: Weight of the newest error of a forecast.
+ERROR_RANGE = (0.25, 4.0)  #: Range of one error, so that one odd request does not change much.
+TOLERANCE_RANGE = (1.05, 2.0)  #: Range of the factor by which a first token may come later than forecast.
+
+
+@dataclass(eq=False, slots=True)
+class QueueEntry:
+    """One request."""
+
+    tenant: str
+    weight: float  # share of the tenant relative to the others
+    priority: int  # higher goes first
+    prompt_tokens: int  # prompt tokens to compute
+    expected_tokens: int  # prompt and expected output tokens
+    arrival: int = 0  # order of arrival
+    arrived_at: float = 0.0  #: When the request arrived at the gateway.
+    latest: float = math.inf  #: When its first token is due: its deadline, or max_ttft_s after its arrival.
+    forecast_s: float = 0.0  #: Forecast time to the first token when the request began to wait; 0 if it did not.
+    waited_from: float = 0.0  #: When it began to wait.
+    passed_at: float = 0.0
+    pod_s: float = 0.0  #: Forecast time at the pods until the first token, made when it passed.
+    work_s: float = 0.0  #: Its work by the pods' rates when it passed.
+    done_before_s: float = 0.0  #: Work of all first tokens before it passed.
+    prompts_left: int = 1  #: Prompts without a first token.
+    alone: bool = False  #: No other request was before it when it passed.
+    answered: bool = False  #: A first token has come.
+    shed: Callable[[BatonError], None] | None = None  #: Ends the request at the pods.
+    late_timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A tenant with waiting requests."""
+
+    counter: float  #: Virtual token counter.
+    weight: float = 1.0
+    expected_tokens: int = 0  #: Tokens of all its waiting requests.
+    prompt_tokens: int = 0
+    levels: dict[int, dict[QueueEntry, None]] = field(default_factory=dict)  #: By priority, oldest first.
+
+    def oldest(self) -> QueueEntry:
+        return min((next(iter(level)) for level in self.levels.values()), key=lambda entry: entry.arrival)
+
+
+@dataclass(frozen=True, slots=True)
+class TokensAhead:
+    """Tokens of the requests that would be served before a new one."""
+
+    expected_tokens: int
+    prompt_tokens: int
+    own_expected_tokens: int  # those of `expected_tokens` that belong to the same tenant
+    requests: int = 0  # number of these requests
+
+
+class FairQueue:
+    """A queue that is fair between tenants by tokens, respects priorities, and starves no request. Pure.
+
+    Fairness between tenants uses virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language
+    Models", OSDI 2024) with weights. A tenant's counter is the number of tokens that it got, divided by its weight. The
+    next request is from the tenant with the lowest counter. A tenant that becomes active again gets no credit for the
+    time before. Expected tokens are counted when a request leaves the queue, and corrected when the request ends.
+
+    The highest waiting priority goes first. Every AGING_TURNS-th turn ignores priorities and takes the tenant's oldest
+    request, so each request leaves the queue after a bounded number of turns.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Tenant] = {}  # tenants with waiting requests
+        self._idle_counters: dict[str, float] = {}  #: Counters of the other tenants.
+        self._arrivals = itertools.count(1)
+        self._turn = 0
+        self._min_counter = 0.0  #: Lowest counter of the waiting tenants at the last turn; it never decreases.
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[QueueEntry]:
+        return (e for tenant in self._waiting.values() for level in tenant.levels.values() for e in level)
+
+    def add(self, entry: QueueEntry) -> None:
+        """Adds a waiting request."""
+        tenant = self._waiting.get(entry.tenant)
+        if tenant is None:
+            tenant = self._waiting[entry.tenant] = _Tenant(self._counter(entry.tenant))
+            self._idle_counters.pop(entry.tenant, None)
+        entry.arrival = next(self._arrivals)
+        tenant.weight = entry.weight
+        tenant.expected_tokens += entry.expected_tokens
+        tenant.prompt_tokens += entry.prompt_tokens
+        tenant.levels.setdefault(entry.priority, {})[entry] = None
+        self._size += 1
+
+    def remove(self, entry: QueueEntry) -> bool:
+        """Removes a waiting request without counting it as served. Returns False if it does not wait."""
+        tenant = self._waiting.get(entry.tenant)
+        level = tenant.levels.get(entry.priority) if tenant is not None else None
+        if tenant is None or level is None or entry not in level:
+            return False
+        del level[entry]
+        if not level:
+            del tenant.levels[entry.priority]
+        tenant.expected_tokens -= entry.expected_tokens
+        tenant.prompt_tokens -= entry.prompt_tokens
+        self._size -= 1
+        if not tenant.levels:
+            del self._waiting[entry.tenant]
+            self._remember(entry.tenant, tenant.counter)
+        return True
+
+    def pop(self) -> QueueEntry | None:
+        """Removes and returns the next request, and counts it as served."""
+        if not self._waiting:
+            return None
+        self._turn += 1
+        if self._turn % AGING_TURNS == 0:
+            tenant = min(self._waiting.values(), key=lambda t: (t.counter, t.oldest().arrival))
+            entry = tenant.oldest()
+        else:
+            top = max(priority for t in self._waiting.values() for priority in t.levels)
+            rivals = [t for t in self._waiting.values() if top in t.levels]
+            tenant = min(rivals, key=lambda t: (t.counter, next(iter(t.levels[top])).arrival))
+            entry = next(iter(tenant.levels[top]))
+        self._min_counter = max(self._min_counter, min(t.counter for t in self._waiting.values()))
+        tenant.counter += entry.expected_tokens / tenant.weight
+        self.remove(entry)
+        return entry
+
+    def count_as_served(self, entry: QueueEntry) -> None:
+        """Counts a request that was served without waiting."""
+        self._idle_counters[entry.tenant] = self._counter(entry.tenant)
+        self.correct_count(entry, entry.expected_tokens)
+
+    def correct_count(self, entry: QueueEntry, tokens: int) -> None:
+        """Adds `tokens` (actual minus expected, may be negative) to the count of a served request."""
+        tenant = self._waiting.get(entry.tenant)
+        if tenant is not None:
+            tenant.counter += tokens / entry.weight
+        else:
+            counter = self._idle_counters.get(entry.tenant, self._min_counter)
+            self._remember(entry.tenant, counter + tokens / entry.weight)
+
+    def tokens_ahead(self, entry: QueueEntry) -> TokensAhead:
+        """Returns what would be served before this request if it came now; exact up to one request per tenant.
+
+        All requests of higher priority are ahead, unless the request has its turn earlier because every
+        AGING_TURNS-th turn ignores priorities. Those of equal priority are ahead until their tenant's counter passes
+        the counter at which this request has its turn.
+        """
+        ahead = self._tokens_ahead(entry, entry.priority)
+        if not any(priority > entry.priority for tenant in self._waiting.values() for priority in tenant.levels):
+            return ahead
+        aged = self._tokens_ahead(entry, None)
+        expected, prompt = (
+            sum(getattr(t, name) for t in self._waiting.values()) / self._size
+            for name in ("expected_tokens", "prompt_tokens")
+        )
+        aged = TokensAhead(
+            int(AGING_TURNS * (aged.expected_tokens + expected)),
+            int(AGING_TURNS * (aged.prompt_tokens + prompt)),
+            aged.own_expected_tokens,
+            AGING_TURNS * (aged.requests + 1),
+        )
+        return aged if aged.expected_tokens < ahead.expected_tokens else ahead
+
+    def _tokens_ahead(self, entry: QueueEntry, priority: int | None) -> TokensAhead:
+        """Returns what is ahead of a request with this priority; None ignores all priorities."""
+        own = self._waiting.get(entry.tenant)
+        counter = self._counter(entry.tenant) if own is None else own.counter
+        own_expected, own_prompt, own_requests = (0, 0, 0) if own is None else _tokens_from(own, priority)
+        turn_counter = counter + own_expected / entry.weight
+        expected, prompt, requests = float(own_expected), float(own_prompt), float(own_requests)
+        for name, tenant in self._waiting.items():
+            if name == entry.tenant:
+                continue
+            theirs, their_prompt, their_requests = _tokens_from(tenant, priority)
+            if not theirs:
+                continue
+            higher = 0 if priority is None else _tokens_from(tenant, priority + 1)[0]
+            ahead = min(theirs, max(higher, tenant.weight * max(0.0, turn_counter - tenant.counter)))
+            expected += ahead
+            prompt += their_prompt * ahead / theirs
+            requests += their_requests * ahead / theirs
+        return TokensAhead(int(expected), int(prompt), own_expected, math.ceil(requests))
+
+    def in_order(self) -> Iterator[QueueEntry]:
+        """Yields the waiting requests in the order of their turns if no other request comes. Changes nothing.
+
+        Counters and heads of tenants only grow, so a stale key in a heap is a lower bound, and is replaced when it
+        comes to the top: a request costs O(log n).
+        """
+        tenants = {name: _TurnOrder(tenant) for name, tenant in self._waiting.items()}
+        by_age = [(t.counter, t.oldest().arrival, name) for name, t in self._waiting.items()]
+        heapify(by_age)
+        by_priority: dict[int, list[tuple[float, int, str]]] = {}
+        for name, tenant in self._waiting.items():
+            for priority, level in tenant.levels.items():
+                by_priority.setdefault(priority, []).append((tenant.counter, next(iter(level)).arrival, name))
+        for heap in by_priority.values():
+            heapify(heap)
+        for turn in range(self._turn + 1, self._turn + 1 + self._size):
+            entry = None
+            while entry is None:
+                priority = None if turn % AGING_TURNS == 0 else max(by_priority)
+                heap = by_age if priority is None else by_priority[priority]
+                name = heap[0][2]
+                tenant_order = tenants[name]
+                head = tenant_order.head(priority)
+                if head is None:
+                    heappop(heap)
+                    if not heap and priority is not None:
+                        del by_priority[priority]
+                elif (key := (tenant_order.counter, head.arrival, name)) != heap[0]:
+                    heapreplace(heap, key)
+                else:
+                    entry = head
+            tenant_order.take(entry)
+            yield entry
+
+    def find_victim(self, entry: QueueEntry) -> QueueEntry | None:
+        """Returns the waiting request to evict so that `entry` fits.
+
+        That is the newest request of lowest priority of the tenant with the most waiting tokens for its weight. Returns
+        None if no tenant would have more than the tenant of `entry`.
+        """
+        own = self._waiting.get(entry.tenant)
+        own_share = ((own.expected_tokens if own is not None else 0) + entry.expected_tokens) / entry.weight
+        name, tenant = max(self._waiting.items(), key=lambda item: item[1].expected_tokens / item[1].weight)
+        if name == entry.tenant or tenant.expected_tokens / tenant.weight <= own_share:
+            return None
+        return next(reversed(tenant.levels[min(tenant.levels)]))
+
+    def _counter(self, tenant: str) -> float:
+        """Returns the counter of a tenant that becomes active again, lifted to the lowest active (VTC, section 4)."""
+        floor = min((t.counter for t in self._waiting.values()), default=self._min_counter)
+        return max(self._idle_counters.get(tenant, floor), floor)
+
+    def _remember(self, tenant: str, counter: float) -> None:
+        self._idle_counters[tenant] = counter
+        if len(self._idle_counters) > MAX_IDLE_TENANTS:
+            self._idle_counters = {name: c for name, c in self._idle_counters.items() if c > self._min_counter}
+            for name in list(self._idle_counters)[:-MAX_IDLE_TENANTS]:
+                del self._idle_counters[name]
+
+
+def _tokens_from(tenant: _Tenant, priority: int | None) -> tuple[int, int, int]:
+    """Returns the expected tokens, prompt tokens and number of requests of this priority or higher; None: of all."""
+    if priority is None or min(tenant.levels) >= priority:
+        return tenant.expected_tokens, tenant.prompt_tokens, sum(map(len, tenant.levels.values()))
+    entries = [entry for level, entries in tenant.levels.items() if level >= priority for entry in entries]
+    return sum(e.expected_tokens for e in entries), sum(e.prompt_tokens for e in entries), len(entries)
+
+
+class _TurnOrder:
+    """The requests of one tenant while `in_order` looks ahead."""
+
+    def __init__(self, tenant: _Tenant) -> None:
+        self.counter = tenant.counter
+        self._weight = tenant.weight
+        self._levels = {priority: deque(level) for priority, level in tenant.levels.items()}
+        entries = [entry for level in tenant.levels.values() for entry in level]
+        self._by_age = deque(sorted(entries, key=lambda entry: entry.arrival) if len(self._levels) > 1 else entries)
+        self._taken: set[QueueEntry] = set()
+
+    def head(self, priority: int | None) -> QueueEntry | None:
+        """Returns the next request of a priority; None: the oldest of all."""
+        entries = self._by_age if priority is None else self._levels[priority]
+        while entries and entries[0] in self._taken:
+            entries.popleft()
+        return entries[0] if entries else None
+
+    def take(self, entry: QueueEntry) -> None:
+        """Counts a request as served."""
+        self._taken.add(entry)
+        self.counter += entry.expected_tokens / self._weight
+
+
+class QueueForecast:
+    """Predicts how soon the pods in a table can start a prompt; without pods, at once: routing then fails."""
+
+    def __init__(self, table: PodTable) -> None:
+        self._table = table
+
+    def _views(self) -> list[PodView]:
+        """Returns the views of the pods that compute prompts."""
+        pods = (pod for layout in self._table.pods_by_layout().values() for pod in layout)
+        return [pod.view for pod in pods if pod.can_compute_prompts and pod.view is not None]
+
+    @property
+    def measured(self) -> bool:
+        """At least one pod has measured its prefill rate."""
+        return any(view.rate_known for view in self._views())
+
+    @property
+    def num_pods(self) -> int:
+        """Number of pods that compute prompts."""
+        return len(self._views())
+
+    def queue_s(self, unreported_tokens: int) -> float:
+        """Returns the seconds until a pod can start one more prompt. Pods have not reported `unreported_tokens` yet."""
+        views, now = self._views(), time.monotonic()
+        if not views:
+            return 0.0
+        best = min(views, key=lambda view: view.queue_s(now))
+        return best.queue_s(now) + unreported_tokens * best.prefill_s_per_token / len(views)
+
+    def compute_s(self, tokens: int) -> float:
+        """Returns the seconds that the fastest pod takes to compute so many prompt tokens."""
+        return min((view.prefill_overhead_s + tokens * view.prefill_s_per_token for view in self._views()), default=0.0)
+
+    def tokens_per_s(self) -> float:
+        """Returns the prompt tokens per second of all pods together."""
+        return sum(1 / view.prefill_s_per_token for view in self._views())
+
+
+@dataclass(frozen=True, slots=True)
+class PodSpeed:
+    """The reported rates of the pods at one moment, as work."""
+
+    pods: int  #: Number of pods that compute prompts.
+    measured: bool  #: A pod has measured its rate; otherwise all values are assumptions.
+    request_s: float  #: Work of a request beyond its tokens.
+    token_s: float  #: Work of a prompt token.
+    speed: float  #: Work per second of all pods together.
+
+    @classmethod
+    def of(cls, forecast: QueueForecast) -> PodSpeed:
+        """Reads a forecast."""
+        request_s = forecast.compute_s(0)
+        token_s = (forecast.compute_s(_TOKENS) - request_s) / _TOKENS
+        return cls(forecast.num_pods, forecast.measured, request_s, token_s, forecast.tokens_per_s() * token_s)
+
+    def work_s(self, requests: int, tokens: int) -> float:
+        """Returns the work of so many requests with so many prompt tokens together."""
+        return requests * self.request_s + tokens * self.token_s
+
+
+class BusySpeed:
+    """Measures the amount per second that is done while there is something to do. Old values fade. Pure."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = self._events = 0.0
+        self._at = 0.0  # when the last part was done, or when there was something to do again
+
+    def begin(self, now: float) -> None:
+        """There is something to do again. The time before it does not count."""
+        self._at = now
+
+    def on_done(self, amount: float, now: float) -> None:
+        """So much was done."""
+        passed_s = max(0.0, now - self._at)
+        keep = 1 / (1 + passed_s / SPEED_WINDOW_S)
+        self._amount = self._amount * keep + amount
+        self._seconds = self._seconds * keep + passed_s
+        self._events = self._events * keep + 1
+        self._at = now
+
+    def since_last_s(self, now: float) -> float:
+        """Returns the seconds since something was done, while there is something to do."""
+        return now - self._at
+
+    def per_s(self, now: float) -> float | None:
+        """Returns the speed, None if measured for less than MIN_MEASURED_S. A longer silence than usual lowers it."""
+        silence_s = self.since_last_s(now)
+        if self._seconds + silence_s < MIN_MEASURED_S or not self._events:
+            return None
+        usual_s = self._seconds / self._events
+        return self._amount / (self._seconds + (silence_s if silence_s > usual_s else 0.0))
+
+
+class ProvenSpeed:
+    """The highest speed that recent first tokens prove. Pure.
+
+    The first token of a request proves the work that was done while the request was at the pods, divided by that time.
+    Steps with many prompts give their first tokens together, so the highest value counts and not the mean.
+    """
+
+    def __init__(self) -> None:
+        self.done_s = 0.0  #: Work of all first tokens so far.
+        self.speed: float | None = None  #: Work per second, None before the first proof.
+
+    def on_first_token(self, work_s: float, done_before_s: float, seconds: float) -> None:
+        """A first token came `seconds` after its request went to the pods, when `done_s` was `done_before_s`."""
+        self.done_s += work_s
+        proof = (self.done_s - done_before_s) / max(seconds, 1e-3)
+        self.speed = max(proof, PROVEN_DECAY * (self.speed or 0.0))
+
+
+class ForecastError:
+    """How much later first tokens came than forecast: the mean and the mean deviation of actual / forecast. Pure."""
+
+    def __init__(self) -> None:
+        self._mean, self._deviation = 1.0, 0.0
+
+    def add(self, forecast_s: float, actual_s: float) -> None:
+        """Records one request."""
+        low, high = ERROR_RANGE
+        ratio = min(high, max(low, actual_s / max(forecast_s, 1e-3)))
+        self._deviation += ERROR_WEIGHT * (abs(ratio - self._mean) - self._deviation)
+        self._mean += ERROR_WEIGHT * (ratio - self._mean)
+
+    @property
+    def tolerance(self) -> float:
+        """Factor by which a first token may come later than forecast."""
+        low, high = TOLERANCE_RANGE
+        return min(high, max(low, self._mean + self._deviation))
