@@ -85,6 +85,8 @@ class Pod:
         self.refusal = ""  #: Why a pod that answers cannot be used; "" if it can.
         self.stalled = ""  #: Why the pod makes no progress, although requests waited for it; "" while it does.
         self.last_answer_at = time.monotonic()  #: When the pod last answered Info; time.monotonic().
+        self._called_at = self.last_answer_at  #: When the last call of Info ended; time.monotonic().
+        self._silence_s = 0.0  #: Silence since the last answer; a time in which this gateway was frozen is left out.
         self.token_stream_up = False
         self.index_draining = False  #: The index says that the pod leaves.
         self.terminating = False  #: Kubernetes says that the pod leaves.
@@ -273,9 +275,14 @@ class Pod:
             self._require_compatible(pb)
             self._apply_info(pb)
             self.alive, self.last_answer_at, self.refusal = True, time.monotonic(), ""
+            self._called_at, self._silence_s = self.last_answer_at, 0.0
         except grpc.aio.AioRpcError as e:
+            # A longer time means that this process stood still. Then no answer could be read, and the call timed out.
+            now, longest_s = time.monotonic(), INFO_PERIOD_S + INFO_TIMEOUT_S
+            self._silence_s += min(now - self._called_at, longest_s)
+            self._called_at = now
             answered, timed_out = False, e.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if not (timed_out and self.alive and time.monotonic() - self.last_answer_at < SILENCE_S):
+            if not (timed_out and self.alive and self._silence_s < SILENCE_S):
                 if self.alive:
                     cause = describe(e, limit_s=INFO_TIMEOUT_S)
                     _log.warning("pod %s at %s does not answer: %s", self.name, self.address, cause)

@@ -8,20 +8,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.rigs.chaos import results
+from tests.rigs.chaos import invariants, results
 from tests.rigs.chaos.catalogue import Case, catalogue, write_model
 from tests.rigs.chaos.client import ChaosClients, Gateway, Verdict
 from tests.rigs.chaos.invariants import ReadinessWatch
 from tests.rigs.chaos.schedule import GROUPS, PROCESSES, FaultKind, schedule
 from tests.rigs.chaos.seeds import SeedRunner
 from tests.rigs.chaos.stack import ChaosStack
+from tests.rigs.waiting import until
 
 SECONDS = 4.0
 #: The first kills a prefill pod and a gateway; the second kills Valkey and a decode pod, and freezes.
@@ -36,15 +39,34 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 
 
 @pytest.mark.timeout(240)
-async def test_two_seeds_break_nothing(cases: list[Case], tmp_path: Path) -> None:
+async def test_two_seeds_break_nothing(cases: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with ChaosStack.running(tmp_path / "stack") as stack:
         runner = await SeedRunner.warmed_up(stack, cases, print)
         found = [await runner.run(seed, SECONDS) for seed in SEEDS]
+        await require_seen(runner, monkeypatch)
     for result in found:
         assert result.good, result
         assert result.verdicts.get(Verdict.COMPLETED, 0) > 10
         assert not result.problems, result.problems
     assert sum(sum(result.deaths.values()) for result in found) >= 2
+
+
+async def require_seen(runner: SeedRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves connections and a key behind and ends a pod. Requires that the harness sees each of them."""
+    stack, port = runner.stack, int(runner.stack.gateways[0].url.rpartition(":")[2])
+    monkeypatch.setattr(invariants, "SETTLE_S", 0.0)
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+    async with stack.redis() as client:
+        await client.set("forgotten", 1)
+    seen = await invariants.leaks(stack, runner.start)
+    assert any("gateway-0 has" in text and "descriptors" in text for text in seen), seen
+    assert any("forgotten" in text for text in seen), seen
+    for _, writer in opened:
+        writer.close()
+    os.kill(stack.pid("decode-1"), signal.SIGKILL)
+    await until(lambda: not stack.alive("decode-1"))
+    stack.note_crashes()
+    assert [text.partition(" ")[0] for text in stack.crashes] == ["decode-1"]
 
 
 def test_a_seed_gives_the_same_faults_every_time() -> None:

@@ -443,6 +443,25 @@ async def test_a_pod_that_answers_late_for_a_while_is_busy_and_not_gone(
     await until(lambda: known.alive)
 
 
+async def test_a_gateway_that_was_frozen_does_not_take_its_pods_for_gone(
+    gw: Rig, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_pod, "SILENCE_S", 1.5)
+    monkeypatch.setattr(gateway_pod, "INFO_TIMEOUT_S", 0.5)
+    pods, known = [*cluster.prefills, *cluster.decodes], gw.gateway.pod_table.pods
+    for pod in pods:
+        pod.faults.info_delay_s = 0.3
+        asked = pod.seen.infos
+        await until(lambda pod=pod, asked=asked: pod.seen.infos > asked)  # type: ignore[misc]
+    time.sleep(1.8)  # noqa: ASYNC251 - the event loop stands still with a call in flight, as after SIGSTOP
+    for pod in pods:
+        pod.faults.info_delay_s = 0.0
+    answers = {pod.address: known[pod.address].last_answer_at for pod in pods}
+    while any(known[address].last_answer_at == at for address, at in answers.items()):
+        assert all(known[pod.address].alive for pod in pods)
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.BOTH])
 async def test_a_frozen_pod_is_detected_by_the_keepalive_of_its_channel(
     smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch, role: Role
