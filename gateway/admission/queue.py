@@ -231,15 +231,15 @@ class FairQueue:
         for turn in range(self._turn + 1, self._turn + 1 + self._size):
             entry = None
             while entry is None:
-                level = None if turn % AGING_TURNS == 0 else max(by_priority)
-                heap = by_age if level is None else by_priority[level]
+                among = None if turn % AGING_TURNS == 0 else max(by_priority)
+                heap = by_age if among is None else by_priority[among]
                 name = heap[0][2]
                 tenant_order = tenants[name]
-                head = tenant_order.head(level)
+                head = tenant_order.head(among)
                 if head is None:
                     heappop(heap)
-                    if not heap and level is not None:
-                        del by_priority[level]
+                    if not heap and among is not None:
+                        del by_priority[among]
                 elif (key := (tenant_order.counter, head.arrival, name)) != heap[0]:
                     heapreplace(heap, key)
                 else:
