@@ -49,9 +49,7 @@ UNPROVEN_PER_POD, LEAST_PER_POD = 8, 2
 PROVEN_AHEAD_S = 2.0  #: Work at the pods, in seconds of the proven speed. More than the target, so that it can grow.
 NO_ROOM_S = 10.0  #: So long after a refusal by all decode pods, only as many requests pass as end in a second.
 NO_ROOM_PAUSE_S = (0.1, 1.0)  #: Shortest and longest pause before full decode pods are asked again.
-LATE_FACTOR = (
-    2.0  #: A request that is late has waited at the pods if it is there for more than this times its own work.
-)
+LATE_FACTOR = 2.0  #: A late request is shed after this times its own work at the pods.
 LATE_CHECK_S = 1.0  #: Pause before the next look at a late request that may be computed now.
 
 MAX_RETRY_S = 60.0
@@ -216,7 +214,7 @@ class Gate:
         Raises `error` if no answered request has ended lately, or if too many requests wait for room to end in time.
         """
         now = self._refused_at = self._clock()
-        ends_per_s = self._ends.per_s(now) if self._running > len(self._outstanding) else None
+        ends_per_s = self._ends.per_s(now)
         if entry not in self._outstanding or not ends_per_s:
             raise error
         self._without_room.setdefault(entry)

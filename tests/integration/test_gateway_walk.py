@@ -19,7 +19,7 @@ from tests.rigs.pods.fake_pods import fake_cluster
 from tests.rigs.waiting import until
 
 #: Files of the gateway that one streamed chat request with an API key enters.
-MAX_FILES = 26
+MAX_FILES = 27
 
 ROOT = Path(gateway.__file__).parent
 
