@@ -1,6 +1,6 @@
 """A pod process is killed and started again at the same address, many times (test_transfer_tcp.py repeats it over TCP).
 
-benchmarks/restarts.py measures how long the first hand-off takes.
+benchmarks/reliability/restarts.py measures how long the first hand-off takes.
 """
 
 from __future__ import annotations

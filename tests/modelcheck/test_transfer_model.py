@@ -12,7 +12,7 @@ from tests.modelcheck.sender_pod import SenderPod
 from tests.modelcheck.snapshot import clone
 from tests.modelcheck.world import World
 
-#: Bounds of `make test`. benchmarks/modelcheck.py explores the whole ones.
+#: Bounds of `make test`. benchmarks/reliability/modelcheck.py explores the whole ones.
 EVERY_RUN = {
     "one request": SMALL,
     "two requests for one block": Bounds(

@@ -1,6 +1,6 @@
 """Measures a stack at its capacity and far beyond it: goodput, refusals, waits, and how soon it is empty afterwards.
 
-    .venv/bin/python benchmarks/overload.py --out benchmarks/results/overload.json
+    .venv/bin/python benchmarks/reliability/overload.py --out benchmarks/results/overload.json
 
 A stack of real processes (prefill, decode, gateway, Valkey) serves the demo model on a CPU with `--max-ttft-s`. First
 CLOSED clients, each with one request at a time, measure the capacity. Then requests of different prompts arrive at even
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import httpx
 import orjson

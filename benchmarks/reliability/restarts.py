@@ -1,6 +1,6 @@
 """Measures how soon a pod is of use after it was killed and started again at the same address.
 
-    python benchmarks/restarts.py --restarts 100 --out benchmarks/results/restarts.json
+    python benchmarks/reliability/restarts.py --restarts 100 --out benchmarks/results/restarts.json
 
 It runs Valkey, a prefill pod, a decode pod and a gateway with a tiny random model. Each time one of the pods is killed
 (SIGKILL) and started again. As soon as its health check passes, a client asks the gateway for a new prompt until it is
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import report
 from cli.demo.model import demo_model

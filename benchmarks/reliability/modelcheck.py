@@ -1,6 +1,6 @@
 """Explores every state of the transfer of KV within bounds, and seeds bugs that the explorer has to find.
 
-    python benchmarks/modelcheck.py --out benchmarks/results/modelcheck.json
+    python benchmarks/reliability/modelcheck.py --out benchmarks/results/modelcheck.json
 
 The real tables, state machines and block pools of a prefill pod and a decode pod run on a network that loses, delays,
 duplicates and reorders, with one restart of each pod: tests/modelcheck/world.py says what is covered. Then each seeded
@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support import report
 from tests.modelcheck.explorer import explore
