@@ -27,8 +27,8 @@ from tests.modelcheck.receiver_pod import ReceiverPod
 from tests.modelcheck.sender_pod import SenderPod
 from tests.modelcheck.snapshot import clone
 
-#: The whole bounds, by name; benchmarks/reliability/modelcheck.py explores them. One request has a restart of each pod and all
-#: faults. Two requests take coarse steps and have no faults and restarts: all together are too many states.
+#: The whole bounds, by name; benchmarks/reliability/modelcheck.py explores them. One request has a restart of each pod
+#: and all faults. Two requests take coarse steps and have no faults and restarts: all together are too many states.
 FULL = {
     "one request, ends of processes are seen": Bounds(requests=1, watched=True),
     "one request, restarts only": Bounds(requests=1, message_faults=0, failed_writes=0),
