@@ -100,7 +100,15 @@ class Gateway:
 
         def served_model(text: TextProcessor) -> ServedModel:
             only_model = len(processors) == 1
-            table = PodTable(settings.pods, index, signer=signer, model=text.name, only_model=only_model, tls=tls)
+            table = PodTable(
+                settings.pods,
+                index,
+                signer=signer,
+                model=text.name,
+                only_model=only_model,
+                tls=tls,
+                stuck_s=settings.stuck_step_s,
+            )
             gate = Gate(gate_limits, QueueForecast(table), self.metrics)
             router = Router(table, self.metrics)
             return ServedModel(
