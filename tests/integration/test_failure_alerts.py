@@ -157,6 +157,7 @@ async def test_second_attempts(smollm2_dir: Path) -> None:
 async def test_answers_that_no_pod_continues(smollm2_dir: Path) -> None:
     async with served(smollm2_dir) as (gw, cluster, before):
         cluster.decodes[0].faults.decode_error = Unavailable("the pod lost its sequences")
+        cluster.decodes[0].faults.token_delay_s = 1.0  # the error comes after the prefill pod's first token
         status, events = await gw.stream("completions", max_tokens=8)
         assert status == 200
         assert "error" in events[-2]

@@ -140,8 +140,10 @@ class TestPeers:
                 if kind == "progress":
                     cluster.fabric.kill(cluster.decode.agent)
 
+            cluster.fabric.on_write = lambda *_: LoopbackFault(delay_s=0.5)  # the prompt must not be there before
             with pytest.raises(BatonError):
                 await cluster.generate(request(prompt_of(4 * CHUNK)), on_event=seen, timeout_s=5)
+            cluster.fabric.on_write = lambda *_: LoopbackFault()
             await cluster.prefill.settled()
             survivor = cluster.decodes[1]
             assert len((await cluster.generate(request(prompt_of(20)), decode=survivor)).ids) == 8
