@@ -35,6 +35,7 @@ from benchmarks.support import report
 from common.errors import BatonError, Unavailable
 from common.pb import decode_pb2
 from gateway.pods.pod import Pod, TokenSink
+from gateway.pods.stalls import Suspicion
 from tests.rigs.chaos.catalogue import MAX_LEN, MODEL, Case, catalogue, write_model
 from tests.rigs.chaos.client import ChaosClients, Gateway, Verdict
 from tests.rigs.gateway.gateway_rig import rig
@@ -86,6 +87,12 @@ class DoomedSink:
     def on_stream_lost(self, error: BatonError) -> None:
         if not self._lost:
             self._sink.on_stream_lost(error)
+
+    def progress(self, suspicion: Suspicion, *, queued: bool) -> int | None:
+        return None if self._lost else self._sink.progress(suspicion, queued=queued)
+
+    def on_stalled(self, error: BatonError) -> None:
+        self._sink.on_stalled(error)
 
 
 async def run(directory: Path, forced: int, seed: int) -> dict[str, Any]:
