@@ -68,6 +68,8 @@ PROMPT = "The keeper of the lighthouse wrote down the weather of every night in 
 SLOW_BODIES = 1100
 BOMB_S = 2.0  #: An error for a grammar comes within this time.
 CALL_S = 10.0
+LOST_ERROR = "Internal error from Core"  #: grpc.aio's error for a message that is sent while the server ends the call.
+TOKENS_TRIES = 5
 #: A stranger's messages get no further than one of these.
 _REFUSALS = (
     "UNAUTHENTICATED",
@@ -183,7 +185,17 @@ async def events(channel: grpc.aio.Channel, request: types_pb2.ValidRequest, tar
 
 
 async def tokens(channel: grpc.aio.Channel, gateway_id: str) -> None:
-    """Opens a token stream."""
+    """Opens a token stream, again if grpc.aio lost the server's error."""
+    for _ in range(TOKENS_TRIES - 1):
+        try:
+            return await tokens_once(channel, gateway_id)
+        except grpc.aio.AioRpcError as error:
+            if error.details() != LOST_ERROR:
+                raise
+    return await tokens_once(channel, gateway_id)
+
+
+async def tokens_once(channel: grpc.aio.Channel, gateway_id: str) -> None:
     stub: Any = decode_pb2_grpc.DecodeStub(channel)
     call = stub.Tokens(timeout=CALL_S)
     with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading raises its error
