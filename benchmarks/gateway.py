@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,10 @@ Metrics, of the time in which all streams run unless stated otherwise:
 - one_pod_*: the same rate from one decode pod, the worst case: all 256 tokens of a step arrive at once.
 - idle_mib: resident memory of a gateway with 10,000 streams that have begun and get no tokens; idle_kib_per_stream.
 
-The metrics are from the run with the least CPU per token (--runs). `rows` has all runs, with the load average.
+With --compare: tls_cpu_us_per_token and plain_cpu_us_per_token of two gateways that run at the same time with half of
+the load each, and tls_ratio; medians of --runs runs.
+
+Otherwise the metrics are from the run with the least CPU per token (--runs). `rows` has all runs and load averages.
 """
 
 MODEL = "bench"
@@ -155,6 +159,37 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float, tls: b
     }
 
 
+def compare(names: Sequence[str], *, streams: int, rate: float, decodes: int, seconds: float) -> dict[str, float]:
+    """Runs a gateway with TLS and one without at the same time, with half of the streams and of the rate each.
+
+    Other work on the machine costs both the same. `names`, "tls" and "plain", is the order of their start: the first
+    costs some percent more. Returns the CPU time per token of each, and their ratio.
+    """
+    step_s, tokens = streams / rate, int(seconds * rate / streams)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        sides: dict[str, tuple[GatewayUnderTest, Path, subprocess.Popen[str]]] = {}
+        for name in names:
+            tmp = Path(folder) / name
+            tmp.mkdir()
+            running = opened.enter_context(stack(tmp, decodes=decodes, step_ms=1e3 * step_s, tls=name == "tls"))
+            out = tmp / "client.json"
+            flags = ("--streams", streams // 2, "--tokens", tokens, "--out", out)
+            sides[name] = running, out, opened.enter_context(client(running.port, *flags))
+        begun = max(said(reader)["begun"] for _, _, reader in sides.values())
+        time.sleep(SETTLE_S)
+        begin, window = {name: side[0].cpu_s() for name, side in sides.items()}, time.monotonic()
+        time.sleep(max(0.0, 0.8 * (begun + seconds - window)))
+        cpu = {name: side[0].cpu_s() - begin[name] for name, side in sides.items()}
+        window_end = time.monotonic()
+        row: dict[str, float] = {}
+        for name, (_, out, reader) in sides.items():
+            reader.wait(10 * seconds + 60)
+            answers = orjson.loads(out.read_bytes())
+            inside = sum(size for a in answers for at, size in a["chunks"] if window <= at < window_end)
+            row[f"{name}_cpu_us_per_token"] = round(1e6 * cpu[name] / inside, 2)
+    return row | {"tls_ratio": round(row["tls_cpu_us_per_token"] / row["plain_cpu_us_per_token"], 4)}
+
+
 def delays(chunks: list[tuple[float, int]], sent: list[float]) -> Iterator[tuple[float, float]]:
     """Yields (arrival time, seconds from pod to client) of each token, except the first, which comes from prefill."""
     index = 0
@@ -199,7 +234,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--idle", type=int, default=IDLE_STREAMS, help="idle streams; 0: skip this part")
     parser.add_argument("--plain", action="store_true", help="no TLS between gateway and pods")
+    parser.add_argument("--compare", action="store_true", help="only compare TLS with no TLS, in --runs runs")
     args = parser.parse_args()
+    if args.compare:
+        load = {"streams": args.streams, "rate": args.rate, "decodes": args.decodes, "seconds": args.seconds}
+        pairs = [compare(("tls", "plain")[:: 1 if run % 2 else -1], **load) for run in range(args.runs)]
+        print(*pairs, sep="\n")
+        names = ("tls_cpu_us_per_token", "plain_cpu_us_per_token", "tls_ratio")
+        medians = {name: round(statistics.median(pair[name] for pair in pairs), 4) for name in names}
+        print(json.dumps(medians, indent=2))
+        report.write(args.out, "gateway", medians, *PACKAGES, rows=pairs)
+        return
     tls, rows = not args.plain, []
     for decodes in [args.decodes] * args.runs + [1]:
         rows.append(streaming(streams=args.streams, rate=args.rate, decodes=decodes, seconds=args.seconds, tls=tls))
