@@ -162,19 +162,26 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float, tls: b
 def compare(names: Sequence[str], *, streams: int, rate: float, decodes: int, seconds: float) -> dict[str, float]:
     """Runs a gateway with TLS and one without at the same time, with half of the streams and of the rate each.
 
-    Other work on the machine costs both the same. `names`, "tls" and "plain", is the order of their start: the first
-    costs some percent more. Returns the CPU time per token of each, and their ratio.
+    Other work on the machine costs both the same. `names`, "tls" and "plain", is the order of their start.
+    Returns the CPU time per token of each, and their ratio.
     """
     step_s, tokens = streams / rate, int(seconds * rate / streams)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
-        sides: dict[str, tuple[GatewayUnderTest, Path, subprocess.Popen[str]]] = {}
+        stacks: dict[str, GatewayUnderTest] = {}
         for name in names:
             tmp = Path(folder) / name
             tmp.mkdir()
-            running = opened.enter_context(stack(tmp, decodes=decodes, step_ms=1e3 * step_s, tls=name == "tls"))
-            out = tmp / "client.json"
-            flags = ("--streams", streams // 2, "--tokens", tokens, "--out", out)
-            sides[name] = running, out, opened.enter_context(client(running.port, *flags))
+            running = stack(tmp, decodes=decodes, step_ms=1e3 * step_s, tls=name == "tls")
+            stacks[name] = opened.enter_context(running)
+        flags = ("--streams", streams // 2, "--tokens", tokens, "--out")
+        sides = {
+            name: (
+                running,
+                out := Path(folder) / f"{name}.json",
+                opened.enter_context(client(running.port, *flags, out)),
+            )
+            for name, running in stacks.items()
+        }
         begun = max(said(reader)["begun"] for _, _, reader in sides.values())
         time.sleep(SETTLE_S)
         begin, window = {name: side[0].cpu_s() for name, side in sides.items()}, time.monotonic()
