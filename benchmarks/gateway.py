@@ -50,8 +50,8 @@ Metrics, of the time in which all streams run unless stated otherwise:
 - one_pod_*: the same rate from one decode pod, the worst case: all 256 tokens of a step arrive at once.
 - idle_mib: resident memory of a gateway with 10,000 streams that have begun and get no tokens; idle_kib_per_stream.
 
-With --compare: tls_cpu_us_per_token and plain_cpu_us_per_token of two gateways that run at the same time with half of
-the load each, and tls_ratio; medians of --runs runs.
+With --compare: tls_cpu_us_per_token and plain_cpu_us_per_token of two gateways that run at the same time with the same
+load, and tls_ratio; medians of --runs runs.
 
 Otherwise the metrics are from the run with the least CPU per token (--runs). `rows` has all runs and load averages.
 """
@@ -160,7 +160,7 @@ def streaming(*, streams: int, rate: float, decodes: int, seconds: float, tls: b
 
 
 def compare(names: Sequence[str], *, streams: int, rate: float, decodes: int, seconds: float) -> dict[str, float]:
-    """Runs a gateway with TLS and one without at the same time, with half of the streams and of the rate each.
+    """Runs a gateway with TLS and one without at the same time, with these streams and this rate each.
 
     Other work on the machine costs both the same. `names`, "tls" and "plain", is the order of their start.
     Returns the CPU time per token of each, and their ratio.
@@ -173,7 +173,7 @@ def compare(names: Sequence[str], *, streams: int, rate: float, decodes: int, se
             tmp.mkdir()
             running = stack(tmp, decodes=decodes, step_ms=1e3 * step_s, tls=name == "tls")
             stacks[name] = opened.enter_context(running)
-        flags = ("--streams", streams // 2, "--tokens", tokens, "--out")
+        flags = ("--streams", streams, "--tokens", tokens, "--out")
         sides = {
             name: (
                 running,
@@ -247,8 +247,8 @@ def main() -> None:
         load = {"streams": args.streams, "rate": args.rate, "decodes": args.decodes, "seconds": args.seconds}
         pairs = [compare(("tls", "plain")[:: 1 if run % 2 else -1], **load) for run in range(args.runs)]
         print(*pairs, sep="\n")
-        names = ("tls_cpu_us_per_token", "plain_cpu_us_per_token", "tls_ratio")
-        medians = {name: round(statistics.median(pair[name] for pair in pairs), 4) for name in names}
+        measured = ("tls_cpu_us_per_token", "plain_cpu_us_per_token", "tls_ratio")
+        medians = {name: round(statistics.median(pair[name] for pair in pairs), 4) for name in measured}
         print(json.dumps(medians, indent=2))
         report.write(args.out, "gateway", medians, *PACKAGES, rows=pairs)
         return
