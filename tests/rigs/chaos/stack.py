@@ -46,6 +46,7 @@ TENANTS = ("alice", "bob")
 READY_S = 60.0  #: Longest time until a started process is ready.
 USED_S = 10.0  #: Longest wait until a gateway uses a pod again.
 POLL_S = 0.1  #: Pause between two looks.
+KEPT_S = 60.0  #: Gateways keep answers with keys so long, so that their memory is level after the first minute.
 DUTY_S = (0.08, 0.02)  #: A slow process stands still for the first time and runs for the second, in turn.
 CALL_S = 5.0  #: Time limit of the harness's own calls.
 _POD_CODE = ("cli.app", "cli.commands.services", "prefill_service.servicer", "decode_service.servicer", "uvloop")
@@ -139,7 +140,8 @@ class ChaosStack:
                 self._specs[spec.name] = spec
 
     async def _add_gateway(self, server: ForkServer, spec: ServiceSpec, name: str, **ports: int) -> None:
-        argv = [*spec.process.argv, *(f"--{key.replace('_', '-')}={port}" for key, port in ports.items())]
+        argv = [*spec.process.argv, f"--idempotency-ttl-s={KEPT_S:g}"]
+        argv += [f"--{key.replace('_', '-')}={port}" for key, port in ports.items()]
         address = f"127.0.0.1:{ports['port']}" if ports else spec.address
         port = int(address.rpartition(":")[2])
         spec = dataclasses.replace(spec, address=address, probe=functools.partial(probes.http_ready, "127.0.0.1", port))
